@@ -1,0 +1,96 @@
+"""Errors that a user can act on.
+
+Every message has the same parts: what failed, what was there, what was expected or is available (nearest first), and
+the exact flag or call that helps. The exit status of the command line belongs to the class (design, section 7).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class GlassError(Exception):
+    """Base of every error that Glass Engine raises on purpose.
+
+    Args:
+        what: What failed, one sentence without a full stop.
+        got: What was there.
+        expected: What was expected, or what is available (nearest first).
+        hint: The exact flag or call that helps.
+    """
+
+    exit_status = 1
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        got: str | None = None,
+        expected: str | Sequence[str] | None = None,
+        hint: str | None = None,
+    ) -> None:
+        self.what = what
+        self.got = got
+        self.expected = expected if expected is None or isinstance(expected, str) else ", ".join(expected)
+        self.hint = hint
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        parts = [self.what]
+        for label in ("got", "expected", "hint"):
+            text = getattr(self, label)
+            if text:
+                parts.append(f"{label:>9}: {text}")
+        return "\n".join(parts)
+
+
+class UsageError(GlassError):
+    """The request itself cannot be carried out: a wrong name, path, flag or input."""
+
+    exit_status = 2
+
+
+class UnknownNameError(UsageError):
+    """A site, node or pattern that names nothing; carries the nearest names."""
+
+    def __init__(self, kind: str, name: str, available: Iterable[str], *, hint: str | None = None) -> None:
+        names = list(available)
+        close = nearest(name, names)
+        expected = f"one of {len(names)} names" + (f", nearest: {', '.join(close)}" if close else "")
+        super().__init__(f"unknown {kind} {name!r}", expected=expected, hint=hint)
+
+
+class BackendError(GlassError):
+    """A back-end is missing, or failed to build, load or run."""
+
+    exit_status = 3
+
+
+class IncomparableError(GlassError):
+    """Two sides cannot be compared, or too little of them could be."""
+
+    exit_status = 4
+
+
+class CorruptError(GlassError):
+    """A file or directory is truncated, damaged, or written by a newer version."""
+
+    exit_status = 4
+
+
+def nearest(name: str, available: Iterable[str], limit: int = 5) -> list[str]:
+    """Return up to `limit` of `available`, most similar to `name` first.
+
+    Names that contain `name`, or whose last parts are similar, rank before names that merely share letters.
+    """
+    wanted = name.strip("*?").lower()
+    scored = []
+    for candidate in dict.fromkeys(available):
+        low = candidate.lower()
+        score = difflib.SequenceMatcher(None, wanted, low[-len(wanted) - 4 :]).ratio()
+        if wanted and wanted in low:
+            score += 1.0
+        if score >= 0.5:
+            scored.append((-score, len(candidate), candidate))
+    return [candidate for _, _, candidate in sorted(scored)[:limit]]

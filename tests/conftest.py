@@ -1,0 +1,34 @@
+"""Settings shared by the whole suite: offline, two threads, one compiler cache, no colours."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Set before anything imports torch or transformers: these are read at import.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / ".cache" / "inductor"))
+# The surroundings of the person who runs the suite must not change what commands print.
+for _name in ("NO_COLOR", "FORCE_COLOR", "CI"):
+    os.environ.pop(_name, None)
+
+
+@pytest.fixture(autouse=True)
+def _two_threads() -> None:
+    """Keep torch at two threads, without importing it for tests that do not use it."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != 2:
+        torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """Return the root of the repository."""
+    return ROOT
