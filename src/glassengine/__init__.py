@@ -1,17 +1,38 @@
 """Glass Engine: compile a Hugging Face model into an engine you can see through.
 
 The public names below are imported when they are first used, so that `import glassengine` costs nothing and changes
-nothing.
+nothing. Two of them, `compare` and `sites`, are also names of submodules: `glassengine.compare` is always the public
+function, and what the submodule defines is imported with `from glassengine.compare... import ...`.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from glassengine.backends.registry import list_backends as list_backends
+    from glassengine.compare import compare as compare
+    from glassengine.diagnose import check as check
+    from glassengine.engine import build as build
+    from glassengine.engine import load as load
+    from glassengine.errors import BackendError as BackendError
+    from glassengine.errors import CorruptError as CorruptError
+    from glassengine.errors import GlassError as GlassError
+    from glassengine.errors import IncomparableError as IncomparableError
+    from glassengine.errors import UnknownNameError as UnknownNameError
+    from glassengine.errors import UsageError as UsageError
+    from glassengine.program import sites as sites
+    from glassengine.recording.reader import Recording as Recording
+    from glassengine.taps import NetworkOutputs as NetworkOutputs
+    from glassengine.taps import named_network_outputs as named_network_outputs
+    from glassengine.taps import tap as tap
 
 __version__ = "0.1.0"
 
-# Public name -> module that defines it. The only list of public names; `__all__` is taken from it.
+# Public name -> module that defines it. `__all__` is taken from it; a test keeps the block above equal to it.
 _PUBLIC = {
     "BackendError": "glassengine.errors",
     "CorruptError": "glassengine.errors",
@@ -24,13 +45,26 @@ _PUBLIC = {
     "build": "glassengine.engine",
     "check": "glassengine.diagnose",
     "compare": "glassengine.compare",
+    "list_backends": "glassengine.backends.registry",
     "load": "glassengine.engine",
     "named_network_outputs": "glassengine.taps",
     "sites": "glassengine.program",
     "tap": "glassengine.taps",
 }
 
-__all__ = ["__version__", *_PUBLIC]
+__all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604 - the names are strings
+
+
+class _Package(types.ModuleType):
+    """The type of this package: a submodule never takes the place of a public name."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # The import system binds every imported submodule to its package, which would hide the function of that name.
+        if not (name in _PUBLIC and isinstance(value, types.ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,34 @@
+# `make demo` and `make test` need Python 3.11+, make and a package index, and nothing else.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+# Two threads: the suite is timed on two cores, and results of the same machine stay comparable.
+export OMP_NUM_THREADS ?= 2
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test test-all lint bench
+
+demo: $(STAMP)
+	$(BIN)/glass check examples/tiny-llama
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict src/glassengine
+	$(BIN)/codespell
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks
+
+# Made anew only when what it is made from changes.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear .venv
+	$(BIN)/pip install -c constraints.txt -e '.[onnx,dev]'
+	touch $(STAMP)

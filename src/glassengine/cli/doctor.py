@@ -1,0 +1,82 @@
+"""`glass doctor`: what this machine offers, and what is missing."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import glassengine as glass
+from glassengine import environment
+from glassengine.cli.options import out, write_json
+
+# Instruction sets that decide which kernels run, and so which engines load here.
+_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
+
+
+def command(
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> int:
+    """Show what Glass Engine finds on this machine: versions, processor, compiler, back-ends."""
+    found = examine()
+    if json:
+        write_json(found, "-")
+    else:
+        _print(found)
+    return 0
+
+
+def examine() -> dict[str, Any]:
+    """Return everything the command shows, as JSON-ready values; sizes in bytes."""
+    total, available = environment.memory_bytes()
+    flags = environment.cpu_flags()
+    return {
+        "schema_version": 1,
+        "platform": platform.platform(),
+        "cpu": environment.cpu_name(),
+        "cpu_flags": [flag for flag in _FLAGS if flag in flags],
+        "num_cpus": environment.num_cpus(),
+        "memory_bytes": total,
+        "memory_available_bytes": available,
+        "disk_free_bytes": shutil.disk_usage(Path.cwd()).free,
+        "cxx_compiler": environment.cxx_compiler(),
+        "versions": environment.versions(),
+        "backends": [
+            {"name": info.name, "available": info.available, "reason": info.reason, "install": info.install}
+            for info in glass.list_backends()
+        ],
+        "caches": {name: str(path) for name, path in environment.cache_dirs().items()},
+        "variables": environment.variables(),
+    }
+
+
+def _print(found: dict[str, Any]) -> None:
+    memory = f"{_gib(found['memory_available_bytes'])} free of {_gib(found['memory_bytes'])}"
+    compiler = found["cxx_compiler"] or "none: Inductor needs g++, or CXX set to another compiler"
+    rows = [
+        ("platform", found["platform"]),
+        ("cpu", f"{found['cpu']}, {found['num_cpus']} usable"),
+        ("cpu flags", " ".join(found["cpu_flags"]) or "unknown"),
+        ("memory", memory),
+        ("disk", f"{_gib(found['disk_free_bytes'])} free here"),
+        ("c++", compiler),
+        *((name, version or "not installed") for name, version in found["versions"].items()),
+        *((f"{name} cache", path) for name, path in found["caches"].items()),
+        *found["variables"].items(),
+    ]
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        out.print(f"{name:<{width}}  {value}")
+    out.print("\nback-ends")
+    for backend in found["backends"]:
+        state = "available" if backend["available"] else f"missing: {backend['reason']}"
+        out.print(f"  {backend['name']:<14} {state}")
+        if not backend["available"] and backend["install"]:
+            out.print(f"  {'':<14} {backend['install']}")
+
+
+def _gib(num_bytes: int | None) -> str:
+    return "unknown" if num_bytes is None else f"{num_bytes / 2**30:.1f} GiB"

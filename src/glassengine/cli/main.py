@@ -1,0 +1,119 @@
+"""The command `glass`: a table of commands, each imported only when it is called.
+
+`glass --help` reads the table and nothing else. The module `cli/<name>.py` of a command has a function `command`, with
+parameters annotated for Typer, that returns its exit status; a test keeps the first line of its docstring equal to the
+table. The global flags are accepted before and after the command's name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from glassengine.cli import options
+from glassengine.cli.errors import exit_status
+
+COMMANDS = {
+    "doctor": "Show what Glass Engine finds on this machine: versions, processor, compiler, back-ends.",
+}
+
+_EPILOG = (
+    "Exit status: 0 ok, 1 not ok, 2 usage, 3 back-end missing or failed, 4 incomparable, too little coverage or "
+    "corrupt, 70 a bug, 130 interrupted."
+)
+
+
+def with_global_flags(function: Callable[..., int]) -> Callable[..., int]:
+    """Return `function` with the parameters of `options.configure` after its own, put into effect before it runs."""
+    own = inspect.signature(function, eval_str=True)
+    shared = inspect.signature(options.configure, eval_str=True)
+    clash = own.parameters.keys() & shared.parameters.keys()
+    if clash:
+        raise TypeError(f"{function.__module__}.{function.__qualname__} redefines global flags: {sorted(clash)}")
+
+    def call(**arguments: Any) -> int:
+        options.configure(**{name: arguments.pop(name) for name in shared.parameters})
+        return function(**arguments)
+
+    parameters = [*own.parameters.values(), *shared.parameters.values()]
+    keyword_only = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    call.__signature__ = inspect.Signature(keyword_only)  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    call.__doc__ = function.__doc__
+    return call
+
+
+def load_command(name: str) -> Any:
+    """Import `cli/<name>.py` and return its `command` as a command object of Typer."""
+    module = importlib.import_module(f"glassengine.cli.{name}")
+    app = typer.Typer(add_completion=False)
+    app.command(name, context_settings=getattr(module, "CONTEXT_SETTINGS", None))(with_global_flags(module.command))
+    return get_command(app)
+
+
+class _LazyGroup(TyperGroup):
+    """A group whose help shows the table, and which imports a command when it is called."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        name, placeholder, rest = super().resolve_command(ctx, args)
+        return name, placeholder and load_command(str(name)), rest
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        from glassengine import __version__
+
+        options.out.print(f"glass {__version__}")
+        raise typer.Exit
+
+
+_Version = Annotated[
+    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+]
+
+
+def _build() -> Any:
+    app = typer.Typer(cls=_LazyGroup, add_completion=False, rich_markup_mode="rich", epilog=_EPILOG)
+
+    @app.callback()
+    def glass(
+        version: _Version = False,
+        quiet: options.Quiet = False,
+        verbose: options.Verbose = 0,
+        no_color: options.NoColor = False,
+        no_progress: options.NoProgress = False,
+    ) -> None:
+        """Compile a model into an engine you can see through, and find the first op that goes wrong."""
+        options.configure(quiet, verbose, no_color, no_progress)
+
+    for name, help_line in COMMANDS.items():
+        app.command(name, help=help_line)(lambda: None)
+    return get_command(app)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit status.
+
+    Args:
+        arguments: What follows `glass`; the process's own arguments when None.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options.reset()
+
+    def run() -> int:
+        command = _build()
+        if not given:
+            with command.make_context("glass", given, resilient_parsing=True) as context:
+                command.get_help(context)
+            return 2
+        with command.make_context("glass", given) as context:
+            return command.invoke(context) or 0
+
+    return exit_status(run)

@@ -1,0 +1,134 @@
+"""What all commands share: the two consoles, the global flags, logging, the progress bar and JSON output.
+
+Results go to stdout (`out`), everything else to stderr (`err`). Rich itself honours NO_COLOR and FORCE_COLOR.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from glassengine.environment import in_ci, is_dumb_terminal
+
+# Site names and tensors are full of square brackets: nothing printed is markup, and no long line is folded.
+out = Console(markup=False, highlight=False, emoji=False, soft_wrap=True)
+err = Console(markup=False, highlight=False, emoji=False, soft_wrap=True, stderr=True)
+_NO_COLOR = out.no_color  # what the variable NO_COLOR says
+
+_PANEL = "Global options"
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the result and errors only.", rich_help_panel=_PANEL)]
+Verbose = Annotated[
+    int,
+    typer.Option(
+        "--verbose",
+        "-v",
+        count=True,
+        metavar="",
+        show_default=False,
+        help="Log more: -v also shows tracebacks, -vv debug messages.",
+        rich_help_panel=_PANEL,
+    ),
+]
+NoColor = Annotated[bool, typer.Option("--no-color", help="Print without colors.", rich_help_panel=_PANEL)]
+NoProgress = Annotated[bool, typer.Option("--no-progress", help="Show no progress bars.", rich_help_panel=_PANEL)]
+
+
+@dataclass
+class _Settings:
+    """The global flags in effect: `show_progress` may be true and still no bar be drawn (see `progress`)."""
+
+    quiet: bool = False
+    verbose: int = 0
+    show_progress: bool = True
+
+
+settings = _Settings()
+
+
+class _ConsoleHandler(logging.Handler):
+    """Print log records through `err`, so that they appear above a progress bar and not within it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        err.print(f"{record.levelname.lower()}: {self.format(record)}")
+
+
+_handler = _ConsoleHandler()
+
+
+def reset() -> None:
+    """Return to the defaults: each command line starts from them, also within one process."""
+    settings.quiet, settings.verbose, settings.show_progress = False, 0, True
+    out.no_color = err.no_color = _NO_COLOR
+    configure()
+
+
+def configure(
+    quiet: Quiet = False, verbose: Verbose = 0, no_color: NoColor = False, no_progress: NoProgress = False
+) -> None:
+    """Put global flags into effect; they accumulate, since they may stand before and after the command's name."""
+    settings.quiet |= quiet
+    settings.verbose += verbose
+    settings.show_progress &= not no_progress
+    if no_color:
+        out.no_color = err.no_color = True
+    logger = logging.getLogger("glassengine")
+    if _handler not in logger.handlers:
+        logger.addHandler(_handler)
+    if settings.quiet:
+        logger.setLevel(logging.ERROR)
+    else:
+        logger.setLevel({0: logging.WARNING, 1: logging.INFO}.get(settings.verbose, logging.DEBUG))
+
+
+def shows_progress() -> bool:
+    """Return whether a bar would be seen by a person: stderr is a capable terminal, no CI, and none declined it."""
+    return (
+        settings.show_progress
+        and not settings.quiet
+        and sys.stderr.isatty()
+        and not in_ci()
+        and not is_dumb_terminal()
+    )
+
+
+@contextmanager
+def progress(description: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar on stderr while the block runs, where `shows_progress()`.
+
+    Args:
+        description: What is being done, a few words.
+        total: How many units there are; None when it is not known.
+
+    Yields:
+        A function that takes the number of units just finished.
+    """
+    if not shows_progress():
+        yield lambda _advance: None
+        return
+    from rich.progress import Progress
+
+    with Progress(console=err, transient=True) as bar:
+        task = bar.add_task(description, total=total)
+        yield lambda advance: bar.advance(task, advance)
+
+
+def write_json(document: Mapping[str, Any], destination: str) -> None:
+    """Write one JSON document to the file `destination`, or to stdout when that is "-".
+
+    Raises:
+        ValueError: if `document` holds a NaN or an infinity, which JSON cannot.
+    """
+    text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    if destination == "-":
+        sys.stdout.write(text)
+    else:
+        Path(destination).write_text(text, encoding="utf-8")

@@ -1,0 +1,192 @@
+"""What this process runs on: versions, processor, compiler, settings.
+
+The only module of the package that reads environment variables, so that a manifest can say which of them were set. It
+imports nothing heavy: versions come from package metadata, processor flags from the operating system.
+"""
+
+from __future__ import annotations
+
+import getpass
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("glassengine", "torch", "transformers", "onnxruntime", "onnx", "onnxscript", "numpy", "safetensors")
+
+REMOVED = "<removed>"
+
+# Variables that change what is computed or how: recorded in manifests. Nothing else of the surroundings is.
+_RECORDED = re.compile(
+    r"^(GLASS|DEBUG_ARTIFACTS|TRTLLM|TORCH|TORCHINDUCTOR|PYTORCH|HF|TRANSFORMERS|TOKENIZERS|OMP|MKL|KMP|GOMP|ORT|CUDA|"
+    r"NVIDIA|XLA|NEURON|CUBLAS|NCCL)(_|$)|^(CC|CXX|CFLAGS|CXXFLAGS|PYTHONHASHSEED)$"
+)
+_SECRET_WORDS = {"TOKEN", "KEY", "APIKEY", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "CREDENTIALS", "AUTH", "COOKIE"}
+_SECRET_VALUE = re.compile(r"hf_[A-Za-z0-9]{16,}|(?<=://)[^/@\s]+(?=@)")
+
+
+def versions() -> dict[str, str | None]:
+    """Return the version of Python and of every package that matters; None for one that is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+@lru_cache(maxsize=1)
+def _cpuinfo() -> Mapping[str, str]:
+    """Return the first processor of /proc/cpuinfo as key -> value; empty where there is no such file."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
+    return parse_cpuinfo(text)
+
+
+def parse_cpuinfo(text: str) -> dict[str, str]:
+    """Return the entries of the first processor in `text`, which has the form of /proc/cpuinfo."""
+    entries: dict[str, str] = {}
+    for line in text.split("\n\n", 1)[0].splitlines():
+        key, _, value = line.partition(":")
+        entries.setdefault(key.strip(), value.strip())
+    return entries
+
+
+def cpu_flags() -> frozenset[str]:
+    """Return the instruction-set flags of the processor; empty where the system does not tell.
+
+    An x86 processor lists them as "flags", an ARM one as "Features".
+    """
+    info = _cpuinfo()
+    return frozenset((info.get("flags") or info.get("Features") or "").split())
+
+
+def cpu_name() -> str:
+    """Return the marketing name of the processor, or the machine type where the system does not tell."""
+    return _cpuinfo().get("model name") or platform.processor() or platform.machine()
+
+
+def num_cpus() -> int:
+    """Return how many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_bytes() -> tuple[int | None, int | None]:
+    """Return (total, available) memory of the machine in bytes; None where the system does not tell."""
+    sizes: dict[str, int] = {}
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            key, _, value = line.partition(":")
+            if value.endswith(" kB"):
+                sizes[key] = int(value.split()[0]) * 1024
+    except OSError:
+        return None, None
+    return sizes.get("MemTotal"), sizes.get("MemAvailable")
+
+
+def cxx_compiler() -> str | None:
+    """Return the path of the C++ compiler that Inductor would call, or None.
+
+    Inductor calls $CXX, or else g++ (clang++ on macOS), and looks no further: another compiler on the path is of no use
+    to it until CXX names it.
+    """
+    return shutil.which(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++"))
+
+
+def git_revision(path: str | os.PathLike[str]) -> str | None:
+    """Return the commit checked out at `path`, or None when it is in no readable git repository."""
+    directory = Path(path)
+    command = ["git", "-C", str(directory if directory.is_dir() else directory.parent), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def debug_artifacts_dir() -> Path | None:
+    """Return the directory named by DEBUG_ARTIFACTS_DIR, or None."""
+    value = os.environ.get("DEBUG_ARTIFACTS_DIR")
+    return Path(value) if value else None
+
+
+def add_output_json() -> str | None:
+    """Return the JSON text of TRTLLM_ADD_OUTPUT (`{"site or node or layer": "alias"}`), or None."""
+    return os.environ.get("TRTLLM_ADD_OUTPUT") or None
+
+
+def in_ci() -> bool:
+    """Return whether CI says that no person is watching."""
+    return os.environ.get("CI", "").lower() not in ("", "0", "false")
+
+
+def is_dumb_terminal() -> bool:
+    """Return whether TERM says that the terminal cannot move its cursor."""
+    return os.environ.get("TERM", "").lower() in ("dumb", "unknown")
+
+
+def cache_dirs() -> dict[str, Path]:
+    """Return where downloaded models and compiled kernels are kept; the directories need not exist."""
+    hf_home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    try:
+        user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+    except (KeyError, OSError):  # a user id without a name, as in many containers
+        user = str(os.getuid())
+    return {
+        "huggingface": Path(os.environ.get("HF_HUB_CACHE") or Path(hf_home, "hub")).expanduser(),
+        "inductor": Path(
+            os.environ.get("TORCHINDUCTOR_CACHE_DIR") or Path(tempfile.gettempdir(), f"torchinductor_{user}")
+        ),
+    }
+
+
+def variables() -> dict[str, str]:
+    """Return the environment variables that can change a result, secrets removed, sorted by name."""
+    return {
+        name: REMOVED if _SECRET_WORDS & set(name.upper().split("_")) else _SECRET_VALUE.sub(REMOVED, value)
+        for name, value in sorted(os.environ.items())
+        if _RECORDED.match(name)
+    }
+
+
+def without_secrets(arguments: Iterable[str]) -> list[str]:
+    """Return a command line whose secret values are replaced: those of `--token X` or `--hf-token=X`, and URL logins."""
+    cleaned: list[str] = []
+    hide_next = False
+    for argument in arguments:
+        flag, equals, _ = argument.partition("=")
+        is_secret = flag.startswith("-") and bool(_SECRET_WORDS & set(flag.upper().strip("-").split("-")))
+        if hide_next:
+            cleaned.append(REMOVED)
+        elif is_secret and equals:
+            cleaned.append(f"{flag}={REMOVED}")
+        else:
+            cleaned.append(_SECRET_VALUE.sub(REMOVED, argument))
+        hide_next = is_secret and not equals
+    return cleaned
+
+
+def describe() -> dict[str, Any]:
+    """Return everything of this machine and process that belongs into a manifest, as JSON-ready values."""
+    return {
+        "versions": versions(),
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "cpu": cpu_name(),
+        "cpu_flags": sorted(cpu_flags()),
+        "num_cpus": num_cpus(),
+        "cxx_compiler": cxx_compiler(),
+        "command_line": without_secrets(sys.argv),
+        "variables": variables(),
+    }
