@@ -27,8 +27,8 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
 
-# Made anew only when what it is made from changes.
+# Brought up to date only when what it is made from changes; never cleared, since torch alone takes minutes.
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -m venv --clear .venv
+	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -c constraints.txt -e '.[onnx,dev]'
 	touch $(STAMP)

@@ -24,10 +24,11 @@ if TYPE_CHECKING:
     from glassengine.errors import IncomparableError as IncomparableError
     from glassengine.errors import UnknownNameError as UnknownNameError
     from glassengine.errors import UsageError as UsageError
+    from glassengine.program import named_network_outputs as named_network_outputs
     from glassengine.program import sites as sites
     from glassengine.recording.reader import Recording as Recording
     from glassengine.taps import NetworkOutputs as NetworkOutputs
-    from glassengine.taps import named_network_outputs as named_network_outputs
+    from glassengine.taps import register_network_output as register_network_output
     from glassengine.taps import tap as tap
 
 __version__ = "0.1.0"
@@ -47,7 +48,8 @@ _PUBLIC = {
     "compare": "glassengine.compare",
     "list_backends": "glassengine.backends.registry",
     "load": "glassengine.engine",
-    "named_network_outputs": "glassengine.taps",
+    "named_network_outputs": "glassengine.program",
+    "register_network_output": "glassengine.taps",
     "sites": "glassengine.program",
     "tap": "glassengine.taps",
 }

@@ -1,0 +1,318 @@
+"""The command line as a whole: help, flags, how a command ends, and where things are printed."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+import typer
+
+from glassengine.cli import main as cli
+from glassengine.cli import options
+from glassengine.errors import BackendError, CorruptError, GlassError, IncomparableError, UnknownNameError, UsageError
+
+Plant = Callable[[Callable[..., int]], None]
+
+
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
+    """Return a function that makes its argument the command `glass planted`."""
+
+    def install(function: Callable[..., int]) -> None:
+        module = types.ModuleType("glassengine.cli.planted")
+        module.command = function  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "glassengine.cli.planted", module)
+        monkeypatch.setitem(cli.COMMANDS, "planted", "A command of the tests.")
+
+    return install
+
+
+def glass(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process of its own, its output piped."""
+    return subprocess.run(
+        [sys.executable, "-m", "glassengine.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **variables},
+    )
+
+
+def raising(error: BaseException) -> Callable[..., int]:
+    def command() -> int:
+        raise error
+
+    return command
+
+
+def test_help_lists_the_table_and_imports_no_command() -> None:
+    code = (
+        "import sys; from glassengine.cli.main import main, COMMANDS; status = main(['--help']); "
+        "print(status, [m for m in ('torch', 'numpy', 'pydantic', *(f'glassengine.cli.{c}' for c in COMMANDS)) "
+        "if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "0 []"
+    for name in cli.COMMANDS:
+        assert f" {name} " in done.stdout
+    assert "Exit status: 0 ok" in done.stdout
+
+
+def test_help_is_fast() -> None:
+    # The best of several runs: what is measured is our imports, not the other work of the machine.
+    def once() -> float:
+        start = time.perf_counter()
+        assert glass("--help").returncode == 0
+        return time.perf_counter() - start
+
+    assert min(once() for _ in range(5)) < 0.2
+
+
+@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
+def test_table_equals_the_docstrings(name: str) -> None:
+    module = importlib.import_module(f"glassengine.cli.{name}")
+    assert (module.command.__doc__ or "").splitlines()[0] == cli.COMMANDS[name]
+
+
+@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
+def test_help_of_every_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([name, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert f"glass {name}" in shown
+    for flag in ("--quiet", "--verbose", "--no-color", "--no-progress"):
+        assert flag in shown
+
+
+def test_every_command_file_is_in_the_table(root: Path) -> None:
+    shared = {"__init__", "__main__", "main", "options", "errors"}
+    files = {path.stem for path in (root / "src/glassengine/cli").glob("*.py")}
+    assert files - shared == set(cli.COMMANDS)
+
+
+def test_no_arguments_is_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "Usage: glass" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    import glassengine
+
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"glass {glassengine.__version__}\n"
+
+
+def test_unknown_command_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["docter"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "'docter'" in shown.err and "'doctor'" in shown.err and "glass --help" in shown.err
+
+
+def test_usage_mistakes_exit_2_and_name_the_help(plant: Plant, capsys: pytest.CaptureFixture[str]) -> None:
+    def command(model: str, count: Annotated[int, typer.Option()] = 1) -> int:
+        return 0
+
+    plant(command)
+    for arguments in (["planted"], ["planted", "m", "--count", "x"], ["planted", "m", "--flag"], ["planted", "m", "n"]):
+        assert cli.main(arguments) == 2
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        assert shown.err.startswith("error: ") and "hint: glass planted --help" in shown.err
+    assert cli.main(["--flag"]) == 2
+    assert "hint: glass --help" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("status", [0, 1, 4])
+def test_status_of_a_command_is_the_exit_status(plant: Plant, status: int) -> None:
+    plant(lambda: status)
+    assert cli.main(["planted"]) == status
+
+
+def test_typer_exit_is_respected(plant: Plant) -> None:
+    plant(raising(typer.Exit(3)))
+    assert cli.main(["planted"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (GlassError("it went wrong", got="this"), 1),
+        (UsageError("no such path", hint="glass sites MODEL"), 2),
+        (UnknownNameError("site", "model.layer", ["model.layers.0"]), 2),
+        (BackendError("the back-end failed"), 3),
+        (IncomparableError("nothing to compare"), 4),
+        (CorruptError("the index is damaged"), 4),
+    ],
+)
+def test_errors_end_without_traceback(
+    plant: Plant, capsys: pytest.CaptureFixture[str], error: GlassError, status: int
+) -> None:
+    plant(raising(error))
+    assert cli.main(["planted"]) == status
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err == f"error: {error}\n"
+
+
+def test_markup_in_an_error_is_text(plant: Plant, capsys: pytest.CaptureFixture[str]) -> None:
+    plant(raising(UsageError("no site model:out[0][bold]x[/bold] :smile:")))
+    assert cli.main(["planted"]) == 2
+    assert "model:out[0][bold]x[/bold] :smile:" in capsys.readouterr().err
+
+
+def test_verbose_shows_the_traceback(plant: Plant, capsys: pytest.CaptureFixture[str]) -> None:
+    plant(raising(BackendError("the back-end failed")))
+    for arguments in (["-v", "planted"], ["planted", "-v"]):
+        assert cli.main(arguments) == 3
+        assert "Traceback" in capsys.readouterr().err
+
+
+def test_bug_asks_for_a_report(plant: Plant, capsys: pytest.CaptureFixture[str]) -> None:
+    plant(raising(ZeroDivisionError("oops")))
+    assert cli.main(["planted"]) == 70
+    shown = capsys.readouterr().err
+    assert "bug in Glass Engine, please report" in shown and "ZeroDivisionError: oops" in shown and "-v" in shown
+    assert "Traceback" not in shown
+    assert cli.main(["planted", "-v"]) == 70
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_file_that_cannot_be_read_is_no_bug(plant: Plant, capsys: pytest.CaptureFixture[str]) -> None:
+    plant(raising(PermissionError(13, "Permission denied", "some/file")))
+    assert cli.main(["planted"]) == 2
+    shown = capsys.readouterr().err
+    assert "cannot access 'some/file'" in shown and "Permission denied" in shown
+
+
+def test_interrupt(plant: Plant, capsys: pytest.CaptureFixture[str]) -> None:
+    plant(raising(KeyboardInterrupt()))
+    assert cli.main(["planted"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_reader_that_goes_away_is_no_error() -> None:
+    code = (
+        "import sys, types\n"
+        "from glassengine.cli import main as cli\n"
+        "module = types.ModuleType('planted')\n"
+        "def command() -> int:\n"
+        "    for _ in range(100000): print('a line of the result')\n"
+        "    return 0\n"
+        "module.command = command\n"
+        "sys.modules['glassengine.cli.planted'] = module\n"
+        "cli.COMMANDS['planted'] = 'x'\n"
+        "sys.exit(cli.main(['planted']))\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait(60) == 141
+
+
+def test_command_must_not_redefine_a_global_flag() -> None:
+    def command(quiet: bool = False) -> int:
+        return 0
+
+    with pytest.raises(TypeError, match="quiet"):
+        cli.with_global_flags(command)
+
+
+def test_log_goes_to_stderr_by_level(plant: Plant, capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> int:
+        logger = logging.getLogger("glassengine.planted")
+        for level in (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR):
+            logger.log(level, "a %s message", logging.getLevelName(level))
+        options.out.print("result [0]")
+        return 0
+
+    plant(command)
+    expected = {"-q": 1, "": 2, "-v": 3, "-vv": 4}
+    for flag, count in expected.items():
+        for arguments in ([flag, "planted"], ["planted", flag]) if flag else (["planted"],):
+            assert cli.main(arguments) == 0
+            shown = capsys.readouterr()
+            assert shown.out == "result [0]\n"
+            assert len(shown.err.splitlines()) == count, (arguments, shown.err)
+
+
+def test_long_result_lines_are_not_folded(plant: Plant, capsys: pytest.CaptureFixture[str]) -> None:
+    line = "model.layers.0." * 40
+
+    def command() -> int:
+        options.out.print(line)
+        return 0
+
+    plant(command)
+    assert cli.main(["planted"]) == 0
+    assert capsys.readouterr().out == line + "\n"
+
+
+def test_colors_follow_the_surroundings() -> None:
+    escape = "\x1b["
+    assert escape not in glass("--bad").stderr, "a pipe gets no colors"
+    assert escape in glass("--bad", FORCE_COLOR="1").stderr
+    assert escape + "31" not in glass("--bad", FORCE_COLOR="1", NO_COLOR="1").stderr
+    assert ";31m" in glass("doctor", "--nope", FORCE_COLOR="1", TERM="xterm-256color").stderr
+    assert ";31m" not in glass("--no-color", "doctor", "--nope", FORCE_COLOR="1", TERM="xterm-256color").stderr
+    assert escape not in glass("--bad", FORCE_COLOR="", TERM="dumb").stderr
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def _bar_shown(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, flags: list[str]) -> bool:
+    options.reset()
+    options.configure(quiet="-q" in flags, no_progress="--no-progress" in flags)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(options.err, "_force_terminal", stream.isatty(), raising=False)
+    with options.progress("working", total=2) as advance:
+        advance(2)
+    return stream.getvalue() != ""
+
+
+def test_progress_is_for_a_person_at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("CI", raising=False)
+    assert _bar_shown(monkeypatch, _Terminal(), [])
+    assert not _bar_shown(monkeypatch, io.StringIO(), [])
+    assert not _bar_shown(monkeypatch, _Terminal(), ["-q"])
+    assert not _bar_shown(monkeypatch, _Terminal(), ["--no-progress"])
+    monkeypatch.setenv("TERM", "dumb")
+    assert not _bar_shown(monkeypatch, _Terminal(), [])
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("CI", "true")
+    assert not _bar_shown(monkeypatch, _Terminal(), [])
+    options.reset()
+
+
+def test_json_is_one_strict_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = {"schema_version": 1, "site": "modèle.0"}
+    options.write_json(document, "-")
+    assert json.loads(capsys.readouterr().out) == document
+    options.write_json(document, str(tmp_path / "out.json"))
+    assert json.loads((tmp_path / "out.json").read_text(encoding="utf-8")) == document
+    with pytest.raises(ValueError, match="JSON compliant"):
+        options.write_json({"x": float("nan")}, "-")
+
+
+def test_installed_command_and_module_are_the_same() -> None:
+    script = Path(sys.executable).with_name("glass")
+    done = subprocess.run([str(script), "--version"], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == glass("--version").stdout

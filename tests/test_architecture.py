@@ -1,0 +1,239 @@
+"""The imports of the package point one way: the floors of the design, enforced on the source text.
+
+Every import statement counts, also those inside functions, except those under `if TYPE_CHECKING:`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import glassengine
+
+PACKAGE = "glassengine"
+SOURCE = Path(__file__).resolve().parent.parent / "src" / PACKAGE
+
+# From the ground up; a unit (file or folder directly under the package) imports only from floors below its own.
+FLOORS = (
+    {"errors", "environment"},
+    {"sites", "taps", "results", "blocks"},
+    {"recording", "program"},
+    {"compare", "capture", "executable"},
+    {"report", "backends"},
+    {"frontends", "engine"},
+    {"diagnose"},
+    {"testing", "cli", "pytest_plugin"},
+)
+FLOOR_OF = {unit: level for level, floor in enumerate(FLOORS) for unit in floor}
+
+# Beside the public names, what the command line may use: the words it prints and the status it ends with.
+CLI_MAY_IMPORT = {"errors", "environment", "results", "report", "cli"}
+
+MAX_LINES = 400
+
+
+def modules() -> dict[str, Path]:
+    """Return dotted name -> file of every module of the package."""
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def is_type_checking(test: ast.expr) -> bool:
+    return (isinstance(test, ast.Name) and test.id == "TYPE_CHECKING") or (
+        isinstance(test, ast.Attribute) and test.attr == "TYPE_CHECKING"
+    )
+
+
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield every node that can run, parents first."""
+    yield tree
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.If) and is_type_checking(child.test):
+            for other in child.orelse:
+                yield from statements(other)
+        else:
+            yield from statements(child)
+
+
+def imported(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str, str | None]]:
+    """Yield (line, module, name or None) for every import in `source`; relative ones are made absolute."""
+    for node in statements(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name, None
+        elif isinstance(node, ast.ImportFrom):
+            origin = node.module or ""
+            if node.level:
+                base = module.split(".")[: len(module.split(".")) - node.level + is_package]
+                origin = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield node.lineno, origin, alias.name
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            if node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
+                yield node.lineno, node.args[0].value, None
+
+
+def own_imports(source: str, module: str, is_package: bool = False) -> Iterator[tuple[int, str, str | None]]:
+    """Yield (line, module of this package, name or None): `from glassengine.a import b` names a.b where that exists."""
+    for line, origin, name in imported(source, module, is_package):
+        if origin == PACKAGE or origin.startswith(PACKAGE + "."):
+            if name is not None and f"{origin}.{name}" in MODULES and not is_public(origin, name):
+                yield line, f"{origin}.{name}", None
+            else:
+                yield line, origin, name
+
+
+def is_public(origin: str, name: str) -> bool:
+    return origin == PACKAGE and name in glassengine.__all__
+
+
+def unit_of(module: str) -> str:
+    """Return the file or folder under the package that `module` belongs to; "" for the package itself."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def violations(source: str, module: str, is_package: bool = False) -> list[str]:
+    """Return what `source`, as the text of `module`, imports against the floors."""
+    unit = unit_of(module)
+    found = []
+    for line, origin, name in own_imports(source, module, is_package):
+        target = unit_of(origin)
+        where = f"{module}:{line}: imports {origin}" + (f".{name}" if name else "")
+        if target == unit and unit:
+            continue
+        if target == "":
+            # The public API pulls in everything, so only the top floor may use it.
+            if FLOOR_OF.get(unit, 0) != len(FLOORS) - 1:
+                found.append(f"{where}: the public API is for the top floor")
+            elif name is not None and not is_public(PACKAGE, name):
+                found.append(f"{where}: not a public name")
+        elif target not in FLOOR_OF:
+            found.append(f"{where}: on no floor")
+        elif unit == "cli" and target not in CLI_MAY_IMPORT:
+            found.append(f"{where}: the command line uses the public API only")
+        elif FLOOR_OF[target] >= FLOOR_OF.get(unit, len(FLOORS)):
+            found.append(f"{where}: not on a floor below {unit}")
+    return found
+
+
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Return one cycle for each way back that a depth-first walk of `graph` finds."""
+    done: set[str] = set()
+    found: list[list[str]] = []
+
+    def walk(node: str, path: list[str]) -> None:
+        if node in path:
+            found.append([*path[path.index(node) :], node])
+        elif node not in done:
+            for following in sorted(graph.get(node, ())):
+                walk(following, [*path, node])
+            done.add(node)
+
+    for start in sorted(graph):
+        walk(start, [])
+    return found
+
+
+def reads_environment(source: str) -> list[int]:
+    """Return the lines of `source` that touch the environment variables of the process."""
+    names = {"environ", "environb", "getenv", "putenv", "unsetenv"}
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if (isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os") or (
+            isinstance(node, ast.ImportFrom) and node.module == "os" and {alias.name for alias in node.names} & names
+        ):
+            found.append(node.lineno)
+    return found
+
+
+def text_of(module: str) -> str:
+    return MODULES[module].read_text(encoding="utf-8")
+
+
+def is_package(module: str) -> bool:
+    return MODULES[module].name == "__init__.py"
+
+
+def test_every_unit_is_on_a_floor() -> None:
+    units = {unit_of(module) for module in MODULES} - {""}
+    assert units <= FLOOR_OF.keys()
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_down(module: str) -> None:
+    assert violations(text_of(module), module, is_package(module)) == []
+
+
+def test_no_cycles() -> None:
+    graph = {
+        module: {origin for _, origin, _ in own_imports(text_of(module), module, is_package(module))} - {module}
+        for module in MODULES
+    }
+    # The root imports by name only when asked; its table is not an import.
+    graph[PACKAGE] = set()
+    assert cycles(graph) == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_modules_are_small(module: str) -> None:
+    assert len(text_of(module).splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("module", sorted(MODULES.keys() - {"glassengine.environment"}))
+def test_environment_is_read_in_one_module(module: str) -> None:
+    assert reads_environment(text_of(module)) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("glassengine.errors", "import glassengine.sites"),
+        ("glassengine.errors", "from glassengine import environment"),
+        ("glassengine.recording.reader", "def f():\n    from glassengine.program.load import load"),
+        ("glassengine.recording.reader", "from ..program import load"),
+        ("glassengine.engine.session", "from importlib import import_module\nimport_module('glassengine.diagnose')"),
+        ("glassengine.compare.measure", "import glassengine as glass"),
+        ("glassengine.compare.measure", "from glassengine.capture.hooks import Hook"),
+        ("glassengine.cli.check", "from glassengine.diagnose.ladder import climb"),
+        ("glassengine.cli.check", "from glassengine import diagnose"),
+        ("glassengine.testing.faults", "from glassengine.cli.main import main"),
+        ("glassengine.newcomer", "from glassengine.errors import GlassError\nimport glassengine.newer"),
+    ],
+)
+def test_planted_import_is_found(module: str, line: str) -> None:
+    assert violations(line, module)
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("glassengine.diagnose.ladder", "from glassengine.engine.session import Session"),
+        ("glassengine.recording.reader", "from .layout import Layout"),
+        ("glassengine.cli.check", "import glassengine as glass"),
+        ("glassengine.cli.check", "from glassengine import check"),
+        ("glassengine.errors", "if TYPE_CHECKING:\n    from glassengine.results import Comparison"),
+    ],
+)
+def test_rightful_import_is_allowed(module: str, line: str) -> None:
+    assert violations(line, module) == []
+
+
+def test_planted_cycle_is_found() -> None:
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c", "a"]]
+    assert cycles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+@pytest.mark.parametrize(
+    "line", ["import os\nos.environ['X']", "import os\nos.getenv('X')", "from os import environ", "from os import getenv"]
+)
+def test_planted_environment_access_is_found(line: str) -> None:
+    assert reads_environment(line)
