@@ -78,8 +78,9 @@ def imported(source: str, module: str, is_package: bool) -> Iterator[tuple[int, 
             for alias in node.names:
                 yield node.lineno, origin, alias.name
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            if node.args and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
-                yield node.lineno, node.args[0].value, None
+            target = node.args[0] if node.args else None
+            if isinstance(target, ast.Constant) and isinstance(target.value, str):
+                yield node.lineno, target.value, None
 
 
 def own_imports(source: str, module: str, is_package: bool = False) -> Iterator[tuple[int, str, str | None]]:
@@ -233,7 +234,8 @@ def test_planted_cycle_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["import os\nos.environ['X']", "import os\nos.getenv('X')", "from os import environ", "from os import getenv"]
+    "line",
+    ["import os\nos.environ['X']", "import os\nos.getenv('X')", "from os import environ", "from os import getenv"],
 )
 def test_planted_environment_access_is_found(line: str) -> None:
     assert reads_environment(line)

@@ -100,7 +100,9 @@ def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment.add_output_json() == '{"a": "b"}'
 
 
-@pytest.mark.parametrize(("value", "expected"), [("", False), ("0", False), ("false", False), ("1", True), ("true", True)])
+@pytest.mark.parametrize(
+    ("value", "expected"), [("", False), ("0", False), ("false", False), ("1", True), ("true", True)]
+)
 def test_in_ci(monkeypatch: pytest.MonkeyPatch, value: str, expected: bool) -> None:
     monkeypatch.setenv("CI", value)
     assert environment.in_ci() is expected
@@ -164,5 +166,15 @@ def test_planted_secrets_do_not_reach_a_manifest(monkeypatch: pytest.MonkeyPatch
 
 
 def test_ordinary_command_line_is_kept() -> None:
-    line = ["glass", "run", "engine", "--max-new-tokens", "8", "--input-text", "the key is here", "--tokenizer-dir", "d"]
+    line = [
+        "glass",
+        "run",
+        "engine",
+        "--max-new-tokens",
+        "8",
+        "--input-text",
+        "the key is here",
+        "--tokenizer-dir",
+        "d",
+    ]
     assert environment.without_secrets(line) == line

@@ -54,7 +54,7 @@ _PUBLIC = {
     "tap": "glassengine.taps",
 }
 
-__all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604 - the names are strings
+__all__ = ["__version__", *_PUBLIC]
 
 
 class _Package(types.ModuleType):

@@ -29,7 +29,18 @@ _RECORDED = re.compile(
     r"^(GLASS|DEBUG_ARTIFACTS|TRTLLM|TORCH|TORCHINDUCTOR|PYTORCH|HF|TRANSFORMERS|TOKENIZERS|OMP|MKL|KMP|GOMP|ORT|CUDA|"
     r"NVIDIA|XLA|NEURON|CUBLAS|NCCL)(_|$)|^(CC|CXX|CFLAGS|CXXFLAGS|PYTHONHASHSEED)$"
 )
-_SECRET_WORDS = {"TOKEN", "KEY", "APIKEY", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "CREDENTIALS", "AUTH", "COOKIE"}
+_SECRET_WORDS = {
+    "TOKEN",
+    "KEY",
+    "APIKEY",
+    "SECRET",
+    "PASSWORD",
+    "PASSWD",
+    "CREDENTIAL",
+    "CREDENTIALS",
+    "AUTH",
+    "COOKIE",
+}
 _SECRET_VALUE = re.compile(r"hf_[A-Za-z0-9]{16,}|(?<=://)[^/@\s]+(?=@)")
 
 
@@ -161,7 +172,7 @@ def variables() -> dict[str, str]:
 
 
 def without_secrets(arguments: Iterable[str]) -> list[str]:
-    """Return a command line whose secret values are replaced: those of `--token X` or `--hf-token=X`, and URL logins."""
+    """Return a command line with secrets replaced: the values of `--token X` and `--hf-token=X`, and URL logins."""
     cleaned: list[str] = []
     hide_next = False
     for argument in arguments:

@@ -92,11 +92,7 @@ def configure(
 def shows_progress() -> bool:
     """Return whether a bar would be seen by a person: stderr is a capable terminal, no CI, and none declined it."""
     return (
-        settings.show_progress
-        and not settings.quiet
-        and sys.stderr.isatty()
-        and not in_ci()
-        and not is_dumb_terminal()
+        settings.show_progress and not settings.quiet and sys.stderr.isatty() and not in_ci() and not is_dumb_terminal()
     )
 
 

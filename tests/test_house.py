@@ -1,0 +1,183 @@
+"""The house is in order: what the repository promises to someone who has just cloned it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from importlib.metadata import requires
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+# Absolute paths of somebody's machine, and hosts that belong into pip's configuration.
+PRIVATE = re.compile(
+    r"(?<![\w.])/(?:work|home|root|Users|mnt)/\w|[\w.-]*(?:artifactory|nexus|devpi)[\w.-]*\.\w+"
+    r"|--(?:extra-)?index-url|--trusted-host|PIP_INDEX_URL|https?://[\w.-]+/simple\b",
+    re.IGNORECASE,
+)
+
+
+def private_lines(text: str) -> list[str]:
+    """Return the lines of `text` that name somebody's machine or a package index host."""
+    return [line for line in text.splitlines() if PRIVATE.search(line)]
+
+
+def tracked(root: Path) -> list[Path]:
+    """Return the text files of the repository that git tracks."""
+    if shutil.which("git") is None or not (root / ".git").exists():
+        pytest.skip("not a git checkout")
+    listed = subprocess.run(["git", "-C", str(root), "ls-files", "-z"], capture_output=True, check=True).stdout
+    return [root / name for name in listed.decode().split("\0") if name and (root / name).is_file()]
+
+
+@pytest.fixture(scope="module")
+def project(root: Path) -> dict[str, Any]:
+    return tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def pins(root: Path) -> dict[str, str]:
+    """Return canonical name -> version of constraints.txt; every line must be an exact pin."""
+    found = {}
+    for line in (root / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith("#"):
+            name, exactly, version = line.partition("==")
+            assert exactly, f"not an exact pin: {line}"
+            found[canonicalize_name(name)] = version
+    return found
+
+
+def direct(project: dict[str, Any]) -> list[Requirement]:
+    extras = project["project"]["optional-dependencies"].values()
+    return [Requirement(text) for text in sum(extras, project["project"]["dependencies"])]
+
+
+def test_constraints_pin_every_direct_dependency_within_its_bounds(
+    project: dict[str, Any], pins: dict[str, str]
+) -> None:
+    for requirement in direct(project):
+        pinned = pins.get(canonicalize_name(requirement.name))
+        assert pinned is not None, f"{requirement} is not pinned"
+        assert requirement.specifier.contains(pinned), f"{requirement} excludes its pin {pinned}"
+
+
+def test_constraints_pin_every_transitive_dependency(project: dict[str, Any], pins: dict[str, str]) -> None:
+    waiting = [requirement.name for requirement in direct(project)]
+    seen: set[str] = set()
+    while waiting:
+        name = canonicalize_name(waiting.pop())
+        if name in seen:
+            continue
+        seen.add(name)
+        assert name in pins, f"{name} is not pinned"
+        needed = [Requirement(text) for text in requires(name) or ()]
+        # An accelerated build of torch brings its own exactly pinned libraries.
+        waiting += [
+            r.name
+            for r in needed
+            if (r.marker is None or r.marker.evaluate({"extra": ""}))
+            and not r.name.startswith(("nvidia-", "cuda-", "triton"))
+        ]
+
+
+def test_pins_carry_no_local_label(pins: dict[str, str]) -> None:
+    # 2.13.0+cpu would be found on one index only; 2.13.0 matches it as well.
+    assert [name for name, version in pins.items() if Version(version).local] == []
+
+
+def test_metadata(project: dict[str, Any]) -> None:
+    metadata = project["project"]
+    assert metadata["name"] == "glassengine"
+    assert metadata["requires-python"] == ">=3.11"
+    assert metadata["license"] == "Apache-2.0"
+    assert metadata["scripts"] == {"glass": "glassengine.cli.__main__:run"}
+    assert {"onnx", "dev"} <= metadata["optional-dependencies"].keys()
+
+
+def test_licence(root: Path) -> None:
+    text = (root / "LICENSE").read_text(encoding="utf-8")
+    assert "Apache License" in text and "Version 2.0, January 2004" in text
+
+
+def test_typed_marker_and_data_files_are_shipped(project: dict[str, Any], root: Path) -> None:
+    data = project["tool"]["setuptools"]["package-data"]
+    assert "py.typed" in data["glassengine"]
+    assert (root / "src/glassengine/py.typed").is_file()
+
+
+def test_readme_has_the_two_commands(root: Path) -> None:
+    text = (root / "README.md").read_text(encoding="utf-8")
+    assert "make demo" in text and "make test" in text
+
+
+@pytest.mark.parametrize("name", ["CHANGELOG.md", "CONTRIBUTING.md", "LIMITATIONS.md", ".pre-commit-config.yaml"])
+def test_house_documents(root: Path, name: str) -> None:
+    assert (root / name).read_text(encoding="utf-8").strip()
+
+
+def test_ci_is_executable_and_runs_make_test(root: Path) -> None:
+    script = root / ".ci/run"
+    assert os.access(script, os.X_OK)
+    assert "make --no-print-directory test" in script.read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize("status", [0, 1])
+def test_ci_ends_with_the_summary_and_passes_the_status_on(root: Path, tmp_path: Path, status: int) -> None:
+    # Planted: a `make test` that ends as pytest does, well and badly.
+    shutil.copytree(root / ".ci", tmp_path / ".ci")
+    (tmp_path / "Makefile").write_text(f"test:\n\t@echo '1 test in 0.1s'; exit {status}\n", encoding="utf-8")
+    done = subprocess.run([tmp_path / ".ci/run"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.splitlines() == ["1 test in 0.1s"]
+    assert (done.returncode != 0) == (status != 0)
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_makefile_offers_the_promised_targets(root: Path) -> None:
+    for target, part in {
+        "demo": "glass check examples/tiny-llama",
+        "test": 'not slow"',
+        "test-all": "pytest",
+        "lint": "mypy --strict",
+        "bench": "benchmarks",
+    }.items():
+        done = subprocess.run(["make", "-n", target], cwd=root, capture_output=True, text=True, timeout=60, check=True)
+        assert part in done.stdout
+
+
+def test_no_machine_paths_or_index_hosts_in_tracked_files(root: Path) -> None:
+    found = {}
+    for path in tracked(root):
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        if path != Path(__file__).resolve() and (lines := private_lines(text)):
+            found[str(path.relative_to(root))] = lines[:3]
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "see /home/somebody/model",
+        'path = "/work/main/src"',
+        "pip install --index-url x",
+        "https://pypi.example.org/simple/torch",
+        "https://artifactory.example.org/x",
+    ],
+)
+def test_planted_private_line_is_found(line: str) -> None:
+    assert private_lines(line) == [line]
+
+
+@pytest.mark.parametrize("line", ["~/.cache/huggingface", "/proc/cpuinfo", "docs/root/x", "artifacts", "a/home/page"])
+def test_ordinary_line_is_not_private(line: str) -> None:
+    assert private_lines(line) == []
