@@ -1,0 +1,41 @@
+"""Back-end "eager": the program itself, interpreted node by node. No compiler, everything observable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from glassengine.backends.protocol import Availability, Capabilities, Run, Weights
+from glassengine.capture.interpreter import run_program
+from glassengine.program.program import Program, load_program, save_program
+
+
+class EagerBackend:
+    """Interprets the stored program."""
+
+    name = "eager"
+    capabilities = Capabilities(dtypes=("float32", "bfloat16", "float16", "float64"), kv="functional", portable=True)
+
+    def available(self) -> Availability:
+        """Available wherever torch is."""
+        return Availability(True)
+
+    def keeps_weights(self, program: Program) -> bool:
+        """The engine keeps them, once."""
+        return False
+
+    def build(self, program: Program, directory: Path) -> None:
+        """Store the program with its outputs."""
+        save_program(program, directory)
+
+    def load(self, directory: Path, weights: Weights | None) -> Run:
+        """Return a function that interprets the program."""
+        assert weights is not None
+        program = load_program(directory, weights)
+
+        def run(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return run_program(program, inputs)
+
+        return run

@@ -1,0 +1,78 @@
+"""Back-end "inductor": AOTInductor, frozen.
+
+Freezing packs the weights of linear layers and is what makes decoding at batch 1 fast on a CPU; it takes effect only
+under `torch.no_grad()`, elsewhere it is silently ignored. Frozen weights live inside the built library. Above
+`FREEZE_LIMIT_BYTES` the weights stay outside and are shared with the engine's weights file instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glassengine import environment
+from glassengine.backends.io import read_io, write_io
+from glassengine.backends.protocol import Availability, Capabilities, Run, Weights
+from glassengine.program.program import Program
+
+FREEZE_LIMIT_BYTES = 2 << 30
+
+_PACKAGE = "model.pt2"
+
+
+class InductorBackend:
+    """Compiles with AOTInductor; needs a C++ compiler to build, none to run."""
+
+    name = "inductor"
+    capabilities = Capabilities(dtypes=("float32", "bfloat16", "float16"), kv="mutated", portable=False)
+
+    def available(self) -> Availability:
+        """Needs a C++ compiler for building."""
+        if environment.cxx_compiler() is None:
+            return Availability(False, "no C++ compiler on PATH", "apt install g++, or set CXX")
+        return Availability(True)
+
+    def keeps_weights(self, program: Program) -> bool:
+        """Small models are frozen, their weights packed into the library."""
+        return sum(t.nbytes for t in program.weights().values()) <= FREEZE_LIMIT_BYTES
+
+    def build(self, program: Program, directory: Path) -> None:
+        """Compile; no_grad, or freezing would be ignored."""
+        frozen = self.keeps_weights(program)
+        options: dict[str, Any] = {"freezing": frozen}
+        if not frozen:
+            options["aot_inductor.package_constants_in_so"] = False
+        with torch.no_grad(), _quiet():
+            torch._inductor.aoti_compile_and_package(
+                program.exported, package_path=str(directory / _PACKAGE), inductor_configs=options
+            )
+        write_io(program, directory)
+
+    def load(self, directory: Path, weights: Weights | None) -> Run:
+        """Load the package; inputs and outputs go through the flat C++ call, no pytree work per step."""
+        order = read_io(directory)
+        with _quiet():
+            package = torch._inductor.aoti_load_package(str(directory / _PACKAGE), run_single_threaded=False)
+        if weights is not None:
+            constants = {name: weights[name] for name in package.get_constant_fqns()}
+            package.load_constants(constants, check_full_update=True, user_managed=True)
+        call = package.loader.run
+
+        def run(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            # The compiled code assumes the strides of contiguous tensors and does not check them.
+            results = call([inputs[name].contiguous() for name in order.inputs])
+            return dict(zip(order.outputs, results, strict=True))
+
+        return run
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

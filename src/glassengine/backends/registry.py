@@ -1,0 +1,81 @@
+"""The registry of back-ends: built-ins and third parties come in by the same door, the entry-point group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+
+from glassengine.backends.protocol import Backend
+from glassengine.errors import BackendError, UnknownNameError
+
+GROUP = "glassengine.backends"
+DEFAULT = "inductor"
+FALLBACK = "onnxruntime"
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """One registered back-end; `reason` and `install` say why it cannot be used and what to do about it."""
+
+    name: str
+    available: bool
+    reason: str
+    install: str
+
+
+def list_backends() -> list[BackendInfo]:
+    """Return every registered back-end, default first, with whether it can be used here."""
+    infos = []
+    for name, entry in sorted(_entries().items(), key=lambda item: (item[0] != DEFAULT, item[0])):
+        try:
+            state = _load(entry).available()
+            infos.append(BackendInfo(name, state.available, state.reason, state.install))
+        except Exception as error:
+            infos.append(BackendInfo(name, False, f"{type(error).__name__}: {error}", f"pip install 'glassengine[{name}]'"))
+    return infos
+
+
+def get_backend(name: str) -> Backend:
+    """Return the back-end called `name`, to build with.
+
+    Raises:
+        UnknownNameError: No such back-end is registered.
+        BackendError: It cannot be used here; says why and what to install.
+    """
+    backend = find_backend(name)
+    state = backend.available()
+    if not state.available:
+        raise BackendError(f"back-end {name!r} cannot be used here", got=state.reason, hint=state.install)
+    return backend
+
+
+def find_backend(name: str) -> Backend:
+    """Return the back-end called `name`, whether or not it can build here (running may need less)."""
+    entries = _entries()
+    if name not in entries:
+        raise UnknownNameError("back-end", name, entries, hint="list them with: glass doctor")
+    try:
+        return _load(entries[name])
+    except ImportError as error:
+        raise BackendError(
+            f"back-end {name!r} cannot be imported", got=str(error), hint=f"pip install 'glassengine[{name}]'"
+        ) from error
+
+
+def choose_backend(name: str | None) -> tuple[Backend, str | None]:
+    """Return the back-end to build with and, when the default had to be replaced, a sentence that says so."""
+    if name is not None:
+        return get_backend(name), None
+    state = find_backend(DEFAULT).available()
+    if state.available:
+        return get_backend(DEFAULT), None
+    return get_backend(FALLBACK), f"{DEFAULT} cannot be used here ({state.reason}): building with {FALLBACK} instead"
+
+
+def _entries() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
+def _load(entry: EntryPoint) -> Backend:
+    backend: Backend = entry.load()()
+    return backend

@@ -1,0 +1,180 @@
+"""Export a model once: module -> functional `Program` with names."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.utils import _pytree as pytree
+
+from glassengine.errors import UsageError
+from glassengine.program import causal_lm
+from glassengine.program.marks import collect_marks, marking
+from glassengine.program.naming import Paths, build_sites, describe_shape
+from glassengine.program.program import Port, Program
+from glassengine.sites import port_leaves
+
+logger = logging.getLogger("glassengine")
+
+
+def export_causal_lm(model: nn.Module, *, metadata: dict[str, Any] | None = None) -> Program:
+    """Export a Hugging Face causal LM (in evaluation mode) to the one program of design section 3.
+
+    Raises:
+        UsageError: The model has no plain key/value cache, or torch.export cannot trace it.
+    """
+    layout = causal_lm.probe_layout(model)
+    parameter = next(p for p in model.parameters() if p.is_floating_point())
+    wrapper = causal_lm.CausalLM(model)
+    inputs, dynamic = causal_lm.example_inputs(layout, model.dtype, parameter.device)  # type: ignore[arg-type]
+    with causal_lm.exportable_experts(model):
+        return _export(
+            wrapper,
+            inputs,
+            dynamic,
+            kind="causal_lm",
+            prefix=causal_lm.USER_MODULE,
+            input_names=causal_lm.input_names(layout),
+            output_names=["logits"],
+            layout=layout,
+            metadata=metadata or {},
+        )
+
+
+def export_module(
+    module: nn.Module, inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, metadata: dict[str, Any] | None = None
+) -> Program:
+    """Export any module for the given keyword arguments.
+
+    Args:
+        module: In evaluation mode.
+        inputs: A dict of keyword arguments, or one dict per step; a dimension whose size differs between steps becomes
+            dynamic, all others are fixed.
+        metadata: Kept in the program.
+    """
+    steps = [inputs] if isinstance(inputs, Mapping) else list(inputs)
+    if not steps:
+        raise UsageError("no inputs to export with", hint="--inputs file.py:factory that returns a dict")
+    names = [port.removeprefix(":in").lstrip(".") for port, _ in port_leaves(":in", dict(steps[0]))]
+    return _export(
+        module,
+        dict(steps[0]),
+        _dynamic_dimensions(steps),
+        kind="module",
+        prefix="",
+        input_names=names,
+        output_names=None,
+        layout=None,
+        metadata=metadata or {},
+    )
+
+
+def _dynamic_dimensions(steps: Sequence[Mapping[str, Any]]) -> Any:
+    flat = [pytree.tree_flatten(dict(step)) for step in steps]
+    if any(spec != flat[0][1] for _, spec in flat):
+        raise UsageError("the steps of --inputs have different keys or nesting", expected="the same in every step")
+
+    def dims(*leaves: Any) -> dict[int, Any] | None:
+        if not isinstance(leaves[0], torch.Tensor):
+            return None
+        sizes = zip(*(leaf.shape for leaf in leaves), strict=True)
+        return {i: torch.export.Dim.DYNAMIC for i, values in enumerate(sizes) if len(set(values)) > 1}
+
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return pytree.tree_unflatten([dims(*column) for column in columns], flat[0][1])
+
+
+def _export(
+    module: nn.Module,
+    inputs: dict[str, Any],
+    dynamic: Any,
+    *,
+    kind: str,
+    prefix: str,
+    input_names: list[str],
+    output_names: list[str] | None,
+    layout: causal_lm.KVLayout | None,
+    metadata: dict[str, Any],
+) -> Program:
+    try:
+        with torch.no_grad(), _quiet(), marking(getattr(module, prefix) if prefix else module):
+            exported = torch.export.export(module, (), kwargs=inputs, dynamic_shapes=dynamic, strict=False)
+        with torch.no_grad(), _quiet():
+            exported = exported.run_decompositions({})
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"torch.export cannot trace {type(module).__name__}", got=f"{type(error).__name__}: {error}"
+        ) from error
+    graph = exported.graph
+    marks = collect_marks(graph)
+    exported.graph_module.recompile()
+
+    signature = exported.graph_signature
+    placeholders = {node.name: node for node in graph.find_nodes(op="placeholder")}
+    user = [s.arg.name for s in signature.input_specs if s.kind is InputKind.USER_INPUT and s.arg.name in placeholders]
+    user = [name for name in user if isinstance(placeholders[name].meta.get("val"), torch.Tensor)]
+    symbols = _symbols(placeholders, user) if kind == "causal_lm" else {}
+    ports = []
+    for node_name, name in zip(user, input_names, strict=True):
+        value = placeholders[node_name].meta["val"]
+        shape, _ = describe_shape(value, symbols)
+        ports.append(Port(name, node_name, str(value.dtype).removeprefix("torch."), shape))
+
+    by_node = {port.node: port.name for port in ports}
+    mutated = {
+        by_node[spec.target]: spec.arg.name
+        for spec in signature.output_specs
+        if spec.kind is OutputKind.USER_INPUT_MUTATION and spec.target in by_node
+    }
+    results = [spec.arg.name for spec in signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
+    outputs = dict(zip(output_names or _result_names(exported), results, strict=True))
+    caches = {past: past.replace("past_", "present_", 1) for past in mutated}
+    outputs |= {caches[past]: node for past, node in mutated.items()}
+
+    names = {spec.arg.name: str(spec.target) for spec in signature.input_specs if spec.target is not None} | by_node
+    sites = build_sites(
+        graph,
+        marks,
+        Paths(module, prefix),
+        names=names,
+        symbols=symbols,
+        caches={node: past.split("_")[1] for past, node in mutated.items()} if layout else {},
+    )
+    return Program(exported, sites, kind, tuple(ports), outputs, caches, layout, metadata)
+
+
+def _symbols(placeholders: Mapping[str, Any], user: Sequence[str]) -> dict[str, str]:
+    """Name the dynamic sizes of a causal LM; torch may or may not have unified them across inputs."""
+    roles = {"input_ids": ("batch", "sequence"), "attention_mask": ("batch", "cache"), "cache_position": ("sequence",)}
+    table: dict[str, str] = {}
+    for name in user:
+        wanted = roles.get(name, ("batch", None, "cache", None) if name.startswith("cache_") else ("batch", "sequence"))
+        for size, role in zip(placeholders[name].meta["val"].shape, wanted, strict=True):
+            if role and not isinstance(size, int):
+                table[str(size)] = role
+    return table
+
+
+def _result_names(exported: Any) -> list[str]:
+    """Names of the results of a plain module: container keys, or "output" for a single tensor."""
+    spec = exported.module_call_graph[0].signature.out_spec
+    tree = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+    paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
+    names = ["".join(c if c.isalnum() or c == "_" else "." for c in path).strip(".") for path in paths]
+    return [name.replace("..", ".") or "output" for name in names]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the exporter's deprecation noise off the user's screen."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,236 @@
+"""From a functional graph and its marks to the table of sites.
+
+Op sites come from the module stack that the exporter leaves on every node, module and tap sites from the erased marks.
+`_assert_*` nodes, symbolic integers and nodes without a tensor are not sites.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+from glassengine.errors import UsageError
+from glassengine.program.marks import Mark
+from glassengine.sites import ROOT, Site, SiteTable, op_site, port_site, tap_site, with_call
+
+MATRIX_PRODUCTS = frozenset({"linear", "mm", "addmm", "matmul", "bmm", "baddbmm"})
+ATTENTIONS = frozenset({"scaled_dot_product_attention"})
+
+_SLICE = re.compile(r"slice\(([^,]+), ([^,]+), ([^)]+)\)")
+_NOT_THE_USERS = ("/glassengine/program/", "/torch/")
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
+
+
+def op_name(node: Node) -> str:
+    """Return the ATen base name of a node: no overload, no trailing underscore."""
+    if node.op != "call_function":
+        return "input"
+    if isinstance(node.target, torch._ops.OpOverload):
+        name = node.target._schema.name.split("::")[-1]
+        return name if name.endswith("__") else name.rstrip("_")
+    return getattr(node.target, "__name__", str(node.target)).rstrip("_")
+
+
+def is_tensor_node(node: Node) -> bool:
+    """Whether `node` yields one tensor and computes something (not an assertion, not a symbolic size)."""
+    return (
+        node.op == "call_function"
+        and isinstance(node.meta.get("val"), torch.Tensor)
+        and not op_name(node).startswith("_assert")
+    )
+
+
+class Paths:
+    """Turns module stacks into user paths: wrapper prefix removed, slices of module lists resolved to real indices."""
+
+    def __init__(self, root: nn.Module, prefix: str) -> None:
+        self._root = root
+        self._prefix = prefix
+        self._cache: dict[str, str] = {}
+
+    def of(self, stack: Mapping[str, tuple[str, Any]] | None) -> tuple[str, int]:
+        """Return (path, call) of the innermost module of `stack`."""
+        if not stack:
+            return ROOT, 0
+        key, (path, _) = next(reversed(stack.items()))
+        call = int(key.rsplit("@", 1)[1]) if "@" in key else 0
+        return self._user_path(path), call
+
+    def has_submodule(self, path: str, name: str) -> bool:
+        """Whether the module at user path `path` has a child called `name`."""
+        full = ".".join(part for part in (self._prefix, "" if path == ROOT else path) if part)
+        return name in dict(self._root.get_submodule(full).named_children())
+
+    def _user_path(self, path: str) -> str:
+        if path not in self._cache:
+            real = self._without_slices(path) if "slice(" in path else path
+            if self._prefix and (real == self._prefix or real.startswith(f"{self._prefix}.")):
+                real = real[len(self._prefix) + 1 :]
+            self._cache[path] = real or ROOT
+        return self._cache[path]
+
+    def _without_slices(self, path: str) -> str:
+        parts: list[str] = []
+        window: range | None = None
+        module: Any = self._root
+        for part in re.split(r"\.(?![^(]*\))", path):
+            found = _SLICE.fullmatch(part)
+            if found:
+                bounds = (None if text == "None" else int(text) for text in found.groups())
+                window = (window if window is not None else range(len(module)))[slice(*bounds)]
+                continue
+            name = str(window[int(part)]) if window is not None else part
+            window = None
+            module = getattr(module, name)
+            parts.append(name)
+        return ".".join(parts)
+
+
+def source_line(node: Node) -> str | None:
+    """Return "file:line: code" of the innermost user frame that made `node`, file relative to its package."""
+    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
+    own = [f for f in frames if not any(part in f["file"] for part in _NOT_THE_USERS)]
+    if not own:
+        return None
+    file = own[-1]["file"].split("/site-packages/")[-1]
+    return f"{file}:{own[-1]['line']}: {own[-1]['code'].strip()}"
+
+
+def fingerprints(graph: torch.fx.Graph, names: Mapping[str, str]) -> dict[Node, str]:
+    """Return a structural hash per node; `names` gives the parameter or input name of each placeholder."""
+    table: dict[Node, str] = {}
+
+    def literal(value: Any) -> str:
+        if isinstance(value, Node):
+            return table[value]
+        if isinstance(value, (list, tuple)):
+            return f"[{','.join(literal(item) for item in value)}]"
+        return str(value)
+
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            text = names.get(node.name, node.name)
+        else:
+            args = [literal(a) for a in node.args] + [f"{k}={literal(v)}" for k, v in sorted(node.kwargs.items())]
+            text = f"{node.target}({','.join(args)})"
+        table[node] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return table
+
+
+def describe_shape(value: torch.Tensor, symbols: Mapping[str, str]) -> tuple[tuple[int | str, ...], dict[str, int]]:
+    """Return (shape with readable symbols, axes) of a fake tensor; `symbols` maps "s27" to "batch" and so on."""
+    shape: list[int | str] = []
+    axes: dict[str, int] = {}
+    for index, size in enumerate(value.shape):
+        if isinstance(size, int):
+            shape.append(size)
+            continue
+        text = re.sub(r"\b[su]\d+\b", lambda found: symbols.get(found[0], found[0]), str(size))
+        shape.append(text)
+        if text in ("batch", "sequence", "cache"):
+            axes.setdefault(text, index)
+    return tuple(shape), axes
+
+
+def build_sites(
+    graph: torch.fx.Graph,
+    marks: Iterable[Mark],
+    paths: Paths,
+    *,
+    names: Mapping[str, str],
+    symbols: Mapping[str, str],
+    caches: Mapping[str, str],
+) -> SiteTable:
+    """Return the sites of a functional, mark-free graph.
+
+    Args:
+        graph: The graph, in topological order.
+        marks: What the erased marks named.
+        paths: Resolver of module stacks.
+        names: Placeholder -> parameter or input name (the leaves of fingerprints).
+        symbols: Symbol -> "batch", "sequence", "cache".
+        caches: Node name of an updated cache tensor -> "key" or "value".
+
+    Raises:
+        UsageError: A tap has the name of a submodule, or a tap name is used twice in one call of one module.
+    """
+    prints = fingerprints(graph, names)
+    occurrences: Counter[tuple[str, str]] = Counter()
+    numbered: Counter[str] = Counter()
+    own: dict[Node, Site] = {}
+    extra: dict[Node, list[Site]] = {}
+
+    for node in graph.nodes:
+        if not is_tensor_node(node):
+            continue
+        path, call = paths.of(node.meta.get("nn_module_stack"))
+        where, op = with_call(path, call), op_name(node)
+        shape, axes = describe_shape(node.meta["val"], symbols)
+        site = Site(
+            name=op_site(where, op, occurrences[where, op]),
+            kind="op",
+            node=node.name,
+            op=op,
+            dtype=str(node.meta["val"].dtype).removeprefix("torch."),
+            shape=shape,
+            axes=axes,
+            source=source_line(node),
+            fingerprint=prints[node],
+            aliases=(node.name, *_document_names(op, numbered)),
+        )
+        occurrences[where, op] += 1
+        own[node] = site
+        if node.name in caches:
+            extra.setdefault(node, []).append(
+                replace(site, name=f"{where}:kv.{caches[node.name]}", kind="kv", aliases=())
+            )
+
+    for mark in marks:
+        path, call = paths.of(mark.stack)
+        where = with_call(path, call)
+        tap = mark.port.startswith(".")
+        if tap and paths.has_submodule(path, mark.port[1:]):
+            raise UsageError(
+                f"tap {mark.port[1:]!r} has the name of a submodule of {path!r}", hint="give the tap another name"
+            )
+        name = tap_site(where, mark.port[1:]) if tap else port_site(where, mark.port)
+        base = own.get(mark.node) or _input_site(mark.node, symbols, prints)
+        if base is not None:
+            extra.setdefault(mark.node, []).append(replace(base, name=name, kind="tap" if tap else "module", aliases=()))
+
+    ordered = []
+    for node in graph.nodes:
+        ordered += [own[node]] if node in own else []
+        ordered += extra.get(node, [])
+    return SiteTable(ordered)
+
+
+def _input_site(node: Node, symbols: Mapping[str, str], prints: Mapping[Node, str]) -> Site | None:
+    """The site of a module input that is an input of the whole program."""
+    value = node.meta.get("val")
+    if node.op != "placeholder" or not isinstance(value, torch.Tensor):
+        return None
+    shape, axes = describe_shape(value, symbols)
+    dtype = str(value.dtype).removeprefix("torch.")
+    return Site(node.name, "module", node.name, "input", dtype, shape, axes, None, prints[node])
+
+
+def _document_names(op: str, numbered: Counter[str]) -> list[str]:
+    """Names of the reference documents: `mm_default_N`, `gpt_attention_plugin_N`, `fake_gpt_attention_plugin_N`."""
+    if op in MATRIX_PRODUCTS:
+        kind, stems = "product", ["mm_default"]
+    elif op in ATTENTIONS:
+        kind, stems = "attention", ["gpt_attention_plugin", "fake_gpt_attention_plugin"]
+    else:
+        return []
+    number = numbered[kind]
+    numbered[kind] += 1
+    return [f"{stem}_{number}" if number else stem for stem in stems]

@@ -1,0 +1,202 @@
+"""`Program`: one exported graph, its table of sites, and the names of its inputs and outputs.
+
+Invariants: the graph is functional (`run_decompositions({})`, `linear` and `scaled_dot_product_attention` whole), free
+of marks, and never exported twice: an engine is always judged with the program stored beside it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+
+from glassengine.errors import CorruptError
+from glassengine.program.causal_lm import KVLayout
+from glassengine.sites import Site, SiteTable
+
+SCHEMA_VERSION = 1
+GRAPH_LEVEL = "run_decompositions({})"
+
+
+@dataclass(frozen=True)
+class Port:
+    """One input of a program: name, dtype, shape (ints, or names of dynamic sizes), and the placeholder behind it."""
+
+    name: str
+    node: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+@dataclass
+class Program:
+    """An exported, functional, named program.
+
+    Attributes:
+        exported: The `ExportedProgram`; cache updates are in its signature as input mutations.
+        sites: Names of its tensors.
+        kind: "causal_lm" (the inputs of `causal_lm.CausalLM`) or "module".
+        inputs: User inputs in order.
+        output_nodes: Name of each result -> node: user outputs, then `present_*` caches, then added outputs.
+        caches: `past_*` input -> `present_*` output.
+        layout: Cache layout of a causal LM.
+        metadata: dtype, model name, class, parameter fingerprint and the like; JSON values.
+    """
+
+    exported: ExportedProgram
+    sites: SiteTable
+    kind: str
+    inputs: tuple[Port, ...]
+    output_nodes: dict[str, str]
+    caches: dict[str, str]
+    layout: KVLayout | None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> torch.fx.Graph:
+        """The functional graph."""
+        return self.exported.graph
+
+    def node(self, name: str) -> torch.fx.Node:
+        """Return the node called `name`."""
+        return self._nodes[name]
+
+    @property
+    def _nodes(self) -> dict[str, torch.fx.Node]:
+        return {node.name: node for node in self.graph.nodes}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return parameters, buffers and lifted constants by placeholder name."""
+        table: dict[str, torch.Tensor] = {}
+        for spec in self.exported.graph_signature.input_specs:
+            if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
+                assert spec.target is not None
+                store = self.exported.state_dict
+                value = store[spec.target] if spec.target in store else self.exported.constants[spec.target]
+                table[spec.arg.name] = value
+        return table
+
+    def weight_names(self) -> dict[str, str]:
+        """Return placeholder name -> qualified name, for parameters, buffers and lifted constants."""
+        return {
+            spec.arg.name: spec.target
+            for spec in self.exported.graph_signature.input_specs
+            if spec.target is not None and spec.kind is not InputKind.USER_INPUT
+        }
+
+    def replace(self, exported: ExportedProgram, *, outputs: Mapping[str, str] | None = None) -> Program:
+        """Return this program around another exported graph (same names), optionally with more outputs."""
+        table = {**self.output_nodes, **(outputs or {})}
+        return Program(exported, self.sites, self.kind, self.inputs, table, self.caches, self.layout, self.metadata)
+
+
+def rebuilt(
+    exported: ExportedProgram, graph: torch.fx.Graph, output_specs: Sequence[Any], *, out_spec: Any | None = None
+) -> ExportedProgram:
+    """Return an `ExportedProgram` with another graph and other outputs; weights are shared, not copied."""
+    signature = copy.copy(exported.graph_signature)
+    signature.output_specs = list(output_specs)
+    root = torch.fx.GraphModule(exported.graph_module, graph)
+    calls = copy.copy(exported.module_call_graph)
+    if out_spec is not None:
+        first = copy.copy(calls[0])
+        first.signature = copy.copy(first.signature)
+        assert first.signature is not None
+        first.signature.out_spec = out_spec
+        first.signature.outputs = [s.arg for s in output_specs if s.kind is OutputKind.USER_OUTPUT]
+        calls[0] = first
+    return ExportedProgram(
+        root=root,
+        graph=graph,
+        graph_signature=signature,
+        state_dict=exported.state_dict,
+        range_constraints=exported.range_constraints,
+        module_call_graph=calls,
+        example_inputs=exported.example_inputs,
+        constants=exported.constants,
+        verifiers=exported.verifiers,
+    )
+
+
+def save_program(program: Program, directory: Path) -> None:
+    """Write `program.pt2` (graph only, no weights) and `program.json` (names) into `directory`."""
+    bare = copy.copy(program.exported)
+    bare._state_dict = {name: _without_data(value) for name, value in program.exported.state_dict.items()}
+    bare._constants = {name: _without_data(value) for name, value in program.exported.constants.items()}
+    torch.export.save(bare, directory / "program.pt2")
+    data = {
+        "schema_version": SCHEMA_VERSION,
+        "graph_level": GRAPH_LEVEL,
+        "kind": program.kind,
+        "inputs": [vars(port) for port in program.inputs],
+        "output_nodes": program.output_nodes,
+        "caches": program.caches,
+        "layout": program.layout and [list(layer) for layer in program.layout.layers],
+        "metadata": program.metadata,
+        "sites": [site.to_dict() for site in program.sites],
+    }
+    (directory / "program.json").write_text(json.dumps(data, indent=1))
+
+
+def _without_data(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    bare = value.detach().to("meta")
+    return torch.nn.Parameter(bare, requires_grad=value.requires_grad) if isinstance(value, torch.nn.Parameter) else bare
+
+
+def load_names(directory: Path) -> dict[str, Any]:
+    """Return the content of `program.json` with `sites` as a `SiteTable`; needs neither weights nor graph.
+
+    Raises:
+        CorruptError: The file is missing, damaged or of a newer schema.
+    """
+    path = directory / "program.json"
+    try:
+        data = json.loads(path.read_text())
+        if data["schema_version"] > SCHEMA_VERSION:
+            raise CorruptError(
+                f"{path.name} was written by a newer version", got=f"schema {data['schema_version']}",
+                expected=f"at most {SCHEMA_VERSION}", hint="upgrade glassengine",
+            )
+        data["sites"] = SiteTable(Site.from_dict(entry) for entry in data["sites"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorruptError(f"{path.name} cannot be read", got=f"{type(error).__name__}: {error}") from error
+    return data
+
+
+def load_program(directory: Path, weights: Mapping[str, torch.Tensor]) -> Program:
+    """Load what `save_program` wrote and fill in `weights` (qualified name -> tensor, shared, not copied).
+
+    Raises:
+        CorruptError: A file is damaged, or a weight is missing or has another shape or dtype.
+    """
+    data = load_names(directory)
+    try:
+        exported = torch.export.load(directory / "program.pt2")
+    except Exception as error:
+        raise CorruptError("program.pt2 cannot be read", got=f"{type(error).__name__}: {error}") from error
+    for store in (exported.state_dict, exported.constants):
+        for name, placeholder in store.items():
+            if not isinstance(placeholder, torch.Tensor):
+                continue
+            value = weights.get(name)
+            if value is None or value.shape != placeholder.shape or value.dtype != placeholder.dtype:
+                raise CorruptError(
+                    f"weight {name!r} does not fit the stored program",
+                    got="nothing" if value is None else f"{value.dtype} {tuple(value.shape)}",
+                    expected=f"{placeholder.dtype} {tuple(placeholder.shape)}",
+                )
+            store[name] = value
+    layout = data["layout"] and KVLayout(tuple((h, k, v) for h, k, v in data["layout"]))
+    ports = tuple(Port(p["name"], p["node"], p["dtype"], tuple(p["shape"])) for p in data["inputs"])
+    return Program(
+        exported, data["sites"], data["kind"], ports, data["output_nodes"], data["caches"], layout, data["metadata"]
+    )

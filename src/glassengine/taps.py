@@ -1,0 +1,66 @@
+"""Taps: marks that a user puts into model code, `glass.tap("inter", x)`.
+
+A tap returns its argument itself. It does something only while a sink is installed: the exporter installs one that
+inserts a marking op (erased again after functionalisation, so no executable ever contains it), a recorder one that
+writes the tensor down. Nothing else pays for a tap than one context-variable read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+from glassengine.errors import UsageError
+
+T = TypeVar("T")
+Sink = Callable[[str, Any], None]
+
+_sink: ContextVar[Sink | None] = ContextVar("glassengine_tap_sink", default=None)
+
+
+def tap(name: str, value: T) -> T:
+    """Name an intermediate tensor; its site is `<module path>.<name>`.
+
+    Args:
+        name: The tap's name, a Python identifier; unique within one call of one module.
+        value: A tensor of any shape and dtype.
+
+    Returns:
+        `value` itself, not a copy.
+
+    Raises:
+        UsageError: `name` is not an identifier.
+    """
+    sink = _sink.get()
+    if sink is not None:
+        if not name.isidentifier():
+            raise UsageError(
+                "a tap needs a name that is a Python identifier", got=repr(name), hint='glass.tap("inter", x)'
+            )
+        sink(name, value)
+    return value
+
+
+def register_network_output(module: object, name: str, value: T) -> T:
+    """Drop-in for TensorRT-LLM's method: `MyModule.register_network_output = glass.register_network_output`."""
+    return tap(name, value)
+
+
+class NetworkOutputs:
+    """Mixin that gives a ported module the method `self.register_network_output(name, tensor)`."""
+
+    def register_network_output(self, name: str, value: T) -> T:
+        """Name an intermediate tensor; see `tap`."""
+        return tap(name, value)
+
+
+@contextlib.contextmanager
+def tap_sink(sink: Sink) -> Iterator[None]:
+    """Send every tap of this context (thread or task) to `sink(name, tensor)`."""
+    token = _sink.set(sink)
+    try:
+        yield
+    finally:
+        _sink.reset(token)
