@@ -37,6 +37,11 @@ def tracked(root: Path) -> list[Path]:
     return [root / name for name in listed.decode().split("\0") if name and (root / name).is_file()]
 
 
+def outside_make() -> dict[str, str]:
+    """Return the environment without what a `make` that runs this suite passes on to the one a test runs."""
+    return {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+
+
 @pytest.fixture(scope="module")
 def project(root: Path) -> dict[str, Any]:
     return tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
@@ -134,7 +139,9 @@ def test_ci_ends_with_the_summary_and_passes_the_status_on(root: Path, tmp_path:
     # Planted: a `make test` that ends as pytest does, well and badly.
     shutil.copytree(root / ".ci", tmp_path / ".ci")
     (tmp_path / "Makefile").write_text(f"test:\n\t@echo '1 test in 0.1s'; exit {status}\n", encoding="utf-8")
-    done = subprocess.run([tmp_path / ".ci/run"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [tmp_path / ".ci/run"], env=outside_make(), capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.stdout.splitlines() == ["1 test in 0.1s"]
     assert (done.returncode != 0) == (status != 0)
 
@@ -148,7 +155,15 @@ def test_makefile_offers_the_promised_targets(root: Path) -> None:
         "lint": "mypy --strict",
         "bench": "benchmarks",
     }.items():
-        done = subprocess.run(["make", "-n", target], cwd=root, capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(
+            ["make", "-n", target],
+            cwd=root,
+            env=outside_make(),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
         assert part in done.stdout
 
 
