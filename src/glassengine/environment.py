@@ -177,7 +177,8 @@ def without_secrets(arguments: Iterable[str]) -> list[str]:
     hide_next = False
     for argument in arguments:
         flag, equals, _ = argument.partition("=")
-        is_secret = flag.startswith("-") and bool(_SECRET_WORDS & set(flag.upper().strip("-").split("-")))
+        # The last word decides: `--hf-token` takes a secret, `--eos-token-id` does not.
+        is_secret = flag.startswith("-") and flag.upper().replace("_", "-").rpartition("-")[2] in _SECRET_WORDS
         if hide_next:
             cleaned.append(REMOVED)
         elif is_secret and equals:
