@@ -151,7 +151,16 @@ def test_planted_secrets_do_not_reach_a_manifest(monkeypatch: pytest.MonkeyPatch
         "OMP_NUM_THREADS": "2",
     }.items():
         monkeypatch.setenv(name, value)
-    argv = ["glass", "--token", secret, f"--hf-token={secret}", f"https://{secret}@host.example.org/x", token, "model"]
+    argv = [
+        "glass",
+        "--token",
+        secret,
+        f"--hf-token={secret}",
+        f"--hf_token={secret}",
+        f"https://{secret}@host.example.org/x",
+        token,
+        "model",
+    ]
     monkeypatch.setattr(environment.sys, "argv", argv)
 
     found = environment.describe()
@@ -177,4 +186,5 @@ def test_ordinary_command_line_is_kept() -> None:
         "--tokenizer-dir",
         "d",
     ]
+    line += ["--eos-token-id", "2", "--token-ids=ids.json", "key", "-k", "v"]
     assert environment.without_secrets(line) == line

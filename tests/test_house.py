@@ -117,6 +117,12 @@ def test_typed_marker_and_data_files_are_shipped(project: dict[str, Any], root: 
     assert (root / "src/glassengine/py.typed").is_file()
 
 
+def test_every_folder_of_the_package_is_a_package(root: Path) -> None:
+    # A folder without __init__.py works in an editable installation and is missing from the wheel.
+    folders = {path.parent for path in (root / "src/glassengine").rglob("*.py")}
+    assert [folder for folder in folders if not (folder / "__init__.py").is_file()] == []
+
+
 def test_readme_has_the_two_commands(root: Path) -> None:
     text = (root / "README.md").read_text(encoding="utf-8")
     assert "make demo" in text and "make test" in text
