@@ -1,0 +1,78 @@
+"""From a model to a named program: load, export, name, add outputs, pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from glassengine.errors import UsageError
+from glassengine.program.export import export_causal_lm, export_module
+from glassengine.program.load import LoadedModel, load_inputs, load_model
+from glassengine.program.passes import apply_pass
+from glassengine.program.program import Program, load_names
+from glassengine.sites import Site, SiteTable
+
+__all__ = ["LoadedModel", "Program", "export_program", "load_inputs", "load_model", "sites"]
+
+
+def export_program(
+    model: LoadedModel,
+    *,
+    inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    passes: Sequence[str] = (),
+) -> Program:
+    """Export a loaded model once and run user passes over it.
+
+    Raises:
+        UsageError: It cannot be traced; or it is a plain module and no inputs were given.
+    """
+    if model.kind == "causal_lm":
+        program = export_causal_lm(model.module, metadata=model.metadata)
+    elif inputs is None:
+        raise UsageError(
+            f"{model.spec} is not a causal language model, so its inputs must be given",
+            got=model.metadata["class"],
+            hint="--inputs file.py:factory, which returns a dict of keyword arguments",
+        )
+    else:
+        program = export_module(model.module, inputs, metadata=model.metadata)
+    for spec in passes:
+        program = apply_pass(program, spec)
+    return program
+
+
+def sites(
+    target: str | Path,
+    pattern: str | None = None,
+    *,
+    inputs: str | None = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+) -> list[Site]:
+    """List the sites of a model or an engine, without building or loading weights.
+
+    Args:
+        target: MODEL, or an engine directory.
+        pattern: Site, alias, glob or `re:` pattern; None lists all.
+        inputs: Inputs of a model that is not a causal language model.
+        attn_implementation: As in transformers.
+        trust_remote_code: Allow code that comes with the checkpoint to run.
+        revision: Of a hub id.
+
+    Raises:
+        UnknownNameError: The pattern matches nothing; carries the nearest names.
+    """
+    if (Path(target) / "program.json").is_file():
+        table: SiteTable = load_names(Path(target))["sites"]
+    else:
+        model = load_model(
+            target,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+            revision=revision,
+            weights=False,
+        )
+        table = export_program(model, inputs=load_inputs(inputs) if inputs else None).sites
+    return list(table) if pattern is None else table.resolve([pattern])

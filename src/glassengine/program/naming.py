@@ -24,6 +24,7 @@ from glassengine.sites import ROOT, Site, SiteTable, op_site, port_site, tap_sit
 MATRIX_PRODUCTS = frozenset({"linear", "mm", "addmm", "matmul", "bmm", "baddbmm"})
 ATTENTIONS = frozenset({"scaled_dot_product_attention"})
 
+_PLACEMENT = frozenset({"device", "pin_memory", "layout"})  # where, not what: the same on every device
 _SLICE = re.compile(r"slice\(([^,]+), ([^,]+), ([^)]+)\)")
 _NOT_THE_USERS = ("/glassengine/program/", "/torch/")
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
@@ -119,7 +120,8 @@ def fingerprints(graph: torch.fx.Graph, names: Mapping[str, str]) -> dict[Node, 
         if node.op == "placeholder":
             text = names.get(node.name, node.name)
         else:
-            args = [literal(a) for a in node.args] + [f"{k}={literal(v)}" for k, v in sorted(node.kwargs.items())]
+            kept = sorted((k, v) for k, v in node.kwargs.items() if k not in _PLACEMENT)
+            args = [literal(a) for a in node.args] + [f"{k}={literal(v)}" for k, v in kept]
             text = f"{node.target}({','.join(args)})"
         table[node] = hashlib.sha256(text.encode()).hexdigest()[:16]
     return table

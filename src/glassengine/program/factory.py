@@ -1,0 +1,86 @@
+"""`file.py:factory` and `package.module:factory`: call a function that the user names on the command line."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from glassengine.errors import GlassError, UnknownNameError, UsageError
+
+
+def is_factory(spec: str) -> bool:
+    """Whether `spec` has the form `file.py:name` or `package.module:name`."""
+    module, _, name = spec.rpartition(":")
+    return name.isidentifier() and (module.endswith(".py") or all(part.isidentifier() for part in module.split(".")))
+
+
+def load_function(spec: str) -> Callable[..., Any]:
+    """Import the module of `spec` and return the function; the file's folder is importable meanwhile.
+
+    Raises:
+        UsageError: The file does not exist, cannot be imported, or has no such function.
+    """
+    where, _, name = spec.rpartition(":")
+    with _importable(where):
+        module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
+    function = getattr(module, name, None)
+    if not callable(function):
+        own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise UnknownNameError(f"function in {where}", name, own)
+    result: Callable[..., Any] = function
+    return result
+
+
+def call_factory(spec: str) -> Any:
+    """Call the factory of `spec` without arguments.
+
+    Raises:
+        UsageError: It cannot be found, or it raised.
+    """
+    function = load_function(spec)
+    with _importable(spec.rpartition(":")[0]):
+        try:
+            return function()
+        except GlassError:
+            raise
+        except Exception as error:
+            raise UsageError(f"{spec} raised", got=f"{type(error).__name__}: {error}", hint="run with -v") from error
+
+
+def _import_file(path: Path) -> Any:
+    if not path.is_file():
+        raise UsageError(f"no such file: {path}", hint="file.py:factory")
+    spec = importlib.util.spec_from_file_location(f"_glass_{path.stem}_{abs(hash(path.resolve()))}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # so that dataclasses, pickling and inspection inside the file work
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[spec.name]
+        raise UsageError(f"{path} cannot be imported", got=f"{type(error).__name__}: {error}") from error
+    return module
+
+
+def _import_module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise UsageError(f"module {name} cannot be imported", got=f"{type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def _importable(where: str) -> Iterator[None]:
+    """Make modules beside the file (or in the working directory) importable, as `python file.py` would."""
+    folder = str(Path(where).resolve().parent) if where.endswith(".py") else str(Path.cwd())
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            sys.path.remove(folder)

@@ -1,0 +1,215 @@
+"""Load what a user calls MODEL or --inputs: a Hugging Face directory or id, a factory, a file of tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from glassengine.errors import UnknownNameError, UsageError, nearest
+from glassengine.program.factory import call_factory, is_factory
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+FORMS = "a Hugging Face directory or id, file.py:factory, package.module:factory"
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model as the user wrote it, in evaluation mode.
+
+    Attributes:
+        module: The model.
+        spec: What was loaded, as given.
+        kind: "causal_lm" (prefill and decode with a key/value cache) or "module".
+        dtype: torch dtype name of its floating parameters.
+        directory: Hugging Face directory or id with configuration and tokenizer, if it came from one.
+        metadata: JSON values for engines and recordings.
+    """
+
+    module: nn.Module
+    spec: str
+    kind: str
+    dtype: str
+    directory: str | None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+def load_model(
+    spec: str | Path | nn.Module,
+    *,
+    dtype: str = "auto",
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    weights: bool = True,
+) -> LoadedModel:
+    """Load a model.
+
+    Args:
+        spec: Hugging Face directory or id, `file.py:factory`, `package.module:factory`, or a module object.
+        dtype: "auto" (that of the checkpoint or factory), or a name in `DTYPES`.
+        attn_implementation: As in transformers; None for its default.
+        trust_remote_code: Allow code that comes with the checkpoint to run.
+        revision: Of a hub id.
+        weights: False builds the model on the meta device: names and shapes only, in seconds for any size.
+
+    Raises:
+        UsageError: No such model, a factory that does not return a module, or an unknown dtype.
+    """
+    if dtype != "auto" and dtype not in DTYPES:
+        raise UnknownNameError("dtype", dtype, ["auto", *DTYPES])
+    directory: str | None = None
+    if isinstance(spec, nn.Module):
+        module, name = spec, type(spec).__name__
+    elif is_factory(str(spec)):
+        name = str(spec)
+        module = call_factory(name)
+        if not isinstance(module, nn.Module):
+            raise UsageError(f"{name} did not return a module", got=type(module).__name__, expected="torch.nn.Module")
+    else:
+        name = directory = str(spec)
+        module = _from_transformers(name, dtype, attn_implementation, trust_remote_code, revision, weights)
+    if dtype != "auto":
+        _cast(module, DTYPES[dtype])
+    module.eval()
+    floating = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+    config = getattr(module, "config", None)
+    metadata = {
+        "model": name,
+        "class": f"{type(module).__module__}.{type(module).__qualname__}",
+        "dtype": str(floating).removeprefix("torch."),
+        "fingerprint": fingerprint(module) if weights else None,
+        "attn_implementation": getattr(config, "_attn_implementation", None),
+    }
+    for key in ("max_position_embeddings", "vocab_size"):
+        value = getattr(config.get_text_config(decoder=True), key, None) if hasattr(config, "get_text_config") else None
+        metadata |= {key: value} if isinstance(value, int) else {}
+    kind = "causal_lm" if _is_causal_lm(module) else "module"
+    return LoadedModel(module, name, kind, metadata["dtype"], directory, metadata)
+
+
+def load_inputs(spec: str) -> list[dict[str, Any]]:
+    """Load keyword arguments, one dict per step.
+
+    Args:
+        spec: `file.py:factory` that returns a dict or a list of dicts, or a file: .pt, .safetensors, .npz, .json.
+
+    Raises:
+        UsageError: No such file, an unknown ending, or something else than dicts of tensors and plain values.
+    """
+    if is_factory(spec):
+        return _steps(call_factory(spec), spec)
+    path = Path(spec)
+    if not path.is_file():
+        siblings = [str(p) for p in path.parent.glob("*") if p.is_file()] if path.parent.is_dir() else []
+        raise UnknownNameError("inputs file", spec, siblings, hint="--inputs FILE, or --inputs file.py:factory")
+    try:
+        return _steps(_read(path), spec)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{path} cannot be read", got=f"{type(error).__name__}: {error}") from error
+
+
+def fingerprint(module: nn.Module) -> str:
+    """Return a hash of the names, dtypes, shapes and values of all parameters and persistent buffers."""
+    digest = hashlib.sha256()
+    for name, value in sorted(module.state_dict().items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        raw = value.detach().cpu().contiguous().flatten()
+        if raw.numel():
+            digest.update(raw.view(torch.uint8).numpy())
+    return digest.hexdigest()[:32]
+
+
+def _from_transformers(
+    spec: str, dtype: str, attention: str | None, remote: bool, revision: str | None, weights: bool
+) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = Path(spec).expanduser()
+    options: dict[str, Any] = {"trust_remote_code": remote, "revision": revision or "main"}
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UsageError(f"{spec} is not a model directory", got="no config.json in it", expected=FORMS)
+    elif path.suffix in (".onnx", ".pt2") or path.is_file():
+        raise UsageError(f"a {path.suffix or 'plain'} file cannot be a MODEL yet", got=spec, expected=FORMS)
+    elif not _HUB_ID.fullmatch(spec) or ("/" in spec and path.parent.is_dir()):
+        here = [str(p) for p in path.parent.glob("*") if p.is_dir()] if path.parent.is_dir() else []
+        raise UnknownNameError("model directory", spec, here, hint=f"MODEL is {FORMS}")
+    try:
+        config = AutoConfig.from_pretrained(spec, **options)
+        if attention:
+            options["attn_implementation"] = attention
+        if weights:
+            loaded = AutoModelForCausalLM.from_pretrained(spec, dtype=DTYPES.get(dtype, "auto"), **options)
+        else:
+            options.pop("revision")
+            target = DTYPES.get(dtype) or config.dtype or torch.float32
+            with torch.device("meta"):
+                loaded = AutoModelForCausalLM.from_config(config, dtype=target, **options)
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        near = nearest(spec, [str(p) for p in Path().glob("*/*") if (p / "config.json").is_file()])
+        raise UsageError(
+            f"unknown model {spec!r}", got=first, expected=FORMS + (f"; nearest: {', '.join(near)}" if near else "")
+        ) from error
+    module: nn.Module = loaded
+    return module
+
+
+def _cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast parameters and persistent buffers; others (rotary frequencies) keep their precision, as when loading."""
+    persistent = module.state_dict().keys()
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if name in persistent and tensor.is_floating_point() and tensor.dtype is not dtype:
+            tensor.data = tensor.data.to(dtype)
+    if hasattr(module, "config"):
+        module.config.dtype = dtype  # type: ignore[union-attr]
+
+
+def _is_causal_lm(module: nn.Module) -> bool:
+    from transformers import PreTrainedModel
+
+    if not isinstance(module, PreTrainedModel) or module.config.is_encoder_decoder:
+        return False
+    return bool(module.can_generate()) and module.get_output_embeddings() is not None
+
+
+def _read(path: Path) -> Any:
+    if path.suffix in (".pt", ".pth"):
+        return torch.load(path, map_location="cpu", weights_only=True)
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    if path.suffix == ".npz":
+        import numpy as np
+
+        with np.load(path, allow_pickle=False) as archive:
+            return {name: torch.from_numpy(archive[name]) for name in archive.files}
+    if path.suffix == ".json":
+        return json.loads(path.read_text(), object_hook=_tensors)
+    raise UsageError(f"{path} has an unknown ending", got=path.suffix, expected=".pt, .safetensors, .npz, .json")
+
+
+def _tensors(data: dict[str, Any]) -> dict[str, Any]:
+    return {key: torch.tensor(value) if isinstance(value, list) else value for key, value in data.items()}
+
+
+def _steps(data: Any, spec: str) -> list[dict[str, Any]]:
+    steps = list(data) if isinstance(data, (list, tuple)) else [data]
+    if not steps or not all(isinstance(step, Mapping) for step in steps):
+        kinds = ", ".join(sorted({type(step).__name__ for step in steps})) or "nothing"
+        raise UsageError(f"{spec} does not hold inputs", got=kinds, expected="a dict of keyword arguments, or a list of them")
+    return [dict(step) for step in steps]
