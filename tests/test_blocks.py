@@ -13,7 +13,8 @@ from glassengine.blocks import blocks, difference, error_stream, lower_median, m
 
 REAL = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
-    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+    torch.bool,
 ]  # fmt: skip
 
 
@@ -48,6 +49,12 @@ def test_blocks_cover_in_row_major_order(tensor: torch.Tensor, size: int, monkey
         position += piece.numel()
         parts.append(piece)
     assert torch.equal(torch.cat(parts), tensor.reshape(-1))
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(4)[1::8], torch.ones(2, 4)[:1, 1::8].t()])
+def test_a_single_element_of_any_stride(tensor: torch.Tensor) -> None:
+    assert difference(tensor, tensor + 1, rtol=0, atol=0).num_different == 1
+    assert difference(tensor, tensor, rtol=0, atol=0).num_different == 0
 
 
 def test_empty_tensor_has_no_blocks() -> None:

@@ -77,9 +77,9 @@ def blocks(*tensors: Tensor, device: str | torch.device = "cpu") -> Iterator[tup
     shape = tensors[0].shape
     tensors = tuple(tensor.detach().resolve_conj().resolve_neg() for tensor in tensors)
     if all(tensor.is_contiguous() for tensor in tensors):
-        flat = [tensor.reshape(-1) for tensor in tensors]
-        for start in range(0, flat[0].numel(), BLOCK_ELEMENTS):
-            yield start, tuple(part[start : start + BLOCK_ELEMENTS].to(device) for part in flat)
+        parts = [flat(tensor) for tensor in tensors]
+        for start in range(0, parts[0].numel(), BLOCK_ELEMENTS):
+            yield start, tuple(part[start : start + BLOCK_ELEMENTS].to(device) for part in parts)
         return
     if tensors[0].numel() == 0:
         return
@@ -93,9 +93,15 @@ def blocks(*tensors: Tensor, device: str | torch.device = "cpu") -> Iterator[tup
             count = min(rows, shape[dim] - first)
             yield (
                 start,
-                tuple(tensor[outer].narrow(0, first, count).to(device).reshape(-1) for tensor in tensors),
+                tuple(flat(tensor[outer].narrow(0, first, count).to(device)) for tensor in tensors),
             )
             start += count * inner
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Return `tensor` as one dimension of stride 1; a copy only where it is not contiguous."""
+    # Set explicitly: a single element passes for contiguous whatever its stride, and then cannot be viewed as bytes.
+    return tensor.contiguous().reshape(-1).as_strided((tensor.numel(),), (1,))
 
 
 def widen(piece: Tensor) -> Tensor:
@@ -288,7 +294,7 @@ def _agree(b: Tensor, c: Tensor) -> Tensor:
 
 
 def _subtract(b: Tensor, c: Tensor, wide_b: Tensor, wide_c: Tensor) -> Tensor:
-    """Return c - b in float64; 64-bit integers are subtracted in halves, or neighbours beyond 2**53 would look equal."""
+    """Return c - b in float64; 64-bit integers are subtracted in halves, or neighbours above 2**53 look equal."""
     kinds = {b.dtype, c.dtype}
     if kinds & {torch.int64, torch.uint64} and not any(kind.is_floating_point or kind.is_complex for kind in kinds):
         (high_b, low_b), (high_c, low_c) = _halves(b), _halves(c)

@@ -118,6 +118,9 @@ class Pair(Result):
     reason: str | None = None
     baseline: Summary | None = None
     candidate: Summary | None = None
+    abs_error: Summary | None = None
+    rel_error: Summary | None = None
+    rank: int = 0
 
 
 @dataclass(frozen=True)

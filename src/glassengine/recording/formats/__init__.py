@@ -1,0 +1,1 @@
+"""Foreign files that hold tensors, one module per format."""

@@ -1,0 +1,95 @@
+"""`.npz` files, one array at a time; object arrays (pickles) are never read."""
+
+from __future__ import annotations
+
+import math
+import zipfile
+import zlib
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from glassengine.errors import CorruptError
+from glassengine.recording.layout import STORED, Entry
+from glassengine.results import Skipped
+
+# A deflated member of a few megabytes can claim and deliver gigabytes.
+_MAX_ARRAY_BYTES = 1 << 34
+
+
+class NumpyFile:
+    """Arrays of a `.npz` file; each is read, not mapped, when it is asked for.
+
+    Raises:
+        CorruptError: The file or an array's header is damaged.
+    """
+
+    complete = True
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metadata: dict[str, Any] = {}
+        entries: list[Entry] = []
+        skipped: list[Skipped] = []
+        try:
+            self._archive = zipfile.ZipFile(path)
+            for member in self._archive.infolist():
+                name = member.filename.removesuffix(".npy")
+                with self._archive.open(member) as file:
+                    try:
+                        shape, _, dtype = _read_header(file)
+                    except ValueError as error:
+                        skipped.append(Skipped(name, "both", f"not an array: {error}", step=0))
+                        continue
+                    header_bytes = file.tell()
+                reason = _why_not(dtype, shape, member.file_size - header_bytes)
+                if reason is not None:
+                    skipped.append(Skipped(name, "both", reason, step=0))
+                    continue
+                nbytes = math.prod(shape) * dtype.itemsize
+                entries.append(Entry(name, 0, 0, dtype.newbyteorder("=").name, shape, nbytes=nbytes))
+        except (zipfile.BadZipFile, OSError, zlib.error, NotImplementedError, RuntimeError) as error:
+            raise CorruptError("not an .npz file", got=f"{path}: {error}") from error
+        self.entries = tuple(entries)
+        self.skipped = tuple(skipped)
+
+    def tensor(self, entry: Entry) -> Tensor:
+        """Return the values of one of `entries`, in memory of their own.
+
+        Raises:
+            CorruptError: The member is cut or damaged.
+        """
+        try:
+            with self._archive.open(f"{entry.site}.npy") as file:
+                shape, fortran, dtype = _read_header(file)
+                data = bytearray(file.read(entry.nbytes))
+        except (zipfile.BadZipFile, OSError, zlib.error, ValueError, KeyError, EOFError) as error:
+            raise CorruptError("an array cannot be read", got=f"{entry.site!r} in {self.path}: {error}") from error
+        if len(data) != entry.nbytes:
+            raise CorruptError("an array is cut", got=f"{entry.site!r} in {self.path}: {len(data)} bytes")
+        array = np.frombuffer(data, dtype=dtype).reshape(shape, order="F" if fortran else "C")
+        return torch.from_numpy(array.astype(dtype.newbyteorder("="), copy=False))
+
+
+def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, fortran, dtype = read(file)
+    return shape, fortran, dtype
+
+
+def _why_not(dtype: np.dtype[Any], shape: tuple[int, ...], num_bytes: int) -> str | None:
+    """Return why an array is not given as a tensor, or None."""
+    if dtype.hasobject:
+        return "an object array is a pickle, and reading it would run code"
+    if dtype.newbyteorder("=").name not in STORED:
+        return f"no arithmetic for numpy dtype {dtype}"
+    claimed = math.prod(shape) * dtype.itemsize
+    if claimed != num_bytes:
+        return f"the header claims {claimed} bytes, the file has {num_bytes}"
+    if claimed > _MAX_ARRAY_BYTES:
+        return f"{claimed} bytes are more than this format is read for: save it as .safetensors"
+    return None

@@ -1,0 +1,54 @@
+"""`.safetensors` files, mapped into memory."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, cast
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from glassengine.errors import CorruptError
+from glassengine.recording.layout import STORED, Entry
+from glassengine.recording.shard import PAD_PREFIX
+from glassengine.results import Skipped
+
+_NAMES = {code: dtype for dtype, (code, _, parts) in STORED.items() if parts == 1}
+
+
+class SafetensorsFile:
+    """Tensors of a `.safetensors` file; its metadata are the file's `__metadata__`.
+
+    Raises:
+        CorruptError: The file is damaged.
+    """
+
+    complete = True
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = cast(Any, safe_open(path, framework="pt"))
+            self.metadata: dict[str, Any] = dict(self._file.metadata() or {})
+            entries: list[Entry] = []
+            skipped: list[Skipped] = []
+            for name in self._file.offset_keys():
+                found = self._file.get_slice(name)
+                code, shape = found.get_dtype(), tuple(found.get_shape())
+                if name.startswith(PAD_PREFIX):
+                    skipped.append(Skipped(name, "both", "alignment padding of a recording", step=0))
+                elif code not in _NAMES:
+                    skipped.append(Skipped(name, "both", f"no arithmetic for {code}", step=0))
+                else:
+                    nbytes = math.prod(shape) * STORED[_NAMES[code]][1].itemsize
+                    entries.append(Entry(name, 0, 0, _NAMES[code], shape, nbytes=nbytes))
+        except (SafetensorError, OSError) as error:
+            raise CorruptError("not a safetensors file", got=f"{path}: {error}") from error
+        self.entries = tuple(entries)
+        self.skipped = tuple(skipped)
+
+    def tensor(self, entry: Entry) -> Tensor:
+        """Return the values of one of `entries`, mapped."""
+        tensor: Tensor = self._file.get_tensor(entry.site)
+        return tensor

@@ -1,0 +1,110 @@
+"""`.pt` and `.pth` files, mapped into memory, with `weights_only=True`: reading one never runs code."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glassengine.errors import CorruptError
+from glassengine.recording.layout import STORED, Entry
+from glassengine.results import Skipped
+
+# A small file can name one list many times over; these bound what it unfolds to.
+_MAX_DEPTH = 64
+_MAX_LEAVES = 1_000_000
+
+
+class TorchFile:
+    """Tensors of a `.pt` file; nested dicts, lists and tuples are flattened to dotted names.
+
+    Raises:
+        CorruptError: The file is damaged, would run code, or cannot be mapped.
+    """
+
+    complete = True
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metadata: dict[str, Any] = {}
+        self._tensors: dict[str, Tensor] = {}
+        entries: list[Entry] = []
+        skipped: list[Skipped] = []
+        for name, value in _leaves("", _load(path), 0, [0]):
+            reason = "two entries have this name" if name in self._tensors else _why_not(value)
+            if reason is not None:
+                skipped.append(Skipped(name, "both", reason, step=0))
+                continue
+            self._tensors[name] = value
+            dtype = str(value.dtype).removeprefix("torch.")
+            nbytes = value.numel() * value.element_size()
+            entries.append(Entry(name, 0, 0, dtype, tuple(value.shape), nbytes=nbytes))
+        self.entries = tuple(entries)
+        self.skipped = tuple(skipped)
+
+    def tensor(self, entry: Entry) -> Tensor:
+        """Return the values of one of `entries`, mapped."""
+        return self._tensors[entry.site]
+
+
+def _load(path: Path) -> Any:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            # torch.save stores; a compressed member could unfold to any size.
+            if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+                raise CorruptError("not a file that torch.save wrote", got=f"{path}: compressed members")
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except zipfile.BadZipFile as error:
+        raise CorruptError(
+            "not a file that torch.save wrote",
+            got=f"{path}: {error}",
+            hint="a file of torch 1.5 or older cannot be mapped: load it and save it again",
+        ) from error
+    except pickle.UnpicklingError as error:
+        raise CorruptError(
+            "the file holds more than tensors and plain values, and reading it would run code",
+            got=f"{path}: {_refused(error)}",
+            hint="save only tensors: torch.save({name: tensor}, path)",
+        ) from error
+    except CorruptError:
+        raise
+    except Exception as error:  # a hostile pickle can raise anything
+        raise CorruptError("the file cannot be read", got=f"{path}: {error}") from error
+
+
+def _refused(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if "WeightsUnpickler error" in line]
+    return lines[0] if lines else str(error).splitlines()[0]
+
+
+def _leaves(name: str, value: Any, depth: int, count: list[int]) -> Iterator[tuple[str, Any]]:
+    count[0] += 1
+    if count[0] > _MAX_LEAVES or depth > _MAX_DEPTH:
+        raise CorruptError("the file nests too deeply or holds too much", got=f"at {name[:200]!r}")
+    children: list[tuple[Any, Any]]
+    if isinstance(value, Mapping):
+        children = list(value.items())
+    elif isinstance(value, list | tuple):
+        children = list(enumerate(value))
+    else:
+        yield name or "tensor", value
+        return
+    for key, child in children:
+        yield from _leaves(f"{name}.{key}" if name else str(key), child, depth + 1, count)
+
+
+def _why_not(value: Any) -> str | None:
+    """Return why `value` is not given as a tensor, or None."""
+    if not isinstance(value, Tensor):
+        return f"not a tensor: {type(value).__name__}"
+    if value.is_quantized or value.is_meta or value.layout != torch.strided:
+        kind = "quantized" if value.is_quantized else "meta" if value.is_meta else str(value.layout)
+        return f"not a dense tensor: {kind}"
+    if str(value.dtype).removeprefix("torch.") not in STORED:
+        return f"no arithmetic for {value.dtype}"
+    return None

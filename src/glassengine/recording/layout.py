@@ -1,0 +1,201 @@
+"""The layout of a recording on disk: names, numbers and the bytes of `index.log`. No file is touched here.
+
+    recording.json            schema version, state (writing | complete | incomplete), metadata
+    shard-NNNNN.part          HEADER_BYTES reserved, then raw tensor bytes, each start aligned to ALIGNMENT
+    shard-NNNNN.safetensors   the same file sealed: the reserved bytes hold a safetensors header
+    index.log                 frames: one per tensor, then one per step after all bytes of the step
+
+A frame is: payload length (u32), CRC-32 of the payload (u32), JSON payload; little-endian. The offset of a tensor
+counts from the end of the shard's header. Shards are numbered, so that a site name never becomes a path.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import zlib
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+import torch
+
+SCHEMA_VERSION = 1
+MANIFEST = "recording.json"
+INDEX = "index.log"
+ALIGNMENT = 64
+
+# 8 length bytes and the header of one shard. A shard is sealed before its header outgrows them, so nothing moves.
+HEADER_BYTES = 1 << 18
+MAX_NAME_BYTES = 1 << 14
+MAX_FRAME_BYTES = 1 << 20
+MAX_MANIFEST_BYTES = 1 << 28
+MAX_SHARD_NUMBER = 99_999
+
+_FRAME = struct.Struct("<II")
+
+# torch dtype name -> (safetensors code, torch dtype of the stored elements, stored elements per element)
+STORED: dict[str, tuple[str, torch.dtype, int]] = {
+    "bool": ("BOOL", torch.bool, 1),
+    "uint8": ("U8", torch.uint8, 1),
+    "int8": ("I8", torch.int8, 1),
+    "uint16": ("U16", torch.uint16, 1),
+    "int16": ("I16", torch.int16, 1),
+    "uint32": ("U32", torch.uint32, 1),
+    "int32": ("I32", torch.int32, 1),
+    "uint64": ("U64", torch.uint64, 1),
+    "int64": ("I64", torch.int64, 1),
+    "float8_e4m3fn": ("F8_E4M3", torch.float8_e4m3fn, 1),
+    "float8_e4m3fnuz": ("F8_E4M3FNUZ", torch.float8_e4m3fnuz, 1),
+    "float8_e5m2": ("F8_E5M2", torch.float8_e5m2, 1),
+    "float8_e5m2fnuz": ("F8_E5M2FNUZ", torch.float8_e5m2fnuz, 1),
+    "float8_e8m0fnu": ("F8_E8M0", torch.float8_e8m0fnu, 1),
+    "float16": ("F16", torch.float16, 1),
+    "bfloat16": ("BF16", torch.bfloat16, 1),
+    "float32": ("F32", torch.float32, 1),
+    "float64": ("F64", torch.float64, 1),
+    "complex64": ("C64", torch.complex64, 1),
+    # safetensors has no such dtype: declared parts, a last dimension of (real, imaginary)
+    "complex128": ("F64", torch.float64, 2),
+}
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where the bytes of a tensor are: shard number, offset after the shard's header, CRC-32 of the bytes."""
+
+    shard: int
+    offset: int
+    checksum: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a source.
+
+    Attributes:
+        site: Site name, or the key in a foreign file.
+        step: 0 is the prefill.
+        rank: Process that had the tensor.
+        dtype: torch dtype name, e.g. "float32".
+        shape: Sizes.
+        axes: Position of the "batch", "sequence" and "cache" dimensions, where known.
+        node: Name of the graph node that made it, if known.
+        nbytes: Bytes of the values.
+        location: Where a recording has the bytes; None in foreign files. Sites that share it share the values.
+    """
+
+    site: str
+    step: int
+    rank: int
+    dtype: str
+    shape: tuple[int, ...]
+    axes: dict[str, int] = field(default_factory=dict, hash=False)
+    node: str | None = None
+    nbytes: int = 0
+    location: Location | None = None
+
+    def describe(self) -> str:
+        """Return dtype and shape, as in `float32[2,3]`."""
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+def shard_name(number: int, *, sealed: bool) -> str:
+    """Return the file name of a shard."""
+    return f"shard-{number:05d}.{'safetensors' if sealed else 'part'}"
+
+
+def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Return the stored bytes of a tensor."""
+    _, stored, parts = STORED[dtype]
+    return math.prod(shape) * stored.itemsize * parts
+
+
+def header_key(entry: Entry) -> str:
+    """Return the unique name of `entry` in the safetensors header of its shard."""
+    return f"step{entry.step}/rank{entry.rank}/{entry.site}"
+
+
+def frame(payload: dict[str, Any]) -> bytes:
+    """Return the bytes of one index frame."""
+    text = json.dumps(payload, ensure_ascii=True, separators=(",", ":")).encode()
+    return _FRAME.pack(len(text), zlib.crc32(text)) + text
+
+
+def read_frame(file: BinaryIO) -> dict[str, Any] | None:
+    """Read the next frame; None at the end of the file.
+
+    Raises:
+        ValueError: The frame is cut, damaged or not a JSON object. At most `MAX_FRAME_BYTES` are read.
+    """
+    head = file.read(_FRAME.size)
+    if not head:
+        return None
+    if len(head) < _FRAME.size:
+        raise ValueError("the file ends inside a record")
+    length, checksum = _FRAME.unpack(head)
+    if length > MAX_FRAME_BYTES:
+        raise ValueError(f"a record claims {length} bytes")
+    text = file.read(length)
+    if len(text) < length:
+        raise ValueError("the file ends inside a record")
+    if zlib.crc32(text) != checksum:
+        raise ValueError("the checksum of a record does not match")
+    try:
+        payload = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError("a record is not JSON") from error
+    if not isinstance(payload, dict):
+        raise ValueError("a record is not an object")
+    return payload
+
+
+def entry_payload(entry: Entry) -> dict[str, Any]:
+    """Return the index payload of `entry`."""
+    assert entry.location is not None
+    return {
+        "kind": "tensor",
+        "site": entry.site,
+        "step": entry.step,
+        "rank": entry.rank,
+        "dtype": entry.dtype,
+        "shape": entry.shape,
+        "axes": entry.axes,
+        "node": entry.node,
+        "nbytes": entry.nbytes,
+        "shard": entry.location.shard,
+        "offset": entry.location.offset,
+        "checksum": entry.location.checksum,
+    }
+
+
+def entry_from(payload: dict[str, Any]) -> Entry:
+    """Inverse of `entry_payload`, which trusts nothing.
+
+    Raises:
+        ValueError: A field is missing, of the wrong kind, or contradicts another.
+    """
+    shape = payload.get("shape")
+    axes = payload.get("axes")
+    site, node, dtype = payload.get("site"), payload.get("node"), payload.get("dtype")
+    if not isinstance(site, str) or not (node is None or isinstance(node, str)):
+        raise ValueError("a name is not text")
+    if not isinstance(dtype, str) or dtype not in STORED:
+        raise ValueError(f"unknown dtype {dtype!r}")
+    if not isinstance(shape, list) or not all(_is_size(size) for size in shape):
+        raise ValueError("a shape is not a list of sizes")
+    if not isinstance(axes, dict) or not all(_is_size(axis) and axis < len(shape) for axis in axes.values()):
+        raise ValueError("axes do not name dimensions")
+    numbers = [payload.get(key) for key in ("step", "rank", "nbytes", "shard", "offset", "checksum")]
+    if not all(_is_size(number) for number in numbers):
+        raise ValueError("a number is missing or negative")
+    step, rank, nbytes, shard, offset, checksum = (int(str(number)) for number in numbers)
+    if nbytes != num_bytes(dtype, tuple(shape)):
+        raise ValueError(f"{nbytes} bytes do not hold {dtype}{shape}")
+    if shard > MAX_SHARD_NUMBER or offset % ALIGNMENT:
+        raise ValueError("a location is impossible")
+    return Entry(site, step, rank, dtype, tuple(shape), axes, node, nbytes, Location(shard, offset, checksum))
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63

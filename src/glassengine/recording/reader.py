@@ -1,0 +1,228 @@
+"""Reads a recording: the index says what there is, the shards are mapped into memory, nothing is copied.
+
+The directory may still be written to, or its writer may have been killed: what was committed is readable, and
+`complete` is false. Reading changes nothing on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import stat
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from glassengine.errors import CorruptError, UnknownNameError, UsageError
+from glassengine.recording import layout
+from glassengine.recording.layout import Entry, shard_name
+from glassengine.recording.recovery import IndexContents, open_regular, read_index
+from glassengine.recording.statistics import summarize
+from glassengine.results import Skipped, Summary
+from glassengine.sites import matches
+
+
+class Recording:
+    """A recording that is open for reading; made by `Recording.open`.
+
+    Attributes:
+        path: Its directory.
+        metadata: What the writer was told about it.
+        complete: Whether it was closed regularly and every step that was begun was completed.
+        incomplete_because: Why not, else None.
+        steps: The completed steps, ascending.
+        entries: The tensors, in recorded order within ascending steps.
+        skipped: Nothing, of a recording; foreign sources list here what is not a tensor.
+    """
+
+    skipped: tuple[Skipped, ...] = ()
+
+    def __init__(self, path: Path, manifest: dict[str, Any], contents: IndexContents, shards: dict[int, Path]) -> None:
+        self.path = path
+        self.metadata: dict[str, Any] = manifest["metadata"]
+        self.incomplete_because = _incomplete_because(manifest, contents)
+        self.complete = self.incomplete_because is None
+        self.steps: list[int] = sorted(contents.steps)
+        self.entries: tuple[Entry, ...] = tuple(sorted(contents.entries, key=lambda entry: entry.step))
+        self._by_key = {(entry.site, entry.step, entry.rank): entry for entry in self.entries}
+        self._shards = shards
+        self._maps: dict[int, tuple[mmap.mmap, int]] = {}
+        self._verified: set[tuple[int, int]] = set()
+
+    @classmethod
+    def open(cls, path: str | Path) -> Self:
+        """Open the recording directory `path`.
+
+        Raises:
+            UsageError: There is no recording.
+            CorruptError: It is damaged, or written by a newer version.
+        """
+        directory = Path(path)
+        if not (directory / layout.MANIFEST).exists():
+            raise UsageError(
+                "there is no recording", got=str(directory), expected=f"a directory that holds {layout.MANIFEST}"
+            )
+        manifest = _read_manifest(directory / layout.MANIFEST)
+        shards = _find_shards(directory)
+        sizes = {number: file.stat().st_size - _header_bytes(file) for number, file in shards.items()}
+        with open_regular(directory / layout.INDEX) as index:
+            contents = read_index(index, sizes)
+        if manifest["state"] == "complete":
+            found = f"{len(contents.steps)} steps, {len(contents.entries)} tensors"
+            expected = f"{manifest['num_steps']} steps, {manifest['num_tensors']} tensors"
+            if contents.damage is not None or found != expected:
+                raise CorruptError(
+                    "the recording is damaged",
+                    got=f"{directory}: {contents.damage or 'the index is cut'}",
+                    expected=f"{expected}; intact: {found}",
+                    hint=f'to read what is intact, set "state" to "incomplete" in {directory / layout.MANIFEST}',
+                )
+        return cls(directory, manifest, contents, shards)
+
+    def entry(self, site: str, step: int, rank: int = 0) -> Entry:
+        """Return the entry of one tensor.
+
+        Raises:
+            UnknownNameError: It is not recorded; carries the nearest names of that step.
+        """
+        found = self._by_key.get((site, step, rank))
+        if found is None:
+            there = [entry.site for entry in self.entries if (entry.step, entry.rank) == (step, rank)]
+            hint = None if there else f"rank {rank} has nothing in step {step}; completed steps: {self.steps}"
+            raise UnknownNameError("site", site, there, hint=hint)
+        return found
+
+    def sites(self, step: int | None = None) -> list[str]:
+        """Return the site names in recorded order, of one step or of all."""
+        return list(dict.fromkeys(entry.site for entry in self.entries if step in (None, entry.step)))
+
+    def select(self, pattern: str) -> list[Entry]:
+        """Return the entries whose site matches `pattern` (a glob or `re:`, see `sites.matches`).
+
+        Raises:
+            UnknownNameError: Nothing matches.
+        """
+        found = [entry for entry in self.entries if matches(pattern, entry.site)]
+        if not found:
+            raise UnknownNameError("site", pattern, self.sites())
+        return found
+
+    def tensor(self, entry: Entry | str, step: int | None = None, rank: int = 0) -> Tensor:
+        """Return the values of one tensor, without a copy.
+
+        Writing into the result changes this process's view only, never the file. The bytes are checked against their
+        checksum the first time.
+
+        Args:
+            entry: An entry of this recording, or a site name.
+            step: With a site name: the step; may be left out when only one step has the site.
+            rank: With a site name: the rank.
+
+        Raises:
+            UnknownNameError: It is not recorded.
+            UsageError: Several steps have the site and `step` is None.
+            CorruptError: The bytes do not match their checksum.
+        """
+        if isinstance(entry, str):
+            entry = self.entry(entry, self._only_step(entry, rank) if step is None else step, rank)
+        location = entry.location
+        assert location is not None
+        _, stored, parts = layout.STORED[entry.dtype]
+        dtype = getattr(torch, entry.dtype)
+        if entry.nbytes == 0:
+            return torch.empty(entry.shape, dtype=dtype)
+        mapped, data_start = self._map(location.shard)
+        start = data_start + location.offset
+        if (location.shard, location.offset) not in self._verified:
+            with memoryview(mapped) as view:
+                if zlib.crc32(view[start : start + entry.nbytes]) != location.checksum:
+                    raise CorruptError(
+                        "recorded values are damaged",
+                        got=f"{entry.site!r}, step {entry.step}, rank {entry.rank}: the checksum does not match",
+                    )
+            self._verified.add((location.shard, location.offset))
+        raw = torch.frombuffer(mapped, dtype=torch.uint8, count=entry.nbytes, offset=start)
+        # Through the element type of the file: a view straight to a complex dtype is not defined for all of them.
+        flat = raw.view(stored)
+        return (flat if parts == 1 else torch.view_as_complex(flat.view(-1, parts))).reshape(entry.shape)
+
+    def summary(self, entry: Entry) -> Summary:
+        """Return the statistics of one tensor."""
+        return summarize(self.tensor(entry))
+
+    def _only_step(self, site: str, rank: int) -> int:
+        steps = [entry.step for entry in self.entries if (entry.site, entry.rank) == (site, rank)]
+        if not steps:
+            raise UnknownNameError("site", site, self.sites())
+        if len(steps) > 1:
+            raise UsageError(f"several steps have the site {site!r}", got="no step", expected=list(map(str, steps)))
+        return steps[0]
+
+    def _map(self, shard: int) -> tuple[mmap.mmap, int]:
+        if shard not in self._maps:
+            file = self._shards[shard]
+            with open_regular(file) as opened:
+                # A private copy-on-write mapping: tensors want writable memory, the file must not change.
+                mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+            self._maps[shard] = mapped, _header_bytes(file)
+        return self._maps[shard]
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    with open_regular(path) as file:
+        text = file.read(layout.MAX_MANIFEST_BYTES + 1)
+    try:
+        if len(text) > layout.MAX_MANIFEST_BYTES:
+            raise ValueError("the file is too large")
+        manifest = json.loads(text)
+        version = manifest["schema_version"]
+        if isinstance(version, int) and version > layout.SCHEMA_VERSION:
+            raise CorruptError(
+                "the recording was written by a newer version of Glass Engine",
+                got=f"{path}: schema version {version}",
+                expected=f"at most {layout.SCHEMA_VERSION}",
+                hint="update Glass Engine",
+            )
+        wanted = {"schema_version": int, "state": str, "metadata": dict, "num_steps": int, "num_tensors": int}
+        for key, kind in wanted.items():
+            if not isinstance(manifest[key], kind):
+                raise ValueError(f"{key!r} is not {kind.__name__}")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptError("the manifest of a recording is damaged", got=f"{path}: {error}") from error
+    return dict(manifest)
+
+
+def _find_shards(directory: Path) -> dict[int, Path]:
+    """Return the shards by number; of a shard that is sealed twice over a crash, the sealed file."""
+    found: dict[int, Path] = {}
+    for sealed in (False, True):
+        suffix = Path(shard_name(0, sealed=sealed)).suffix
+        for file in directory.glob(f"shard-*{suffix}"):
+            digits = file.stem.removeprefix("shard-")
+            if digits.isdecimal() and file.name == shard_name(int(digits), sealed=sealed) and _is_plain(file):
+                found[int(digits)] = file
+    return found
+
+
+def _is_plain(file: Path) -> bool:
+    return stat.S_ISREG(os.lstat(file).st_mode)
+
+
+def _header_bytes(file: Path) -> int:
+    """Return where the data of a shard begins; a sealed one says so itself."""
+    if file.suffix == ".part":
+        return layout.HEADER_BYTES
+    with open_regular(file) as opened:
+        return 8 + int.from_bytes(opened.read(8), "little")
+
+
+def _incomplete_because(manifest: dict[str, Any], contents: IndexContents) -> str | None:
+    if manifest["state"] == "complete":
+        return None
+    reasons: Sequence[object] = (manifest.get("reason"), contents.damage, "it was never closed")
+    return str(next(reason for reason in reasons if reason))

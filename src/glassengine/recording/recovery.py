@@ -1,0 +1,105 @@
+"""Reads `index.log` up to its last good record, believing nothing that the bytes do not prove."""
+
+from __future__ import annotations
+
+import bisect
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from glassengine.errors import CorruptError
+from glassengine.recording.layout import Entry, entry_from, read_frame
+
+
+@dataclass(frozen=True)
+class IndexContents:
+    """What an index proves: the completed steps in order of commit, their entries, and why reading stopped early."""
+
+    steps: tuple[int, ...]
+    entries: tuple[Entry, ...]
+    damage: str | None
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open `path` for reading if it is a plain file: a link could leave the directory, a pipe would block.
+
+    Raises:
+        CorruptError: It is missing, or something else.
+    """
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise CorruptError("not a plain file", got=str(path))
+        return path.open("rb")
+    except OSError as error:
+        raise CorruptError("a file cannot be read", got=f"{path}: {error.strerror}") from error
+
+
+def read_index(file: BinaryIO, shard_bytes: Mapping[int, int]) -> IndexContents:
+    """Read the index up to the first record that is damaged, impossible, or whose bytes are not there.
+
+    Args:
+        file: The open index.
+        shard_bytes: Data bytes on file of each shard.
+    """
+    steps: list[int] = []
+    entries: list[Entry] = []
+    pending: list[Entry] = []
+    extents = _Extents(shard_bytes)
+    damage = None
+    try:
+        while (payload := read_frame(file)) is not None:
+            kind = payload.get("kind")
+            if kind == "tensor":
+                entry = entry_from(payload)
+                extents.claim(entry)
+                pending.append(entry)
+            elif kind == "commit":
+                step = _committed(payload.get("step"), payload.get("num_tensors"), pending, steps)
+                steps.append(step)
+                entries += pending
+                pending = []
+            else:
+                raise ValueError(f"unknown kind of record {kind!r}")
+    except ValueError as error:
+        damage = str(error)
+    if damage is None and pending:
+        damage = f"step {pending[0].step} was not completed"
+    return IndexContents(tuple(steps), tuple(entries), damage)
+
+
+def _committed(step: object, num_tensors: object, pending: list[Entry], steps: list[int]) -> int:
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0 or step in steps:
+        raise ValueError(f"impossible step {step!r}")
+    if num_tensors != len(pending) or any(entry.step != step for entry in pending):
+        raise ValueError(f"the records of step {step} do not match its commit")
+    if len({(entry.site, entry.rank) for entry in pending}) != len(pending):
+        raise ValueError(f"step {step} names a tensor twice")
+    return step
+
+
+class _Extents:
+    """Which bytes of which shard belong to a tensor: ranges are equal (shared values) or apart, never overlapping."""
+
+    def __init__(self, shard_bytes: Mapping[int, int]) -> None:
+        self._shard_bytes = shard_bytes
+        self._starts: dict[int, list[int]] = {}
+        self._found: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def claim(self, entry: Entry) -> None:
+        assert entry.location is not None
+        shard, start, checksum = entry.location.shard, entry.location.offset, entry.location.checksum
+        end = start + entry.nbytes
+        if end > self._shard_bytes.get(shard, -1):
+            raise ValueError(f"the bytes of {entry.site[:200]!r} (step {entry.step}) are not on file")
+        if entry.nbytes == 0 or self._found.get((shard, start)) == (end, checksum):
+            return
+        starts = self._starts.setdefault(shard, [])
+        place = bisect.bisect_left(starts, start)
+        if (place > 0 and self._found[shard, starts[place - 1]][0] > start) or (
+            place < len(starts) and starts[place] < end
+        ):
+            raise ValueError(f"the bytes of {entry.site[:200]!r} (step {entry.step}) overlap another tensor's")
+        starts.insert(place, start)
+        self._found[shard, start] = (end, checksum)

@@ -1,0 +1,46 @@
+"""The statistics of one tensor, computed when they are asked for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from glassengine import blocks
+from glassengine.results import Summary
+
+
+def summarize(tensor: Tensor, *, device: str | torch.device = "cpu") -> Summary:
+    """Return the statistics of `tensor`, computed in float64 block by block.
+
+    Complex elements are represented by their magnitude. `std` divides by n - 1 as `torch.std` does (0 for a single
+    element) and `median` is the lower median as in `torch.median`.
+
+    Args:
+        tensor: Any shape, strides and dtype that can be converted to float64.
+        device: Where the arithmetic runs; it must know float64.
+    """
+    stream = blocks.real_stream(tensor, device=device)
+    return summarize_stream(stream, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
+
+
+def summarize_stream(stream: blocks.Stream, *, shape: tuple[int, ...], dtype: str) -> Summary:
+    """Return the statistics of the float64 pieces of `stream`; `shape` and `dtype` are copied into the result."""
+    found = blocks.moments(stream)
+    if found.num_finite == 0:
+        low = mean = median = high = std = None
+    else:
+        low, mean, high = found.min, found.mean, found.max
+        median = blocks.lower_median(stream, found.num_finite)
+        std = (found.m2 / max(found.num_finite - 1, 1)) ** 0.5
+    return Summary(
+        shape=shape,
+        dtype=dtype,
+        num_elements=found.num_elements,
+        min=low,
+        mean=mean,
+        median=median,
+        max=high,
+        std=std,
+        num_nan=found.num_nan,
+        num_inf=found.num_elements - found.num_finite - found.num_nan,
+    )

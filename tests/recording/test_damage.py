@@ -1,0 +1,341 @@
+"""Killed writers, full disks and hostile files: what is committed is read, everything else is refused politely."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from glassengine.errors import CorruptError, GlassError, UsageError
+from glassengine.recording import layout
+from glassengine.recording.layout import frame
+from glassengine.recording.reader import Recording
+from glassengine.recording.writer import RecordingWriter
+
+
+def make(path: Path, steps: int = 3) -> Path:
+    with RecordingWriter(path, metadata={}) as w:
+        for step in range(steps):
+            w.write("a", step, torch.full((100,), float(step)))
+            w.write("b", step, torch.arange(7) + step)
+            w.commit(step)
+    return path
+
+
+def set_manifest(path: Path, **changes: object) -> None:
+    file = path / layout.MANIFEST
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def run(code: str, *arguments: object) -> subprocess.Popen[str]:
+    source = "import sys, torch\nfrom glassengine.recording.writer import RecordingWriter\n" + textwrap.dedent(code)
+    root = Path(__file__).parents[2] / "src"
+    return subprocess.Popen(
+        [sys.executable, "-c", source, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+
+
+def test_kill_in_the_middle_keeps_the_committed_steps(tmp_path: Path) -> None:
+    child = run(
+        """
+        w = RecordingWriter(sys.argv[1], metadata={"seed": 1})
+        for step in range(10 ** 6):
+            for site in range(20):
+                w.write(f"s{site}", step, torch.full((1000,), step * 100 + site))
+            w.commit(step)
+            print(step, flush=True)
+        """,
+        tmp_path / "r",
+    )
+    with child:
+        assert child.stdout is not None
+        committed = [int(child.stdout.readline()) for _ in range(20)][-1]
+        child.send_signal(signal.SIGKILL)
+        rest = child.stdout.read().split()
+    committed = int(rest[-1]) if rest else committed
+    r = Recording.open(tmp_path / "r")
+    assert not r.complete
+    assert r.metadata == {"seed": 1}
+    assert r.steps[: committed + 1] == list(range(committed + 1))
+    for entry in r.entries:
+        assert torch.equal(r.tensor(entry), torch.full((1000,), entry.step * 100 + int(entry.site[1:])))
+
+
+def test_an_exception_leaves_a_sealed_recording_marked_incomplete(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), RecordingWriter(tmp_path / "r", metadata={}) as w:
+        w.write("a", 0, torch.ones(3))
+        w.commit(0)
+        w.write("a", 1, torch.ones(3))
+        raise ZeroDivisionError
+    r = Recording.open(tmp_path / "r")
+    assert (r.complete, r.steps, r.incomplete_because) == (False, [0], "stopped by ZeroDivisionError")
+    assert (tmp_path / "r" / "shard-00000.safetensors").exists()
+
+
+def test_an_uncommitted_step_makes_it_incomplete(tmp_path: Path) -> None:
+    with RecordingWriter(tmp_path / "r", metadata={}) as w:
+        w.write("a", 0, torch.ones(3))
+    r = Recording.open(tmp_path / "r")
+    assert (r.complete, r.entries, r.incomplete_because) == (False, (), "written but not committed: step 0")
+
+
+def test_an_open_recording_can_be_read(tmp_path: Path) -> None:
+    with RecordingWriter(tmp_path / "r", metadata={}) as w:
+        w.write("a", 0, torch.ones(3))
+        w.commit(0)
+        w.metadata["token_ids"] = [[1, 2]]
+        w.write("a", 1, torch.ones(3))
+        r = Recording.open(tmp_path / "r")
+        assert (r.steps, r.incomplete_because) == ([0], "it was never closed")
+        assert r.tensor("a").sum() == 3
+        w.commit(1)
+    assert Recording.open(tmp_path / "r").metadata == {"token_ids": [[1, 2]]}
+
+
+def test_a_full_disk_says_what_is_safe(tmp_path: Path) -> None:
+    child = run(
+        """
+        import resource, signal
+        from glassengine.errors import GlassError
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2 ** 20, 2 ** 20))
+        try:
+            with RecordingWriter(sys.argv[1], metadata={}) as w:
+                for step in range(100):
+                    w.write("a", step, torch.full((50_000,), float(step)))
+                    w.commit(step)
+        except GlassError as error:
+            print(error)
+        """,
+        tmp_path / "r",
+    )
+    said, _ = child.communicate()
+    assert "cannot be written" in said
+    assert "3 completed steps are safe" in said
+    r = Recording.open(tmp_path / "r")
+    assert (r.complete, r.steps) == (False, [0, 1, 2])
+    assert [float(r.tensor("a", step)[0]) for step in r.steps] == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("cut", [1, 7, 8, 60, 200])
+def test_recovery_cuts_a_truncated_index(tmp_path: Path, cut: int) -> None:
+    path = make(tmp_path / "r")
+    index = path / layout.INDEX
+    index.write_bytes(index.read_bytes()[:-cut])
+    with pytest.raises(CorruptError, match="the recording is damaged"):
+        Recording.open(path)
+    set_manifest(path, state="writing")
+    r = Recording.open(path)
+    assert (r.complete, r.steps) == (False, [0, 1])
+    assert torch.equal(r.tensor("a", 1), torch.full((100,), 1.0))
+
+
+def test_an_index_cut_at_a_record_is_noticed(tmp_path: Path) -> None:
+    path = make(tmp_path / "r")
+    (path / layout.INDEX).write_bytes(b"")
+    with pytest.raises(CorruptError, match="intact: 0 steps"):
+        Recording.open(path)
+
+
+def test_every_flipped_index_byte_is_noticed(tmp_path: Path) -> None:
+    path = make(tmp_path / "r", steps=1)
+    index = path / layout.INDEX
+    good = index.read_bytes()
+    for position in range(0, len(good), 7):
+        index.write_bytes(good[:position] + bytes([good[position] ^ 0x10]) + good[position + 1 :])
+        with pytest.raises(CorruptError):
+            Recording.open(path)
+
+
+def test_flipped_values_are_noticed(tmp_path: Path) -> None:
+    path = make(tmp_path / "r")
+    file = path / "shard-00000.safetensors"
+    data = bytearray(file.read_bytes())
+    data[layout.HEADER_BYTES + 5] ^= 1
+    file.write_bytes(data)
+    r = Recording.open(path)
+    with pytest.raises(CorruptError, match="checksum does not match"):
+        r.tensor("a", 0)
+    assert r.tensor("a", 1).sum() == 100
+
+
+def test_a_truncated_shard_loses_only_its_steps(tmp_path: Path) -> None:
+    path = make(tmp_path / "r")
+    file = path / "shard-00000.safetensors"
+    os.truncate(file, file.stat().st_size - 500)
+    with pytest.raises(CorruptError, match="not on file"):
+        Recording.open(path)
+    set_manifest(path, state="writing")
+    assert Recording.open(path).steps == [0, 1]
+
+
+TENSOR = {
+    "kind": "tensor", "site": "a", "step": 0, "rank": 0, "dtype": "float32", "shape": [25], "axes": {}, "node": None,
+    "nbytes": 100, "shard": 0, "offset": 0, "checksum": 0,
+}  # fmt: skip
+HOSTILE = {
+    "absurd shape": [{**TENSOR, "shape": [1 << 62], "nbytes": 1 << 64}],
+    "absurd product": [{**TENSOR, "shape": [1 << 40, 1 << 40], "nbytes": 1 << 62}],
+    "absurd offset": [{**TENSOR, "offset": (1 << 62)}],
+    "negative offset": [{**TENSOR, "offset": -64}],
+    "unaligned": [{**TENSOR, "offset": 3}],
+    "wrong size": [{**TENSOR, "nbytes": 64}],
+    "unknown dtype": [{**TENSOR, "dtype": "__class__"}],
+    "bool as number": [{**TENSOR, "step": True}],
+    "shape of text": [{**TENSOR, "shape": ["9"]}],
+    "missing": [{"kind": "tensor"}],
+    "missing shard": [{**TENSOR, "shard": 7}],
+    "path as shard": [{**TENSOR, "shard": "../../x"}],
+    "axes out of range": [{**TENSOR, "axes": {"batch": 1}}],
+    "overlap": [TENSOR, {**TENSOR, "site": "b", "offset": 64}],
+    "overlap before": [{**TENSOR, "offset": 64}, {**TENSOR, "site": "b"}],
+    "twice": [TENSOR, TENSOR],
+    "unknown kind": [{"kind": "code"}],
+    "other step": [{**TENSOR, "step": 5}],
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_records_are_refused(tmp_path: Path, name: str) -> None:
+    path = make(tmp_path / "r", steps=1)
+    records = [*HOSTILE[name], {"kind": "commit", "step": 0, "num_tensors": len(HOSTILE[name])}]
+    (path / layout.INDEX).write_bytes(b"".join(map(frame, records)))
+    set_manifest(path, num_tensors=len(HOSTILE[name]))
+    with pytest.raises(CorruptError):
+        Recording.open(path)
+
+
+@pytest.mark.parametrize("head", [b"\xff\xff\xff\xff\0\0\0\0", b"\0", b"\x02\0\0\0\0\0\0\0[]"])
+def test_hostile_frames_are_refused(tmp_path: Path, head: bytes) -> None:
+    path = make(tmp_path / "r", steps=1)
+    index = path / layout.INDEX
+    index.write_bytes(head + index.read_bytes())
+    with pytest.raises(CorruptError):
+        Recording.open(path)
+
+
+def test_deeply_nested_json_is_refused(tmp_path: Path) -> None:
+    import struct
+    import zlib
+
+    path = make(tmp_path / "r", steps=1)
+    text = b"[" * 100_000
+    (path / layout.INDEX).write_bytes(struct.pack("<II", len(text), zlib.crc32(text)) + text)
+    with pytest.raises(CorruptError):
+        Recording.open(path)
+    (path / layout.MANIFEST).write_bytes(text)
+    with pytest.raises(CorruptError, match="manifest"):
+        Recording.open(path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema_version": "1"}', "\xff"])
+def test_damaged_manifest(tmp_path: Path, text: str) -> None:
+    path = make(tmp_path / "r")
+    (path / layout.MANIFEST).write_text(text, encoding="latin-1")
+    with pytest.raises(CorruptError, match="manifest of a recording is damaged"):
+        Recording.open(path)
+
+
+def test_newer_schema_is_refused_politely(tmp_path: Path) -> None:
+    path = make(tmp_path / "r")
+    set_manifest(path, schema_version=99)
+    with pytest.raises(CorruptError, match=r"newer version(.|\n)*schema version 99(.|\n)*update"):
+        Recording.open(path)
+
+
+@pytest.mark.parametrize("name", [layout.INDEX, layout.MANIFEST, "shard-00000.safetensors"])
+def test_links_out_of_the_directory_are_not_followed(tmp_path: Path, name: str) -> None:
+    path = make(tmp_path / "r")
+    (path / name).rename(tmp_path / "elsewhere")
+    (path / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CorruptError):
+        Recording.open(path)
+
+
+def test_a_pipe_does_not_block(tmp_path: Path) -> None:
+    path = make(tmp_path / "r")
+    (path / layout.INDEX).unlink()
+    os.mkfifo(path / layout.INDEX)
+    with pytest.raises(CorruptError, match="not a plain file"):
+        Recording.open(path)
+
+
+def test_no_recording(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no recording"):
+        Recording.open(tmp_path)
+
+
+def test_existing_output(tmp_path: Path) -> None:
+    path = make(tmp_path / "r")
+    (path / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match="--overwrite"):
+        RecordingWriter(path, metadata={})
+    with RecordingWriter(path, metadata={}, overwrite=True) as w:
+        w.write("c", 0, torch.ones(1))
+        w.commit(0)
+    assert Recording.open(path).sites() == ["c"]
+    assert (path / "notes.txt").read_text() == "mine"
+
+
+def test_a_directory_of_other_files_is_never_touched(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(UsageError, match="holds other files"):
+        RecordingWriter(tmp_path, metadata={}, overwrite=True)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UsageError, match="cannot write the recording"):
+        RecordingWriter(tmp_path / "file", metadata={}, overwrite=True)
+    with pytest.raises(UsageError, match="cannot write the recording"):
+        RecordingWriter(tmp_path / "file" / "below", metadata={})
+
+
+def test_misuse_of_the_writer(tmp_path: Path) -> None:
+    with RecordingWriter(tmp_path / "r", metadata={}) as w:
+        w.write("a", 0, torch.ones(1))
+        with pytest.raises(UsageError, match="the same site twice"):
+            w.write("a", 0, torch.ones(1))
+        w.commit(0)
+        for call, message in (
+            (lambda: w.write("b", 0, torch.ones(1)), "which is committed"),
+            (lambda: w.commit(0), "committed twice"),
+            (lambda: w.write("b", -1, torch.ones(1)), "numbers from 0 on"),
+            (lambda: w.write("b" * 20_000, 1, torch.ones(1)), "a longer name"),
+            (lambda: w.write("b", 1, torch.ones(2).to_sparse()), "a dense tensor"),
+            (lambda: w.write("b", 1, torch.ones(2, device="meta")), "meta"),
+            (lambda: w.write("b", 1, torch.ones(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)), "float4"),
+        ):
+            with pytest.raises(UsageError, match=message):
+                call()
+        w.metadata["bad"] = torch.ones(1)
+        with pytest.raises(UsageError, match=r"metadata is not JSON(.|\n)*'bad'"):
+            w.commit(1)
+        del w.metadata["bad"]
+    assert Recording.open(tmp_path / "r").complete
+    with pytest.raises(UsageError, match="closed"):
+        w.write("a", 3, torch.ones(1))
+    with pytest.raises(UsageError, match="not JSON"):
+        RecordingWriter(tmp_path / "x", metadata={"a": float("nan")})
+    assert not (tmp_path / "x").exists()
+
+
+def test_nothing_can_be_written_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    w = RecordingWriter(tmp_path / "r", metadata={})
+    w.write("a", 0, torch.ones(1))
+    w.commit(0)
+    monkeypatch.setattr("glassengine.recording.shard.write_all", full)
+    with pytest.raises(GlassError, match=r"No space left(.|\n)*1 completed steps are safe"):
+        w.write("a", 1, torch.ones(1))
+    with pytest.raises(GlassError, match="cannot go on"):
+        w.commit(1)
+    w.close()
+    assert Recording.open(tmp_path / "r").steps == [0]
