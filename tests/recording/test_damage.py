@@ -97,6 +97,9 @@ def test_an_open_recording_can_be_read(tmp_path: Path) -> None:
         assert (r.steps, r.incomplete_because) == ([0], "it was never closed")
         assert r.tensor("a").sum() == 3
         w.commit(1)
+        r = Recording.open(tmp_path / "r")
+    assert not (tmp_path / "r" / "shard-00000.part").exists()
+    assert r.tensor("a", 1).sum() == 3
     assert Recording.open(tmp_path / "r").metadata == {"token_ids": [[1, 2]]}
 
 

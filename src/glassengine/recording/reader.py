@@ -166,6 +166,9 @@ class Recording:
     def _map(self, shard: int) -> tuple[mmap.mmap, int]:
         if shard not in self._maps:
             file = self._shards[shard]
+            if not file.exists():
+                # Its writer, still at work when this recording was opened, has sealed it in the meantime.
+                file = file.with_name(shard_name(shard, sealed=True))
             with open_regular(file) as opened:
                 # A private copy-on-write mapping: tensors want writable memory, the file must not change.
                 mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)

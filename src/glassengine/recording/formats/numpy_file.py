@@ -32,6 +32,7 @@ class NumpyFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metadata: dict[str, Any] = {}
+        self._members: dict[str, zipfile.ZipInfo] = {}
         entries: list[Entry] = []
         skipped: list[Skipped] = []
         try:
@@ -46,10 +47,13 @@ class NumpyFile:
                         continue
                     header_bytes = file.tell()
                 reason = _why_not(dtype, shape, member.file_size - header_bytes)
+                if name in self._members:
+                    reason = "two entries have this name"
                 if reason is not None:
                     skipped.append(Skipped(name, "both", reason, step=0))
                     continue
                 nbytes = math.prod(shape) * dtype.itemsize
+                self._members[name] = member
                 entries.append(Entry(name, 0, 0, dtype.newbyteorder("=").name, shape, nbytes=nbytes))
         except (zipfile.BadZipFile, OSError, zlib.error, NotImplementedError, RuntimeError) as error:
             raise CorruptError("not an .npz file", got=f"{path}: {error}") from error
@@ -63,10 +67,10 @@ class NumpyFile:
             CorruptError: The member is cut or damaged.
         """
         try:
-            with self._archive.open(f"{entry.site}.npy") as file:
+            with self._archive.open(self._members[entry.site]) as file:
                 shape, fortran, dtype = _read_header(file)
                 data = bytearray(file.read(entry.nbytes))
-        except (zipfile.BadZipFile, OSError, zlib.error, ValueError, KeyError, EOFError) as error:
+        except (zipfile.BadZipFile, OSError, zlib.error, ValueError, EOFError) as error:
             raise CorruptError("an array cannot be read", got=f"{entry.site!r} in {self.path}: {error}") from error
         if len(data) != entry.nbytes:
             raise CorruptError("an array is cut", got=f"{entry.site!r} in {self.path}: {len(data)} bytes")

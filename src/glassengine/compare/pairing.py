@@ -1,0 +1,100 @@
+"""Pair the op sites of two programs.
+
+Within each call of each module the two op sequences are aligned (longest matching blocks, first by op, shape and literal
+arguments, then by op alone), so that an op which one side has extra shifts nobody's name. The fingerprint says whether a
+pair is computed the same way; it is kept with the pair, not required, because a mistake changes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import Any
+
+from torch.fx import Node
+
+from glassengine.program.program import Program
+from glassengine.sites import Site
+
+
+@dataclass(frozen=True)
+class SitePair:
+    """One op of the baseline and its counterpart. `difference` describes arguments that are written differently."""
+
+    baseline: Site
+    candidate: Site
+    method: str
+    difference: str | None
+
+
+def pair_sites(baseline: Program, candidate: Program) -> tuple[list[SitePair], list[Site], list[Site]]:
+    """Return (pairs, op sites only in the baseline, op sites only in the candidate), in graph order."""
+    left, right = _by_call(baseline), _by_call(candidate)
+    nodes = ({n.name: n for n in baseline.graph.nodes}, {n.name: n for n in candidate.graph.nodes})
+    found: dict[str, SitePair] = {}
+    for call, ours in left.items():
+        theirs = right.get(call, [])
+        for a, b in _align(ours, theirs, nodes):
+            method = "name+fingerprint" if a.fingerprint == b.fingerprint else "name"
+            found[a.name] = SitePair(a, b, method, _difference(nodes[0][a.node], nodes[1][b.node]))
+    taken = {pair.candidate.name for pair in found.values()}
+    ops = [site for site in baseline.sites if site.kind == "op"]
+    pairs = [found[site.name] for site in ops if site.name in found]
+    only_left = [site for site in ops if site.name not in found]
+    only_right = [site for site in candidate.sites if site.kind == "op" and site.name not in taken]
+    return pairs, only_left, only_right
+
+
+def _by_call(program: Program) -> dict[str, list[Site]]:
+    table: dict[str, list[Site]] = {}
+    for site in program.sites:
+        if site.kind == "op":
+            table.setdefault(site.name.rpartition("/")[0], []).append(site)
+    return table
+
+
+def _align(
+    ours: Sequence[Site], theirs: Sequence[Site], nodes: tuple[dict[str, Node], dict[str, Node]]
+) -> list[tuple[Site, Site]]:
+    strict = [[(s.op, s.shape, _literals(nodes[side][s.node])) for s in sites] for side, sites in enumerate((ours, theirs))]
+    pairs: list[tuple[Site, Site]] = []
+    for tag, i1, i2, j1, j2 in SequenceMatcher(None, *strict, autojunk=False).get_opcodes():
+        if tag == "equal":
+            pairs += zip(ours[i1:i2], theirs[j1:j2], strict=True)
+        elif tag == "replace":
+            loose = [[s.op for s in part] for part in (ours[i1:i2], theirs[j1:j2])]
+            for block in SequenceMatcher(None, *loose, autojunk=False).get_matching_blocks():
+                for k in range(block.size):
+                    pairs.append((ours[i1 + block.a + k], theirs[j1 + block.b + k]))
+    return pairs
+
+
+def _literals(node: Node) -> str:
+    return str([_literal(a) for a in node.args] + [(k, _literal(v)) for k, v in sorted(node.kwargs.items())])
+
+
+def _literal(value: Any) -> Any:
+    if isinstance(value, Node):
+        return "tensor"
+    if isinstance(value, (list, tuple)):
+        return [_literal(item) for item in value]
+    return str(value)
+
+
+def _difference(ours: Node, theirs: Node) -> str | None:
+    """Describe literal arguments that differ, e.g. "scale: 0.25 here, 0.5 in the candidate"."""
+    if ours.target is not theirs.target:
+        return f"op: {ours.target} here, {theirs.target} in the candidate"
+    schema = getattr(ours.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema else []
+
+    def bound(node: Node) -> dict[str, Any]:
+        positional = {names[i] if i < len(names) else str(i): _literal(a) for i, a in enumerate(node.args)}
+        return positional | {key: _literal(value) for key, value in node.kwargs.items()}
+
+    a, b = bound(ours), bound(theirs)
+    differing = [key for key in dict.fromkeys([*a, *b]) if a.get(key) != b.get(key)]
+    if not differing:
+        return None
+    return "; ".join(f"{k}: {a.get(k, 'default')} here, {b.get(k, 'default')} in the candidate" for k in differing)

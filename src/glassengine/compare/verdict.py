@@ -1,0 +1,185 @@
+"""Rounding or mistake: the error of a tensor against a float64 reference, over a measured noise floor.
+
+The floor of a tensor comes from runs that differ from the reference by rounding alone (the same program in its own
+dtype, and Monte-Carlo rounding runs). The test is slice-wise, over every index of every axis, because a mistake in one
+channel or token drowns in a whole-tensor mean:
+
+    floor_s^2 = max( mean_s(D^2) over the runs, mean(D^2), (relative floor of this site so far)^2 mean(P^2),
+                     (u^2 / 3) mean(P^2), eta^2 / 3 )            rho = max over slices of rms_s(candidate - P) / floor_s
+
+P is the reference, D the error of a noise run, u the unit roundoff and eta the smallest rounding near zero of the dtype.
+Thresholds: 4 and 8 are those of the accumulated test in the numerics study behind this design (4: 0.5 % of legitimate
+runs exceed it somewhere, 8: none of 336).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from glassengine.results import Verdict
+
+SUSPICIOUS = 4.0
+WRONG = 8.0
+
+_ETA = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-134, torch.float32: 2.0**-150, torch.float64: 0.0}
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """Return the unit roundoff u of a floating dtype (half its machine epsilon)."""
+    return torch.finfo(dtype).eps / 2
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Verdict on one tensor. `reason` is set when something other than rho decided."""
+
+    verdict: Verdict
+    rho: float | None
+    rms_error: float | None
+    reason: str | None = None
+
+
+class Reference:
+    """The float64 reference of one tensor with its noise floor; judges any number of candidates.
+
+    Args:
+        exact: P, float64 (or the exact value of an integer or bool tensor).
+        native: The same tensor of the run in the program's own dtype.
+        noisy: The same tensor of the Monte-Carlo runs, float64.
+        dtype: Floating dtype in which the tensor is computed; the coarser one when the candidate's is coarser.
+        valid: Bool mask that broadcasts against the tensor, or None when every element counts.
+        relative_floor: Largest rms(D) / rms(P) seen for this site so far; keeps short decode rows from a lucky floor.
+    """
+
+    def __init__(
+        self,
+        exact: torch.Tensor,
+        native: torch.Tensor,
+        noisy: Sequence[torch.Tensor],
+        *,
+        dtype: torch.dtype,
+        valid: torch.Tensor | None,
+        relative_floor: float = 0.0,
+    ) -> None:
+        self.exact = exact
+        self.native = native
+        self.valid = valid.expand(exact.shape) if valid is not None else None
+        self._floor: list[torch.Tensor] | None = None
+        self.relative_floor = relative_floor
+        if not exact.is_floating_point():
+            return
+        self._limit = _sentinel(dtype)
+        # Where the reference is a mask sentinel or not finite, values are compared as a class, not by size.
+        special = ~exact.isfinite() | (exact.abs() >= self._limit)
+        self._special = special if bool(special.any()) else None
+        counted = self._counted()
+        power = _mean(exact.square(), counted)
+        squares = [(run.double() - exact).square() for run in (native, *noisy)]
+        squares = [torch.where(s.isfinite(), s, 0.0) for s in squares]
+        whole = max((_mean(s, counted) for s in squares), default=0.0)
+        if power > 0:
+            self.relative_floor = max(relative_floor, (whole / power) ** 0.5)
+        least = max(
+            whole,
+            power * self.relative_floor**2,
+            power * unit_roundoff(dtype) ** 2 / 3,
+            _ETA.get(dtype, 0.0) ** 2 / 3,
+        )
+        self._floor = []
+        for axis in range(exact.dim()):
+            per_run = torch.stack([_slice_means(s, counted, axis) for s in squares])
+            self._floor.append(per_run.amax(0).clamp(min=least))
+        self._least = least
+
+    def judge(self, candidate: torch.Tensor) -> Judgement:
+        """Judge one candidate tensor of any dtype on the same device."""
+        exact, valid = self.exact, self.valid
+        if candidate.shape != exact.shape:
+            shapes = f"shape {tuple(candidate.shape)}, baseline {tuple(exact.shape)}"
+            return Judgement("wrong", None, None, shapes)
+        if self._floor is None or not candidate.is_floating_point():
+            return self._judge_exact(candidate)
+        if candidate.dtype is self.native.dtype and _equal(candidate, self.native, valid):
+            return Judgement("identical", 0.0, _rms(candidate.double() - exact, self._counted()))
+        value = candidate.double()
+        mismatch = self._special_mismatch(value)
+        if mismatch:
+            return Judgement("wrong", None, None, mismatch)
+        counted = self._counted()
+        square = (value - exact).square()
+        square = torch.where(counted, square, 0.0) if counted is not None else square
+        ratio = _mean(square, counted) / self._least if self._least else float("inf") if bool(square.any()) else 0.0
+        for axis, floor in enumerate(self._floor):
+            means = _slice_means(square, counted, axis)
+            ratios = torch.where(means > 0, means / floor, 0.0)
+            ratio = max(ratio, float(ratios.max()) if ratios.numel() else 0.0)
+        rho = ratio**0.5
+        verdict: Verdict = "wrong" if rho > WRONG else "suspicious" if rho > SUSPICIOUS else "rounding"
+        return Judgement(verdict, rho, _rms(value - exact, counted))
+
+    def _counted(self) -> torch.Tensor | None:
+        """Elements that enter the statistics: valid and not special; None means all."""
+        if self._special is None:
+            return self.valid
+        return ~self._special if self.valid is None else self.valid & ~self._special
+
+    def _special_mismatch(self, value: torch.Tensor) -> str | None:
+        odd = ~value.isfinite() | (value.abs() >= self._limit)
+        special = self._special if self._special is not None else torch.zeros_like(odd)
+        differs = (odd != special) | (odd & special & (_class(value, self._limit) != _class(self.exact, self._limit)))
+        if self.valid is not None:
+            differs = differs & self.valid
+        if not bool(differs.any()):
+            return None
+        index = tuple(int(i) for i in differs.nonzero()[0])
+        kind = f"{int(differs.sum())} non-finite or mask values differ"
+        return f"{kind}, first at {list(index)}: {float(value[index])} for {float(self.exact[index])}"
+
+    def _judge_exact(self, candidate: torch.Tensor) -> Judgement:
+        differs = candidate != self.exact.to(candidate.dtype)
+        if self.valid is not None:
+            differs = differs & self.valid
+        count = int(differs.sum())
+        if not count:
+            return Judgement("identical", 0.0, 0.0)
+        return Judgement("wrong", None, None, f"{count} of {differs.numel()} {candidate.dtype} elements differ")
+
+
+def _sentinel(dtype: torch.dtype) -> float:
+    """Values at least this large are mask sentinels (finfo.min plus a score), not numbers."""
+    return torch.finfo(dtype).max / 4
+
+
+def _class(value: torch.Tensor, limit: float) -> torch.Tensor:
+    """0 = NaN, 1 and -1 = infinite or sentinel with that sign."""
+    return torch.where(value.isnan(), 0, torch.sign(torch.where(value.abs() >= limit, value, 0.0)))
+
+
+def _equal(candidate: torch.Tensor, native: torch.Tensor, valid: torch.Tensor | None) -> bool:
+    same = (candidate == native) | (candidate.isnan() & native.isnan())
+    return bool(same.all() if valid is None else (same | ~valid).all())
+
+
+def _mean(square: torch.Tensor, counted: torch.Tensor | None) -> float:
+    if counted is None:
+        return float(square.mean()) if square.numel() else 0.0
+    number = int(counted.sum())
+    return float(torch.where(counted, square, 0.0).sum()) / number if number else 0.0
+
+
+def _rms(error: torch.Tensor, counted: torch.Tensor | None) -> float:
+    return _mean(error.square(), counted) ** 0.5
+
+
+def _slice_means(square: torch.Tensor, counted: torch.Tensor | None, axis: int) -> torch.Tensor:
+    """Mean over all other axes for every index of `axis`; 0 where nothing counts."""
+    others = [i for i in range(square.dim()) if i != axis]
+    if counted is None:
+        return square.mean(others) if others else square
+    kept = torch.where(counted, square, 0.0)
+    number = counted.sum(others) if others else counted.long()
+    total = kept.sum(others) if others else kept
+    return total / number.clamp(min=1)
