@@ -33,6 +33,7 @@ def export_causal_lm(model: nn.Module, *, metadata: dict[str, Any] | None = None
     if any(p.is_meta for p in model.parameters()):
         # Kernels on meta tensors choose other memory layouts; untouched CPU memory costs nothing and gives the same graph.
         model.to_empty(device="cpu")
+        model.tie_weights()  # type: ignore[operator]
     parameter = next(p for p in model.parameters() if p.is_floating_point())
     wrapper = causal_lm.CausalLM(model)
     inputs, dynamic = causal_lm.example_inputs(layout, model.dtype, parameter.device)  # type: ignore[arg-type]

@@ -1,0 +1,175 @@
+"""What a check runs: cases (a batch of prompts, or the steps of a plain module), the same for every implementation.
+
+A causal LM gets each prompt alone (batch 1) and one left-padded batch of two; a prefill and `steps` decode steps, teacher
+forced with the tokens that the untouched baseline picks. A plain module gets its inputs, one step per dict.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glassengine.errors import UsageError
+from glassengine.program import LoadedModel, load_inputs
+
+PROMPTS = (
+    "The value of an expression is computed when it is first needed, and",
+    "If no exception is raised,",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One batch that every implementation runs.
+
+    Attributes:
+        name: Shown on screen.
+        steps: For a plain module, the keyword arguments of each step; empty for a causal LM.
+        input_ids: [B, S] int64, left-padded; None for a plain module.
+        attention_mask: [B, S] int64.
+        num_steps: Prefill plus decode steps.
+    """
+
+    name: str
+    num_steps: int
+    steps: tuple[Mapping[str, Any], ...] = ()
+    input_ids: torch.Tensor | None = None
+    attention_mask: torch.Tensor | None = None
+
+    @property
+    def batch(self) -> int:
+        """Number of rows."""
+        return 1 if self.input_ids is None else int(self.input_ids.shape[0])
+
+
+@dataclass
+class StepInputs:
+    """Inputs of one step of a causal LM for the static-cache program, built up step by step.
+
+    B batch, S new tokens, T cache length. `attention_mask` is [B, T]; `token_mask` [B, S] marks real (not padding) tokens
+    of this step.
+    """
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    position_ids: torch.Tensor
+    cache_position: torch.Tensor
+    token_mask: torch.Tensor
+
+    @classmethod
+    def first(cls, case: Case) -> StepInputs:
+        """Return the prefill inputs of `case`, with room in the cache for its decode steps."""
+        assert case.input_ids is not None and case.attention_mask is not None
+        batch, size = case.input_ids.shape
+        mask = torch.zeros((batch, size + case.num_steps - 1), dtype=torch.int64)
+        mask[:, :size] = case.attention_mask
+        positions = (case.attention_mask.cumsum(-1) - 1).clamp(min=0)
+        return cls(case.input_ids, mask, positions, torch.arange(size), case.attention_mask.bool())
+
+    def following(self, tokens: torch.Tensor) -> StepInputs:
+        """Return the inputs of the next decode step for `tokens` [B]."""
+        slot = int(self.cache_position[-1]) + 1
+        mask = self.attention_mask.clone()
+        mask[:, slot] = 1
+        positions = mask.sum(-1, keepdim=True) - 1
+        return StepInputs(tokens[:, None], mask, positions, torch.tensor([slot]), torch.ones_like(tokens[:, None]).bool())
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """Return the program's inputs by name, caches excluded."""
+        return {
+            "input_ids": self.input_ids,
+            "attention_mask": self.attention_mask,
+            "position_ids": self.position_ids,
+            "cache_position": self.cache_position,
+        }
+
+
+def causal_cases(model: LoadedModel, inputs: str | None, steps: int) -> list[Case]:
+    """Return the cases of a causal LM.
+
+    Args:
+        model: Baseline; its tokenizer encodes text.
+        inputs: None for two built-in prompts; a text file with one prompt per line; or a file or factory that
+            `load_inputs` reads, with `input_ids` [B, S] and optionally `attention_mask`.
+        steps: Decode steps after the prefill.
+
+    Raises:
+        UsageError: No prompts, ids outside the vocabulary, or text for a model without a tokenizer.
+    """
+    vocabulary = model.metadata.get("vocab_size", 1 << 62)
+    if inputs is not None and Path(inputs).suffix not in (".txt",):
+        cases = []
+        for index, step in enumerate(load_inputs(inputs)):
+            if "input_ids" not in step:
+                raise UsageError(f"{inputs} has no input_ids", got=", ".join(step), expected="input_ids [batch, tokens]")
+            ids = torch.as_tensor(step["input_ids"]).long()
+            ids = ids[None] if ids.dim() == 1 else ids
+            mask = torch.as_tensor(step.get("attention_mask", torch.ones_like(ids))).long()
+            cases.append(Case(f"inputs {index}", steps + 1, input_ids=ids, attention_mask=mask))
+        _check_ids([case.input_ids for case in cases], vocabulary)
+        return cases
+    rows = _prompt_ids(model, inputs, vocabulary)
+    _check_ids(rows, vocabulary)
+    cases = [_padded(f"prompt {index}", [row], steps) for index, row in enumerate(rows)]
+    if len(rows) > 1:
+        cases.append(_padded("prompts 0 and 1, left-padded", rows[:2], steps))
+    return cases
+
+
+def module_cases(inputs: Sequence[Mapping[str, Any]]) -> list[Case]:
+    """Return the one case of a plain module."""
+    return [Case("inputs", len(inputs), steps=tuple(inputs))]
+
+
+def _prompt_ids(model: LoadedModel, inputs: str | None, vocabulary: int) -> list[torch.Tensor]:
+    tokenizer = _tokenizer(model)
+    texts = list(PROMPTS)
+    if inputs is not None:
+        texts = [line for line in Path(inputs).read_text().splitlines() if line.strip()]
+        if not texts:
+            raise UsageError(f"{inputs} has no prompts", expected="one prompt per line")
+        if tokenizer is None:
+            raise UsageError(
+                f"{model.spec} has no tokenizer for the prompts of {inputs}", hint="--inputs ids.json with input_ids"
+            )
+    if tokenizer is not None:
+        return [tokenizer(text, return_tensors="pt").input_ids[0] for text in texts]
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, min(vocabulary, 1 << 31), (size,), generator=generator) for size in (12, 7)]
+
+
+def _tokenizer(model: LoadedModel) -> Any:
+    if model.directory is None:
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model.directory)
+    except (OSError, ValueError, KeyError, json.JSONDecodeError):
+        return None
+
+
+def _check_ids(rows: Sequence[torch.Tensor | None], vocabulary: int) -> None:
+    for row in rows:
+        if row is not None and row.numel() and int(row.max()) >= vocabulary:
+            raise UsageError(
+                "a token id is outside the model's vocabulary", got=str(int(row.max())), expected=f"below {vocabulary}",
+                hint="the tokenizer or the ids belong to another model",
+            )
+        if row is not None and not row.numel():
+            raise UsageError("a prompt has no tokens")
+
+
+def _padded(name: str, rows: Sequence[torch.Tensor], steps: int) -> Case:
+    size = max(len(row) for row in rows)
+    ids = torch.zeros((len(rows), size), dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for index, row in enumerate(rows):
+        ids[index, size - len(row) :] = row
+        mask[index, size - len(row) :] = 1
+    return Case(name, steps + 1, input_ids=ids, attention_mask=mask)

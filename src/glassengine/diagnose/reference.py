@@ -1,0 +1,185 @@
+"""The noise floor: one program in float64, in its own dtype, and twice with Monte-Carlo rounding, in lockstep.
+
+All lanes advance node by node, so that only live values are held and a node's weights are in float64 only while it is
+computed. After each node the observer gets a `Reference` that can judge any other implementation of that tensor.
+float64 is real: dtypes written into the graph (`.to(float32)`, `softmax(dtype=...)`) are retargeted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from glassengine.compare.verdict import Reference, unit_roundoff
+from glassengine.diagnose.rounding import noisy, rounds
+from glassengine.program.naming import is_tensor_node
+from glassengine.program.program import Program
+
+NUM_NOISE_RUNS = 2
+
+Observer = Callable[[Node, Reference], None]
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class ReferenceRun:
+    """Runs the lanes of one program over the steps of one case, each lane with its own cache.
+
+    Args:
+        program: The program, with weights.
+        coarsest: Dtype of the coarsest candidate; None for the program's own. Noise is that of the coarser of the two,
+            and weights are disturbed by its rounding when it is coarser than theirs.
+        seed: Of the noise.
+        relative_floors: Site memory shared between cases: node -> largest relative floor seen.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        coarsest: torch.dtype | None = None,
+        seed: int = 0,
+        relative_floors: dict[str, float] | None = None,
+    ) -> None:
+        self._program = program
+        self._coarsest = coarsest
+        self._seed = seed
+        self._steps = 0
+        self.relative_floors = {} if relative_floors is None else relative_floors
+        self._weights = program.weights()
+        self._last_use = _last_uses(program)
+        # Lane 0 is exact, lane 1 the program's own dtype, the rest are noisy.
+        self._caches: list[dict[str, torch.Tensor]] = [{} for _ in range(2 + NUM_NOISE_RUNS)]
+
+    def step(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        observe: Observer,
+        valid: Callable[[Node, torch.Tensor], torch.Tensor | None],
+    ) -> dict[str, torch.Tensor]:
+        """Advance all lanes by one step; caches given in `inputs` are used in the first step only.
+
+        Args:
+            inputs: Tensors by input name.
+            observe: Called with (node, reference) for every tensor the graph computes, in graph order.
+            valid: Gives the mask of elements that count, for a node and its value.
+
+        Returns:
+            The outputs of the program's own dtype lane, by name.
+        """
+        generators = [torch.Generator().manual_seed(hash((self._seed, self._steps, lane))) for lane in self._lanes]
+        env: dict[Node, list[Any]] = {}
+        names = {port.node: port.name for port in self._program.inputs}
+        for node in self._program.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = self._placeholder(node, names, inputs)
+            elif node.op == "get_attr":
+                env[node] = [getattr(self._program.exported.graph_module, str(node.target))] * len(self._lanes)
+            elif node.op == "call_function" and "_assert" not in str(node.target):
+                env[node] = self._evaluate(node, env, generators)
+                if is_tensor_node(node):
+                    observe(node, self._reference(node, env[node], valid))
+            for dead in self._last_use.get(node, ()):
+                env.pop(dead, None)
+        by_name = {node.name: values for node, values in env.items()}
+        for past, present in self._program.caches.items():
+            for lane in self._lanes:
+                self._caches[lane][past] = by_name[self._program.output_nodes[present]][lane]
+        self._steps += 1
+        return {name: by_name[node][1] for name, node in self._program.output_nodes.items()}
+
+    @property
+    def _lanes(self) -> range:
+        return range(len(self._caches))
+
+    def _placeholder(self, node: Node, names: Mapping[str, str], inputs: Mapping[str, torch.Tensor]) -> list[Any]:
+        if node.name in self._weights:
+            return [self._weights[node.name]] * len(self._lanes)
+        name = names.get(node.name)
+        if name is None:
+            return [None] * len(self._lanes)
+        if self._steps and name in self._program.caches:
+            return [self._caches[lane][name] for lane in self._lanes]
+        return [inputs[name] if lane == 1 else _double(inputs[name]) for lane in self._lanes]
+
+    def _evaluate(self, node: Node, env: Mapping[Node, list[Any]], generators: list[torch.Generator]) -> list[Any]:
+        # A float64 kernel may lay its result out differently from the traced one, which a strict view would refuse.
+        target: Any = torch.ops.aten.reshape.default if node.target is torch.ops.aten.view.default else node.target
+        doubles: dict[Node, Any] = {}
+
+        def argument(source: Node, lane: int) -> Any:
+            value = env[source][lane]
+            if lane == 1 or source.name not in self._weights or not value.is_floating_point():
+                return value
+            if source not in doubles:
+                doubles[source] = value.double()
+            return self._disturbed(source, doubles[source], value.dtype, lane)
+
+        results = []
+        for lane in self._lanes:
+            args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda n, lane=lane: argument(n, lane))
+            if lane == 1:
+                results.append(target(*args, **kwargs))
+                continue
+            args, kwargs = pytree.tree_map(_retarget, (args, kwargs))
+            value = target(*args, **kwargs)
+            if lane > 1 and isinstance(value, torch.Tensor) and value.is_floating_point() and rounds(node):
+                value = noisy(node, value, args, kwargs, self._roundoff(node), generators[lane])
+            results.append(value)
+        return results
+
+    def _disturbed(self, source: Node, value: torch.Tensor, dtype: torch.dtype, lane: int) -> torch.Tensor:
+        """Weights of a noisy lane carry the rounding of a coarser candidate's weights, the same in every step."""
+        if lane < 2 or self._coarsest is None or torch.finfo(self._coarsest).eps <= torch.finfo(dtype).eps:
+            return value
+        generator = torch.Generator().manual_seed(hash((self._seed, source.name, lane)))
+        unit = torch.rand(value.shape, generator=generator).double() * 2 - 1
+        return value * (1 + unit_roundoff(self._coarsest) * unit)
+
+    def _dtype(self, node: Node) -> torch.dtype:
+        """Floating dtype in which the candidates round this node's result."""
+        own: torch.dtype = node.meta["val"].dtype
+        if self._coarsest is None or not own.is_floating_point:
+            return own
+        return max((own, self._coarsest), key=lambda dtype: torch.finfo(dtype).eps)
+
+    def _roundoff(self, node: Node) -> float:
+        return unit_roundoff(self._dtype(node))
+
+    def _reference(
+        self, node: Node, lanes: list[Any], valid: Callable[[Node, torch.Tensor], torch.Tensor | None]
+    ) -> Reference:
+        reference = Reference(
+            lanes[0],
+            lanes[1],
+            lanes[2:],
+            dtype=self._dtype(node),
+            valid=valid(node, lanes[0]),
+            relative_floor=self.relative_floors.get(node.name, 0.0),
+        )
+        self.relative_floors[node.name] = reference.relative_floor
+        return reference
+
+
+def _double(value: torch.Tensor) -> torch.Tensor:
+    return value.double() if value.is_floating_point() else value
+
+
+def _retarget(value: Any) -> Any:
+    """Replace a floating dtype in the arguments of a node by float64."""
+    return torch.float64 if isinstance(value, torch.dtype) and value in _FLOATS else value
+
+
+def _last_uses(program: Program) -> dict[Node, list[Node]]:
+    """Map each node to the values that nobody needs after it; outputs live to the end."""
+    table: dict[Node, list[Node]] = {}
+    seen: set[Node] = set(program.graph.output_node().all_input_nodes)
+    for node in reversed(program.graph.nodes):
+        for source in node.all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                table.setdefault(node, []).append(source)
+    return table

@@ -1,0 +1,165 @@
+"""Implementations under judgement. A side runs the steps of a case and gives the values of a step by baseline node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from glassengine.capture.hooks import observing
+from glassengine.capture.interpreter import run_program
+from glassengine.compare.pairing import SitePair
+from glassengine.diagnose.cases import Case, StepInputs
+from glassengine.program.program import Program
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One value of a side: the tensor, the side's own site for it, and how it was paired."""
+
+    tensor: torch.Tensor
+    site: str
+    method: str
+
+
+class Side(Protocol):
+    """One implementation. `rung` names it on screen; `guarantee` says what its verdicts can promise."""
+
+    rung: str
+    guarantee: str
+
+    def begin(self, case: Case) -> None:
+        """Forget everything of an earlier case."""
+
+    def step(self, inputs: StepInputs | Mapping[str, Any]) -> None:
+        """Run one step; afterwards `observed` answers for it."""
+
+    def observed(self, node: str) -> Observed | None:
+        """Return this side's value of the baseline program's `node` in the current step, if it has one."""
+
+
+@dataclass
+class ModuleSide:
+    """A user's module, untouched: transformers' own cache and masks; observed at module outputs and taps.
+
+    Args:
+        module: In evaluation mode.
+        program: Baseline program, whose sites say which node a module output is.
+        rung: Name on screen.
+    """
+
+    module: nn.Module
+    program: Program
+    rung: str = "program"
+    guarantee: str = "judged at module outputs"
+    logits: torch.Tensor | None = None
+    _values: dict[str, torch.Tensor] = field(default_factory=dict)
+    _cache: Any = None
+
+    def begin(self, case: Case) -> None:
+        """Start with an empty cache."""
+        self._cache = None
+        self._values = {}
+
+    def step(self, inputs: StepInputs | Mapping[str, Any]) -> None:
+        """Run one forward, as `generate()` would."""
+        self._values = {}
+        with torch.no_grad(), observing(self.module, self._keep):
+            if not isinstance(inputs, StepInputs):
+                self.module(**inputs)
+                return
+            seen = int(inputs.cache_position[-1]) + 1
+            if self._cache is None:
+                from transformers import DynamicCache
+
+                self._cache = DynamicCache(config=self.module.config.get_text_config(decoder=True))  # type: ignore[union-attr, operator]
+            result = self.module(
+                input_ids=inputs.input_ids,
+                attention_mask=inputs.attention_mask[:, :seen],
+                position_ids=inputs.position_ids,
+                past_key_values=self._cache,
+                use_cache=True,
+            )
+        self.logits = result.logits
+        layers = zip(self.program.caches.values(), _cache_tensors(self._cache), strict=False)
+        for present, tensor in layers:
+            if tensor.shape[-2] == seen:
+                self._values[f"node:{self.program.output_nodes[present]}"] = tensor
+
+    def _keep(self, site: str, tensor: torch.Tensor) -> None:
+        self._values[site] = tensor.clone()
+
+    def observed(self, node: str) -> Observed | None:
+        """Return the value of the first module output or tap that names `node`."""
+        for site in self.program.sites.by_node.get(node, ()):
+            key = f"node:{node}" if site.kind == "kv" else site.name
+            if site.kind != "op" and key in self._values:
+                return Observed(self._values[key], site.name, "name")
+        return None
+
+
+@dataclass
+class ProgramSide:
+    """A program interpreted: the candidate's own export, or the baseline's after a pass.
+
+    Args:
+        program: With weights.
+        pairs: Baseline node -> pair.
+        rung: Name on screen.
+    """
+
+    program: Program
+    pairs: Mapping[str, SitePair]
+    rung: str
+    guarantee: str = "judged op by op"
+    _values: dict[str, torch.Tensor] = field(default_factory=dict)
+    _caches: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def begin(self, case: Case) -> None:
+        """Start with an empty cache."""
+        self._values, self._caches = {}, {}
+
+    def step(self, inputs: StepInputs | Mapping[str, Any]) -> None:
+        """Interpret one step."""
+        named = inputs.named() if isinstance(inputs, StepInputs) else flat_inputs(self.program, inputs)
+        if self.program.layout is not None and not self._caches:
+            self._caches = empty_caches(self.program, named)
+        self._values = {}
+        wanted = {pair.candidate.node for pair in self.pairs.values()}
+
+        def keep(node: torch.fx.Node, value: Any) -> None:
+            if node.name in wanted:
+                self._values[node.name] = value
+
+        outputs = run_program(self.program, {**named, **self._caches}, keep)
+        self._caches = {past: outputs[present] for past, present in self.program.caches.items()}
+
+    def observed(self, node: str) -> Observed | None:
+        """Return the value of the op paired with `node`."""
+        pair = self.pairs.get(node)
+        if pair is None or pair.candidate.node not in self._values:
+            return None
+        return Observed(self._values[pair.candidate.node], pair.candidate.name, pair.method)
+
+
+def empty_caches(program: Program, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return zeroed caches for the batch and cache length of `named`."""
+    assert program.layout is not None
+    dtype = next(getattr(torch, port.dtype) for port in program.inputs if port.name in program.caches)
+    batch, length = named["attention_mask"].shape
+    return program.layout.allocate(batch, length, dtype)
+
+
+def flat_inputs(program: Program, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of nested keyword arguments under the program's input names."""
+    from glassengine.sites import port_leaves
+
+    leaves = [tensor for _, tensor in port_leaves(":in", dict(inputs))]
+    return {port.name: leaf for port, leaf in zip(program.inputs, leaves, strict=True)}
+
+
+def _cache_tensors(cache: Any) -> list[torch.Tensor]:
+    return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
