@@ -189,7 +189,10 @@ class DerivedValues:
         if node.op != "call_function":
             raise UsageError(f"node {node.name!r} was not observed", hint="build with --add-output")
         args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), self._evaluate)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        # A back-end's tensor may be laid out otherwise than that of torch's kernel, so that a view of it needs a copy.
+        is_reshape = node.target is torch.ops.aten.view.default
+        target: Any = torch.ops.aten.reshape.default if is_reshape else node.target
+        return target(*args, **kwargs)
 
 
 def _weight_only(program: Program) -> set[Node]:

@@ -1,0 +1,222 @@
+"""Program -> ONNX graph whose inputs and outputs have the program's names.
+
+Pipeline: functional form (cache updates become outputs, a converter loses mutations silently) -> torch.onnx.export ->
+checks. Two ops are translated here, because torch's own translations copy the whole cache in every step:
+
+    index_copy                     ScatterElements on the cache itself, which a runtime can carry out in place; torch's
+                                   goes through two transposes of the cache
+    scaled_dot_product_attention   query heads grouped over their key head; torch's repeats keys and values, and scales
+                                   every cached key
+
+Shape legend: B batch, H query heads, G key/value heads, S new tokens, T keys, D head size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export.graph_signature import OutputKind
+
+from glassengine.errors import BackendError
+from glassengine.program.outputs import functional_form, result_names
+from glassengine.program.program import Program
+
+MODEL_FILE = "model.onnx"
+IN_PLACE_KEY = "glassengine.in_place"
+"""Key of the model's metadata: the cache inputs whose buffer may also receive the updated cache, space-separated."""
+
+_OPSET = 20
+
+
+def export_onnx(program: Program, directory: Path) -> None:
+    """Convert `program` into `model.onnx` and one external data file in `directory`.
+
+    Weights are held at most twice while converting: the program's, and the transposed ones of linear layers.
+
+    Raises:
+        BackendError: The program changes a buffer, which ONNX cannot express, or the converted graph has other
+            inputs, outputs or dynamic dimensions than the program.
+    """
+    functional = functional_form(program)
+    kinds = {spec.kind for spec in functional.exported.graph_signature.output_specs}
+    if kinds != {OutputKind.USER_OUTPUT}:
+        odd = ", ".join(sorted(kind.name.lower() for kind in kinds - {OutputKind.USER_OUTPUT}))
+        raise BackendError(
+            "ONNX cannot express a program that changes its buffers",
+            got=odd,
+            hint="pass the state as an input and return it, or build with --backend inductor",
+        )
+    inputs = [port.name for port in functional.inputs]
+    outputs = result_names(functional)
+    with torch.no_grad(), _quiet():
+        converted = torch.onnx.export(
+            functional.exported,
+            dynamo=True,
+            input_names=inputs,
+            # Renamed below: a result may be called like an inner value ("linear"), and ONNX has one name space.
+            output_names=[f"output:{index}" for index in range(len(outputs))],
+            opset_version=_OPSET,
+            custom_translation_table=_translations(),
+            optimize=True,  # without it output names are ignored for values that are passed through
+            verbose=False,
+        )
+    assert converted is not None
+    graph = converted.model.graph
+    _rename_outputs(graph, inputs, outputs)
+    _check_inputs(functional, graph)
+    converted.model.metadata_props[IN_PLACE_KEY] = " ".join(in_place_caches(graph, program.caches))
+    with _quiet():
+        converted.save(directory / MODEL_FILE, external_data=True)
+
+
+def in_place_caches(graph: Any, caches: dict[str, str]) -> list[str]:
+    """Return the inputs of `caches` (`past_*` -> `present_*`) whose buffer may also be that of the updated cache.
+
+    That is so when the data of the input is read by nothing but the one ScatterElements that writes the update, and
+    the update is its direct result: then nothing can read a slot after it was overwritten, in whatever order the
+    nodes run. Reading the shape does no harm.
+
+    Args:
+        graph: An `onnx_ir` graph.
+        caches: Input name -> output name.
+    """
+    results = {value.name: value for value in graph.outputs}
+    safe = []
+    for value in graph.inputs:
+        if value.name not in caches:
+            continue
+        readers = [(node.op_type, position) for node, position in value.uses() if node.op_type != "Shape"]
+        writer = results[caches[value.name]].producer()
+        is_only_reader = readers == [("ScatterElements", 0)] and writer is not None and writer.inputs[0] is value
+        if is_only_reader and not value.is_graph_output():
+            safe.append(value.name)
+    return safe
+
+
+def _rename_outputs(graph: Any, inputs: list[str], outputs: list[str]) -> None:
+    if len(graph.outputs) != len(outputs):
+        raise BackendError(
+            "the converted graph has other outputs than the program",
+            got=f"{len(graph.outputs)} outputs",
+            expected=f"{len(outputs)}: {', '.join(outputs)}",
+        )
+    taken = {*inputs, *outputs}
+    for node in graph:
+        for value in node.outputs:
+            if value.name in taken:
+                value.name = f"inner:{value.name}"
+    for value, name in zip(graph.outputs, outputs, strict=True):
+        value.name = name
+
+
+def _check_inputs(program: Program, graph: Any) -> None:
+    """Every input is there, and no size that may change was fixed by the conversion."""
+    found = {value.name: tuple(value.shape) for value in graph.inputs}
+    for port in program.inputs:
+        shape = found.get(port.name)
+        fixed = shape is not None and any(
+            isinstance(size, str) and isinstance(other, int) for size, other in zip(port.shape, shape, strict=True)
+        )
+        if shape is None or fixed:
+            raise BackendError(
+                f"the conversion to ONNX {'fixed a dynamic size' if fixed else 'lost the input'} {port.name!r}",
+                got=str(shape),
+                expected=str(port.shape),
+            )
+
+
+def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Translations of this export; the functions share the scatter indices that equal updates need."""
+    from onnx_ir import DataType
+    from onnxscript import opset20 as op
+
+    scatter_indices: dict[tuple[Any, ...], Any] = {}
+
+    def index_copy(self: Any, dim: int, index: Any, source: Any) -> Any:
+        """Write `source` [B, G, S, D] into `self` [B, G, T, D] at `index` [S] along `dim`."""
+        rank = len(source.shape)
+        dim %= rank
+        key = (id(index), dim, *(str(size) for size in source.shape))
+        if key not in scatter_indices:
+            column = op.Constant(value_ints=[-1 if axis == dim else 1 for axis in range(rank)])
+            scatter_indices[key] = op.Expand(op.Reshape(index, column), op.Shape(source))
+        return op.ScatterElements(self, scatter_indices[key], source, axis=dim)
+
+    def attention(
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        """Attend with query [B, H, S, D], key [B, G, T, D] and value [B, G, T, Dv]; [B, H, S, Dv]."""
+        if dropout_p:
+            raise BackendError("attention with dropout is random and cannot be built", hint="call model.eval() first")
+
+        def constant(number: float) -> Any:
+            return op.CastLike(op.Constant(value_float=number), query)
+
+        size, rank = query.shape[-1], len(query.shape)
+        num_new, num_keys = op.Shape(query, start=-2, end=-1), op.Shape(key, start=-2, end=-1)
+        grouped = enable_gqa and query.shape[-3] != key.shape[-3]
+        if grouped:
+            # Query heads that share a key head become rows of one matrix product: keys and values are not repeated.
+            batch, heads, groups = op.Shape(query, end=-3), query.shape[-3], key.shape[-3]
+            rows = op.Concat(batch, op.Constant(value_ints=[groups, -1, size]), axis=0)
+            query = op.Reshape(query, rows)
+        if scale is None:
+            scale = 1.0 / math.sqrt(size)
+        swap_last = [*range(rank - 2), rank - 1, rank - 2]
+        # The query is scaled, not the product: float16 products would overflow.
+        scores = op.MatMul(op.Mul(query, constant(scale)), op.Transpose(key, perm=swap_last))
+        if grouped:
+            per_head = op.Concat(batch, op.Constant(value_ints=[heads]), num_new, num_keys, axis=0)
+            scores = op.Reshape(scores, per_head)
+        if is_causal:
+            ones = op.Expand(op.Constant(value_ints=[1]), op.Concat(num_new, num_keys, axis=0))
+            attn_mask = op.Cast(op.Trilu(ones, upper=0), to=DataType.BOOL)
+        if attn_mask is not None:
+            if is_causal or attn_mask.dtype == DataType.BOOL:
+                attn_mask = op.Where(attn_mask, constant(0.0), constant(-math.inf))
+            scores = op.Add(scores, attn_mask)
+        weights = op.Softmax(scores, axis=-1)
+        # A row that may see nothing is 0 in torch; NaN would spread through the cache of padded rows.
+        weights = op.Where(op.IsNaN(weights), constant(0.0), weights)
+        if grouped:
+            weights = op.Reshape(weights, op.Concat(batch, op.Constant(value_ints=[groups, -1]), num_keys, axis=0))
+        context = op.MatMul(weights, value)
+        if grouped:
+            per_head = op.Concat(batch, op.Constant(value_ints=[heads]), num_new, op.Shape(value, start=-1), axis=0)
+            context = op.Reshape(context, per_head)
+        return context
+
+    return {
+        torch.ops.aten.index_copy.default: index_copy,
+        torch.ops.aten.scaled_dot_product_attention.default: attention,
+    }
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the converter's notices (optional packages, deprecations) off the user's screen."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

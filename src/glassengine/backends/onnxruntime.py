@@ -1,0 +1,137 @@
+"""Back-end "onnxruntime": ONNX, run by ONNX Runtime on the CPU. No compiler is needed, and the files are portable.
+
+Inputs and outputs go through I/O binding over torch's own memory. A cache is bound as input and as output at once, so
+that a step writes its slots and copies nothing; where the graph does not allow that (see `in_place_caches`) the updated
+cache is copied back after the run. Either way the caller's cache tensors hold the new state.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glassengine.backends.io import read_io, write_io
+from glassengine.backends.onnx_export import IN_PLACE_KEY, MODEL_FILE, export_onnx
+from glassengine.backends.protocol import Availability, Capabilities, Run, Weights
+from glassengine.errors import BackendError
+from glassengine.program.outputs import functional_form
+from glassengine.program.program import Program
+
+_INSTALL = "pip install 'glassengine[onnx]'"
+
+# ONNX element types (TensorProto.DataType) of what a program may take or return.
+_ELEMENT_TYPES = {
+    torch.float32: 1,
+    torch.uint8: 2,
+    torch.int8: 3,
+    torch.int16: 5,
+    torch.int32: 6,
+    torch.int64: 7,
+    torch.bool: 9,
+    torch.float16: 10,
+    torch.float64: 11,
+}
+
+
+class OnnxRuntimeBackend:
+    """Converts to ONNX; running needs only the package onnxruntime."""
+
+    name = "onnxruntime"
+    capabilities = Capabilities(dtypes=("float32", "float16"), kv="mutated", portable=True)
+
+    def available(self) -> Availability:
+        """Needs the three packages of the extra `onnx`."""
+        for package in ("onnx", "onnxscript", "onnxruntime"):
+            try:
+                importlib.import_module(package)
+            except ImportError as error:
+                return Availability(False, f"{package} cannot be imported: {error}", _INSTALL)
+        return Availability(True)
+
+    def keeps_weights(self, program: Program) -> bool:
+        """The weights are in the data file beside the graph."""
+        return True
+
+    def build(self, program: Program, directory: Path) -> None:
+        """Convert.
+
+        Raises:
+            BackendError: ONNX Runtime has no CPU kernels for the program's dtype, or ONNX cannot express it.
+        """
+        _refuse_bfloat16(program)
+        export_onnx(program, directory)
+        write_io(functional_form(program), directory)
+
+    def load(self, directory: Path, weights: Weights | None) -> Run:
+        """Load the graph with as many threads as torch uses now.
+
+        Raises:
+            BackendError: onnxruntime is not installed.
+        """
+        try:
+            import onnxruntime
+        except ImportError as error:
+            raise BackendError("back-end 'onnxruntime' cannot be used here", got=str(error), hint=_INSTALL) from error
+        return _Session(onnxruntime, directory).run
+
+
+class _Session:
+    """A loaded graph and how its inputs and outputs are bound."""
+
+    def __init__(self, onnxruntime: Any, directory: Path) -> None:
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        options.inter_op_num_threads = 1
+        options.log_severity_level = 3  # errors; warnings are about the optimiser's own choices
+        self._session = onnxruntime.InferenceSession(
+            str(directory / MODEL_FILE), options, providers=["CPUExecutionProvider"]
+        )
+        in_place = self._session.get_modelmeta().custom_metadata_map[IN_PLACE_KEY].split()
+        self._order = read_io(directory)
+        self._past_of = {present: past for past, present in self._order.caches.items()}
+        self._in_place = {self._order.caches[past] for past in in_place}
+
+    def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Run one step; the cache tensors in `inputs` hold the new state afterwards, other inputs are unchanged."""
+        bound = {name: inputs[name].contiguous() for name in self._order.inputs}
+        binding = self._session.io_binding()
+        for name, tensor in bound.items():
+            binding.bind_input(name, *_place(tensor))
+        for name in self._order.outputs:
+            if name in self._in_place:
+                binding.bind_output(name, *_place(bound[self._past_of[name]]))
+            else:
+                binding.bind_output(name)
+        self._session.run_with_iobinding(binding)
+
+        values = binding.get_outputs_as_ortvaluevector()
+        tensors = list(values.to_dlpacks(torch.utils.dlpack.from_dlpack))
+        for index in values.bool_tensor_indices():
+            tensors[index] = tensors[index].view(torch.bool)  # DLPack hands booleans over as bytes
+        results = dict(zip(self._order.outputs, tensors, strict=True))
+        for present, past in self._past_of.items():
+            updated = results.pop(present)
+            if present not in self._in_place or bound[past] is not inputs[past]:
+                inputs[past].copy_(updated)
+        return results
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Where a contiguous tensor lies, in the words of ONNX Runtime's binding."""
+    return "cpu", 0, _ELEMENT_TYPES[tensor.dtype], tuple(tensor.shape), tensor.data_ptr()
+
+
+def _refuse_bfloat16(program: Program) -> None:
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16:
+            raise BackendError(
+                "ONNX Runtime has no bfloat16 kernels for the CPU",
+                got=f"{node.name}: bfloat16",
+                expected=OnnxRuntimeBackend.capabilities.dtypes,
+                hint="--dtype float32",
+            )
