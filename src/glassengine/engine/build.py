@@ -1,0 +1,378 @@
+"""Build an engine: load, export once, resolve outputs, compile, write aside, rename, load.
+
+Nothing is compiled before every name and size in the request has been checked, and nothing is left behind when a build
+does not end well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import platform
+import re
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import torch
+from torch import nn
+
+from glassengine import environment
+from glassengine.backends.protocol import Backend
+from glassengine.backends.registry import choose_backend
+from glassengine.engine import files, outputs
+from glassengine.engine.engine import Engine, load
+from glassengine.engine.manifest import Manifest, TensorEntry, instruction_flags, list_files, write_manifest
+from glassengine.engine.outputs import BuildPlan
+from glassengine.errors import BackendError, UsageError
+from glassengine.executable.executable import compile_executable
+from glassengine.program import LoadedModel, Program, export_program, load_inputs, load_model
+from glassengine.program.outputs import add_outputs
+from glassengine.program.program import GRAPH_LEVEL, save_program
+from glassengine.sites import port_leaves
+
+logger = logging.getLogger("glassengine")
+
+DEFAULT_MAX_SEQ_LEN = 2048
+"""For models whose configuration states no limit."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a build was asked for beside the program; see `build`."""
+
+    backend: str | None = None
+    add_output: Sequence[str] = ()
+    max_batch_size: int = 8
+    max_seq_len: int | None = None
+    overwrite: bool = False
+    byte_budget: int | None = None
+    passes: Sequence[str] = ()
+    fixed_inputs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    reloadable: bool = False
+    notes: tuple[str, ...] = ()
+
+
+@overload
+def build(
+    model: str | Path | nn.Module, output_dir: str | Path | None = ..., *, dry_run: Literal[False] = ..., **options: Any
+) -> Engine: ...
+@overload
+def build(
+    model: str | Path | nn.Module, output_dir: str | Path | None = ..., *, dry_run: Literal[True], **options: Any
+) -> BuildPlan: ...
+def build(
+    model: str | Path | nn.Module,
+    output_dir: str | Path | None = None,
+    *,
+    dry_run: bool = False,
+    backend: str | None = None,
+    dtype: str = "auto",
+    add_output: Sequence[str] = (),
+    inputs: str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    passes: Sequence[str] = (),
+    max_batch_size: int = 8,
+    max_seq_len: int | None = None,
+    overwrite: bool = False,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    byte_budget: int | None = None,
+) -> Engine | BuildPlan:
+    """Build an engine and load it.
+
+    Args:
+        model: Hugging Face directory or id, `file.py:factory`, `package.module:factory`, or a module object.
+        output_dir: Directory to make; by default `engines/<model name>`, and a temporary directory that lives as long
+            as the result for a module object.
+        dry_run: Return what would be built, and its bytes, instead of building.
+        backend: Name of a back-end; None takes the default, or says which other one it had to take.
+        dtype: "auto" (that of the checkpoint), "float32", "bfloat16", "float16" or "float64".
+        add_output: Debug outputs, each `SITE|NODE|GLOB[=ALIAS]`; those of TRTLLM_ADD_OUTPUT are added. Every tap of a
+            plain module is an output without being asked for.
+        inputs: Keyword arguments to export a plain module with (a dict, one dict per step, or what `--inputs` takes). A
+            causal language model needs none; with inputs it is built as a plain module.
+        passes: User passes `file.py:function`, in order.
+        max_batch_size: Largest batch of a session.
+        max_seq_len: Most tokens of a sequence, prompt and generated; None takes what the model's configuration states.
+        overwrite: Replace an engine that exists.
+        attn_implementation: As in transformers.
+        trust_remote_code: Allow code that comes with a checkpoint to run.
+        revision: Of a hub id.
+        byte_budget: Most bytes of debug outputs in one decode step at the largest batch and length; the largest
+            outputs are left out first and listed in the manifest with the reason.
+
+    Raises:
+        UsageError: The request cannot be carried out; nothing was written.
+        BackendError: The back-end is missing or failed; nothing was left behind.
+    """
+    chosen, note = choose_backend(backend)
+    is_object = isinstance(model, nn.Module)
+    target = Path(output_dir) if output_dir is not None else None if is_object else default_directory(str(model))
+    if target is not None and not dry_run:
+        files.check_target(target, overwrite=overwrite)
+    loaded = load_model(
+        model,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+        revision=revision,
+    )
+    steps = load_inputs(inputs) if isinstance(inputs, str) else inputs
+    if steps is not None:
+        loaded = dataclasses.replace(loaded, kind="module")
+    _check_dtype(chosen, loaded.dtype)
+    settings = Settings(
+        backend=chosen.name,
+        add_output=add_output,
+        max_batch_size=max_batch_size,
+        max_seq_len=_check_sizes(loaded, max_batch_size, max_seq_len),
+        overwrite=overwrite,
+        byte_budget=byte_budget,
+        passes=passes,
+        fixed_inputs=_fixed_inputs(steps),
+        model={"spec": loaded.spec, "directory": loaded.directory, "revision": revision, **loaded.metadata},
+        # Reading an engine must not run code: only plain checkpoints are ever loaded again.
+        reloadable=loaded.directory is not None and not trust_remote_code and not passes,
+        notes=(note,) if note else (),
+    )
+    if note:
+        logger.warning("%s", note)
+    logger.info("exporting %s", loaded.spec)
+    program = export_program(loaded, inputs=steps, passes=passes)
+    if dry_run:
+        return plan_build(program, target or Path(tempfile.gettempdir()), settings)
+    if target is None:
+        keep = tempfile.TemporaryDirectory(prefix="glassengine-")
+        engine = _build(program, Path(keep.name) / type(loaded.module).__name__, settings, loaded)
+        engine.temporary = keep
+        return engine
+    return _build(program, target, settings, loaded)
+
+
+def build_program(
+    program: Program,
+    directory: str | Path,
+    *,
+    backend: str | None = None,
+    outputs: Sequence[str] = (),
+    model: LoadedModel | None = None,
+    max_batch_size: int = 8,
+    max_seq_len: int | None = None,
+    overwrite: bool = False,
+    byte_budget: int | None = None,
+) -> Engine:
+    """Build an engine from a program that is already exported, and load it.
+
+    Args:
+        program: With weights.
+        directory: Directory to make.
+        backend: As in `build`.
+        outputs: Debug outputs: node names, sites or patterns, each with an optional `=ALIAS`.
+        model: Where the program came from, for tokenizer and configuration.
+        max_batch_size: As in `build`.
+        max_seq_len: As in `build`.
+        overwrite: Replace an engine that exists.
+        byte_budget: As in `build`.
+
+    Raises:
+        UsageError: As `build`.
+        BackendError: As `build`.
+    """
+    chosen, note = choose_backend(backend)
+    _check_dtype(chosen, str(program.metadata.get("dtype")))
+    limit = program.metadata.get("max_position_embeddings")
+    settings = Settings(
+        backend=chosen.name,
+        add_output=outputs,
+        max_batch_size=max_batch_size,
+        max_seq_len=max_seq_len or limit or DEFAULT_MAX_SEQ_LEN,
+        overwrite=overwrite,
+        byte_budget=byte_budget,
+        model={"spec": str(program.metadata.get("model")), **program.metadata},
+        notes=(note,) if note else (),
+    )
+    return _build(program, Path(directory), settings, model)
+
+
+def default_directory(spec: str) -> Path:
+    """Return `engines/<model name>` for a model that was named, not given as an object."""
+    path = Path(spec)
+    name = path.resolve().name if path.exists() else re.sub(r"[^\w./-]", "-", spec.replace(".py:", "-")).strip("/.")
+    return Path("engines") / name
+
+
+def plan_build(program: Program, target: Path, settings: Settings) -> BuildPlan:
+    """Return what `build` would make of `program`."""
+    chosen, _ = choose_backend(settings.backend)
+    requested = _requested(program, settings)
+    batch, length = settings.max_batch_size, settings.max_seq_len or 1
+    decided, added, left_out = outputs.plan(
+        program, requested, sizes={"batch": batch, "cache": length}, byte_budget=settings.byte_budget
+    )
+    nodes = decided.added
+    layers = program.layout.layers if program.layout else ()
+    itemsize = getattr(torch, str(program.metadata.get("dtype", "float32"))).itemsize
+    return BuildPlan(
+        output_dir=str(target),
+        backend=chosen.name,
+        kind=program.kind,
+        dtype=str(program.metadata.get("dtype")),
+        weights_bytes=_num_bytes(program),
+        cache_bytes=sum(batch * length * heads * (key + value) * itemsize for heads, key, value in layers),
+        added_outputs=added,
+        left_out=left_out,
+        prefill_output_bytes=outputs.output_bytes(program, nodes, batch=batch, sequence=length, cache=length),
+        decode_output_bytes=outputs.output_bytes(program, nodes, batch=batch, sequence=1, cache=length),
+        notes=settings.notes,
+    )
+
+
+def _build(program: Program, target: Path, settings: Settings, model: LoadedModel | None) -> Engine:
+    backend, _ = choose_backend(settings.backend)
+    requested = _requested(program, settings)
+    sizes = {"batch": settings.max_batch_size, "cache": settings.max_seq_len or 1}
+    decided, added, left_out = outputs.plan(program, requested, sizes=sizes, byte_budget=settings.byte_budget)
+    for name, reason in left_out.items():
+        logger.warning("output %s is left out: %s", name, reason)
+    executed = add_outputs(program, decided.added) if decided.added else program
+    with files.written_aside(target, overwrite=settings.overwrite) as aside:
+        (aside / files.MAIN).mkdir()
+        logger.info("compiling %s with %s", target.name, backend.name)
+        compile_executable(f"{target.name}/main", lambda path: backend.build(executed, path), aside / files.MAIN)
+        write_all = not (backend.keeps_weights(program) and settings.reloadable)
+        has_tokenizer = _write_files(program, aside, model, settings, write_all=write_all)
+        manifest = Manifest(
+            name=target.name,
+            glassengine=str(environment.versions()["glassengine"]),
+            backend=backend.name,
+            kv=backend.capabilities.kv,
+            portable=backend.capabilities.portable,
+            requires=_required_versions(backend.name),
+            versions=environment.versions(),
+            machine=platform.machine(),
+            cpu=environment.cpu_name(),
+            cpu_flags=instruction_flags(),
+            kind=program.kind,
+            dtype=str(program.metadata.get("dtype")),
+            graph_level=GRAPH_LEVEL,
+            max_batch_size=settings.max_batch_size if program.layout else None,
+            max_seq_len=settings.max_seq_len if program.layout else None,
+            vocab_size=_vocab_size(program),
+            kv_layout=program.layout.layers if program.layout else (),
+            caches=program.caches,
+            inputs=tuple(TensorEntry(port.name, port.node, port.dtype, port.shape) for port in program.inputs),
+            outputs=_results(program),
+            ranges={} if program.layout else _ranges(program),
+            fixed_inputs=dict(settings.fixed_inputs),
+            added_outputs=added,
+            left_out=left_out,
+            passes=tuple(settings.passes),
+            model=dict(settings.model),
+            weights="all" if write_all else "constants",
+            shares_weights=not backend.keeps_weights(executed),
+            tokenizer=has_tokenizer,
+            files=list_files(aside),
+            command_line=tuple(environment.without_secrets(sys.argv)),
+            git=environment.git_revision(Path.cwd()),
+            notes=settings.notes,
+        )
+        write_manifest(manifest, aside)
+    return load(target)
+
+
+def _write_files(
+    program: Program, directory: Path, model: LoadedModel | None, settings: Settings, *, write_all: bool
+) -> bool:
+    """Write program, weights, configuration and tokenizer; return whether there is a tokenizer."""
+    save_program(program, directory)
+    exported = program.exported
+    # Constants that tracing lifted out of the code are in no checkpoint.
+    weights = {**(exported.state_dict if write_all else {}), **exported.constants}
+    tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
+    files.save_weights(tensors, directory / files.WEIGHTS)
+    if model is None:
+        return False
+    return files.copy_model_files(model.module, model.directory, settings.model.get("revision"), directory)
+
+
+def _requested(program: Program, settings: Settings) -> list[outputs.Requested]:
+    requests = [outputs.parse_request(text) for text in settings.add_output]
+    requests += outputs.requests_from_environment()
+    if program.kind == "module":
+        requests += outputs.tap_requests(program)
+    return outputs.resolve_requests(program, requests)
+
+
+def _check_dtype(backend: Backend, dtype: str) -> None:
+    if dtype not in backend.capabilities.dtypes:
+        raise BackendError(
+            f"back-end {backend.name!r} cannot run {dtype} models",
+            expected=backend.capabilities.dtypes,
+            hint=f"--dtype {backend.capabilities.dtypes[0]}",
+        )
+
+
+def _check_sizes(model: LoadedModel, batch: int, length: int | None) -> int | None:
+    if model.kind != "causal_lm":
+        return None
+    limit = model.metadata.get("max_position_embeddings")
+    if batch < 1:
+        raise UsageError("the largest batch must be at least 1", got=f"--max-batch-size {batch}")
+    if length is None:
+        return limit or DEFAULT_MAX_SEQ_LEN
+    if length < 2 or (limit is not None and length > limit):
+        raise UsageError(
+            "the model does not allow this sequence length",
+            got=f"--max-seq-len {length}",
+            expected=f"2 to {limit}, max_position_embeddings of its configuration",
+        )
+    return length
+
+
+def _fixed_inputs(steps: Any) -> dict[str, Any]:
+    """Arguments that are no tensors: their values become part of the graph."""
+    if steps is None:
+        return {}
+    first = dict(steps) if isinstance(steps, Mapping) else dict(steps[0])
+    tensors = {port.removeprefix(":in.").split("[")[0].split(".")[0] for port, _ in port_leaves(":in", first)}
+    return {k: v for k, v in first.items() if k not in tensors and isinstance(v, (bool, int, float, str, type(None)))}
+
+
+def _required_versions(backend: str) -> dict[str, str]:
+    versions = environment.versions()
+    return {package: version for package in ("torch", backend) if (version := versions.get(package)) is not None}
+
+
+def _vocab_size(program: Program) -> int | None:
+    if program.layout is None:
+        return None
+    size = program.sites.by_node[program.output_nodes["logits"]][0].shape[-1]
+    return size if isinstance(size, int) else None
+
+
+def _results(program: Program) -> tuple[TensorEntry, ...]:
+    entries = []
+    for name, node in program.output_nodes.items():
+        value = program.node(node).meta["val"]
+        sites = program.sites.by_node.get(node)
+        shape = sites[0].shape if sites else tuple(s if isinstance(s, int) else str(s) for s in value.shape)
+        entries.append(TensorEntry(name, node, str(value.dtype).removeprefix("torch."), shape))
+    return tuple(entries)
+
+
+def _ranges(program: Program) -> dict[str, tuple[int, int | None]]:
+    """Ranges of the dynamic sizes of a plain module."""
+    limit = sys.maxsize // 2
+    found = {}
+    for symbol, bounds in program.exported.range_constraints.items():
+        upper = bounds.upper
+        found[str(symbol)] = (int(bounds.lower), int(upper) if upper.is_finite and upper < limit else None)
+    return found
+
+
+def _num_bytes(program: Program) -> int:
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in program.weights().values()}.values())

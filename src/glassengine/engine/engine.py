@@ -1,0 +1,220 @@
+"""An engine, loaded: the public object that runs."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glassengine.backends.registry import find_backend
+from glassengine.engine import files
+from glassengine.engine.checks import check_inputs
+from glassengine.engine.generate import Generation, OnStep, OnText, generate
+from glassengine.engine.manifest import AddedOutput, Manifest, check_files, read_manifest, require_fit, require_intact
+from glassengine.engine.session import Session
+from glassengine.errors import CorruptError, UsageError
+from glassengine.executable.executable import Executable, load_executable
+from glassengine.program import Program, load_model
+from glassengine.program.causal_lm import USER_MODULE
+from glassengine.program.outputs import PREFIX, DerivedValues
+from glassengine.program.program import load_names, load_program
+from glassengine.sites import SiteTable
+
+
+class Engine:
+    """A loaded engine.
+
+    Attributes:
+        directory: Where it is.
+        manifest: What `engine.json` says.
+        executable: Its compiled graph.
+        sites: Names of every tensor of its program.
+        temporary: The temporary directory of an engine that was built without an output directory; lives as long.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest, executable: Executable, sites: SiteTable) -> None:
+        self.directory = directory
+        self.manifest = manifest
+        self.executable = executable
+        self.sites = sites
+        self.temporary: tempfile.TemporaryDirectory[str] | None = None
+
+    def __repr__(self) -> str:
+        return f"Engine({str(self.directory)!r}, backend={self.manifest.backend!r}, dtype={self.manifest.dtype!r})"
+
+    @functools.cached_property
+    def added_outputs(self) -> dict[str, AddedOutput]:
+        """Debug outputs by name."""
+        return {entry.name: entry for entry in self.manifest.added_outputs}
+
+    @functools.cached_property
+    def past_of(self) -> dict[str, str]:
+        """`present_*` -> `past_*`."""
+        return {present: past for past, present in self.manifest.caches.items()}
+
+    @functools.cached_property
+    def debug_names(self) -> list[str]:
+        """Every input and output of a step under the documents' names, in their order."""
+        names = ["input_ids", "logits", "position_ids", "attention_mask", "cache_position"]
+        caches = list(self.manifest.caches.items())
+        for key, value in zip(caches[::2], caches[1::2], strict=True):
+            names += [key[0], value[0], key[1], value[1]]
+        return [*names, *self.added_outputs]
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer stored in the engine, of transformers.
+
+        Raises:
+            UsageError: There is none.
+        """
+        if not self.manifest.tokenizer:
+            raise UsageError(
+                f"the engine {self.manifest.name!r} has no tokenizer", hint="give one with --tokenizer DIRECTORY"
+            )
+        from glassengine.engine.prompts import load_tokenizer
+
+        return load_tokenizer(self.directory)
+
+    @functools.cached_property
+    def program(self) -> Program:
+        """The stored program with weights: from the engine, or from the checkpoint it was built from.
+
+        Raises:
+            UsageError: The checkpoint is not where it was.
+            CorruptError: The checkpoint was changed since.
+        """
+        return load_program(self.directory, self._weights)
+
+    def session(self, batch_size: int, length: int, *, debug: bool | Sequence[str] = False) -> Session:
+        """Return a session for `batch_size` sequences of at most `length` tokens, prompt and generated; see `Session`."""
+        return Session(self, batch_size, length, debug=debug)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | None = None,
+        *,
+        input_ids: str | Path | torch.Tensor | Sequence[Sequence[int]] | None = None,
+        tokenizer: str | Path | None = None,
+        max_new_tokens: int | None = None,
+        debug: bool | Sequence[str] = False,
+        on_step: OnStep | None = None,
+        on_text: OnText | None = None,
+        record: str | Path | None = None,
+        overwrite: bool = False,
+    ) -> Generation:
+        """Generate greedily; see `glassengine.engine.generate.generate`."""
+        return generate(
+            self,
+            prompts,
+            input_ids=input_ids,
+            tokenizer=tokenizer,
+            max_new_tokens=max_new_tokens,
+            debug=debug,
+            on_step=on_step,
+            on_text=on_text,
+            record=record,
+            overwrite=overwrite,
+        )
+
+    def __call__(self, **inputs: Any) -> dict[str, torch.Tensor]:
+        """Run an engine of kind "module" once.
+
+        Args:
+            **inputs: The arguments it was built with; tensors may be nested in lists and dicts.
+
+        Returns:
+            Results and debug outputs (taps included) by name; tensors owned by the caller.
+
+        Raises:
+            UsageError: An input does not fit; the message is a table of all of them.
+        """
+        if self.manifest.kind != "module":
+            raise UsageError(
+                f"the engine {self.manifest.name!r} generates", hint="engine.generate(PROMPT) or engine.session(...)"
+            )
+        tensors = check_inputs(self.manifest, inputs)
+        # A module that writes into an argument does so in a copy, which is then among the results.
+        tensors |= {name: tensors[name].clone() for name in self.manifest.caches}
+        with torch.no_grad():
+            outputs = self.executable.run(tensors)
+            results = {
+                entry.name: outputs[entry.name] if entry.name in outputs else tensors[self.past_of[entry.name]]
+                for entry in self.manifest.outputs
+            }
+            tensors |= {past: results[present] for past, present in self.manifest.caches.items()}
+            derived = None
+            for entry in self.manifest.added_outputs:
+                if entry.derived is None:
+                    results[entry.name] = outputs[PREFIX + entry.node]
+                else:
+                    derived = derived or self.derive(tensors, outputs)
+                    results[entry.name] = derived[entry.node].clone()
+        return results
+
+    def derive(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> DerivedValues:
+        """Return the values of nodes that are computed on reading, for one step; caches as they are after it."""
+        needs_weights = any(entry.derived == "depends on weights alone" for entry in self.manifest.added_outputs)
+        return DerivedValues(self.program if needs_weights else self._graph, inputs, outputs)
+
+    @functools.cached_property
+    def _graph(self) -> Program:
+        """The stored program without weights, for values that need none."""
+        exported = torch.export.load(self.directory / "program.pt2")
+        return load_program(self.directory, {**exported.state_dict, **exported.constants})
+
+    @functools.cached_property
+    def _weights(self) -> dict[str, torch.Tensor]:
+        stored = files.load_weights(self.directory / files.WEIGHTS)
+        if self.manifest.weights == "all":
+            return stored
+        model = self.manifest.model
+        loaded = load_model(
+            model["directory"],
+            dtype=self.manifest.dtype,
+            attn_implementation=model.get("attn_implementation"),
+            revision=model.get("revision"),
+        )
+        if loaded.metadata["fingerprint"] != model["fingerprint"]:
+            raise CorruptError(
+                "the checkpoint was changed since the engine was built",
+                got=f"fingerprint {loaded.metadata['fingerprint']} in {model['directory']}",
+                expected=str(model["fingerprint"]),
+                hint="build the engine again with --overwrite",
+            )
+        module = loaded.module
+        tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+        prefix = f"{USER_MODULE}." if self.manifest.kind == "causal_lm" else ""
+        return {prefix + name: tensor for name, tensor in tensors.items()} | stored
+
+
+def load(directory: str | Path, *, verify: bool = False) -> Engine:
+    """Load an engine.
+
+    Args:
+        directory: What `build` made.
+        verify: Hash files of every size, not only small ones.
+
+    Raises:
+        UsageError: There is no such directory.
+        CorruptError: It is damaged, half written, edited, or of a newer schema.
+        BackendError: It was built for another processor or other versions; says which.
+    """
+    path = Path(directory)
+    if not path.is_dir():
+        raise UsageError("unknown engine directory", got=str(path), hint="glass build MODEL -o DIRECTORY")
+    manifest, intact = read_manifest(path)
+    backend = find_backend(manifest.backend)
+    require_fit(manifest, portable=backend.capabilities.portable)
+    names = load_names(path)
+    require_intact(manifest, intact, names)
+    check_files(manifest, path, verify=verify)
+    weights = files.load_weights(path / files.WEIGHTS) if manifest.shares_weights else None
+    executable = load_executable(
+        f"{manifest.name}/{files.MAIN}", lambda main: backend.load(main, weights), path / files.MAIN
+    )
+    return Engine(path, manifest, executable, names["sites"])

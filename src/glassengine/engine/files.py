@@ -1,0 +1,193 @@
+"""Files of an engine: written aside then renamed, weights with shared tensors stored once, tokenizer files copied."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glassengine.engine.manifest import FILE
+from glassengine.errors import CorruptError, UsageError
+
+WEIGHTS = "weights.safetensors"
+MAIN = "main"
+"""Folder of the back-end's files."""
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "chat_template.jinja",
+)
+
+
+def check_target(target: Path, *, overwrite: bool) -> None:
+    """Refuse a target that exists, before any work is done.
+
+    Raises:
+        UsageError: It exists and `overwrite` is false, or it holds something else than an engine.
+    """
+    if target.is_dir() and not any(target.iterdir()):
+        return
+    if target.is_dir() and (target / FILE).is_file():
+        if not overwrite:
+            raise UsageError("the engine exists already", got=str(target), hint="replace it with --overwrite")
+    elif target.exists() or target.is_symlink():
+        raise UsageError(
+            "the output directory holds other files", got=str(target), hint="name a new or empty directory"
+        )
+
+
+@contextlib.contextmanager
+def written_aside(target: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Yield a new directory beside `target` that takes its place when the block ends well, and vanishes otherwise.
+
+    SIGTERM ends the block as Ctrl-C does, so that nothing is left behind.
+
+    Raises:
+        UsageError: The target exists, or the disk is full or cannot be written.
+    """
+    target = Path(os.path.abspath(target))
+    check_target(target, overwrite=overwrite)
+    aside = target.parent / f".{target.name}.partial-{os.getpid()}"
+    try:
+        with _sigterm_interrupts():
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                _remove_stale(target)
+                aside.mkdir()
+                yield aside
+                _replace(aside, target)
+            finally:
+                shutil.rmtree(aside, ignore_errors=True)
+    except OSError as error:
+        raise UsageError(
+            "cannot write the engine",
+            got=f"{error.strerror or error} ({error.filename or target})",
+            hint="name a directory on a disk that is writable and has room: -o DIRECTORY",
+        ) from error
+
+
+def _replace(aside: Path, target: Path) -> None:
+    old = target.parent / f".{target.name}.old-{os.getpid()}"
+    if target.exists():
+        target.rename(old)
+    try:
+        aside.rename(target)
+    except BaseException:
+        if old.exists():
+            old.rename(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _remove_stale(target: Path) -> None:
+    """Remove what killed builds of the same engine left: their process is gone."""
+    for path in target.parent.glob(f".{target.name}.partial-*"):
+        pid = path.name.rpartition("-")[2]
+        if pid.isdecimal() and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """Make SIGTERM raise KeyboardInterrupt, where this thread may install handlers."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+
+
+def save_weights(weights: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write tensors by name; tensors that are the same memory are stored once and loaded shared."""
+    from safetensors.torch import save_file
+
+    first: dict[Any, str] = {}
+    shared: dict[str, str] = {}
+    kept: dict[str, torch.Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in weights.items():
+        tensor = tensor.detach()
+        identity = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and identity in first:
+            shared[name] = first[identity]
+            continue
+        first[identity] = name
+        storage = tensor.untyped_storage()
+        # Parts of one storage (a fused weight, a view) are written one by one.
+        if storage.data_ptr() in storages or storage.nbytes() != tensor.nbytes or not tensor.is_contiguous():
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        storages.add(storage.data_ptr())
+        kept[name] = tensor
+    save_file(kept, path, metadata={"shared": json.dumps(shared)})
+
+
+def load_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Map what `save_weights` wrote into memory.
+
+    Raises:
+        CorruptError: The file is damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import load_file
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            shared = json.loads((file.metadata() or {}).get("shared", "{}"))
+        weights = load_file(path)
+        return weights | {name: weights[original] for name, original in shared.items()}
+    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
+        raise CorruptError(f"{path.name} cannot be read", got=f"{type(error).__name__}: {error}") from error
+
+
+def copy_model_files(module: torch.nn.Module, source: str | None, revision: str | None, directory: Path) -> bool:
+    """Write configuration and tokenizer of a Hugging Face model; return whether there is a tokenizer.
+
+    Args:
+        module: The model; its configurations are written as they are in memory.
+        source: Directory or hub id that it was loaded from.
+        revision: Of a hub id.
+        directory: Where to write.
+    """
+    config, generation = getattr(module, "config", None), getattr(module, "generation_config", None)
+    if hasattr(config, "to_json_file"):
+        config.to_json_file(directory / "config.json", use_diff=True)
+    if hasattr(generation, "to_json_file"):
+        generation.to_json_file(directory / "generation_config.json", use_diff=True)
+    if source is None:
+        return False
+    from transformers.utils import cached_file
+
+    for name in TOKENIZER_FILES:
+        found = cached_file(
+            source,
+            name,
+            revision=revision,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if found is not None:
+            shutil.copyfile(found, directory / name)
+    return any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"))

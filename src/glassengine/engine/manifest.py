@@ -1,0 +1,357 @@
+"""`engine.json`: everything that must hold for an engine to run, and where each tensor of it comes from.
+
+`load` refuses in this order, so that the most telling reason is given: not JSON or a newer schema, a machine that the
+engine was not built for, contradictions with the stored program, edits (checksum), missing or changed files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import platform
+import re
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from glassengine import environment
+from glassengine.errors import BackendError, CorruptError
+from glassengine.results import Result
+
+FILE = "engine.json"
+FORMAT = "glassengine engine"
+SCHEMA_VERSION = 1
+MAX_BYTES = 256 << 20
+
+_REBUILD = "build it again with: glass build MODEL -o DIRECTORY --overwrite"
+
+HASHED_AT_LOAD_BYTES = 16 << 20
+"""Files up to this size are hashed at every load, larger ones only when asked to verify."""
+
+# Instruction sets that a compiler may use; other flags (virtualisation, mitigations) say nothing about code.
+_INSTRUCTIONS = re.compile(
+    r"(avx|sse|ssse|amx|fma|f16c|bmi|popcnt|movbe|gfni|vaes|vpcl|adx|asimd|sve|bf16|i8mm|fphp|neon)"
+)
+
+
+@dataclass(frozen=True)
+class TensorEntry(Result):
+    """One input or output of the executable, in the order it takes or returns them. Sizes are ints or names."""
+
+    name: str
+    node: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class AddedOutput(Result):
+    """One debug output.
+
+    Attributes:
+        name: What it is called in `debug_buffers`: alias or site.
+        site: Its site.
+        node: FX node behind it.
+        derived: Where its value comes from when it is computed on reading; None when the executable returns it.
+        dtype: torch dtype name.
+        shape: Sizes, ints or names.
+        axes: Position of "batch", "sequence" and "cache".
+        source: "file:line: code".
+    """
+
+    name: str
+    site: str
+    node: str
+    derived: str | None
+    dtype: str
+    shape: tuple[int | str, ...]
+    axes: dict[str, int]
+    source: str | None
+
+
+@dataclass(frozen=True)
+class FileEntry(Result):
+    """One file of the engine; `path` is relative and has forward slashes."""
+
+    path: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest(Result):
+    """The content of `engine.json`.
+
+    Attributes:
+        name: Name of the engine, that of its directory when built.
+        glassengine: Version that built it.
+        backend: Back-end that built it and runs it.
+        kv: "mutated" or "functional", as the back-end's capability.
+        portable: Whether it runs on another processor.
+        requires: Package -> version that must be the same where it runs.
+        versions: All versions at build time, for the reader.
+        machine: Processor architecture, e.g. "x86_64".
+        cpu: Marketing name of the processor.
+        cpu_flags: Instruction sets that a processor must have; empty where the system did not tell.
+        kind: "causal_lm" or "module".
+        dtype: Floating dtype of the parameters.
+        graph_level: Decomposition level at which nodes are named.
+        max_batch_size: Largest batch; None for a module.
+        max_seq_len: Most tokens of one sequence, prompt and generated; None for a module.
+        vocab_size: Number of logits; None for a module.
+        kv_layout: (heads, key size, value size) per layer.
+        caches: `past_*` input -> `present_*` output.
+        inputs: Inputs in order.
+        outputs: Results by name, updated caches included.
+        ranges: Dynamic size -> (smallest, largest or None), for a module.
+        fixed_inputs: Arguments that are no tensors and were built in, as JSON values.
+        added_outputs: Debug outputs in the order asked for.
+        left_out: Debug output that did not fit the byte budget -> reason.
+        passes: User passes, in order.
+        model: spec, directory, dtype, fingerprint and how it was loaded.
+        weights: What weights.safetensors holds: "all", or "constants" when the rest is in the checkpoint.
+        shares_weights: Whether the executable reads them from there instead of keeping its own.
+        tokenizer: Whether the directory holds a tokenizer.
+        files: Every other file of the directory.
+        command_line: As given, secrets removed.
+        git: Commit checked out where the build ran.
+        notes: What the build said aloud, e.g. that another back-end was taken.
+    """
+
+    name: str
+    glassengine: str
+    backend: str
+    kv: str
+    portable: bool
+    requires: dict[str, str]
+    versions: dict[str, str | None]
+    machine: str
+    cpu: str
+    cpu_flags: tuple[str, ...]
+    kind: str
+    dtype: str
+    graph_level: str
+    max_batch_size: int | None
+    max_seq_len: int | None
+    vocab_size: int | None
+    kv_layout: tuple[tuple[int, int, int], ...]
+    caches: dict[str, str]
+    inputs: tuple[TensorEntry, ...]
+    outputs: tuple[TensorEntry, ...]
+    ranges: dict[str, tuple[int, int | None]]
+    fixed_inputs: dict[str, Any]
+    added_outputs: tuple[AddedOutput, ...]
+    left_out: dict[str, str]
+    passes: tuple[str, ...]
+    model: dict[str, Any]
+    weights: str
+    shares_weights: bool
+    tokenizer: bool
+    files: tuple[FileEntry, ...]
+    command_line: tuple[str, ...]
+    git: str | None
+    notes: tuple[str, ...] = ()
+    schema_version: int = SCHEMA_VERSION
+    format: str = FORMAT
+
+
+def write_manifest(manifest: Manifest, directory: Path) -> None:
+    """Write `engine.json` into `directory`."""
+    data = manifest.to_dict()
+    data["checksum"] = _checksum(data)
+    (directory / FILE).write_text(json.dumps(data, indent=1), encoding="utf-8")
+
+
+def read_manifest(directory: Path) -> tuple[Manifest, bool]:
+    """Read `engine.json`; return it and whether it is as it was written.
+
+    An edited manifest is returned all the same, so that `require_fit` can name what does not fit any more.
+
+    Raises:
+        CorruptError: It is missing, damaged, or of a newer schema.
+    """
+    path = directory / FILE
+    hint = _REBUILD
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise CorruptError(f"{FILE} is too large", got=f"{path.stat().st_size:,} bytes", hint=hint)
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CorruptError(
+            f"{directory} is not an engine", got=f"no {FILE} in it", hint="glass build MODEL -o DIRECTORY"
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CorruptError(f"{FILE} cannot be read", got=f"{type(error).__name__}: {error}", hint=hint) from error
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if not isinstance(version, int) or data.get("format") != FORMAT:
+        raise CorruptError(f"{FILE} is not the manifest of an engine", got=f"schema_version {version!r}", hint=hint)
+    if version > SCHEMA_VERSION:
+        raise CorruptError(
+            f"{FILE} was written by a newer version",
+            got=f"schema {version}",
+            expected=f"at most {SCHEMA_VERSION}",
+            hint="upgrade glassengine",
+        )
+    checksum = data.pop("checksum", None)
+    try:
+        manifest: Manifest = _typed(Manifest, data)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptError(f"{FILE} is damaged", got=f"{type(error).__name__}: {error}", hint=hint) from error
+    return manifest, checksum == _checksum(data)
+
+
+def require_fit(manifest: Manifest, *, portable: bool) -> None:
+    """Refuse an engine that was not built for this machine.
+
+    Args:
+        manifest: Its manifest.
+        portable: Whether the back-end says that its files run on any processor.
+
+    Raises:
+        BackendError: It was built for another processor or other versions; says which.
+    """
+    reasons = _refusals(manifest, portable=portable)
+    if reasons:
+        raise BackendError(
+            f"the engine {manifest.name!r} was not built for this machine",
+            got="; ".join(reasons),
+            hint=f"build it here: glass build {manifest.model.get('spec', 'MODEL')} -o DIRECTORY --overwrite",
+        )
+
+
+def require_intact(manifest: Manifest, intact: bool, program: Mapping[str, Any]) -> None:
+    """Refuse a manifest that was edited.
+
+    Args:
+        manifest: The manifest.
+        intact: What `read_manifest` returned.
+        program: The content of `program.json`.
+
+    Raises:
+        CorruptError: Says what contradicts the stored program, where that is known.
+    """
+    claims = {"kind": manifest.kind, "dtype": manifest.dtype, "caches": manifest.caches}
+    stored = {"kind": program["kind"], "dtype": program["metadata"].get("dtype"), "caches": program["caches"]}
+    wrong = [key for key in claims if claims[key] != stored[key]]
+    if wrong:
+        raise CorruptError(
+            f"{FILE} of the engine {manifest.name!r} contradicts its program",
+            got=", ".join(f"{key} {claims[key]}" for key in wrong),
+            expected=", ".join(f"{key} {stored[key]}" for key in wrong),
+            hint=_REBUILD,
+        )
+    if not intact:
+        raise CorruptError(
+            f"{FILE} of the engine {manifest.name!r} was changed after it was written",
+            got="another checksum",
+            hint=_REBUILD,
+        )
+
+
+def _refusals(manifest: Manifest, *, portable: bool) -> list[str]:
+    reasons = []
+    here = environment.versions()
+    for package, version in manifest.requires.items():
+        if here.get(package) != version:
+            reasons.append(f"built with {package} {version}, here is {here.get(package) or 'none'}")
+    if portable:
+        return reasons
+    if manifest.machine != platform.machine():
+        reasons.append(f"built for {manifest.machine}, this machine is {platform.machine()}")
+    missing = sorted(set(manifest.cpu_flags) - environment.cpu_flags())
+    if missing:
+        reasons.append(
+            f"built on {manifest.cpu} with instructions that {environment.cpu_name()} lacks: {' '.join(missing)}"
+        )
+    return reasons
+
+
+def instruction_flags() -> tuple[str, ...]:
+    """Return the instruction sets of this processor, sorted."""
+    return tuple(sorted(flag for flag in environment.cpu_flags() if _INSTRUCTIONS.match(flag)))
+
+
+def list_files(directory: Path) -> tuple[FileEntry, ...]:
+    """Return every file below `directory` except the manifest, with size and hash, sorted by path."""
+    found = []
+    for path in sorted(directory.rglob("*")):
+        if path.is_file() and path.name != FILE:
+            relative = path.relative_to(directory).as_posix()
+            found.append(FileEntry(relative, path.stat().st_size, hash_file(path)))
+    return tuple(found)
+
+
+def check_files(manifest: Manifest, directory: Path, *, verify: bool) -> None:
+    """Refuse an engine whose files are missing or changed.
+
+    Args:
+        manifest: Its manifest.
+        directory: Where it is.
+        verify: Hash files of every size, not only small ones.
+
+    Raises:
+        CorruptError: Names the file and what is wrong with it.
+    """
+    root = directory.resolve()
+    for entry in manifest.files:
+        path = directory / entry.path
+        problem = None
+        if not path.resolve().is_relative_to(root):
+            problem = "it lies outside of the engine"
+        elif not path.is_file():
+            problem = "it is missing"
+        elif path.stat().st_size != entry.size:
+            problem = f"{path.stat().st_size:,} bytes instead of {entry.size:,}"
+        elif (verify or entry.size <= HASHED_AT_LOAD_BYTES) and hash_file(path) != entry.sha256:
+            problem = "another checksum"
+        if problem:
+            raise CorruptError(
+                f"the engine {manifest.name!r} is damaged",
+                got=f"{entry.path}: {problem}",
+                hint=_REBUILD,
+            )
+
+
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a file, read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _checksum(data: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def _typed(kind: Any, value: Any) -> Any:
+    """Return `value`, parsed JSON, as `kind`; raise TypeError, KeyError or ValueError where it is something else."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return value
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, dict):
+            raise TypeError(f"{kind.__name__} is {type(value).__name__}")
+        hints = typing.get_type_hints(kind)
+        return kind(**{field.name: _typed(hints[field.name], value[field.name]) for field in dataclasses.fields(kind)})
+    if origin is types.UnionType:
+        if value is None and type(None) in arguments:
+            return None
+        kinds = tuple(a for a in arguments if a is not type(None))
+        return _typed(kinds[0], value) if len(kinds) == 1 else _instance(kinds, value)
+    if origin is tuple:
+        items = _instance((list,), value)
+        inner = [arguments[0]] * len(items) if arguments[-1] is ... else arguments
+        return tuple(_typed(k, item) for k, item in zip(inner, items, strict=True))
+    if origin is dict:
+        return {key: _typed(arguments[1], item) for key, item in _instance((dict,), value).items()}
+    return _instance((kind,), value)
+
+
+def _instance(kinds: tuple[type, ...], value: Any) -> Any:
+    # JSON has no bool that is an int, but Python has.
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise TypeError(f"{value!r:.60} is not {' or '.join(kind.__name__ for kind in kinds)}")
+    return value

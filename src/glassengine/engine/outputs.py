@@ -1,0 +1,161 @@
+"""What `--add-output` and TRTLLM_ADD_OUTPUT ask for, resolved to sites before anything is built.
+
+`SITE|NODE|GLOB[=ALIAS]`: an alias of a pattern that matches several tensors gets an index, `ALIAS_0`, `ALIAS_1`, ... in
+graph order. Without an alias an output is called by its site, or, where one other name of it was given (an FX node, or a
+name of the reference documents such as `mm_default`), by that name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from glassengine import environment
+from glassengine.engine.manifest import AddedOutput
+from glassengine.errors import UsageError
+from glassengine.program.outputs import OutputPlan, plan_outputs
+from glassengine.program.program import Program
+from glassengine.results import Result
+from glassengine.sites import Site
+
+# The alias part cannot be mistaken for the rest of a regular expression such as "re:(?=x)".
+_REQUEST = re.compile(r"(?P<pattern>.+)=(?P<alias>[\w.-]+)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Requested:
+    """One output asked for: the name to give it, and its site."""
+
+    name: str
+    site: Site
+
+
+@dataclass(frozen=True)
+class BuildPlan(Result):
+    """What a build would make (`--dry-run`).
+
+    Attributes:
+        output_dir: Where the engine would be written.
+        backend: Back-end that would build it.
+        kind: "causal_lm" or "module".
+        dtype: Floating dtype.
+        weights_bytes: Bytes of parameters, buffers and constants.
+        cache_bytes: Bytes of the key/value cache at the largest batch and length.
+        added_outputs: Debug outputs.
+        left_out: Debug output that does not fit the byte budget -> reason.
+        prefill_output_bytes: Bytes of the added outputs in the largest prefill.
+        decode_output_bytes: Bytes of the added outputs in the largest decode step.
+        notes: What the build would say aloud.
+    """
+
+    output_dir: str
+    backend: str
+    kind: str
+    dtype: str
+    weights_bytes: int
+    cache_bytes: int
+    added_outputs: tuple[AddedOutput, ...]
+    left_out: dict[str, str]
+    prefill_output_bytes: int
+    decode_output_bytes: int
+    notes: tuple[str, ...]
+
+
+def parse_request(text: str) -> tuple[str, str | None]:
+    """Split `PATTERN[=ALIAS]`."""
+    found = _REQUEST.fullmatch(text)
+    return (found["pattern"], found["alias"]) if found else (text, None)
+
+
+def requests_from_environment() -> list[tuple[str, str | None]]:
+    """Return what TRTLLM_ADD_OUTPUT asks for.
+
+    Raises:
+        UsageError: It is not a JSON object of strings.
+    """
+    text = environment.add_output_json()
+    if text is None:
+        return []
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise UsageError(
+            "TRTLLM_ADD_OUTPUT is not JSON", got=str(error), hint="""TRTLLM_ADD_OUTPUT='{"SITE": "ALIAS"}'"""
+        ) from error
+    if not isinstance(data, dict) or not all(isinstance(alias, str) for alias in data.values()):
+        raise UsageError("TRTLLM_ADD_OUTPUT is not a JSON object of strings", hint='{"SITE": "ALIAS"}')
+    return list(data.items())
+
+
+def resolve_requests(program: Program, requests: Iterable[tuple[str, str | None]]) -> list[Requested]:
+    """Return the outputs that `requests` name, in the order asked for.
+
+    Raises:
+        UnknownNameError: A pattern matches nothing; carries the nearest names.
+        UsageError: Two different tensors would have one name, or a name is taken by an input or result.
+    """
+    taken = {port.name for port in program.inputs} | set(program.output_nodes)
+    found: dict[str, Requested] = {}
+    for pattern, alias in requests:
+        sites = program.sites.resolve([pattern])
+        for index, site in enumerate(sites):
+            if alias is not None:
+                name = alias if len(sites) == 1 else f"{alias}_{index}"
+            else:
+                name = pattern if len(sites) == 1 and pattern in site.aliases else site.name
+            if name in found and found[name].site.node != site.node:
+                raise UsageError(
+                    f"two outputs would be called {name!r}",
+                    got=f"{found[name].site.name} and {site.name}",
+                    hint="give each its own name: --add-output SITE=ALIAS",
+                )
+            if name in taken and program.output_nodes.get(name) != site.node:
+                raise UsageError(
+                    f"an output cannot be called {name!r}: an input or result has this name",
+                    hint=f"give it another name: --add-output {site.name}=ALIAS",
+                )
+            found[name] = Requested(name, site)
+    return list(found.values())
+
+
+def plan(
+    program: Program, requested: Sequence[Requested], *, sizes: Mapping[str, int], byte_budget: int | None
+) -> tuple[OutputPlan, tuple[AddedOutput, ...], dict[str, str]]:
+    """Decide how each requested output is observed.
+
+    Args:
+        program: The program.
+        requested: What was asked for.
+        sizes: "batch" and "cache" at their largest.
+        byte_budget: Most bytes of added outputs in one decode step of these sizes.
+
+    Returns:
+        The plan on nodes, the entries of the manifest, and name -> reason for what does not fit the budget.
+    """
+    nodes = [request.site.node for request in requested]
+    decided = plan_outputs(program, nodes, sizes={**sizes, "sequence": 1}, byte_budget=byte_budget)
+    added, left_out = [], {}
+    for request in requested:
+        site = request.site
+        if site.node in decided.left_out:
+            left_out[request.name] = decided.left_out[site.node]
+            continue
+        derived = decided.derived.get(site.node)
+        shape = tuple(site.shape)
+        added.append(
+            AddedOutput(request.name, site.name, site.node, derived, site.dtype, shape, dict(site.axes), site.source)
+        )
+    return decided, tuple(added), left_out
+
+
+def output_bytes(program: Program, nodes: Sequence[str], **sizes: int) -> int:
+    """Return the bytes of `nodes` as outputs of one step of these sizes (batch, sequence, cache)."""
+    return plan_outputs(program, nodes, sizes=sizes).num_bytes if nodes else 0
+
+
+def tap_requests(program: Program) -> list[tuple[str, Any]]:
+    """Return a request for every tap of the program."""
+    return [(site.name, None) for site in program.sites if site.kind == "tap"]
