@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import platform
 import re
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,50 +17,65 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
-from glassengine import environment
 from glassengine.backends.protocol import Backend
 from glassengine.backends.registry import choose_backend
 from glassengine.engine import files, outputs
+from glassengine.engine.describe import Settings, describe_engine
 from glassengine.engine.engine import Engine, load
-from glassengine.engine.manifest import Manifest, TensorEntry, instruction_flags, list_files, write_manifest
+from glassengine.engine.manifest import write_manifest
 from glassengine.engine.outputs import BuildPlan
 from glassengine.errors import BackendError, UsageError
 from glassengine.executable.executable import compile_executable
 from glassengine.program import LoadedModel, Program, export_program, load_inputs, load_model
 from glassengine.program.outputs import add_outputs
-from glassengine.program.program import GRAPH_LEVEL, save_program
+from glassengine.program.program import save_program
 from glassengine.sites import port_leaves
 
 logger = logging.getLogger("glassengine")
+
+Inputs = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 DEFAULT_MAX_SEQ_LEN = 2048
 """For models whose configuration states no limit."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What a build was asked for beside the program; see `build`."""
-
-    backend: str | None = None
-    add_output: Sequence[str] = ()
-    max_batch_size: int = 8
-    max_seq_len: int | None = None
-    overwrite: bool = False
-    byte_budget: int | None = None
-    passes: Sequence[str] = ()
-    fixed_inputs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    reloadable: bool = False
-    notes: tuple[str, ...] = ()
-
-
 @overload
 def build(
-    model: str | Path | nn.Module, output_dir: str | Path | None = ..., *, dry_run: Literal[False] = ..., **options: Any
+    model: str | Path | nn.Module,
+    output_dir: str | Path | None = ...,
+    *,
+    dry_run: Literal[False] = ...,
+    backend: str | None = ...,
+    dtype: str = ...,
+    add_output: Sequence[str] = ...,
+    inputs: Inputs | None = ...,
+    passes: Sequence[str] = ...,
+    max_batch_size: int = ...,
+    max_seq_len: int | None = ...,
+    overwrite: bool = ...,
+    attn_implementation: str | None = ...,
+    trust_remote_code: bool = ...,
+    revision: str | None = ...,
+    byte_budget: int | None = ...,
 ) -> Engine: ...
 @overload
 def build(
-    model: str | Path | nn.Module, output_dir: str | Path | None = ..., *, dry_run: Literal[True], **options: Any
+    model: str | Path | nn.Module,
+    output_dir: str | Path | None = ...,
+    *,
+    dry_run: Literal[True],
+    backend: str | None = ...,
+    dtype: str = ...,
+    add_output: Sequence[str] = ...,
+    inputs: Inputs | None = ...,
+    passes: Sequence[str] = ...,
+    max_batch_size: int = ...,
+    max_seq_len: int | None = ...,
+    overwrite: bool = ...,
+    attn_implementation: str | None = ...,
+    trust_remote_code: bool = ...,
+    revision: str | None = ...,
+    byte_budget: int | None = ...,
 ) -> BuildPlan: ...
 def build(
     model: str | Path | nn.Module,
@@ -72,7 +85,7 @@ def build(
     backend: str | None = None,
     dtype: str = "auto",
     add_output: Sequence[str] = (),
-    inputs: str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    inputs: Inputs | None = None,
     passes: Sequence[str] = (),
     max_batch_size: int = 8,
     max_seq_len: int | None = None,
@@ -245,40 +258,17 @@ def _build(program: Program, target: Path, settings: Settings, model: LoadedMode
         compile_executable(f"{target.name}/main", lambda path: backend.build(executed, path), aside / files.MAIN)
         write_all = not (backend.keeps_weights(program) and settings.reloadable)
         has_tokenizer = _write_files(program, aside, model, settings, write_all=write_all)
-        manifest = Manifest(
+        manifest = describe_engine(
+            program,
+            backend,
+            aside,
             name=target.name,
-            glassengine=str(environment.versions()["glassengine"]),
-            backend=backend.name,
-            kv=backend.capabilities.kv,
-            portable=backend.capabilities.portable,
-            requires=_required_versions(backend.name),
-            versions=environment.versions(),
-            machine=platform.machine(),
-            cpu=environment.cpu_name(),
-            cpu_flags=instruction_flags(),
-            kind=program.kind,
-            dtype=str(program.metadata.get("dtype")),
-            graph_level=GRAPH_LEVEL,
-            max_batch_size=settings.max_batch_size if program.layout else None,
-            max_seq_len=settings.max_seq_len if program.layout else None,
-            vocab_size=_vocab_size(program),
-            kv_layout=program.layout.layers if program.layout else (),
-            caches=program.caches,
-            inputs=tuple(TensorEntry(port.name, port.node, port.dtype, port.shape) for port in program.inputs),
-            outputs=_results(program),
-            ranges={} if program.layout else _ranges(program),
-            fixed_inputs=dict(settings.fixed_inputs),
-            added_outputs=added,
+            settings=settings,
+            added=added,
             left_out=left_out,
-            passes=tuple(settings.passes),
-            model=dict(settings.model),
             weights="all" if write_all else "constants",
             shares_weights=not backend.keeps_weights(executed),
             tokenizer=has_tokenizer,
-            files=list_files(aside),
-            command_line=tuple(environment.without_secrets(sys.argv)),
-            git=environment.git_revision(Path.cwd()),
-            notes=settings.notes,
         )
         write_manifest(manifest, aside)
     return load(target)
@@ -340,38 +330,6 @@ def _fixed_inputs(steps: Any) -> dict[str, Any]:
     first = dict(steps) if isinstance(steps, Mapping) else dict(steps[0])
     tensors = {port.removeprefix(":in.").split("[")[0].split(".")[0] for port, _ in port_leaves(":in", first)}
     return {k: v for k, v in first.items() if k not in tensors and isinstance(v, (bool, int, float, str, type(None)))}
-
-
-def _required_versions(backend: str) -> dict[str, str]:
-    versions = environment.versions()
-    return {package: version for package in ("torch", backend) if (version := versions.get(package)) is not None}
-
-
-def _vocab_size(program: Program) -> int | None:
-    if program.layout is None:
-        return None
-    size = program.sites.by_node[program.output_nodes["logits"]][0].shape[-1]
-    return size if isinstance(size, int) else None
-
-
-def _results(program: Program) -> tuple[TensorEntry, ...]:
-    entries = []
-    for name, node in program.output_nodes.items():
-        value = program.node(node).meta["val"]
-        sites = program.sites.by_node.get(node)
-        shape = sites[0].shape if sites else tuple(s if isinstance(s, int) else str(s) for s in value.shape)
-        entries.append(TensorEntry(name, node, str(value.dtype).removeprefix("torch."), shape))
-    return tuple(entries)
-
-
-def _ranges(program: Program) -> dict[str, tuple[int, int | None]]:
-    """Ranges of the dynamic sizes of a plain module."""
-    limit = sys.maxsize // 2
-    found = {}
-    for symbol, bounds in program.exported.range_constraints.items():
-        upper = bounds.upper
-        found[str(symbol)] = (int(bounds.lower), int(upper) if upper.is_finite and upper < limit else None)
-    return found
 
 
 def _num_bytes(program: Program) -> int:

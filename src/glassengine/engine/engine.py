@@ -91,7 +91,7 @@ class Engine:
         return load_program(self.directory, self._weights)
 
     def session(self, batch_size: int, length: int, *, debug: bool | Sequence[str] = False) -> Session:
-        """Return a session for `batch_size` sequences of at most `length` tokens, prompt and generated; see `Session`."""
+        """Return a session for `batch_size` sequences of at most `length` tokens; see `Session`."""
         return Session(self, batch_size, length, debug=debug)
 
     def generate(

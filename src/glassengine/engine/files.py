@@ -61,7 +61,7 @@ def written_aside(target: Path, *, overwrite: bool) -> Iterator[Path]:
     Raises:
         UsageError: The target exists, or the disk is full or cannot be written.
     """
-    target = Path(os.path.abspath(target))
+    target = target.absolute()
     check_target(target, overwrite=overwrite)
     aside = target.parent / f".{target.name}.partial-{os.getpid()}"
     try:
@@ -171,11 +171,10 @@ def copy_model_files(module: torch.nn.Module, source: str | None, revision: str 
         revision: Of a hub id.
         directory: Where to write.
     """
-    config, generation = getattr(module, "config", None), getattr(module, "generation_config", None)
-    if hasattr(config, "to_json_file"):
-        config.to_json_file(directory / "config.json", use_diff=True)
-    if hasattr(generation, "to_json_file"):
-        generation.to_json_file(directory / "generation_config.json", use_diff=True)
+    for attribute in ("config", "generation_config"):
+        config: Any = getattr(module, attribute, None)
+        if hasattr(config, "to_json_file"):
+            config.to_json_file(directory / f"{attribute}.json", use_diff=True)
     if source is None:
         return False
     from transformers.utils import cached_file

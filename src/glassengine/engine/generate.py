@@ -146,6 +146,7 @@ def _loop(
     made: list[list[int]] = [[] for _ in range(batch)]
     open_rows = set(range(batch))
     ends = frozenset(settings.eos_token_ids)
+    tokens = ids
 
     start = time.perf_counter()
     logits = session.prefill(ids, mask)

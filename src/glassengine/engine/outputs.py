@@ -1,8 +1,8 @@
 """What `--add-output` and TRTLLM_ADD_OUTPUT ask for, resolved to sites before anything is built.
 
 `SITE|NODE|GLOB[=ALIAS]`: an alias of a pattern that matches several tensors gets an index, `ALIAS_0`, `ALIAS_1`, ... in
-graph order. Without an alias an output is called by its site, or, where one other name of it was given (an FX node, or a
-name of the reference documents such as `mm_default`), by that name.
+graph order. Without an alias an output is called by its site, or, where one other name of it was given (an FX node, or
+a name of the reference documents such as `mm_default`), by that name.
 """
 
 from __future__ import annotations
