@@ -99,7 +99,8 @@ class Pair(Result):
     """One tensor of the baseline judged against one of the candidate.
 
     `method` says how the two were paired ("name", "name+fingerprint", "alias", "map"); `judged_by` which guarantee the
-    verdict has ("bitwise", "noise floor", "tolerance (uncalibrated)"). `rho` is the error over the noise floor.
+    verdict has ("noise floor", "tolerance (uncalibrated)"). `rho` is the error over the noise floor. `case` names the batch
+    of prompts of a check; `inherited` marks an error that was carried in by the inputs.
     """
 
     step: int
@@ -113,7 +114,7 @@ class Pair(Result):
     rho: float | None = None
     beta: float | None = None
     rung: str | None = None
-    batch: int | None = None
+    case: str | None = None
     inherited: bool = False
     reason: str | None = None
     baseline: Summary | None = None
@@ -172,6 +173,7 @@ class Rung(Result):
     verdict: Verdict
     guarantee: str
     num_judged: int
+    coverage: float | None = None
     first_divergence: Divergence | None = None
     note: str | None = None
 

@@ -46,6 +46,12 @@ class Case:
         """Number of rows."""
         return 1 if self.input_ids is None else int(self.input_ids.shape[0])
 
+    @property
+    def cache_length(self) -> int:
+        """Cache slots: tokens of the prompt and of all decode steps; export assumes at least 2."""
+        assert self.input_ids is not None
+        return max(2, int(self.input_ids.shape[1]) + self.num_steps - 1)
+
 
 @dataclass
 class StepInputs:
@@ -66,7 +72,7 @@ class StepInputs:
         """Return the prefill inputs of `case`, with room in the cache for its decode steps."""
         assert case.input_ids is not None and case.attention_mask is not None
         batch, size = case.input_ids.shape
-        mask = torch.zeros((batch, size + case.num_steps - 1), dtype=torch.int64)
+        mask = torch.zeros((batch, case.cache_length), dtype=torch.int64)
         mask[:, :size] = case.attention_mask
         positions = (case.attention_mask.cumsum(-1) - 1).clamp(min=0)
         return cls(case.input_ids, mask, positions, torch.arange(size), case.attention_mask.bool())

@@ -13,6 +13,9 @@ from glassengine.capture.hooks import observing
 from glassengine.capture.interpreter import run_program
 from glassengine.compare.pairing import SitePair
 from glassengine.diagnose.cases import Case, StepInputs
+from glassengine.engine.engine import Engine
+from glassengine.engine.session import Session
+from glassengine.program.export import named_inputs
 from glassengine.program.program import Program
 
 
@@ -124,7 +127,7 @@ class ProgramSide:
 
     def step(self, inputs: StepInputs | Mapping[str, Any]) -> None:
         """Interpret one step."""
-        named = inputs.named() if isinstance(inputs, StepInputs) else flat_inputs(self.program, inputs)
+        named = inputs.named() if isinstance(inputs, StepInputs) else named_inputs(inputs)
         if self.program.layout is not None and not self._caches:
             self._caches = empty_caches(self.program, named)
         self._values = {}
@@ -145,20 +148,58 @@ class ProgramSide:
         return Observed(self._values[pair.candidate.node], pair.candidate.name, pair.method)
 
 
+@dataclass
+class EngineSide:
+    """An engine, driven by its session as `glass run` drives it.
+
+    Args:
+        engine: With debug outputs, or (a release engine) without.
+        nodes: Baseline node -> (name of the engine's output, the engine's own site, how they were paired).
+        rung: Name on screen.
+    """
+
+    engine: Engine
+    nodes: Mapping[str, tuple[str, str, str]]
+    rung: str
+    guarantee: str = "judged op by op"
+    _session: Session | None = None
+    _case: Case | None = None
+    _values: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def begin(self, case: Case) -> None:
+        """Open a session for the case."""
+        self._case = case
+        self._session = self.engine.session(case.batch, case.cache_length) if case.input_ids is not None else None
+
+    def step(self, inputs: StepInputs | Mapping[str, Any]) -> None:
+        """Run one step."""
+        assert self._case is not None
+        names = {name for name, _, _ in self.nodes.values()}
+        if self._session is None:
+            results = self.engine(**inputs)  # type: ignore[arg-type]
+            self._values = {name: results[name] for name in names}
+            return
+        assert isinstance(inputs, StepInputs)
+        if self._session.step < 0:
+            self._session.prefill(inputs.input_ids, self._case.attention_mask)
+        else:
+            self._session.decode(inputs.input_ids)
+        self._values = self._session.read(names)
+
+    def observed(self, node: str) -> Observed | None:
+        """Return the engine's tensor for `node`."""
+        if node not in self.nodes:
+            return None
+        name, site, method = self.nodes[node]
+        return Observed(self._values[name], site, method)
+
+
 def empty_caches(program: Program, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return zeroed caches for the batch and cache length of `named`."""
     assert program.layout is not None
     dtype = next(getattr(torch, port.dtype) for port in program.inputs if port.name in program.caches)
     batch, length = named["attention_mask"].shape
     return program.layout.allocate(batch, length, dtype)
-
-
-def flat_inputs(program: Program, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors of nested keyword arguments under the program's input names."""
-    from glassengine.sites import port_leaves
-
-    leaves = [tensor for _, tensor in port_leaves(":in", dict(inputs))]
-    return {port.name: leaf for port, leaf in zip(program.inputs, leaves, strict=True)}
 
 
 def _cache_tensors(cache: Any) -> list[torch.Tensor]:

@@ -65,7 +65,7 @@ def export_module(
     steps = [inputs] if isinstance(inputs, Mapping) else list(inputs)
     if not steps:
         raise UsageError("no inputs to export with", hint="--inputs file.py:factory that returns a dict")
-    names = [port.removeprefix(":in").lstrip(".") for port, _ in port_leaves(":in", dict(steps[0]))]
+    names = list(named_inputs(steps[0]))
     return _export(
         module,
         dict(steps[0]),
@@ -77,6 +77,11 @@ def export_module(
         layout=None,
         metadata=metadata or {},
     )
+
+
+def named_inputs(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of nested keyword arguments by input name: "x", "pair[0]", "options.scale"."""
+    return {port.removeprefix(":in").lstrip("."): leaf for port, leaf in port_leaves(":in", dict(inputs))}
 
 
 def _dynamic_dimensions(steps: Sequence[Mapping[str, Any]]) -> Any:

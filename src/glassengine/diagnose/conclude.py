@@ -1,0 +1,148 @@
+"""From scores to one answer: verdict, first divergence, rungs, coverage, ok."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from glassengine.diagnose.judge import FLAGGED, Score, float_nodes
+from glassengine.diagnose.severity import Severity
+from glassengine.diagnose.sides import EngineSide, ModuleSide, ProgramSide
+from glassengine.errors import IncomparableError
+from glassengine.program.program import Program
+from glassengine.results import VERDICTS, Comparison, Divergence, Rung, Skipped, worst
+
+
+def conclude(
+    program: Program,
+    scores: Sequence[Score],
+    skipped: Sequence[Skipped],
+    severity: Mapping[str, Severity],
+    *,
+    baseline: str,
+    candidate: str,
+    fail_on: str,
+    min_coverage: float,
+    environment: Mapping[str, Any],
+) -> Comparison:
+    """Return the comparison; see design section 6 for `ok`.
+
+    Raises:
+        IncomparableError: Nothing was compared.
+    """
+    order = {node.name: index for index, node in enumerate(program.graph.nodes)}
+    rungs, origins = [], []
+    for score in scores:
+        found = sorted(score.divergences.values(), key=lambda d: (d.step, order[d.node or ""]))
+        origins += found
+        rungs.append(_rung(score, program, found, severity.get(score.side.rung)))
+    pairs = tuple(pair for score in scores for pair in score.pairs)
+    if not pairs:
+        raise IncomparableError("nothing was compared", expected="sites that both sides have")
+    verdict = worst(pair.verdict for pair in pairs)
+    main = next((s for s in scores if s.side.guarantee == "judged op by op" and not s.side.rung.startswith("pass ")), scores[-1])
+    coverage = _coverage(main, program)
+    first = _first(origins, order, [score.side.rung for score in scores])
+    reason = _not_ok_because(verdict, first, fail_on, coverage, min_coverage, severity)
+    all_skipped = [*skipped, *_unobserved(main, program, skipped)]
+    return Comparison(
+        baseline=baseline,
+        candidate=candidate,
+        ok=reason is None,
+        verdict=verdict,
+        first_divergence=first,
+        origins=tuple(origins),
+        counts={
+            "compared": len(pairs),
+            **{name: sum(pair.verdict == name for pair in pairs) for name in VERDICTS},
+            "inherited": sum(pair.inherited for pair in pairs),
+            "unmatched_baseline": sum(s.side == "baseline" for s in all_skipped),
+            "unmatched_candidate": sum(s.side == "candidate" and s.rung == "candidate" for s in all_skipped),
+            "not_recorded": sum(s.rung == "engine" for s in all_skipped),
+        },
+        pairs=pairs,
+        skipped=tuple(all_skipped),
+        environment={"baseline": environment, "candidate": environment},
+        coverage=coverage,
+        rungs=tuple(rungs),
+        severity={rung: value.to_dict() for rung, value in severity.items()},
+        not_ok_because=reason,
+    )
+
+
+def _rung(score: Score, program: Program, divergences: Sequence[Divergence], severity: Severity | None) -> Rung:
+    side = score.side
+    verdict = worst(pair.verdict for pair in score.pairs)
+    names = {
+        "program": ("the untouched model", "its exported program"),
+        "engine": ("program", "engine with debug outputs"),
+        "release": ("program", "release engine"),
+        "candidate": ("program", "the candidate's program"),
+        "candidate, untouched": ("program", "the untouched candidate"),
+    }
+    ours, theirs = names.get(side.rung, ("program", f"program after {side.rung}"))
+    note = None
+    if side.rung == "release" and severity is not None:
+        note = f"bitwise equal to the engine in {severity.num_bitwise} of {severity.num_tokens} rows of logits"
+        if severity.first_change:
+            note += f"; changed token: {severity.first_change}"
+    return Rung(
+        name=side.rung,
+        baseline=ours,
+        candidate=theirs,
+        verdict=verdict,
+        guarantee=side.guarantee,
+        num_judged=len(score.pairs),
+        coverage=_coverage(score, program),
+        first_divergence=divergences[0] if divergences else None,
+        note=note,
+    )
+
+
+def _coverage(score: Score, program: Program) -> float:
+    """Share of float-valued nodes judged: all op nodes, or those that module outputs name."""
+    if isinstance(score.side, ModuleSide):
+        named = float_nodes(program, ("module", "tap"))
+    elif score.side.guarantee == "judged op by op":
+        named = float_nodes(program, ("op",))
+    else:
+        named = set(score.side.nodes) if isinstance(score.side, EngineSide) else float_nodes(program, ("op",))
+    return len(named & score.judged_nodes) / len(named) if named else 1.0
+
+
+def _first(origins: Sequence[Divergence], order: Mapping[str, int], rungs: Sequence[str]) -> Divergence | None:
+    """The earliest wrong origin by rung, step and graph order; the earliest suspicious one when none is wrong."""
+    for level in reversed(FLAGGED):
+        found = [d for d in origins if d.verdict == level]
+        if found:
+            return min(found, key=lambda d: (rungs.index(d.rung or ""), d.step, order[d.node or ""]))
+    return None
+
+
+def _not_ok_because(
+    verdict: str,
+    first: Divergence | None,
+    fail_on: str,
+    coverage: float,
+    min_coverage: float,
+    severity: Mapping[str, Severity],
+) -> str | None:
+    if VERDICTS.index(verdict) >= VERDICTS.index(fail_on):  # type: ignore[arg-type]
+        where = f" at {first.site}" if first else ""
+        return f"a tensor is {verdict}{where}"
+    release = severity.get("release")
+    if release is not None and release.first_change is not None:
+        return f"the release engine picks another token than the engine: {release.first_change}"
+    if coverage < min_coverage:
+        return f"only {coverage:.0%} of the baseline's float-valued sites were judged (--min-coverage {min_coverage:g})"
+    return None
+
+
+def _unobserved(score: Score, program: Program, skipped: Sequence[Skipped]) -> list[Skipped]:
+    """Float sites that nobody judged and nobody explained yet."""
+    if not isinstance(score.side, (EngineSide, ProgramSide)):
+        return []
+    known = {item.site for item in skipped}
+    missing = float_nodes(program, ("op",)) - score.judged_nodes
+    sites = [program.sites.by_node[node][0].name for node in missing]
+    return [Skipped(s, "candidate", "the candidate has no such tensor", rung=score.side.rung) for s in sorted(sites) if s not in known]

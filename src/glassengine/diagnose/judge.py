@@ -1,0 +1,207 @@
+"""Run all sides of a check in lockstep with the reference and keep the score of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from glassengine.compare.hints import tensor_hints, weight_hints
+from glassengine.compare.measure import measure
+from glassengine.compare.verdict import Judgement, Reference
+from glassengine.diagnose.cases import Case, StepInputs
+from glassengine.diagnose.origins import OriginTracker
+from glassengine.diagnose.reference import ReferenceRun
+from glassengine.diagnose.sides import ModuleSide, Observed, Side, empty_caches
+from glassengine.diagnose.validity import valid_mask
+from glassengine.program.export import named_inputs
+from glassengine.program.naming import is_tensor_node
+from glassengine.program.program import Program
+from glassengine.results import Divergence, Hint, Pair
+
+FLAGGED = ("suspicious", "wrong")
+
+
+@dataclass
+class Score:
+    """What one side did over all cases."""
+
+    side: Side
+    program: Program
+    pairs: list[Pair] = field(default_factory=list)
+    divergences: dict[str, Divergence] = field(default_factory=dict)
+    judged_nodes: set[str] = field(default_factory=set)
+    _tracker: OriginTracker | None = None
+
+    def begin(self, case: Case) -> None:
+        """Start a case: neither caches nor blame outlive one."""
+        self.side.begin(case)
+        self._tracker = OriginTracker(self.program)
+
+    def visit(self, node: Node, reference: Reference, case: Case, step: int) -> None:
+        """Judge this side's value of `node`."""
+        assert self._tracker is not None
+        observed = self.side.observed(node.name)
+        if observed is None:
+            self._tracker.visit(node, step, None)
+            return
+        tensor = _completed(observed.tensor, reference, self.program, node)
+        judgement = reference.judge(tensor)
+        inherited = self._tracker.visit(node, step, judgement.verdict)
+        self.judged_nodes.add(node.name)
+        flagged = judgement.verdict in FLAGGED
+        site = self.program.sites.by_node[node.name][0]
+        figures = measure(reference.native, tensor) if flagged and tensor.shape == reference.native.shape else None
+        self.pairs.append(
+            Pair(
+                step=step,
+                site=site.name,
+                candidate_site=observed.site,
+                method=observed.method,
+                confidence=1.0 if observed.method == "name+fingerprint" else 0.9,
+                verdict=judgement.verdict,
+                judged_by="noise floor",
+                figures=figures,
+                rho=judgement.rho,
+                rung=self.side.rung,
+                case=case.name,
+                inherited=inherited,
+                reason=judgement.reason,
+            )
+        )
+        if flagged and not inherited and node.name not in self.divergences:
+            self.divergences[node.name] = self._divergence(node, observed, judgement, reference, step)
+
+    def end_case(self) -> None:
+        """Give every divergence the worst verdict of what it caused."""
+        assert self._tracker is not None
+        for name, origin in self._tracker.origins.items():
+            if name in self.divergences:
+                self.divergences[name] = _with_verdict(self.divergences[name], origin.verdict)
+
+    def begin_step(self) -> None:
+        """Start a step."""
+        assert self._tracker is not None
+        self._tracker.begin_step()
+
+    def _divergence(
+        self, node: Node, observed: Observed, judgement: Judgement, reference: Reference, step: int
+    ) -> Divergence:
+        site = self.program.sites.by_node[node.name][0]
+        hints = [*self._written_differently(node), *tensor_hints(reference.exact, observed.tensor, reference.valid)]
+        return Divergence(
+            rung=self.side.rung,
+            step=step,
+            site=site.name,
+            node=node.name,
+            candidate_site=observed.site,
+            source=site.source,
+            verdict=judgement.verdict,
+            rho=judgement.rho,
+            beta=None,
+            introduced=judgement.rms_error,
+            inherited=None,
+            hints=tuple(sorted(hints, key=lambda hint: -hint.score)),
+        )
+
+    def _written_differently(self, node: Node) -> list[Hint]:
+        """Hints from the two programs: other arguments, other weights."""
+        other: Program | None = getattr(self.side, "program", None)
+        pair = getattr(self.side, "pairs", {}).get(node.name)
+        if pair is None or other is None:
+            return []
+        hints = [Hint("argument", f"{pair.candidate.op}: {pair.difference}", 1.0)] if pair.difference else []
+        names = self.program.weight_names()
+        used = [names[source.name] for source in node.all_input_nodes if source.name in names]
+        return hints + weight_hints(used, _weights(self.program), _weights(other))
+
+
+def run_cases(
+    program: Program,
+    cases: Sequence[Case],
+    model: ModuleSide,
+    scores: Sequence[Score],
+    *,
+    coarsest: torch.dtype | None,
+    on_step: Callable[[Case, int, Mapping[str, torch.Tensor]], None],
+) -> None:
+    """Run every case on the reference and on all sides, and judge every tensor of every step.
+
+    Args:
+        program: The baseline program.
+        cases: What to run.
+        model: The untouched baseline; its greedy choice is the next token of everybody.
+        scores: One per side, `model`'s among them.
+        coarsest: Dtype of the coarsest side.
+        on_step: Called after each step with the outputs of the program in its own dtype.
+    """
+    floors: dict[str, float] = {}
+    for case in cases:
+        reference = ReferenceRun(program, coarsest=coarsest, relative_floors=floors)
+        for score in scores:
+            score.begin(case)
+        inputs: Any = StepInputs.first(case) if case.input_ids is not None else case.steps[0]
+        for step in range(case.num_steps):
+            if step:
+                inputs = _next(case, step, inputs, model)
+            for score in scores:
+                score.begin_step()
+                score.side.step(inputs)
+            named = inputs.named() if isinstance(inputs, StepInputs) else named_inputs(inputs)
+            if program.layout is not None and step == 0:
+                named |= empty_caches(program, named)
+
+            def observe(node: Node, value: Reference, step: int = step, case: Case = case) -> None:
+                for score in scores:
+                    score.visit(node, value, case, step)
+
+            def valid(node: Node, value: torch.Tensor, inputs: Any = inputs) -> torch.Tensor | None:
+                if not isinstance(inputs, StepInputs):
+                    return None
+                return valid_mask(program.sites.by_node[node.name][0], value, inputs)
+
+            with torch.no_grad():
+                outputs = reference.step(named, observe, valid)
+            on_step(case, step, outputs)
+        for score in scores:
+            score.end_case()
+
+
+def _next(case: Case, step: int, inputs: Any, model: ModuleSide) -> Any:
+    if not isinstance(inputs, StepInputs):
+        return case.steps[step]
+    assert model.logits is not None
+    return inputs.following(model.logits[:, -1].argmax(-1))
+
+
+def _completed(tensor: torch.Tensor, reference: Reference, program: Program, node: Node) -> torch.Tensor:
+    """A growing cache is shorter than the static one: only the part that both have is compared."""
+    axis = program.sites.by_node[node.name][0].axes.get("cache")
+    native = reference.native
+    if axis is None or tensor.dim() != native.dim() or tensor.shape[axis] >= native.shape[axis]:
+        return tensor
+    size = tensor.shape[axis]
+    rest = native.narrow(axis, size, native.shape[axis] - size).to(tensor.dtype)
+    return torch.cat([tensor, rest], dim=axis)
+
+
+def _with_verdict(divergence: Divergence, verdict: Any) -> Divergence:
+    return Divergence(**{**vars(divergence), "verdict": verdict})
+
+
+def _weights(program: Program) -> dict[str, torch.Tensor]:
+    names = program.weight_names()
+    return {names[node]: tensor for node, tensor in program.weights().items()}
+
+
+def float_nodes(program: Program, kinds: Sequence[str]) -> set[str]:
+    """Nodes of floating dtype that have a site of one of `kinds`: what coverage is counted over."""
+    named = {site.node for site in program.sites if site.kind in kinds and ":in" not in site.name}
+    return {
+        node.name
+        for node in program.graph.nodes
+        if node.name in named and is_tensor_node(node) and node.meta["val"].is_floating_point()
+    }

@@ -1,0 +1,60 @@
+"""How much a disagreement matters to the user of the model: tokens and KL. Reported, never decisive by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Severity:
+    """Agreement of the last position's logits of two sides over all steps, in nats for KL."""
+
+    num_tokens: int = 0
+    num_agreeing: int = 0
+    num_ties: int = 0
+    total_kl: float = 0.0
+    max_kl: float = 0.0
+    first_change: str | None = None
+    num_bitwise: int = 0
+
+    def add(self, baseline: torch.Tensor, candidate: torch.Tensor, noise: float, where: str) -> None:
+        """Count one step.
+
+        Args:
+            baseline: Logits [B, V] of the last position.
+            candidate: The same of the other side.
+            noise: RMS of what rounding alone does to a logit; a changed token within 4 times it is a tie.
+            where: Case and step, for the message.
+        """
+        a, b = baseline.double(), candidate.double()
+        log_a, log_b = torch.log_softmax(a, -1), torch.log_softmax(b, -1)
+        kl = (log_a.exp() * (log_a - log_b)).sum(-1)
+        self.total_kl += float(kl.sum())
+        self.max_kl = max(self.max_kl, float(kl.max()))
+        ours, theirs = a.argmax(-1), b.argmax(-1)
+        for row in range(a.shape[0]):
+            self.num_tokens += 1
+            self.num_bitwise += bool(torch.equal(baseline[row], candidate[row]))
+            if ours[row] == theirs[row]:
+                self.num_agreeing += 1
+                continue
+            margin = float(a[row, ours[row]] - a[row, theirs[row]])
+            if margin <= 4 * noise:
+                self.num_ties += 1
+            elif self.first_change is None:
+                self.first_change = f"{where}, row {row}: token {int(theirs[row])} for {int(ours[row])} (margin {margin:.3g})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready figures; `token_agreement` counts ties as agreement."""
+        agreeing = self.num_agreeing + self.num_ties
+        return {
+            "num_tokens": self.num_tokens,
+            "token_agreement": agreeing / self.num_tokens if self.num_tokens else None,
+            "num_ties": self.num_ties,
+            "mean_kl": self.total_kl / self.num_tokens if self.num_tokens else None,
+            "max_kl": self.max_kl,
+            "first_changed_token": self.first_change,
+        }

@@ -1,0 +1,39 @@
+"""Which elements of a tensor count: real tokens, and cache slots that hold one."""
+
+from __future__ import annotations
+
+import torch
+
+from glassengine.diagnose.cases import StepInputs
+from glassengine.sites import Site
+
+
+def valid_mask(site: Site, value: torch.Tensor, inputs: StepInputs) -> torch.Tensor | None:
+    """Return a bool mask that broadcasts against `value`, or None when every element counts.
+
+    Args:
+        site: Says which dimensions are batch, sequence and cache (or batch and sequence folded into one).
+        value: The tensor.
+        inputs: Of the step: [B, S] real tokens, [B, T] occupied cache slots.
+    """
+    tokens, slots = inputs.token_mask, inputs.attention_mask.bool()
+    if bool(tokens.all()) and bool(slots.all()):
+        return None
+    mask: torch.Tensor | None = None
+    folded = [i for i, size in enumerate(site.shape) if size in ("batch*sequence", "sequence*batch")]
+    if folded:
+        mask = _spread(tokens.flatten(), value, folded[0])
+    for axis, table in (("sequence", tokens), ("cache", slots)):
+        if axis in site.axes and "batch" in site.axes:
+            part = _spread(table, value, site.axes["batch"], site.axes[axis])
+            mask = part if mask is None else mask & part
+    return mask
+
+
+def _spread(table: torch.Tensor, value: torch.Tensor, *axes: int) -> torch.Tensor:
+    """Reshape `table` so that its dimensions lie at `axes` of `value` (in any order)."""
+    order = sorted(range(len(axes)), key=lambda i: axes[i])
+    shape = [1] * value.dim()
+    for axis in axes:
+        shape[axis] = value.shape[axis]
+    return table.permute(order).reshape(shape)
