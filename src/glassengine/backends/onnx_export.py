@@ -134,9 +134,10 @@ def _check_inputs(program: Program, graph: Any) -> None:
 
 def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     """Translations of this export; the functions share the scatter indices that equal updates need."""
+    import onnxscript
     from onnx_ir import DataType
-    from onnxscript import opset20 as op
 
+    op: Any = onnxscript.opset20
     scatter_indices: dict[tuple[Any, ...], Any] = {}
 
     def index_copy(self: Any, dim: int, index: Any, source: Any) -> Any:

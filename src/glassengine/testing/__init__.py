@@ -1,0 +1,1 @@
+"""What other projects can test with: tiny models and what a back-end must do."""
