@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from glassengine.backends.registry import list_backends as list_backends
     from glassengine.compare import compare as compare
     from glassengine.diagnose import check as check
-    from glassengine.engine import build as build
-    from glassengine.engine import load as load
+    from glassengine.engine.build import build as build
+    from glassengine.engine.engine import load as load
     from glassengine.errors import BackendError as BackendError
     from glassengine.errors import CorruptError as CorruptError
     from glassengine.errors import GlassError as GlassError
@@ -43,11 +43,11 @@ _PUBLIC = {
     "Recording": "glassengine.recording.reader",
     "UnknownNameError": "glassengine.errors",
     "UsageError": "glassengine.errors",
-    "build": "glassengine.engine",
+    "build": "glassengine.engine.build",
     "check": "glassengine.diagnose",
     "compare": "glassengine.compare",
     "list_backends": "glassengine.backends.registry",
-    "load": "glassengine.engine",
+    "load": "glassengine.engine.engine",
     "named_network_outputs": "glassengine.program",
     "register_network_output": "glassengine.taps",
     "sites": "glassengine.program",

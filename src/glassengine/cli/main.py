@@ -21,6 +21,11 @@ from glassengine.cli import options
 from glassengine.cli.errors import exit_status
 
 COMMANDS = {
+    "build": "Compile a model into an engine directory.",
+    "sites": "List the names of a model's, engine's or recording's tensors, without building.",
+    "run": "Generate text with an engine; print or record its tensors.",
+    "show": "Show the tensors of a recording and their statistics.",
+    "compare": "Compare two recordings or tensor files, tensor by tensor.",
     "doctor": "Show what Glass Engine finds on this machine: versions, processor, compiler, back-ends.",
 }
 

@@ -141,6 +141,7 @@ def build(
     settings = Settings(
         backend=chosen.name,
         add_output=add_output,
+        implicit_outputs=True,
         max_batch_size=max_batch_size,
         max_seq_len=_check_sizes(loaded, max_batch_size, max_seq_len),
         overwrite=overwrite,
@@ -184,7 +185,7 @@ def build_program(
         program: With weights.
         directory: Directory to make.
         backend: As in `build`.
-        outputs: Debug outputs: node names, sites or patterns, each with an optional `=ALIAS`.
+        outputs: Debug outputs: node names, sites or patterns, each with an optional `=ALIAS`; these and no others.
         model: Where the program came from, for tokenizer and configuration.
         max_batch_size: As in `build`.
         max_seq_len: As in `build`.
@@ -291,9 +292,9 @@ def _write_files(
 
 def _requested(program: Program, settings: Settings) -> list[outputs.Requested]:
     requests = [outputs.parse_request(text) for text in settings.add_output]
-    requests += outputs.requests_from_environment()
-    if program.kind == "module":
-        requests += outputs.tap_requests(program)
+    if settings.implicit_outputs:
+        requests += outputs.requests_from_environment()
+        requests += outputs.tap_requests(program) if program.kind == "module" else []
     return outputs.resolve_requests(program, requests)
 
 

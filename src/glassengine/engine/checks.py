@@ -9,7 +9,7 @@ import torch
 
 from glassengine.engine.manifest import Manifest
 from glassengine.errors import UsageError
-from glassengine.sites import port_leaves
+from glassengine.program.export import named_inputs
 
 
 def check_inputs(manifest: Manifest, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -22,7 +22,7 @@ def check_inputs(manifest: Manifest, inputs: Mapping[str, Any]) -> dict[str, tor
     Raises:
         UsageError: One message with a table: name, dtype, device, shape, what was built, and what to change.
     """
-    given = {port.removeprefix(":in").lstrip("."): tensor for port, tensor in port_leaves(":in", dict(inputs))}
+    given = named_inputs(inputs)
     sizes: dict[str, int] = {}
     rows: list[tuple[str, str, str, str]] = []
     wrong = False
@@ -55,8 +55,8 @@ def check_inputs(manifest: Manifest, inputs: Mapping[str, Any]) -> dict[str, tor
             for row in [header, *rows]
         ]
         raise UsageError(f"the inputs do not fit the engine {manifest.name!r}", got="\n" + "\n".join(lines))
-    named = {port.removeprefix(":in").lstrip("."): tensor for port, tensor in port_leaves(":in", dict(inputs))}
-    return {entry.name: named[entry.name] for entry in manifest.inputs}
+    tensors = named_inputs(inputs)
+    return {entry.name: tensors[entry.name] for entry in manifest.inputs}
 
 
 def _check_fixed(manifest: Manifest, inputs: Mapping[str, Any], rows: list[tuple[str, str, str, str]]) -> bool:

@@ -18,10 +18,15 @@ from glassengine.program.program import GRAPH_LEVEL
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a build was asked for beside the program; see `build`."""
+    """What a build was asked for beside the program; see `build`.
+
+    `implicit_outputs` adds what TRTLLM_ADD_OUTPUT says and the taps of a plain module. `reloadable` says that the
+    weights can be loaded again from the checkpoint, unchanged and without running code.
+    """
 
     backend: str | None = None
     add_output: Sequence[str] = ()
+    implicit_outputs: bool = False
     max_batch_size: int = 8
     max_seq_len: int | None = None
     overwrite: bool = False

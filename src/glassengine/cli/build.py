@@ -1,0 +1,122 @@
+"""`glass build`: make an engine."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import glassengine as glass
+from glassengine.cli import foreign
+from glassengine.cli.options import out, progress, write_json
+from glassengine.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+CONTEXT_SETTINGS = foreign.CONTEXT_SETTINGS
+
+
+class DType(StrEnum):
+    """Floating dtype of an engine."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float64 = "float64"
+
+
+def command(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Hugging Face directory or id, file.py:factory, package.module:factory.", show_default=False
+        ),
+    ],
+    out_directory: Annotated[
+        str | None,
+        typer.Argument(metavar="[OUT]", help="Directory to make; engines/<model> by default.", show_default=False),
+    ] = None,
+    output_dir: Annotated[
+        str | None, typer.Option("--output-dir", "-o", metavar="DIR", help="The same as OUT.", show_default=False)
+    ] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="Back-end; see glass doctor. By default inductor, else onnxruntime.")
+    ] = None,
+    dtype: Annotated[DType, typer.Option(help="auto keeps that of the checkpoint.")] = DType.auto,
+    add_output: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SITE[=ALIAS]", help="Add a debug output: site, node, glob or re:. Repeatable; see glass sites."
+        ),
+    ] = None,
+    inputs: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Inputs of a plain module: file.py:factory, or a tensor file.")
+    ] = None,
+    passes: Annotated[
+        list[str] | None,
+        typer.Option("--pass", metavar="FILE.py:FN", help="Run a pass of yours over the graph. Repeatable."),
+    ] = None,
+    max_batch_size: Annotated[int, typer.Option(help="Largest batch.")] = 8,
+    max_seq_len: Annotated[
+        int | None, typer.Option(help="Most tokens of a sequence; by default what the model allows.")
+    ] = None,
+    attn_implementation: Annotated[str | None, typer.Option(help="As in transformers: sdpa, eager.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")
+    ] = False,
+    revision: Annotated[str | None, typer.Option(help="Of a hub id: branch, tag or commit.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an engine that exists.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be built, and its bytes.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> int:
+    """Compile a model into an engine directory."""
+    if out_directory is not None and output_dir is not None:
+        raise UsageError("the output directory is given twice", got=f"{out_directory} and {output_dir}")
+    options: dict[str, Any] = {
+        "backend": backend,
+        "dtype": dtype.value,
+        "add_output": add_output or (),
+        "inputs": inputs,
+        "passes": passes or (),
+        "max_batch_size": max_batch_size,
+        "max_seq_len": max_seq_len,
+        "attn_implementation": attn_implementation,
+        "trust_remote_code": trust_remote_code,
+        "revision": revision,
+    }
+    directory = out_directory or output_dir
+    if dry_run:
+        with progress(f"exporting {model}"):
+            plan = glass.build(model, directory, dry_run=True, **options)
+        if json:
+            write_json({"schema_version": 1, **plan.to_dict()}, "-")
+            return 0
+        out.print(f"would build {plan.output_dir} with {plan.backend}, {plan.dtype}")
+        out.print(f"  weights              {plan.weights_bytes:>16,} bytes")
+        out.print(f"  key/value cache      {plan.cache_bytes:>16,} bytes at the largest batch and length")
+        out.print(f"  added outputs        {plan.prefill_output_bytes:>16,} bytes in the largest prefill")
+        out.print(f"                       {plan.decode_output_bytes:>16,} bytes in the largest decode step")
+        _print_outputs(plan.added_outputs)
+        return 0
+    with progress(f"building {model}"):
+        engine = glass.build(model, directory, overwrite=overwrite, **options)
+    if json:
+        write_json({"directory": str(engine.directory), **engine.manifest.to_dict()}, "-")
+        return 0
+    manifest = engine.manifest
+    out.print(f"built {engine.directory} with {manifest.backend}, {manifest.dtype}")
+    _print_outputs(manifest.added_outputs)
+    for name, reason in manifest.left_out.items():
+        out.print(f"  left out {name}: {reason}")
+    return 0
+
+
+def _print_outputs(outputs: Sequence[Any]) -> None:
+    """Print what the patterns of --add-output matched."""
+    for entry in outputs:
+        shape = ", ".join(map(str, entry.shape))
+        note = "" if entry.name == entry.site else f"  ({entry.site})"
+        out.print(f"  output {entry.name}{note}  {entry.dtype}[{shape}]")

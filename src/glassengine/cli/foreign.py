@@ -1,0 +1,32 @@
+"""Flags of the reference documents, by the one table that says what they are called here.
+
+A command that sets `CONTEXT_SETTINGS = foreign.CONTEXT_SETTINGS` accepts them wherever it has the flag of ours; the
+help shows ours alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Spelling in TensorRT-LLM's and Ditto's documents -> ours, without dashes.
+SPELLINGS = {
+    "add_output": "add-output",
+    "debug_mode": "debug-mode",
+    "engine_dir": "engine-dir",
+    "input_text": "input-text",
+    "max-output-len": "max-new-tokens",
+    "max_batch_size": "max-batch-size",
+    "max_output_len": "max-new-tokens",
+    "max_seq_len": "max-seq-len",
+    "output_dir": "output-dir",
+    "tokenizer_dir": "tokenizer",
+    "use_py_session": "use-py-session",
+}
+
+
+def ours(flag: str) -> str:
+    """Return our spelling of a flag, given and returned without its dashes."""
+    return SPELLINGS.get(flag, flag)
+
+
+CONTEXT_SETTINGS: dict[str, Any] = {"token_normalize_func": ours}

@@ -1,0 +1,78 @@
+"""`glass sites`: the names of every tensor, before anything is built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import glassengine as glass
+from glassengine.cli.options import err, out, progress, settings, write_json
+
+
+def command(
+    target: Annotated[
+        str, typer.Argument(metavar="MODEL|ENGINE|RECORDING", help="What to list the sites of.", show_default=False)
+    ],
+    pattern: Annotated[
+        str | None, typer.Argument(help="Only these: site, alias, glob or re:.", show_default=False)
+    ] = None,
+    inputs: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Inputs of a plain module: file.py:factory, or a tensor file.")
+    ] = None,
+    attn_implementation: Annotated[str | None, typer.Option(help="As in transformers: sdpa, eager.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")
+    ] = False,
+    revision: Annotated[str | None, typer.Option(help="Of a hub id: branch, tag or commit.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> int:
+    """List the names of a model's, engine's or recording's tensors, without building."""
+    if (Path(target) / "recording.json").is_file():
+        rows = _recorded(target, pattern)
+    else:
+        with progress(f"exporting {target}"):
+            found = glass.sites(
+                target,
+                pattern,
+                inputs=inputs,
+                attn_implementation=attn_implementation,
+                trust_remote_code=trust_remote_code,
+                revision=revision,
+            )
+        rows = [site.to_dict() for site in found]
+    if json:
+        write_json({"schema_version": 1, "target": target, "pattern": pattern, "sites": rows}, "-")
+        return 0
+    _print(rows)
+    if not settings.quiet:
+        err.print(f"{len(rows)} sites" + (f" match {pattern!r}" if pattern else ""))
+    return 0
+
+
+def _recorded(directory: str, pattern: str | None) -> list[dict[str, Any]]:
+    """Return the sites of a recording, each once; their steps are listed in place of the aliases."""
+    recording = glass.Recording.open(directory)
+    entries = recording.entries if pattern is None else recording.select(pattern)
+    rows: dict[str, dict[str, Any]] = {}
+    for entry in entries:
+        row = rows.setdefault(
+            entry.site,
+            {"name": entry.site, "op": "", "dtype": entry.dtype, "shape": entry.shape, "aliases": [], "steps": []},
+        )
+        row["steps"].append(entry.step)
+        if entry.node and entry.node not in row["aliases"]:
+            row["aliases"].append(entry.node)
+    return list(rows.values())
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    cells = [("site", "op", "dtype", "shape", "aliases")]
+    for row in rows:
+        shape = f"[{', '.join(map(str, row['shape']))}]"
+        cells.append((row["name"], row["op"], row["dtype"], shape, " ".join(row["aliases"])))
+    widths = [max(len(line[column]) for line in cells) for column in range(4)]
+    for line in cells:
+        text = "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[4]])
+        out.print(text.rstrip())
