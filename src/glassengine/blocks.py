@@ -318,7 +318,7 @@ def _flip(bits: Tensor) -> Tensor:
 def _keys_below(stream: Stream, prefix: int, shift: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the finite values whose key starts with `prefix` (all bits above `shift`), and their keys."""
     for block in stream():
-        values = block[block.isfinite()]
+        values = block if math.isfinite(block.sum().item()) else block[block.isfinite()]
         # With the sign bit inverted the keys are unsigned: digits of 16 bits count up from the smallest value.
         keys = _flip(values.view(torch.int64)) ^ torch.iinfo(torch.int64).min
         if shift < 64:

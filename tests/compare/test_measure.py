@@ -99,3 +99,8 @@ def test_mixed_and_exact_tolerances() -> None:
     assert tolerance("float8_e4m3fn", "float32").rtol == torch.finfo(torch.float8_e4m3fn).eps
     assert is_inexact("complex64")
     assert not is_inexact("bool")
+
+
+def test_a_huge_tensor_of_one_value_needs_no_selection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("glassengine.blocks.lower_median", None)
+    assert summarize(torch.full((100_000,), 2.5)).median == 2.5

@@ -30,7 +30,8 @@ def summarize_stream(stream: blocks.Stream, *, shape: tuple[int, ...], dtype: st
         low = mean = median = high = std = None
     else:
         low, mean, high = found.min, found.mean, found.max
-        median = blocks.lower_median(stream, found.num_finite)
+        # Selection is the expensive part, and a tensor of one value (no error anywhere) does not need it.
+        median = low if low == high else blocks.lower_median(stream, found.num_finite)
         std = (found.m2 / max(found.num_finite - 1, 1)) ** 0.5
     return Summary(
         shape=shape,
