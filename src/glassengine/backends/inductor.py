@@ -65,7 +65,11 @@ class InductorBackend:
 
         def run(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             # The compiled code assumes the strides of contiguous tensors and does not check them.
-            results = call([inputs[name].contiguous() for name in order.inputs])
+            given = [inputs[name].contiguous() for name in order.inputs]
+            results = call(given)
+            for name, tensor in zip(order.inputs, given, strict=True):
+                if name in order.caches and tensor is not inputs[name]:
+                    inputs[name].copy_(tensor)
             return dict(zip(order.outputs, results, strict=True))
 
         return run
