@@ -180,7 +180,11 @@ class Rung(Result):
 
 @dataclass(frozen=True)
 class Comparison(Result):
-    """The result of judging two sides. `ok` is decided by the rule of design section 6."""
+    """The result of judging two sides.
+
+    `ok` is decided by the rule of design section 6; `too_little` says that nothing was found wrong but too little was
+    judged (exit status 4).
+    """
 
     baseline: str
     candidate: str
@@ -196,4 +200,5 @@ class Comparison(Result):
     rungs: tuple[Rung, ...] = ()
     severity: Mapping[str, Any] = field(default_factory=dict)
     not_ok_because: str | None = None
+    too_little: bool = False
     schema_version: int = SCHEMA_VERSION

@@ -26,6 +26,7 @@ COMMANDS = {
     "run": "Generate text with an engine; print or record its tensors.",
     "show": "Show the tensors of a recording and their statistics.",
     "compare": "Compare two recordings or tensor files, tensor by tensor.",
+    "check": "Find the first op where an engine, pass or port goes wrong.",
     "doctor": "Show what Glass Engine finds on this machine: versions, processor, compiler, back-ends.",
 }
 

@@ -117,6 +117,22 @@ def progress(description: str, total: int | None = None) -> Iterator[Callable[[i
         yield lambda advance: bar.advance(task, advance)
 
 
+@contextmanager
+def stages() -> Iterator[Callable[[str], None]]:
+    """Say on stderr which stage of long work has begun: a spinner for a person, a line each for a log.
+
+    Yields:
+        A function that takes the name of the stage that begins.
+    """
+    if shows_progress():
+        with err.status("starting") as status:
+            yield status.update
+    elif settings.quiet:
+        yield lambda _text: None
+    else:
+        yield lambda text: err.print(f"{text} ...")
+
+
 def write_json(document: Mapping[str, Any], destination: str) -> None:
     """Write one JSON document to the file `destination`, or to stdout when that is "-".
 

@@ -49,15 +49,16 @@ def weight_hints(names: Sequence[str], baseline: Mapping[str, torch.Tensor], can
             continue
         ours, theirs = baseline[name], candidate[name]
         if ours.shape != theirs.shape:
-            hints.append(Hint("weight", f"{name} has shape {tuple(theirs.shape)}, baseline {tuple(ours.shape)}", 1.0))
+            hints.append(Hint("weight", f"{name.removeprefix('user.')} has shape {tuple(theirs.shape)}, baseline {tuple(ours.shape)}", 1.0))
             continue
         rounded = ours.to(theirs.dtype)
         count = int((rounded != theirs).sum())
         if not count:
             continue
-        text = f"weight {name} differs in {count} of {ours.numel()} elements"
+        shown = name.removeprefix("user.")
+        text = f"weight {shown} differs in {count} of {ours.numel()} elements"
         twin = next((n for n, t in baseline.items() if n != name and t.shape == theirs.shape and torch.equal(t.to(theirs.dtype), theirs)), None)
-        hints.append(Hint("weight", text + (f"; it equals the baseline's {twin}" if twin else ""), 1.0))
+        hints.append(Hint("weight", text + (f"; it equals the baseline's {twin.removeprefix('user.')}" if twin else ""), 1.0))
     return hints
 
 

@@ -6,7 +6,6 @@ forced with the tokens that the untouched baseline picks. A plain module gets it
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from glassengine.engine.prompts import load_tokenizer
 from glassengine.errors import UsageError
 from glassengine.program import LoadedModel, load_inputs
 
@@ -150,14 +150,14 @@ def _prompt_ids(model: LoadedModel, inputs: str | None, vocabulary: int) -> list
 
 
 def _tokenizer(model: LoadedModel) -> Any:
+    """The model's tokenizer if it has a usable one; a directory without tokenizer files still yields an empty one."""
     if model.directory is None:
         return None
-    from transformers import AutoTokenizer
-
     try:
-        return AutoTokenizer.from_pretrained(model.directory)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError):
+        tokenizer = load_tokenizer(model.directory)
+    except UsageError:
         return None
+    return tokenizer if tokenizer("a").input_ids else None
 
 
 def _check_ids(rows: Sequence[torch.Tensor | None], vocabulary: int) -> None:

@@ -12,6 +12,8 @@ from glassengine.errors import IncomparableError
 from glassengine.program.program import Program
 from glassengine.results import VERDICTS, Comparison, Divergence, Rung, Skipped, worst
 
+_TOO_LITTLE = "only"
+
 
 def conclude(
     program: Program,
@@ -67,6 +69,7 @@ def conclude(
         rungs=tuple(rungs),
         severity={rung: value.to_dict() for rung, value in severity.items()},
         not_ok_because=reason,
+        too_little=reason is not None and reason.startswith(_TOO_LITTLE),
     )
 
 
@@ -134,7 +137,7 @@ def _not_ok_because(
     if release is not None and release.first_change is not None:
         return f"the release engine picks another token than the engine: {release.first_change}"
     if coverage < min_coverage:
-        return f"only {coverage:.0%} of the baseline's float-valued sites were judged (--min-coverage {min_coverage:g})"
+        return f"{_TOO_LITTLE} {coverage:.0%} of the baseline's float-valued sites were judged (--min-coverage {min_coverage:g})"
     return None
 
 

@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from glassengine.compare.hints import tensor_hints, weight_hints
 from glassengine.compare.measure import measure
+from glassengine.compare.tolerance import tolerance
 from glassengine.compare.verdict import Judgement, Reference
 from glassengine.diagnose.cases import Case, StepInputs
 from glassengine.diagnose.origins import OriginTracker
@@ -20,7 +21,7 @@ from glassengine.diagnose.validity import valid_mask
 from glassengine.program.export import named_inputs
 from glassengine.program.naming import is_tensor_node
 from glassengine.program.program import Program
-from glassengine.results import Divergence, Hint, Pair
+from glassengine.results import Divergence, Figures, Hint, Pair
 
 FLAGGED = ("suspicious", "wrong")
 
@@ -54,7 +55,7 @@ class Score:
         self.judged_nodes.add(node.name)
         flagged = judgement.verdict in FLAGGED
         site = self.program.sites.by_node[node.name][0]
-        figures = measure(reference.native, tensor) if flagged and tensor.shape == reference.native.shape else None
+        figures = _figures(reference.native, tensor) if flagged and tensor.shape == reference.native.shape else None
         self.pairs.append(
             Pair(
                 step=step,
@@ -168,6 +169,12 @@ def run_cases(
             on_step(case, step, outputs)
         for score in scores:
             score.end_case()
+
+
+def _figures(baseline: torch.Tensor, candidate: torch.Tensor) -> Figures:
+    names = [str(tensor.dtype).removeprefix("torch.") for tensor in (baseline, candidate)]
+    allowed = tolerance(*names)
+    return measure(baseline, candidate, rtol=allowed.rtol, atol=allowed.atol)
 
 
 def _next(case: Case, step: int, inputs: Any, model: ModuleSide) -> Any:

@@ -136,6 +136,7 @@ def _from_transformers(
     spec: str, dtype: str, attention: str | None, remote: bool, revision: str | None, weights: bool
 ) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
     path = Path(spec).expanduser()
     options: dict[str, Any] = {"trust_remote_code": remote, "revision": revision or "main"}
@@ -147,6 +148,7 @@ def _from_transformers(
     elif not _HUB_ID.fullmatch(spec) or ("/" in spec and path.parent.is_dir()):
         here = [str(p) for p in path.parent.glob("*") if p.is_dir()] if path.parent.is_dir() else []
         raise UnknownNameError("model directory", spec, here, hint=f"MODEL is {FORMS}")
+    transformers_logging.disable_progress_bar()  # its bar over weight names would draw over ours
     try:
         config = AutoConfig.from_pretrained(spec, **options)
         if attention:

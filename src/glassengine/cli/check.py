@@ -1,0 +1,79 @@
+"""`glass check`: climb the ladder, or judge another implementation, and name the first guilty op."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+import glassengine as glass
+from glassengine.cli.options import out, stages, write_json
+
+
+class FailOn(StrEnum):
+    """The mildest verdict that makes the exit status 1."""
+
+    suspicious = "suspicious"
+    wrong = "wrong"
+
+
+def command(
+    baseline: Annotated[
+        str,
+        typer.Argument(help="Hugging Face directory or id, file.py:factory, or package.module:factory to trust.", show_default=False),
+    ],
+    candidate: Annotated[
+        str | None,
+        typer.Option(metavar="TARGET|ENGINE", help="Judge this model, port or engine; default: engines built here."),
+    ] = None,
+    backend: Annotated[str | None, typer.Option(help="Back-end of the engines that are built.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    inputs: Annotated[
+        str | None,
+        typer.Option(metavar="FILE|FACTORY", help="Prompts (.txt, one a line), or tensors (.pt .safetensors .npz .json)."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=0, help="Decode steps after the prefill.")] = 3,
+    passes: Annotated[
+        list[str] | None, typer.Option("--pass", metavar="FILE.PY:FN", help="Graph pass to apply and judge. Repeatable.")
+    ] = None,
+    fail_on: Annotated[FailOn, typer.Option(help="The mildest verdict that is not ok.")] = FailOn.wrong,
+    min_coverage: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the baseline's float-valued sites that must be judged.")
+    ] = 0.9,
+    attn_implementation: Annotated[str | None, typer.Option(help="As in transformers: sdpa, eager.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option(help="Let code that comes with a checkpoint run.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Revision of a hub id.")] = None,
+    json: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write the result as one JSON document; - is stdout.")
+    ] = None,
+) -> int:
+    """Find the first op where an engine, pass or port goes wrong.
+
+    Exit status: 0 ok, 1 some tensor is as bad as --fail-on (or a token changed), 4 too little could be compared.
+    """
+    with stages() as progress:
+        result = glass.check(
+            baseline,
+            candidate=candidate,
+            backend=backend,
+            dtype=dtype,
+            inputs=inputs,
+            steps=steps,
+            passes=passes or (),
+            fail_on=fail_on.value,
+            min_coverage=min_coverage,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+            revision=revision,
+            progress=progress,
+        )
+    if json is not None:
+        write_json(result.to_dict(), json)
+    if json != "-":
+        from glassengine.report.terminal_check import check
+
+        out.print(check(result))
+    if result.ok:
+        return 0
+    return 4 if result.too_little else 1

@@ -1,0 +1,125 @@
+"""The answer of `glass check` on one screen: verdict, ladder, first divergence, what it is not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from glassengine.results import Comparison, Divergence, Pair
+
+_STYLES = {"identical": "green", "rounding": "green", "suspicious": "yellow", "wrong": "bold red"}
+_MAX_HINTS = 4
+_MAX_ORIGINS = 5
+_MAX_REASONS = 4
+
+
+def check(result: Comparison) -> RenderableType:
+    """Return the one screen."""
+    parts: list[RenderableType] = [_headline(result), Text(), _ladder(result)]
+    if result.first_divergence is not None:
+        parts += [Text(), *_divergence(result, result.first_divergence)]
+    parts += [Text(), *_severity(result), *_skipped(result)]
+    return Group(*parts)
+
+
+def _headline(result: Comparison) -> Text:
+    text = Text()
+    text.append("ok" if result.ok else "NOT OK", style="bold green" if result.ok else "bold red")
+    text.append(": ")
+    if result.verdict in ("identical", "rounding"):
+        text.append("every difference is explained by rounding" if result.verdict == "rounding" else "bitwise identical")
+    else:
+        text.append(f"worst verdict {result.verdict}", style=_STYLES[result.verdict])
+    if result.not_ok_because:
+        text.append(f"; {result.not_ok_because}")
+    text.append(f"\nbaseline {result.baseline}, candidate {result.candidate}")
+    return text
+
+
+def _ladder(result: Comparison) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("rung", overflow="fold")
+    table.add_column("judged", no_wrap=True)
+    for name in ("tensors", "coverage", "error/floor"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    for rung in result.rungs:
+        pairs = [pair for pair in result.pairs if pair.rung == rung.name]
+        table.add_row(
+            rung.name,
+            rung.guarantee.removeprefix("judged "),
+            str(rung.num_judged),
+            "" if rung.coverage is None else f"{rung.coverage:.0%}",
+            _worst(pairs),
+            Text(rung.verdict, style=_STYLES[rung.verdict]),
+        )
+    return table
+
+
+def _worst(pairs: list[Pair]) -> str:
+    if any(pair.verdict == "wrong" and pair.rho is None for pair in pairs):
+        return "not a number"
+    values = [pair.rho for pair in pairs if pair.rho is not None]
+    return f"{max(values):.3g}" if values else ""
+
+
+def _divergence(result: Comparison, found: Divergence) -> Iterator[Text]:
+    step = "prefill" if found.step == 0 else f"decode step {found.step}"
+    yield Text(f"first divergence: {found.site}", style="bold")
+    yield Text(f"  rung     {found.rung}, step {found.step} ({step}), verdict {found.verdict}")
+    if found.source:
+        yield Text(f"  source   {found.source}")
+    if found.candidate_site != found.site:
+        yield Text(f"  there    {found.candidate_site}")
+    yield Text(f"  error    {_size(result, found)}")
+    for hint in found.hints[:_MAX_HINTS]:
+        yield Text(f"  hint     {hint.text}")
+    inherited = sum(pair.inherited for pair in result.pairs if pair.rung == found.rung)
+    others = [d for d in result.origins if d.rung == found.rung and d is not found]
+    yield Text(f"  after    {inherited} later tensors merely inherited an error")
+    for other in others[:_MAX_ORIGINS]:
+        yield Text(f"  also     {other.site} (step {other.step}, {other.verdict}) introduced an error of its own")
+    if len(others) > _MAX_ORIGINS:
+        yield Text(f"  also     {len(others) - _MAX_ORIGINS} more origins (--json lists all)")
+
+
+def _size(result: Comparison, found: Divergence) -> str:
+    pair = next(
+        p for p in result.pairs if (p.rung, p.step, p.site) == (found.rung, found.step, found.site) and not p.inherited
+    )
+    if pair.rho is None:
+        return pair.reason or "cannot be measured"
+    text = f"{pair.rho:.3g} times what rounding alone explains"
+    figures = pair.figures
+    if figures is not None and figures.worst_index is not None:
+        text += (
+            f"; largest at {list(figures.worst_index)}: {figures.candidate_at_worst:.6g} for "
+            f"{figures.baseline_at_worst:.6g}; {figures.num_different} of {figures.num_elements} elements differ"
+        )
+    return text
+
+
+def _severity(result: Comparison) -> Iterator[Text]:
+    for rung, found in result.severity.items():
+        if found["num_tokens"]:
+            text = f"{rung}: same next token in {found['token_agreement']:.1%} of {found['num_tokens']}"
+            text += f", mean KL {found['mean_kl']:.2g} nats"
+            yield Text(text)
+    for rung in result.rungs:
+        if rung.note:
+            yield Text(f"{rung.name}: {rung.note}")
+
+
+def _skipped(result: Comparison) -> Iterator[Text]:
+    reasons = Counter((item.side, item.reason) for item in result.skipped)
+    if reasons:
+        yield Text(f"not judged: {len(result.skipped)} sites")
+    for (side, reason), count in reasons.most_common(_MAX_REASONS):
+        yield Text(f"  {count} ({side}): {reason}")
+
+
