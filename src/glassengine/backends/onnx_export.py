@@ -33,6 +33,7 @@ IN_PLACE_KEY = "glassengine.in_place"
 """Key of the model's metadata: the cache inputs whose buffer may also receive the updated cache, space-separated."""
 
 _OPSET = 20
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 
 def export_onnx(program: Program, directory: Path) -> None:
@@ -41,18 +42,11 @@ def export_onnx(program: Program, directory: Path) -> None:
     Weights are held at most twice while converting: the program's, and the transposed ones of linear layers.
 
     Raises:
-        BackendError: The program changes a buffer, which ONNX cannot express, or the converted graph has other
-            inputs, outputs or dynamic dimensions than the program.
+        BackendError: The program changes a buffer or is random, which ONNX cannot express, or the converted graph has
+            other inputs, outputs or dynamic dimensions than the program.
     """
     functional = functional_form(program)
-    kinds = {spec.kind for spec in functional.exported.graph_signature.output_specs}
-    if kinds != {OutputKind.USER_OUTPUT}:
-        odd = ", ".join(sorted(kind.name.lower() for kind in kinds - {OutputKind.USER_OUTPUT}))
-        raise BackendError(
-            "ONNX cannot express a program that changes its buffers",
-            got=odd,
-            hint="pass the state as an input and return it, or build with --backend inductor",
-        )
+    _require_expressible(functional)
     inputs = [port.name for port in functional.inputs]
     outputs = result_names(functional)
     with torch.no_grad(), _quiet():
@@ -74,6 +68,25 @@ def export_onnx(program: Program, directory: Path) -> None:
     converted.model.metadata_props[IN_PLACE_KEY] = " ".join(in_place_caches(graph, program.caches))
     with _quiet():
         converted.save(directory / MODEL_FILE, external_data=True)
+
+
+def _require_expressible(functional: Program) -> None:
+    """Refuse what a conversion would silently turn into another computation."""
+    kinds = {spec.kind for spec in functional.exported.graph_signature.output_specs}
+    if kinds != {OutputKind.USER_OUTPUT}:
+        odd = ", ".join(sorted(kind.name.lower() for kind in kinds - {OutputKind.USER_OUTPUT}))
+        raise BackendError(
+            "ONNX cannot express a program that changes its buffers",
+            got=odd,
+            hint="pass the state as an input and return it, or build with --backend inductor",
+        )
+    for node in functional.graph.find_nodes(op="call_function", target=_ATTENTION):
+        if dict(zip(("query", "key", "value", "attn_mask", "dropout_p"), node.args, strict=False)).get("dropout_p"):
+            raise BackendError(
+                "attention with dropout is random and cannot be built",
+                got=f"{node.name}: dropout_p={node.args[4]}",
+                hint="pass dropout_p=0 to scaled_dot_product_attention when the module is not training",
+            )
 
 
 def in_place_caches(graph: Any, caches: dict[str, str]) -> list[str]:
@@ -161,8 +174,6 @@ def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
         enable_gqa: bool = False,
     ) -> Any:
         """Attend with query [B, H, S, D], key [B, G, T, D] and value [B, G, T, Dv]; [B, H, S, Dv]."""
-        if dropout_p:
-            raise BackendError("attention with dropout is random and cannot be built", hint="call model.eval() first")
 
         def constant(number: float) -> Any:
             return op.CastLike(op.Constant(value_float=number), query)
@@ -203,7 +214,7 @@ def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
 
     return {
         torch.ops.aten.index_copy.default: index_copy,
-        torch.ops.aten.scaled_dot_product_attention.default: attention,
+        _ATTENTION: attention,
     }
 
 

@@ -27,8 +27,11 @@ from glassengine.program.program import Program
 from glassengine.results import Result
 from glassengine.sites import Site
 
-TOLERANCES = {"float32": 2e-5, "float16": 2e-2, "bfloat16": 1e-1, "float64": 1e-12}
-"""Largest error of an element, as a fraction of the largest finite element of its tensor."""
+TOLERANCES = {"float64": 1e-12, "float32": 2e-5, "float16": 1e-2, "bfloat16": 1e-1}
+"""Largest error of an element, as a fraction of the largest finite element of its tensor.
+
+That of the coarsest dtype in a program holds for all of it: a float32 norm of float16 values is only as good as these.
+"""
 
 PROMPT_LENGTH = 9
 CACHE_LENGTH = 16
@@ -134,6 +137,7 @@ class _Check:
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
         self._sites = {site.node: site for site in subject.program.sites if site.kind == "op"}
+        self._tolerance = max(TOLERANCES.get(site.dtype, 0.0) for site in self._sites.values())
         self._findings: list[Finding] = []
         self._skipped: dict[str, str] = {}
         self._held: list[tuple[int, str, torch.Tensor, torch.Tensor]] = []
@@ -167,6 +171,7 @@ class _Check:
         outputs = self._subject.run({**inputs, **kv})
 
         for past, present in program.caches.items():
+            assert valid is not None
             expected_kv[past] = expected[present]
             if present in outputs:
                 kv[past] = outputs[present]
@@ -194,16 +199,15 @@ class _Check:
         after: torch.Tensor,
         expected: torch.Tensor,
         slots: torch.Tensor,
-        valid: torch.Tensor | None,
+        valid: torch.Tensor,
     ) -> None:
         """Compare a cache [B, H, T, D]: written slots with the reference, every other slot with what it was."""
         others = torch.ones(after.shape[2], dtype=torch.bool)
         others[slots] = False
         unchanged = _bitwise(after[:, :, others], before[:, :, others])
         self._require(name, unchanged, "a slot that this step does not write has changed")
-        rows = valid[:, slots] if valid is not None else torch.ones((after.shape[0], len(slots)), dtype=torch.bool)
-        written, wanted = (cache[:, :, slots].transpose(1, 2)[rows] for cache in (after, expected))
-        self._require(name, *_close(written, wanted, expected))
+        written, wanted = (cache[:, :, slots].transpose(1, 2)[valid[:, slots]] for cache in (after, expected))
+        self._require(name, *self._close(written, wanted, expected))
 
     def _compare(
         self,
@@ -218,12 +222,31 @@ class _Check:
             self._require(site.name, False, problem)
             return
         rows = torch.ones(expected.shape, dtype=torch.bool)
-        if valid is not None and not valid[:, inputs["cache_position"]].all():
-            if any(isinstance(size, str) and "*" in size for size in site.shape):
+        if valid is not None:
+            has_padding = not valid[:, inputs["cache_position"]].all()
+            if has_padding and any(isinstance(size, str) and "*" in size for size in site.shape):
                 self._skipped[site.name] = "tokens of all rows in one dimension: not compared in padded batches"
                 return
             rows = _valid_positions(site, expected.shape, valid, inputs["cache_position"])
-        self._require(site.name, *_close(actual[rows], expected[rows], expected))
+        self._require(site.name, *self._close(actual[rows], expected[rows], expected))
+
+    def _close(self, actual: torch.Tensor, expected: torch.Tensor, whole: torch.Tensor) -> tuple[bool, str]:
+        """Return whether `actual` is near enough to `expected`, and what is wrong otherwise.
+
+        Args:
+            actual: Elements to judge.
+            expected: The same elements of the reference.
+            whole: The reference's tensor that they are from: its largest element sets the tolerance.
+        """
+        if not expected.is_floating_point():
+            return torch.equal(actual, expected), f"{int((actual != expected).sum())} elements differ"
+        finite = whole[whole.isfinite() & (whole.abs() < _HUGE)].double().abs()
+        scale = float(finite.max()) if finite.numel() else 0.0
+        # Equal elements are fine whatever they are: infinities and the lowest finite number have no useful difference.
+        agree = (actual == expected) | (actual.isnan() & expected.isnan())
+        error = (actual.double() - expected.double()).abs()[~agree]
+        largest = float(error.nan_to_num(nan=float("inf")).max()) if error.numel() else 0.0
+        return largest <= self._tolerance * scale, f"error of {largest:.3g} in a tensor of size {scale:.3g}"
 
     def _require(self, what: str, fine: bool, problem: str, *, step: int | None = None) -> None:
         self._num_checked += 1
@@ -232,7 +255,7 @@ class _Check:
 
 
 def _valid_positions(site: Site, shape: Sequence[int], valid: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Return a mask of `shape`: False where the batch row and position, or the row and cache slot, is padding."""
+    """Return a mask of `shape`: False where the position, or the cache slot, of a row is padding or unused."""
     rows = torch.ones(tuple(shape), dtype=torch.bool)
     batch = site.axes.get("batch")
     for axis, table in (("sequence", valid[:, slots]), ("cache", valid)):
@@ -245,29 +268,14 @@ def _valid_positions(site: Site, shape: Sequence[int], valid: torch.Tensor, slot
     return rows
 
 
-def _close(actual: torch.Tensor, expected: torch.Tensor, whole: torch.Tensor) -> tuple[bool, str]:
-    """Return whether `actual` is within the tolerance of its dtype of `expected`, and what is wrong otherwise.
-
-    Args:
-        actual: Elements to judge.
-        expected: The same elements of the reference.
-        whole: The reference's tensor that they are from: its largest element is what the tolerance is a fraction of.
-    """
-    if not expected.is_floating_point():
-        return torch.equal(actual, expected), f"{int((actual != expected).sum())} elements differ"
-    finite = whole[whole.isfinite() & (whole.abs() < _HUGE)].double().abs()
-    scale = float(finite.max()) if finite.numel() else 0.0
-    tolerance = TOLERANCES[str(expected.dtype).removeprefix("torch.")]
-    # Equal elements are fine whatever they are: infinities and the lowest finite number have no useful difference.
-    agree = (actual == expected) | (actual.isnan() & expected.isnan())
-    error = (actual.double() - expected.double()).abs()[~agree]
-    largest = float(error.nan_to_num(nan=float("inf")).max()) if error.numel() else 0.0
-    return largest <= tolerance * scale, f"error of {largest:.3g} in a tensor of size {scale:.3g}"
-
-
 def _bitwise(actual: torch.Tensor, expected: torch.Tensor) -> bool:
     """Whether both hold the same bytes."""
-    return torch.equal(*(tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) for tensor in (actual, expected)))
+    return torch.equal(
+        *(
+            tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+            for tensor in (actual, expected)
+        )
+    )
 
 
 def _strided(tensor: torch.Tensor) -> torch.Tensor:
