@@ -213,3 +213,20 @@ def test_error_streams() -> None:
     assert relative[0] == 0.5
     assert relative.numel() == 4
     assert math.isnan(relative[-1])
+
+
+def test_the_number_of_threads_is_put_back() -> None:
+    before = torch.get_num_threads()
+    seen = []
+
+    def stream() -> list[torch.Tensor]:
+        seen.append(torch.get_num_threads())
+        return [torch.ones(3, dtype=torch.float64)]
+
+    moments(stream)
+    lower_median(stream, 3)
+    difference(torch.ones(3), torch.zeros(3), rtol=0, atol=0)
+    assert set(seen) == {1}
+    with pytest.raises(RuntimeError):
+        difference(torch.ones(3), torch.zeros(4), rtol=0, atol=0)
+    assert torch.get_num_threads() == before

@@ -8,6 +8,7 @@ in any combination; empty tensors and non-finite elements have defined results.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -139,6 +140,21 @@ def error_stream(baseline: Tensor, candidate: Tensor, *, relative: bool, device:
     return stream
 
 
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Run torch on one thread: the pieces are too small to share.
+
+    On a loaded machine the threads of one short operation wait for each other hundreds of times longer than it takes.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+@_one_thread()
 def moments(stream: Stream) -> Moments:
     """Return counts, extremes, mean and sum of squared deviations of `stream` in one pass."""
     num_elements = num_finite = num_nan = 0
@@ -164,6 +180,7 @@ def moments(stream: Stream) -> Moments:
     return Moments(num_elements, num_finite, num_nan, low, high, mean, m2)
 
 
+@_one_thread()
 def lower_median(stream: Stream, num_finite: int) -> float:
     """Return the exact lower median of the finite elements of `stream`, in bounded memory.
 
@@ -193,6 +210,7 @@ def lower_median(stream: Stream, num_finite: int) -> float:
     return float(kept.kthvalue(rank + 1).values)
 
 
+@_one_thread()
 def difference(
     baseline: Tensor, candidate: Tensor, *, rtol: float, atol: float, device: str | torch.device = "cpu"
 ) -> Difference:
