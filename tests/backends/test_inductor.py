@@ -1,0 +1,97 @@
+"""The AOTInductor back-end: frozen, free of our ops, and loadable where this package is not."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import textwrap
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import glassengine as glass
+from glassengine.backends import inductor
+from glassengine.backends.io import read_io
+from glassengine.executable.executable import compile_executable, load_executable
+from glassengine.program.export import export_module
+from glassengine.program.program import Program
+
+BACKEND = inductor.InductorBackend()
+
+
+class Tapped(nn.Module):
+    """Two linear layers and a tap; the smallest thing in which freezing and marks can be seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(glass.tap("hidden", self.up(x).relu()))
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    torch.manual_seed(0)
+    return export_module(Tapped().eval(), [{"x": torch.randn(batch, 16)} for batch in (2, 3)])
+
+
+@pytest.fixture(scope="module")
+def frozen(program: Program, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("frozen")
+    # Gradients are on here: the back-end itself must turn them off, or freezing is silently ignored.
+    with torch.enable_grad():
+        compile_executable("tapped", lambda path: BACKEND.build(program, path), directory)
+    return directory
+
+
+def constants(package: Path) -> list[str]:
+    return torch._inductor.aoti_load_package(str(package / "model.pt2")).get_constant_fqns()
+
+
+def reference(program: Program, x: torch.Tensor) -> torch.Tensor:
+    return program.exported.module(check_guards=False)(x=x)
+
+
+def test_freezing_happened(program: Program, frozen: Path) -> None:
+    assert BACKEND.keeps_weights(program)
+    names = constants(frozen)
+    assert sum(name.startswith("_frozen_param") for name in names) == 2, names
+    assert not {"up.weight", "down.weight"} & set(names)
+
+
+def test_weights_of_large_models_stay_outside(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inductor, "FREEZE_LIMIT_BYTES", 0)
+    assert not BACKEND.keeps_weights(program)
+    BACKEND.build(program, tmp_path)
+    weights = dict(program.exported.state_dict)
+    assert set(constants(tmp_path)) <= set(weights)
+    run = load_executable("tapped", lambda path: BACKEND.load(path, weights), tmp_path).run
+    x = torch.randn(5, 16)
+    torch.testing.assert_close(run({"x": x})["output"], reference(program, x))
+
+
+def test_no_op_of_ours_is_in_the_package(frozen: Path) -> None:
+    with zipfile.ZipFile(frozen / "model.pt2") as package:
+        for name in package.namelist():
+            assert not re.search(rb"glass(engine)?::", package.read(name)), name
+
+
+def test_the_package_runs_without_this_package(program: Program, frozen: Path, tmp_path: Path) -> None:
+    x = torch.randn(4, 16)
+    torch.save({"x": x, "expected": reference(program, x)}, tmp_path / "case.pt")
+    assert read_io(frozen).inputs == ("x",)
+    code = f"""
+        import sys, torch
+        sys.modules["glassengine"] = None
+        case = torch.load({str(tmp_path / "case.pt")!r}, weights_only=True)
+        package = torch._inductor.aoti_load_package({str(frozen / "model.pt2")!r})
+        torch.testing.assert_close(package(x=case["x"]), case["expected"])
+    """
+    subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], check=True, timeout=120)

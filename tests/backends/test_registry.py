@@ -1,0 +1,95 @@
+"""Back-ends are found, chosen and refused with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from glassengine.backends import registry
+from glassengine.errors import BackendError, UnknownNameError
+
+BUILT_IN = {"eager", "inductor", "onnxruntime"}
+Register = Callable[..., None]
+
+
+@pytest.fixture
+def register(monkeypatch: pytest.MonkeyPatch) -> Register:
+    """Return a function that registers an entry point beside the built-in ones."""
+    entries = dict(registry._entries())
+
+    def add(name: str, value: str) -> None:
+        entries[name] = EntryPoint(name, value, registry.GROUP)
+        monkeypatch.setattr(registry, "_entries", lambda: dict(entries))
+
+    return add
+
+
+@pytest.fixture
+def without_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+
+
+def test_built_in_backends_come_by_the_entry_points_default_first() -> None:
+    infos = registry.list_backends()
+    assert {info.name for info in infos} == BUILT_IN
+    assert infos[0].name == registry.DEFAULT
+    assert all(info.available for info in infos)
+
+
+@pytest.mark.parametrize("name", sorted(BUILT_IN))
+def test_each_is_called_what_it_is_registered_as(name: str) -> None:
+    backend = registry.find_backend(name)
+    assert backend.name == name
+    assert backend.capabilities.kv in ("functional", "mutated")
+    assert "float32" in backend.capabilities.dtypes
+
+
+def test_the_default_is_taken_in_silence() -> None:
+    backend, sentence = registry.choose_backend(None)
+    assert (backend.name, sentence) == (registry.DEFAULT, None)
+
+
+@pytest.mark.usefixtures("without_compiler")
+def test_without_a_compiler_another_is_taken_and_said() -> None:
+    backend, sentence = registry.choose_backend(None)
+    assert backend.name == "onnxruntime"
+    assert sentence is not None
+    assert "no C++ compiler" in sentence
+    assert "onnxruntime" in sentence
+
+
+@pytest.mark.usefixtures("without_compiler")
+def test_one_asked_for_by_name_is_never_replaced() -> None:
+    with pytest.raises(BackendError, match=r"'inductor' cannot be used here") as error:
+        registry.choose_backend("inductor")
+    assert "g++" in str(error.value)
+
+
+@pytest.mark.usefixtures("without_compiler")
+def test_one_that_cannot_build_can_still_be_found_to_run() -> None:
+    assert registry.find_backend("inductor").name == "inductor"
+
+
+def test_an_unknown_name_gets_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match=r"nearest: onnxruntime"):
+        registry.get_backend("onnx-runtime")
+
+
+def test_one_that_cannot_be_imported_is_listed_with_the_reason(register: Register) -> None:
+    register("broken", "glassengine_no_such_package:Backend")
+    info = {info.name: info for info in registry.list_backends()}["broken"]
+    assert not info.available
+    assert "No module named 'glassengine_no_such_package'" in info.reason
+    assert info.install
+    with pytest.raises(BackendError, match=r"'broken' cannot be imported"):
+        registry.get_backend("broken")
+
+
+def test_a_third_party_comes_in_by_the_same_door(register: Register) -> None:
+    register("theirs", "glassengine.backends.eager:EagerBackend")
+    assert registry.get_backend("theirs").capabilities.portable
+    assert "theirs" in {info.name for info in registry.list_backends()}
