@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from glassengine.diagnose.severity import Severity
 from glassengine.diagnose.sides import EngineSide, ModuleSide, ProgramSide
 from glassengine.errors import IncomparableError
 from glassengine.program.program import Program
-from glassengine.results import VERDICTS, Comparison, Divergence, Rung, Skipped, worst
+from glassengine.results import VERDICTS, Comparison, Divergence, Hint, Rung, Skipped, worst
 
 _TOO_LITTLE = "only"
 
@@ -33,9 +34,12 @@ def conclude(
         IncomparableError: Nothing was compared.
     """
     order = {node.name: index for index, node in enumerate(program.graph.nodes)}
-    rungs, origins = [], []
+    rungs: list[Rung] = []
+    origins: list[Divergence] = []
+    verdicts = {score.side.rung: worst(pair.verdict for pair in score.pairs) for score in scores}
     for score in scores:
         found = sorted(score.divergences.values(), key=lambda d: (d.step, order[d.node or ""]))
+        found = [_with_observer_effect(divergence, verdicts) for divergence in found]
         origins += found
         rungs.append(_rung(score, program, found, severity.get(score.side.rung)))
     pairs = tuple(pair for score in scores for pair in score.pairs)
@@ -100,6 +104,16 @@ def _rung(score: Score, program: Program, divergences: Sequence[Divergence], sev
         first_divergence=divergences[0] if divergences else None,
         note=note,
     )
+
+
+def _with_observer_effect(divergence: Divergence, verdicts: Mapping[str, str]) -> Divergence:
+    """Say so when an error is there only with, or only without, debug outputs."""
+    other = {"release": "engine", "engine": "release"}.get(divergence.rung or "")
+    if divergence.verdict != "wrong" or verdicts.get(other or "") not in ("identical", "rounding"):
+        return divergence
+    with_outputs = divergence.rung == "engine"
+    text = f"only the engine {'with' if with_outputs else 'without'} debug outputs is wrong: adding outputs changes the answer"
+    return dataclasses.replace(divergence, hints=(Hint("observer", text, 1.0), *divergence.hints))
 
 
 def _coverage(score: Score, program: Program) -> float:

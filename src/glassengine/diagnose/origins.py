@@ -51,11 +51,12 @@ class OriginTracker:
         """
         carried: frozenset[str] = frozenset()
         for source in node.all_input_nodes:
-            carried |= self._blame.get(source.name) or self._cache_blame.get(source.name) or frozenset()
+            carried |= self._blame_of(source)
         if verdict is None:
             self._blame[node.name] = carried
             return False
         if verdict not in ("suspicious", "wrong"):
+            self._blame[node.name] = frozenset()
             return False
         if not carried:
             self.origins.setdefault(node.name, Origin(step, node.name, verdict))
@@ -69,3 +70,12 @@ class OriginTracker:
             origin.num_inherited += inherited
         self._blame[node.name] = carried
         return inherited
+
+    def _blame_of(self, source: Node) -> frozenset[str]:
+        """Blame of an input; nodes that are no tensors (the list that a split returns) pass on that of their own."""
+        if source.name not in self._blame:
+            found = self._cache_blame.get(source.name, frozenset())
+            for earlier in source.all_input_nodes:
+                found |= self._blame_of(earlier)
+            self._blame[source.name] = found
+        return self._blame[source.name]

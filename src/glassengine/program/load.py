@@ -148,7 +148,8 @@ def _from_transformers(
     elif not _HUB_ID.fullmatch(spec) or ("/" in spec and path.parent.is_dir()):
         here = [str(p) for p in path.parent.glob("*") if p.is_dir()] if path.parent.is_dir() else []
         raise UnknownNameError("model directory", spec, here, hint=f"MODEL is {FORMS}")
-    transformers_logging.disable_progress_bar()  # its bar over weight names would draw over ours
+    had_bar = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # it would draw over ours
     try:
         config = AutoConfig.from_pretrained(spec, **options)
         if attention:
@@ -166,6 +167,9 @@ def _from_transformers(
         raise UsageError(
             f"unknown model {spec!r}", got=first, expected=FORMS + (f"; nearest: {', '.join(near)}" if near else "")
         ) from error
+    finally:
+        if had_bar:
+            transformers_logging.enable_progress_bar()
     module: nn.Module = loaded
     return module
 

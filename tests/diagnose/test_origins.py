@@ -1,0 +1,79 @@
+"""Introduced against inherited, on a small graph with a skip connection and a cache."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import fx
+
+from glassengine.diagnose.origins import OriginTracker
+
+
+def graph() -> dict[str, fx.Node]:
+    """a -> b -> c -> d, and a -> d; split of a feeds e."""
+    g = fx.Graph()
+    x = g.placeholder("x")
+    a = g.call_function(torch.neg, (x,), name="a")
+    b = g.call_function(torch.neg, (a,), name="b")
+    c = g.call_function(torch.neg, (b,), name="c")
+    g.call_function(torch.add, (c, a), name="d")
+    s = g.call_function(torch.split, (a, 2), name="s")
+    g.call_function(torch.neg, (s,), name="e")
+    return {node.name: node for node in g.nodes}
+
+
+def tracker(program: Any = None) -> OriginTracker:
+    return OriginTracker(program or SimpleNamespace(inputs=(), caches={}, output_nodes={}))
+
+
+def visit(follow: OriginTracker, nodes: dict[str, fx.Node], verdicts: dict[str, Any], step: int = 0) -> dict[str, bool]:
+    follow.begin_step()
+    return {name: follow.visit(nodes[name], step, verdicts.get(name)) for name in "abcde"}
+
+
+def test_everything_after_the_origin_is_inherited() -> None:
+    follow = tracker()
+    found = visit(follow, graph(), {"a": "rounding", "b": "wrong", "c": "wrong", "d": "wrong", "e": "identical"})
+    assert list(follow.origins) == ["b"]
+    assert found == {"a": False, "b": False, "c": True, "d": True, "e": False}
+    assert follow.origins["b"].num_inherited == 2
+
+
+def test_two_independent_mistakes_are_two_origins() -> None:
+    follow = tracker()
+    visit(follow, graph(), {"a": "rounding", "b": "wrong", "c": "wrong", "d": "wrong", "e": "wrong"})
+    assert list(follow.origins) == ["b", "e"]
+
+
+def test_a_tensor_that_was_not_observed_passes_blame_on_and_a_clean_one_stops_it() -> None:
+    follow = tracker()
+    found = visit(follow, graph(), {"a": "wrong", "c": "wrong", "d": "wrong"})
+    assert list(follow.origins) == ["a"] and found["c"] and found["d"]
+    follow = tracker()
+    visit(follow, graph(), {"a": "rounding", "b": "wrong", "c": "rounding", "d": "wrong"})
+    assert list(follow.origins) == ["b", "d"]
+
+
+def test_blame_passes_through_nodes_that_are_no_tensors() -> None:
+    follow = tracker()
+    found = visit(follow, graph(), {"a": "wrong", "b": "wrong", "c": "wrong", "d": "wrong", "e": "wrong"})
+    assert list(follow.origins) == ["a"] and found["e"]
+
+
+def test_an_origin_has_the_worst_verdict_of_its_chain() -> None:
+    follow = tracker()
+    visit(follow, graph(), {"a": "rounding", "b": "suspicious", "c": "wrong", "d": "wrong"})
+    assert list(follow.origins) == ["b"] and follow.origins["b"].verdict == "wrong"
+
+
+def test_the_cache_carries_blame_into_the_next_step() -> None:
+    nodes = graph()
+    program = SimpleNamespace(
+        inputs=(SimpleNamespace(name="past", node="x"),), caches={"past": "present"}, output_nodes={"present": "c"}
+    )
+    follow = tracker(program)
+    visit(follow, nodes, {"a": "rounding", "b": "rounding", "c": "wrong", "d": "wrong"})
+    found = visit(follow, nodes, {"a": "wrong", "b": "wrong", "c": "wrong", "d": "wrong"}, step=1)
+    assert list(follow.origins) == ["c"] and found["a"]
