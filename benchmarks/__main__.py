@@ -1,0 +1,29 @@
+"""Run benchmark suites: all of them, or those named."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# Read when torch and its thread pools are first loaded.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+SUITES = {"decode": "tokens per second of both compiled back-ends against transformers.generate"}
+
+
+def main(arguments: list[str]) -> int:
+    unknown = [name for name in arguments if name not in SUITES]
+    if unknown:
+        print(f"unknown suite {unknown[0]!r}; there are:", file=sys.stderr)
+        for name, description in SUITES.items():
+            print(f"  {name:12s} {description}", file=sys.stderr)
+        return 2
+    for name in arguments or SUITES:
+        module = __import__(f"benchmarks.{name}", fromlist=["main"])
+        module.main()
+    return 0
+
+
+sys.exit(main(sys.argv[1:]))
