@@ -1,0 +1,51 @@
+"""Names do not depend on the hash seed: transformers' Gemma3 iterates over a set of layer types."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+CODE = """
+    import json, torch
+    torch.set_num_threads(2)
+    from glassengine.capture.interpreter import run_program
+    from glassengine.program.export import export_causal_lm
+    from glassengine.testing import models
+    program = export_causal_lm(models.gemma3())
+    values = {}
+    def observe(node, value):
+        if isinstance(value, torch.Tensor):
+            values[node.name] = value
+    ids = torch.arange(3, 15).reshape(1, 12)
+    run_program(program, dict(
+        input_ids=ids, attention_mask=torch.ones(1, 16, dtype=torch.int64), position_ids=torch.arange(12)[None],
+        cache_position=torch.arange(12), **program.layout.allocate(1, 16, torch.float32)), observe)
+    table = {}
+    for site in program.sites:
+        value = values.get(site.node)
+        if value is not None:
+            whole = value.double().clamp(-1e30, 1e30)
+            weights = torch.arange(1, whole.numel() + 1, dtype=torch.float64).reciprocal().reshape(whole.shape)
+            table[site.name] = [list(value.shape), str(value.dtype), float((whole * weights).sum()), site.fingerprint]
+    print(json.dumps(table))
+"""
+
+
+def exported_with(seed: str) -> dict[str, list[object]]:
+    environment = {**os.environ, "PYTHONHASHSEED": seed}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(CODE)],
+        env=environment, check=True, timeout=240, capture_output=True, text=True,
+    )  # fmt: skip
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_two_hash_seeds_give_the_same_table_of_sites() -> None:
+    first, second = exported_with("0"), exported_with("1")
+    assert len(first) > 200
+    assert set(first) == set(second)  # the graphs list them in different orders
+    different = {name: (first[name], second[name]) for name in first if first[name] != second[name]}
+    assert not different
