@@ -1,14 +1,12 @@
 """Decode of a small Llama, batch 1: both compiled back-ends against transformers.generate, interleaved in one run.
 
 Every round runs each contestant once, so that what else the machine does falls on all of them alike. A token's time is
-that between two tokens: of transformers from a stopping criterion, of an engine from the hook of `generate`, so both
-include choosing the token. The recorded run writes every decoder layer's output to disk, closing the recording
-included.
+the mean time between two tokens of one run, choosing the token included; the prefill is left out. The recorded run
+writes every decoder layer's output to disk as it goes; what is left to do when it closes its recording is shown apart.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -35,11 +33,15 @@ CONFIG = {
 PROMPT_LENGTH = 16
 NEW_TOKENS = 48
 ROUNDS = 7
+BASELINE = "transformers.generate"
 BACKENDS = ("inductor", "onnxruntime")
 LAYERS = "model.layers.?"
 
-Contestant = Callable[[], tuple[list[int], list[float]]]
-"""Generates once; returns the tokens and the seconds of each decoded token."""
+RECORDED = ", layers recorded"
+CLOSING = "closing a recording"
+
+Contestant = Callable[[], tuple[list[int], dict[str, float]]]
+"""Generates once; returns the tokens and times in seconds: per decoded token, under its own name, and others."""
 
 
 def main() -> None:
@@ -51,24 +53,24 @@ def main() -> None:
     read = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
 
     with tempfile.TemporaryDirectory() as directory:
-        contestants: dict[str, Contestant] = {"transformers.generate": _transformers(model, prompt)}
+        contestants: dict[str, Contestant] = {BASELINE: _transformers(model, prompt)}
         built = []
         for backend in BACKENDS:
-            for label, outputs in ((backend, ()), (f"{backend}, layers recorded", (LAYERS,))):
+            for label, outputs in ((backend, ()), (backend + RECORDED, (LAYERS,))):
                 start = time.perf_counter()
                 path = Path(directory) / label.replace(", ", "-").replace(" ", "-")
                 engine = glass.build(
                     model, path, backend=backend, add_output=outputs, max_batch_size=1, max_seq_len=128
                 )
                 built.append(f"  {label:30s} {time.perf_counter() - start:6.1f} s")
-                contestants[label] = _engine(engine, prompt, path / "recording" if outputs else None)
+                contestants[label] = _engine(label, engine, prompt, path / "recording" if outputs else None)
         times, speeds = _interleave(contestants)
     keep("decode", _text(times, speeds, read, built))
 
 
 def _interleave(contestants: dict[str, Contestant]) -> tuple[dict[str, list[float]], list[float]]:
-    """Return (seconds of every decoded token by contestant, bytes per second read in each round)."""
-    times: dict[str, list[float]] = {name: [] for name in contestants}
+    """Return (times of every round by name, bytes per second read in each round)."""
+    times: dict[str, list[float]] = {}
     speeds = []
     expected = None
     for round_index in range(1 + ROUNDS):  # the first round warms up
@@ -78,8 +80,8 @@ def _interleave(contestants: dict[str, Contestant]) -> tuple[dict[str, list[floa
             expected = expected or tokens
             if tokens != expected:
                 raise SystemExit(f"{name} generates other tokens: {tokens} instead of {expected}")
-            if round_index:
-                times[name] += seconds
+            for label, value in seconds.items() if round_index else ():
+                times.setdefault(label, []).append(value)
     return times, speeds
 
 
@@ -92,7 +94,7 @@ def _transformers(model: torch.nn.Module, prompt: torch.Tensor) -> Contestant:
             self.ticks.append(time.perf_counter())
             return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
-    def generate() -> tuple[list[int], list[float]]:
+    def generate() -> tuple[list[int], dict[str, float]]:
         clock = Clock()
         with torch.inference_mode():
             ids = model.generate(
@@ -103,51 +105,44 @@ def _transformers(model: torch.nn.Module, prompt: torch.Tensor) -> Contestant:
                 stopping_criteria=transformers.StoppingCriteriaList([clock]),
                 pad_token_id=0,
             )
-        return ids[0, PROMPT_LENGTH:].tolist(), _between(clock.ticks)
+        return ids[0, PROMPT_LENGTH:].tolist(), {BASELINE: (clock.ticks[-1] - clock.ticks[0]) / (NEW_TOKENS - 1)}
 
     return generate
 
 
-def _engine(engine: glass.engine.Engine, prompt: torch.Tensor, recording: Path | None) -> Contestant:
-    def generate() -> tuple[list[int], list[float]]:
+def _engine(label: str, engine: glass.engine.Engine, prompt: torch.Tensor, recording: Path | None) -> Contestant:
+    def generate() -> tuple[list[int], dict[str, float]]:
         start = time.perf_counter()
         made = engine.generate(input_ids=prompt, max_new_tokens=NEW_TOKENS, record=recording, overwrite=True)
-        whole = time.perf_counter() - start
-        # A recording is paid for when it is closed, too: that time is spread over the tokens.
-        decoding = whole - made.prefill_s if recording else made.decode_s
-        return list(made.token_ids[0]), [decoding / (NEW_TOKENS - 1)]
+        rest = time.perf_counter() - start - made.prefill_s - made.decode_s
+        times = {label: made.decode_s / (NEW_TOKENS - 1)}
+        return list(made.token_ids[0]), times | ({CLOSING: rest} if recording else {})
 
     return generate
-
-
-def _between(ticks: list[float]) -> list[float]:
-    """Return the mean time between ticks, as one figure per run like the engines' own."""
-    return [(ticks[-1] - ticks[0]) / (len(ticks) - 1)]
 
 
 def _text(times: dict[str, list[float]], speeds: list[float], read: int, built: list[str]) -> str:
-    baseline = statistics.median(times["transformers.generate"])
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    closing = medians.pop(CLOSING)
     speed = statistics.median(speeds)
     lines = [
-        "Decode: Llama, hidden 512, intermediate 1536, 8 layers, 8 heads / 2 key-value heads, vocabulary 32000, float32",
+        "Decode: Llama, hidden 512, intermediate 1536, 8 layers, 8 / 2 heads, vocabulary 32000, float32",
         f"batch 1, prompt {PROMPT_LENGTH}, {NEW_TOKENS} new tokens, {ROUNDS} interleaved rounds, medians",
         surroundings(),
         "",
         f"{'':32s} {'ms/token':>8s} {'tokens/s':>8s} {'ratio':>6s} {'of bandwidth':>12s} {'to plain':>8s}",
     ]
-    for name, seconds in times.items():
-        median = statistics.median(seconds)
-        plain = times.get(name.removesuffix(", layers recorded"))
-        to_plain = f"{median / statistics.median(plain):8.2f}" if plain is not None and name not in BACKENDS else ""
-        to_plain = "" if name == "transformers.generate" else to_plain
+    for name, median in medians.items():
+        plain = medians[name.removesuffix(RECORDED)]
         lines.append(
-            f"{name:32s} {median * 1e3:8.2f} {1 / median:8.0f} {baseline / median:6.2f} "
-            f"{read / median / speed:12.0%} {to_plain}"
+            f"{name:32s} {median * 1e3:8.2f} {1 / median:8.0f} {medians[BASELINE] / median:6.2f} "
+            f"{read / median / speed:12.0%} " + (f"{median / plain:8.2f}" if name.endswith(RECORDED) else "")
         )
     lines += [
         "",
         f"weights read per token: {read / 1e6:.1f} MB; reading a large tensor: {speed / 1e9:.1f} GB/s, "
         f"so at least {read / speed * 1e3:.2f} ms/token",
+        f"closing a recording: {closing * 1e3:.0f} ms, once",
         "build and load:",
         *built,
     ]

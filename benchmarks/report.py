@@ -15,9 +15,8 @@ THREADS = 2
 def surroundings() -> str:
     """Return one paragraph: processor, versions, threads."""
     versions = ", ".join(f"{name} {version}" for name, version in environment.versions().items() if version)
-    return (
-        f"{environment.cpu_name()}, {environment.num_cpus()} CPUs seen, {torch.get_num_threads()} threads used\n{versions}"
-    )
+    threads = torch.get_num_threads()
+    return f"{environment.cpu_name()}, {environment.num_cpus()} CPUs seen, {threads} threads used\n{versions}"
 
 
 def keep(name: str, text: str) -> None:

@@ -1,9 +1,10 @@
-"""Names do not depend on the hash seed: transformers' Gemma3 iterates over a set of layer types."""
+"""What names a tensor does not depend on the hash seed: transformers' Gemma3 iterates over a set of layer types."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -43,9 +44,17 @@ def exported_with(seed: str) -> dict[str, list[object]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_two_hash_seeds_give_the_same_table_of_sites() -> None:
+def test_name_and_fingerprint_are_the_same_tensor_under_two_hash_seeds() -> None:
     first, second = exported_with("0"), exported_with("1")
     assert len(first) > 200
-    assert set(first) == set(second)  # the graphs list them in different orders
-    different = {name: (first[name], second[name]) for name in first if first[name] != second[name]}
-    assert not different
+    assert set(first) == set(second)
+    different = {name for name in first if first[name] != second[name]}
+    # Calls of one module are numbered as they ran, and what runs first depends on the seed: the fingerprint tells.
+    assert {module_of(name) for name in different} <= {"model.rotary_emb"}
+    for name in different:
+        assert first[name][-1] != second[name][-1], f"{name}: another tensor under the same fingerprint"
+        assert first[name] in second.values()
+
+
+def module_of(name: str) -> str:
+    return re.split(r"[@:/]", name)[0]
