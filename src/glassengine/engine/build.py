@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
+import shutil
 import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -159,12 +161,16 @@ def build(
     program = export_program(loaded, inputs=steps, passes=passes)
     if dry_run:
         return plan_build(program, target or Path(tempfile.gettempdir()), settings)
-    if target is None:
-        keep = tempfile.TemporaryDirectory(prefix="glassengine-")
-        engine = _build(program, Path(keep.name) / type(loaded.module).__name__, settings, loaded)
-        engine.temporary = keep
-        return engine
-    return _build(program, target, settings, loaded)
+    if target is not None:
+        return _build(program, target, settings, loaded)
+    temporary = Path(tempfile.mkdtemp(prefix="glassengine-"))
+    try:
+        engine = _build(program, temporary / type(loaded.module).__name__, settings, loaded)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    weakref.finalize(engine, shutil.rmtree, temporary, ignore_errors=True)
+    return engine
 
 
 def build_program(

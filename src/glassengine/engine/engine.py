@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,6 @@ class Engine:
         manifest: What `engine.json` says.
         executable: Its compiled graph.
         sites: Names of every tensor of its program.
-        temporary: The temporary directory of an engine that was built without an output directory; lives as long.
     """
 
     def __init__(self, directory: Path, manifest: Manifest, executable: Executable, sites: SiteTable) -> None:
@@ -41,7 +39,6 @@ class Engine:
         self.manifest = manifest
         self.executable = executable
         self.sites = sites
-        self.temporary: tempfile.TemporaryDirectory[str] | None = None
 
     def __repr__(self) -> str:
         return f"Engine({str(self.directory)!r}, backend={self.manifest.backend!r}, dtype={self.manifest.dtype!r})"

@@ -39,8 +39,13 @@ def check_target(target: Path, *, overwrite: bool) -> None:
     """Refuse a target that exists, before any work is done.
 
     Raises:
-        UsageError: It exists and `overwrite` is false, or it holds something else than an engine.
+        UsageError: It exists and `overwrite` is false, it holds something else than an engine, or it lies under a file.
     """
+    above = next(path for path in target.absolute().parents if path.exists())
+    if not above.is_dir():
+        raise UsageError(
+            "cannot write the engine", got=f"{above} is not a directory", hint="name another directory: -o DIRECTORY"
+        )
     if target.is_dir() and not any(target.iterdir()):
         return
     if target.is_dir() and (target / FILE).is_file():

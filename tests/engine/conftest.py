@@ -1,0 +1,69 @@
+"""A tiny checkpoint and the engines that the tests share; only the eager back-end is built per test."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import glassengine as glass
+from glassengine.engine import Engine
+from glassengine.engine.manifest import FILE
+from glassengine.program import Program, export_program, load_model
+from glassengine.testing import models
+from glassengine.testing.checkpoints import VOCAB_SIZE, save_checkpoint
+
+OUTPUTS = ("model.layers.*.mlp", "mm_default", "lm_head/linear.0=head")
+
+
+@pytest.fixture(scope="session")
+def model() -> Any:
+    return models.llama(vocab_size=VOCAB_SIZE)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(model, tmp_path_factory.mktemp("checkpoint") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def program(checkpoint: Path) -> Program:
+    """Return the exported program: most tests build from it, which takes no time with the eager back-end."""
+    return export_program(load_model(checkpoint))
+
+
+@pytest.fixture(scope="session")
+def engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """Return an engine of the eager back-end; do not change its directory."""
+    directory = tmp_path_factory.mktemp("eager") / "tiny"
+    return glass.build(checkpoint, directory, backend="eager", add_output=OUTPUTS)
+
+
+@pytest.fixture(scope="session")
+def inductor_engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """Return an engine of the default back-end; do not change its directory."""
+    directory = tmp_path_factory.mktemp("inductor") / "tiny"
+    return glass.build(checkpoint, directory, backend="inductor", add_output=OUTPUTS)
+
+
+@pytest.fixture
+def copy(engine: Engine, tmp_path: Path) -> Path:
+    """Return a copy of the eager engine's directory, to damage."""
+    return Path(shutil.copytree(engine.directory, tmp_path / "copy"))
+
+
+@pytest.fixture
+def forge() -> Callable[..., None]:
+    """Return a function that changes entries of a manifest and leaves its checksum as it was."""
+
+    def change(directory: Path, **entries: Any) -> None:
+        path = directory / FILE
+        data = json.loads(path.read_text())
+        assert entries.keys() <= data.keys()
+        path.write_text(json.dumps({**data, **entries}))
+
+    return change
