@@ -181,7 +181,7 @@ def port_site(path: str, port: str) -> str:
 
 
 def port_leaves(port: str, tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (port with keys, tensor) for every tensor in `tree`, any pytree of containers and results.
+    """Yield (port with keys, tensor) for every tensor in `tree`: containers, results of transformers, dataclasses.
 
     List and tuple entries get `[index]`, dict keys and attributes `.name`.
     """
@@ -189,8 +189,12 @@ def port_leaves(port: str, tree: Any) -> Iterator[tuple[str, Any]]:
     from torch.utils import _pytree as pytree
 
     for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
+        where = port + "".join(_port_key(key) for key in path)
         if isinstance(leaf, torch.Tensor):
-            yield port + "".join(_port_key(key) for key in path), leaf
+            yield where, leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            # Only dataclasses that their author registered are containers to torch.
+            yield from port_leaves(where, {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)})
 
 
 def _port_key(key: Any) -> str:

@@ -25,22 +25,30 @@ def tap(name: str, value: T) -> T:
 
     Args:
         name: The tap's name, a Python identifier; unique within one call of one module.
-        value: A tensor of any shape and dtype.
+        value: A tensor of any shape and dtype. Where it is changed in place later, the tap keeps what it is now.
 
     Returns:
         `value` itself, not a copy.
 
     Raises:
-        UsageError: `name` is not an identifier.
+        UsageError: While something listens: `name` is not an identifier, or `value` is not a tensor.
     """
     sink = _sink.get()
     if sink is not None:
-        if not name.isidentifier():
-            raise UsageError(
-                "a tap needs a name that is a Python identifier", got=repr(name), hint='glass.tap("inter", x)'
-            )
+        _require_tensor(name, value)
         sink(name, value)
     return value
+
+
+def _require_tensor(name: str, value: object) -> None:
+    import torch
+
+    if not name.isidentifier():
+        raise UsageError("a tap needs a name that is a Python identifier", got=repr(name), hint='glass.tap("inter", x)')
+    if not isinstance(value, torch.Tensor):
+        raise UsageError(
+            f"tap {name!r} was not given a tensor", got=type(value).__name__, hint="tap each tensor of a container"
+        )
 
 
 def register_network_output(module: object, name: str, value: T) -> T:

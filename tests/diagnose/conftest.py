@@ -6,6 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from torch import nn
+
+from glassengine.diagnose import ladder
+from glassengine.program import LoadedModel, Program, export_program
+from glassengine.testing import models
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +26,24 @@ def token_ids(tmp_path_factory: pytest.TempPathFactory) -> str:
         )
     )
     return str(path)
+
+
+_CLEAN: dict[str, nn.Module] = {}
+_EXPORTED: dict[tuple[int, str], Program] = {}
+
+
+@pytest.fixture
+def llama(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """The clean baseline of all tests: one object, exported once per dtype."""
+    clean = _CLEAN.setdefault("llama", models.llama())
+
+    def export_once(model: LoadedModel, **options: object) -> Program:
+        if model.module is not clean:
+            return export_program(model, **options)  # type: ignore[arg-type]
+        key = (id(clean), model.dtype)
+        if key not in _EXPORTED:
+            _EXPORTED[key] = export_program(model)
+        return _EXPORTED[key]
+
+    monkeypatch.setattr(ladder, "export_program", export_once)
+    return clean

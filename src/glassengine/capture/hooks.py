@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,67 +15,112 @@ from glassengine.program.program import Program
 from glassengine.sites import ROOT, port_leaves, port_site, tap_site, with_call
 from glassengine.taps import tap_sink
 
+Observe = Callable[[str, torch.Tensor], None]
+
 
 @contextlib.contextmanager
-def observing(module: nn.Module, observe: Callable[[str, torch.Tensor], None]) -> Iterator[None]:
-    """Call `observe(site, tensor)` for every module output and tap of one forward of `module`, in execution order.
+def observing(module: nn.Module, observe: Observe, *, called_as: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Call `observe(site, tensor)` for every module output and tap of each forward of `module`, in execution order.
 
     The tensors are live: a later in-place op changes them, so an observer that keeps one must copy it. Call counts
-    restart whenever `module` itself is entered.
+    restart whenever `module` itself is entered; what runs outside of it (a submodule called by itself, activations
+    computed again in a backward) is not observed.
+
+    Args:
+        module: Any module.
+        observe: The observer.
+        called_as: `Program.called_as`, where the names are to be those of a program. Hooks know a module with several
+            aliases by its first one only.
+
+    Raises:
+        UsageError: A tap has the name of a submodule, or its name is used twice in one call of its module.
     """
-    paths = {submodule: name or ROOT for name, submodule in module.named_modules()}
-    calls: Counter[str] = Counter()
-    stack: list[str] = []
-
-    def before(submodule: nn.Module, args: Any) -> None:
-        if submodule is module:
-            calls.clear()
-            stack.clear()
-        path = paths[submodule]
-        stack.append(with_call(path, calls[path]))
-        calls[path] += 1
-
-    def after(submodule: nn.Module, args: Any, result: Any) -> None:
-        where = stack.pop()
-        for port, tensor in port_leaves(":out", result):
-            observe(port_site(where, port), tensor)
-
-    handles = []
-    for submodule in paths:
-        handles.append(submodule.register_forward_pre_hook(before))
-        handles.append(submodule.register_forward_hook(after))
-    try:
-        with tap_sink(lambda name, tensor: observe(tap_site(stack[-1] if stack else ROOT, name), tensor)):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with _Calls(module, called_as or {}).listening(observe, observe):
+        yield
 
 
 def named_network_outputs(target: nn.Module | Program, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (`<module path>.<name>`, value) for every tap (row A2).
+    """Iterate over (`<module path>.<name>`, value) of every tap (row A2).
 
     Args:
-        target: A program, whose sites are yielded; or a module, which is run once on the other arguments and whose tap
-            values (copies) are yielded.
+        target: A program, whose sites are given; or a module, which is run once on the other arguments and whose tap
+            values (copies) are given.
+        *args: Arguments of the module.
+        **kwargs: Keyword arguments of the module.
 
     Raises:
-        UsageError: A tap name is used twice in one call of one module.
+        UsageError: A tap has the name of a submodule, or its name is used twice in one call of its module.
     """
     if isinstance(target, Program):
-        yield from ((site.name, site) for site in target.sites if site.kind == "tap")
-        return
+        return iter([(site.name, site) for site in target.sites if site.kind == "tap"])
     found: dict[str, torch.Tensor] = {}
-    outputs = {name or ROOT for name, _ in target.named_modules()}
 
-    def observe(site: str, tensor: torch.Tensor) -> None:
-        path = site.split("@")[0].split(":")[0]
-        if ":" in site or path in outputs:
-            return
-        if site in found:
-            raise UsageError("a tap name is used twice in one call of its module", got=site, hint="rename one of them")
+    def keep(site: str, tensor: torch.Tensor) -> None:
         found[site] = tensor.detach().clone()
 
-    with observing(target, observe):
+    with _Calls(target, {}).listening(None, keep):
         target(*args, **kwargs)
-    yield from found.items()
+    return iter(found.items())
+
+
+class _Calls:
+    """The calls that are open in one forward of a module, and what was tapped in it."""
+
+    def __init__(self, root: nn.Module, called_as: Mapping[str, str]) -> None:
+        self._root = root
+        self._paths = {submodule: name or ROOT for name, submodule in root.named_modules()}
+        self._called_as = called_as
+        self._num_calls: Counter[str] = Counter()
+        self._open: list[tuple[nn.Module, str]] = []
+        self._tapped: set[str] = set()
+
+    @contextlib.contextmanager
+    def listening(self, on_output: Observe | None, on_tap: Observe) -> Iterator[None]:
+        """Install hooks and the tap sink."""
+
+        def before(submodule: nn.Module, args: Any) -> None:
+            if submodule is self._root:
+                self._num_calls.clear()
+                self._open.clear()
+                self._tapped.clear()
+            elif not self._open:
+                return
+            path = self._paths[submodule]
+            name = with_call(path, self._num_calls[path])
+            self._num_calls[path] += 1
+            self._open.append((submodule, self._called_as.get(name, name)))
+
+        def after(submodule: nn.Module, args: Any, result: Any) -> None:
+            if not self._open:
+                return
+            _, where = self._open.pop()
+            if on_output is not None:
+                for port, tensor in port_leaves(":out", result):
+                    on_output(port_site(where, port), tensor)
+
+        def sink(name: str, tensor: torch.Tensor) -> None:
+            if self._open:
+                on_tap(self._tap_site(name), tensor)
+
+        handles = []
+        for submodule in self._paths:
+            handles.append(submodule.register_forward_pre_hook(before))
+            handles.append(submodule.register_forward_hook(after))
+        try:
+            with tap_sink(sink):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _tap_site(self, name: str) -> str:
+        submodule, where = self._open[-1]
+        if name in dict(submodule.named_children()):
+            raise UsageError(
+                f"tap {name!r} has the name of a submodule of {where!r}", hint="give the tap another name"
+            )
+        site = tap_site(where, name)
+        if site in self._tapped:
+            raise UsageError("a tap name is used twice in one call of its module", got=site, hint="rename one of them")
+        self._tapped.add(site)
+        return site

@@ -50,7 +50,7 @@ def conclude(
     coverage = _coverage(main, program)
     first = _first(origins, order, [score.side.rung for score in scores])
     reason = _not_ok_because(verdict, first, fail_on, coverage, min_coverage, severity)
-    all_skipped = [*skipped, *_unobserved(main, program, skipped)]
+    all_skipped = [*skipped, *_unobserved(main, program, skipped), *_reordered(scores, program)]
     return Comparison(
         baseline=baseline,
         candidate=candidate,
@@ -119,7 +119,7 @@ def _with_observer_effect(divergence: Divergence, verdicts: Mapping[str, str]) -
 def _coverage(score: Score, program: Program) -> float:
     """Share of float-valued nodes judged: all op nodes, or those that module outputs name."""
     if isinstance(score.side, ModuleSide):
-        named = float_nodes(program, ("module", "tap"))
+        named = float_nodes(program, ("module", "tap"), without=score.side.reordered)
     elif score.side.guarantee == "judged op by op":
         named = float_nodes(program, ("op",))
     else:
@@ -153,6 +153,17 @@ def _not_ok_because(
     if coverage < min_coverage:
         return f"{_TOO_LITTLE} {coverage:.0%} of the baseline's float-valued sites were judged (--min-coverage {min_coverage:g})"
     return None
+
+
+def _reordered(scores: Sequence[Score], program: Program) -> list[Skipped]:
+    reason = "inside of experts: the program computes them in another order"
+    return [
+        Skipped(site.name, "both", reason, rung=score.side.rung)
+        for score in scores
+        if isinstance(score.side, ModuleSide) and score.side.reordered
+        for site in program.sites
+        if site.kind == "module" and ":in" not in site.name and site.name.startswith(score.side.reordered)
+    ]
 
 
 def _unobserved(score: Score, program: Program, skipped: Sequence[Skipped]) -> list[Skipped]:

@@ -20,6 +20,7 @@ from glassengine.diagnose.sides import ModuleSide, Observed, Side, empty_caches
 from glassengine.diagnose.validity import valid_mask
 from glassengine.program.export import named_inputs
 from glassengine.program.naming import is_tensor_node
+from glassengine.program.outputs import weight_only_nodes
 from glassengine.program.program import Program
 from glassengine.results import Divergence, Figures, Hint, Pair
 
@@ -190,6 +191,8 @@ def _completed(tensor: torch.Tensor, reference: Reference, program: Program, nod
     native = reference.native
     if axis is None or tensor.dim() != native.dim() or tensor.shape[axis] >= native.shape[axis]:
         return tensor
+    if any(tensor.shape[i] != native.shape[i] for i in range(native.dim()) if i != axis):
+        return tensor
     size = tensor.shape[axis]
     rest = native.narrow(axis, size, native.shape[axis] - size).to(tensor.dtype)
     return torch.cat([tensor, rest], dim=axis)
@@ -204,9 +207,15 @@ def _weights(program: Program) -> dict[str, torch.Tensor]:
     return {names[node]: tensor for node, tensor in program.weights().items()}
 
 
-def float_nodes(program: Program, kinds: Sequence[str]) -> set[str]:
-    """Nodes of floating dtype that have a site of one of `kinds`: what coverage is counted over."""
-    named = {site.node for site in program.sites if site.kind in kinds and ":in" not in site.name}
+def float_nodes(program: Program, kinds: Sequence[str], *, without: tuple[str, ...] = ()) -> set[str]:
+    """What coverage is counted over: nodes of floating dtype with a site of one of `kinds`.
+
+    Module inputs are left out (they are outputs of something else), so are names that start with one of `without`, and
+    nodes that depend on weights alone (they are taken from the weights, see `program.outputs`).
+    """
+    constant = {node.name for node in weight_only_nodes(program)}
+    counted = [s for s in program.sites if s.kind in kinds and ":in" not in s.name and not s.name.startswith(without)]
+    named = {site.node for site in counted} - constant
     return {
         node.name
         for node in program.graph.nodes

@@ -15,6 +15,7 @@ from glassengine.compare.pairing import SitePair
 from glassengine.diagnose.cases import Case, StepInputs
 from glassengine.engine.engine import Engine
 from glassengine.engine.session import Session
+from glassengine.program.causal_lm import expert_modules
 from glassengine.program.export import named_inputs
 from glassengine.program.program import Program
 
@@ -52,6 +53,10 @@ class ModuleSide:
         module: In evaluation mode.
         program: Baseline program, whose sites say which node a module output is.
         rung: Name on screen.
+
+    Attributes:
+        logits: Of the last step, [B, S, V].
+        reordered: Path prefixes that are left out: inside of experts, which the program computes in another order.
     """
 
     module: nn.Module
@@ -92,8 +97,12 @@ class ModuleSide:
             if tensor.shape[-2] == seen:
                 self._values[f"node:{self.program.output_nodes[present]}"] = tensor
 
+    def __post_init__(self) -> None:
+        self.reordered = tuple(f"{path}." for path in expert_modules(self.module))
+
     def _keep(self, site: str, tensor: torch.Tensor) -> None:
-        self._values[site] = tensor.clone()
+        if not site.startswith(self.reordered):
+            self._values[site] = tensor.clone()
 
     def observed(self, node: str) -> Observed | None:
         """Return the value of the first module output or tap that names `node`."""

@@ -1,0 +1,1 @@
+"""The one place where graphs are compiled and run."""

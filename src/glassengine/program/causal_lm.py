@@ -181,3 +181,12 @@ def exportable_experts(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.set_experts_implementation(before)  # type: ignore[operator]
+
+
+def expert_modules(model: nn.Module) -> list[str]:
+    """Return the paths of modules that `exportable_experts` traces with another algorithm than the model may use.
+
+    Their results are the same, but their inner values come in another order.
+    """
+    # Set by transformers' decorator for experts, and by nothing else.
+    return [name for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")]

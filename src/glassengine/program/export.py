@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, TensorArgument
 from torch.utils import _pytree as pytree
 
 from glassengine.errors import UsageError
 from glassengine.program import causal_lm
 from glassengine.program.marks import collect_marks, marking
 from glassengine.program.naming import Paths, build_sites, describe_shape
-from glassengine.program.program import Port, Program
+from glassengine.program.program import CALLED_AS, Port, Program
 from glassengine.sites import port_leaves
-
-logger = logging.getLogger("glassengine")
 
 
 def export_causal_lm(model: nn.Module, *, metadata: dict[str, Any] | None = None) -> Program:
@@ -59,20 +56,23 @@ def export_module(
     Args:
         module: In evaluation mode.
         inputs: A dict of keyword arguments, or one dict per step; a dimension whose size differs between steps becomes
-            dynamic, all others are fixed.
+            dynamic, everything else is fixed.
         metadata: Kept in the program.
+
+    Raises:
+        UsageError: The steps do not fit together, torch.export cannot trace the module, or it changes its buffers.
     """
     steps = [inputs] if isinstance(inputs, Mapping) else list(inputs)
     if not steps:
         raise UsageError("no inputs to export with", hint="--inputs file.py:factory that returns a dict")
-    names = list(named_inputs(steps[0]))
+    example, dynamic = _example(steps)
     return _export(
         module,
-        dict(steps[0]),
-        _dynamic_dimensions(steps),
+        example,
+        dynamic,
         kind="module",
         prefix="",
-        input_names=names,
+        input_names=list(named_inputs(example)),
         output_names=None,
         layout=None,
         metadata=metadata or {},
@@ -84,19 +84,46 @@ def named_inputs(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {port.removeprefix(":in").lstrip("."): leaf for port, leaf in port_leaves(":in", dict(inputs))}
 
 
-def _dynamic_dimensions(steps: Sequence[Mapping[str, Any]]) -> Any:
+def _example(steps: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], Any]:
+    """Return the step to trace with, and the dimensions that differ between steps."""
     flat = [pytree.tree_flatten(dict(step)) for step in steps]
-    if any(spec != flat[0][1] for _, spec in flat):
+    spec = flat[0][1]
+    if any(other != spec for _, other in flat):
         raise UsageError("the steps of --inputs have different keys or nesting", expected="the same in every step")
+    leaves = [list(step) for step, _ in flat]
+    names = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(dict(steps[0]))[0]]
+    differing = [_differing(name, column) for name, column in zip(names, zip(*leaves, strict=True), strict=True)]
+    # A size of 1 would be taken for a constant, so a dynamic dimension is traced with another one.
+    usable = [
+        step
+        for step in leaves
+        if all(leaf.shape[i] > 1 for leaf, dims in zip(step, differing, strict=True) for i in dims or ())
+    ]
+    if not usable:
+        raise UsageError(
+            "no step of --inputs can be traced with",
+            got="in each of them a dimension that differs between steps has size 0 or 1",
+            expected="one step in which all of them are at least 2",
+        )
+    dynamic = [None if dims is None else {i: torch.export.Dim.DYNAMIC for i in dims} for dims in differing]
+    return pytree.tree_unflatten(usable[0], spec), pytree.tree_unflatten(dynamic, spec)
 
-    def dims(*leaves: Any) -> dict[int, Any] | None:
-        if not isinstance(leaves[0], torch.Tensor):
-            return None
-        sizes = zip(*(leaf.shape for leaf in leaves), strict=True)
-        return {i: torch.export.Dim.DYNAMIC for i, values in enumerate(sizes) if len(set(values)) > 1}
 
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return pytree.tree_unflatten([dims(*column) for column in columns], flat[0][1])
+def _differing(name: str, leaves: Sequence[Any]) -> list[int] | None:
+    """Return the dimensions of one input that differ between steps; None for what is not a tensor."""
+    first = leaves[0]
+    if not isinstance(first, torch.Tensor):
+        if any(isinstance(leaf, torch.Tensor) or leaf != first for leaf in leaves):
+            raise UsageError(
+                f"input {name} differs between steps and is not a tensor",
+                got=", ".join(sorted({repr(leaf)[:40] for leaf in leaves})),
+                expected="one value, which the program keeps as a constant",
+            )
+        return None
+    kinds = {f"{leaf.dtype}, {leaf.dim()} dimensions" if isinstance(leaf, torch.Tensor) else "other" for leaf in leaves}
+    if len(kinds) > 1:
+        raise UsageError(f"input {name} is of different kinds in the steps of --inputs", got="; ".join(sorted(kinds)))
+    return [i for i, sizes in enumerate(zip(*(leaf.shape for leaf in leaves), strict=True)) if len(set(sizes)) > 1]
 
 
 def _export(
@@ -123,10 +150,12 @@ def _export(
             f"torch.export cannot trace {type(module).__name__}", got=f"{type(error).__name__}: {error}"
         ) from error
     graph = exported.graph
+    paths = Paths(module, prefix, graph)
     marks = collect_marks(graph)
     exported.graph_module.recompile()
 
     signature = exported.graph_signature
+    _require_unchanged_buffers(signature.output_specs, type(module).__name__)
     placeholders = {node.name: node for node in graph.find_nodes(op="placeholder")}
     user = [s.arg.name for s in signature.input_specs if s.kind is InputKind.USER_INPUT and s.arg.name in placeholders]
     user = [name for name in user if isinstance(placeholders[name].meta.get("val"), torch.Tensor)]
@@ -143,21 +172,45 @@ def _export(
         for spec in signature.output_specs
         if spec.kind is OutputKind.USER_INPUT_MUTATION and spec.target in by_node
     }
-    results = [spec.arg.name for spec in signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
-    outputs = dict(zip(output_names or _result_names(exported), results, strict=True))
+    results = [spec.arg for spec in signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
+    outputs = {
+        name: arg.name
+        for name, arg in zip(output_names or _result_names(exported), results, strict=True)
+        if isinstance(arg, TensorArgument)
+    }
     caches = {past: past.replace("past_", "present_", 1) for past in mutated}
+    if clash := outputs.keys() & caches.values():
+        raise UsageError(
+            f"{type(module).__name__} changes an input in place that has the name of a result",
+            got=", ".join(sorted(clash)),
+            hint="give the result another name",
+        )
     outputs |= {caches[past]: node for past, node in mutated.items()}
 
     names = {spec.arg.name: str(spec.target) for spec in signature.input_specs if spec.target is not None} | by_node
     sites = build_sites(
         graph,
         marks,
-        Paths(module, prefix),
+        paths,
         names=names,
         symbols=symbols,
         caches={node: past.split("_")[1] for past, node in mutated.items()} if layout else {},
     )
+    if paths.called_as:
+        metadata = {**metadata, CALLED_AS: paths.called_as}
     return Program(exported, sites, kind, tuple(ports), outputs, caches, layout, metadata)
+
+
+def _require_unchanged_buffers(specs: Sequence[OutputSpec], model: str) -> None:
+    """Refuse a module with state: nothing would carry it from one execution to the next."""
+    changed = [str(s.target) for s in specs if s.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)]
+    if changed:
+        raise UsageError(
+            f"{model} changes its own buffers in a forward",
+            got=", ".join(changed[:5]),
+            expected="a module without state: what it remembers comes in as an input",
+            hint="make the buffer an argument of forward; it may be written in place",
+        )
 
 
 def _symbols(placeholders: Mapping[str, Any], user: Sequence[str]) -> dict[str, str]:

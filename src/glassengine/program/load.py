@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
@@ -70,7 +71,9 @@ def load_model(
         raise UnknownNameError("dtype", dtype, ["auto", *DTYPES])
     directory: str | None = None
     if isinstance(spec, nn.Module):
-        module, name = spec, type(spec).__name__
+        # The caller's own module is left as it is.
+        module = copy.deepcopy(spec) if dtype != "auto" and _needs_cast(spec, DTYPES[dtype]) else spec
+        name = type(spec).__name__
     elif is_factory(str(spec)):
         name = str(spec)
         module = call_factory(name)
@@ -172,6 +175,10 @@ def _from_transformers(
             transformers_logging.enable_progress_bar()
     module: nn.Module = loaded
     return module
+
+
+def _needs_cast(module: nn.Module, dtype: torch.dtype) -> bool:
+    return any(tensor.is_floating_point() and tensor.dtype is not dtype for tensor in module.state_dict().values())
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:

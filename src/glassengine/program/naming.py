@@ -50,33 +50,62 @@ def is_tensor_node(node: Node) -> bool:
 
 
 class Paths:
-    """Turns module stacks into user paths: wrapper prefix removed, slices of module lists resolved to real indices."""
+    """Turns module stacks into user paths: wrapper prefix removed, slices of module lists resolved to real indices.
 
-    def __init__(self, root: nn.Module, prefix: str) -> None:
+    Every call of a module has a key of its own in the stacks; the calls of one path are numbered in graph order (the
+    exporter's own numbers restart for every slice of a list).
+
+    Args:
+        root: What was exported.
+        prefix: Attribute of `root` that holds the user's module, or "".
+        graph: The exported graph, marks included: a module without ops is seen by its marks only.
+
+    Attributes:
+        called_as: Name by which hooks on modules know a call -> path and call in the graph, where the two differ:
+            a module with several aliases has one name for hooks, here it has that under which it was called.
+    """
+
+    def __init__(self, root: nn.Module, prefix: str, graph: torch.fx.Graph) -> None:
         self._root = root
         self._prefix = prefix
-        self._cache: dict[str, str] = {}
+        self._calls: dict[str, tuple[str, int]] = {}
+        self.called_as: dict[str, str] = {}
+        first_alias = {id(module): name or ROOT for name, module in root.get_submodule(prefix).named_modules()}
+        num_calls: Counter[str] = Counter()
+        num_hooked: Counter[str] = Counter()
+        real_paths: dict[str, str] = {}
+        for node in graph.nodes:
+            for key, (traced, _) in (node.meta.get("nn_module_stack") or {}).items():
+                if key in self._calls:
+                    continue
+                if traced not in real_paths:
+                    real_paths[traced] = self._without_slices(traced) if "slice(" in traced else traced
+                if not _has_module(root, real_paths[traced]):
+                    # The exporter's own entry on nodes that functionalisation made outside of every module.
+                    self._calls[key] = (ROOT, 0)
+                    continue
+                path = self._user_path(real_paths[traced])
+                hooked = first_alias.get(id(root.get_submodule(real_paths[traced])), path)
+                self._calls[key] = (path, num_calls[path])
+                names = with_call(hooked, num_hooked[hooked]), with_call(path, num_calls[path])
+                if names[0] != names[1]:
+                    self.called_as[names[0]] = names[1]
+                num_calls[path] += 1
+                num_hooked[hooked] += 1
 
     def of(self, stack: Mapping[str, tuple[str, Any]] | None) -> tuple[str, int]:
         """Return (path, call) of the innermost module of `stack`."""
-        if not stack:
-            return ROOT, 0
-        key, (path, _) = next(reversed(stack.items()))
-        call = int(key.rsplit("@", 1)[1]) if "@" in key else 0
-        return self._user_path(path), call
+        return self._calls[next(reversed(stack))] if stack else (ROOT, 0)
 
     def has_submodule(self, path: str, name: str) -> bool:
         """Whether the module at user path `path` has a child called `name`."""
         full = ".".join(part for part in (self._prefix, "" if path == ROOT else path) if part)
         return name in dict(self._root.get_submodule(full).named_children())
 
-    def _user_path(self, path: str) -> str:
-        if path not in self._cache:
-            real = self._without_slices(path) if "slice(" in path else path
-            if self._prefix and (real == self._prefix or real.startswith(f"{self._prefix}.")):
-                real = real[len(self._prefix) + 1 :]
-            self._cache[path] = real or ROOT
-        return self._cache[path]
+    def _user_path(self, real: str) -> str:
+        if self._prefix and (real == self._prefix or real.startswith(f"{self._prefix}.")):
+            real = real[len(self._prefix) + 1 :]
+        return real or ROOT
 
     def _without_slices(self, path: str) -> str:
         parts: list[str] = []
@@ -93,6 +122,14 @@ class Paths:
             module = getattr(module, name)
             parts.append(name)
         return ".".join(parts)
+
+
+def _has_module(root: nn.Module, path: str) -> bool:
+    try:
+        root.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
 
 
 def source_line(node: Node) -> str | None:

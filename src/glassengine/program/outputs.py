@@ -7,9 +7,10 @@ depend on weights alone. `DerivedValues` computes them on reading.
 
 from __future__ import annotations
 
+import ast
 import copy
-import re
-from collections.abc import Iterable, Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.export.graph_signature import OutputKind, OutputSpec, TensorArgument
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.errors import UsageError
+from glassengine.errors import UnknownNameError, UsageError
 from glassengine.program.naming import is_tensor_node
 from glassengine.program.program import Program, rebuilt
 
@@ -44,7 +45,9 @@ class OutputPlan:
 
 
 def is_view(node: Node) -> bool:
-    """Whether the op of `node` returns a view of its first argument."""
+    """Whether `node` is a view, or one of several views, of its first argument."""
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], Node) and is_view(node.args[0])
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
     returns = node.target._schema.returns
@@ -68,7 +71,7 @@ def plan_outputs(
     """
     wanted = set(nodes)
     graph_nodes = {node.name: node for node in program.graph.nodes}
-    constant = _weight_only(program)
+    constant = weight_only_nodes(program)
     cached = {program.output_nodes[present]: past for past, present in program.caches.items()}
     already = {node: name for name, node in program.output_nodes.items() if node not in cached}
     cache_inputs = {port.node for port in program.inputs if port.name in program.caches}
@@ -115,11 +118,18 @@ def plan_outputs(
 
 
 def add_outputs(program: Program, nodes: Iterable[str]) -> Program:
-    """Return a program that also returns `nodes` (in the given order), named `dbg.<node>`."""
-    names = list(nodes)
+    """Return a program that also returns `nodes` (in the given order, each once), named `dbg.<node>`.
+
+    Raises:
+        UnknownNameError: The graph has no such node.
+    """
+    names = [name for name in dict.fromkeys(nodes) if PREFIX + name not in program.output_nodes]
     exported = program.exported
     graph = copy.deepcopy(exported.graph)
-    by_name = {node.name: node for node in graph.nodes}
+    by_name = {node.name: node for node in graph.nodes if is_tensor_node(node)}
+    for name in names:
+        if name not in by_name:
+            raise UnknownNameError("node", name, by_name, hint="list the names with: glass sites MODEL [PATTERN]")
     output = graph.output_node()
     output.args = (tuple(output.args[0]) + tuple(by_name[name] for name in names),)
     specs = list(exported.graph_signature.output_specs)
@@ -145,11 +155,17 @@ def result_names(program: Program) -> list[str]:
     for name, node in program.output_nodes.items():
         by_node.setdefault(node, []).append(name)
     specs = program.exported.graph_signature.output_specs
-    return [by_node[spec.arg.name].pop(0) for spec in specs if spec.kind is OutputKind.USER_OUTPUT]
+    return [
+        by_node[spec.arg.name].pop(0)
+        for spec in specs
+        if spec.kind is OutputKind.USER_OUTPUT and isinstance(spec.arg, TensorArgument)
+    ]
 
 
 class DerivedValues:
-    """Values of any node of one executed step: returned, at hand, or computed from what is at hand.
+    """Values of nodes of one executed step: returned, at hand, a view of that, or made of weights alone.
+
+    Anything else is refused: computed anew it would be the program's value, not that of the executable.
 
     Args:
         program: The program.
@@ -162,6 +178,7 @@ class DerivedValues:
     ) -> None:
         self._nodes = {node.name: node for node in program.graph.nodes}
         self._weights = program.weights()
+        self._constant = {node.name for node in weight_only_nodes(program)}
         self._values: dict[str, Any] = {}
         for port in program.inputs:
             if port.name in inputs:
@@ -173,11 +190,14 @@ class DerivedValues:
             self._values[program.output_nodes.get(name, name.removeprefix(PREFIX))] = tensor
 
     def __getitem__(self, node: str) -> torch.Tensor:
-        """Return the value of `node`.
+        """Return the value of the node called `node`.
 
         Raises:
+            UnknownNameError: The graph has no such node.
             UsageError: It was neither returned nor can it be derived from what was.
         """
+        if node not in self._nodes:
+            raise UnknownNameError("node", node, self._nodes)
         value: torch.Tensor = self._evaluate(self._nodes[node])
         return value
 
@@ -186,7 +206,8 @@ class DerivedValues:
             return self._values[node.name]
         if node.op == "placeholder" and node.name in self._weights:
             return self._weights[node.name]
-        if node.op != "call_function":
+        is_number = not isinstance(node.meta.get("val"), (torch.Tensor, list, tuple))
+        if node.op != "call_function" or not (is_number or is_view(node) or node.name in self._constant):
             raise UsageError(f"node {node.name!r} was not observed", hint="build with --add-output")
         args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), self._evaluate)
         # A back-end's tensor may be laid out otherwise than that of torch's kernel, so that a view of it needs a copy.
@@ -195,7 +216,7 @@ class DerivedValues:
         return target(*args, **kwargs)
 
 
-def _weight_only(program: Program) -> set[Node]:
+def weight_only_nodes(program: Program) -> set[Node]:
     """Nodes whose value does not depend on any user input, not even on its shape."""
     user = {port.node for port in program.inputs}
     found: set[Node] = set()
@@ -216,12 +237,45 @@ def _num_bytes(node: Node, program: Program, sizes: Mapping[str, int]) -> int:
     return total
 
 
-def _size(expression: str, sizes: Mapping[str, int]) -> int:
-    """Evaluate a dynamic size such as "batch*sequence"; unknown symbols count as 1."""
-    import sympy
+_OPERATORS: dict[type[ast.AST], Callable[..., int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.USub: operator.neg,
+}
+_FUNCTIONS: dict[str, Callable[..., int]] = {
+    "Max": max,
+    "Min": min,
+    "Mod": operator.mod,
+    "FloorDiv": operator.floordiv,
+    "CeilDiv": lambda a, b: -(-a // b),
+    "floor": lambda a: a,
+}
 
-    symbols = {name: sympy.Integer(sizes.get(name, 1)) for name in re.findall(r"\b[a-z]\w*\b", expression)}
-    return int(sympy.sympify(expression, locals=symbols))
+
+def _size(expression: str, sizes: Mapping[str, int]) -> int:
+    """Evaluate a dynamic size such as "2*batch*sequence"; unknown symbols and functions count as 1.
+
+    The text may come from a file, so it is never handed to anything that evaluates Python (sympy does).
+    """
+
+    def value(node: ast.AST) -> int:
+        if isinstance(node, ast.Constant):
+            return int(node.value) if isinstance(node.value, int) else 1
+        if isinstance(node, ast.Name):
+            return sizes.get(node.id, 1)
+        if isinstance(node, (ast.BinOp, ast.UnaryOp)) and type(node.op) in _OPERATORS:
+            operands = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.operand,)
+            return _OPERATORS[type(node.op)](*(value(operand) for operand in operands))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
+            return _FUNCTIONS[node.func.id](*(value(argument) for argument in node.args))
+        return 1
+
+    return value(ast.parse(expression, mode="eval").body)
 
 
 def _flat_spec(specs: Iterable[OutputSpec]) -> Any:

@@ -23,6 +23,8 @@ from glassengine.sites import Site, SiteTable
 
 SCHEMA_VERSION = 1
 GRAPH_LEVEL = "run_decompositions({})"
+CALLED_AS = "called_as"
+"""Key of the metadata, for models that call one module by several names."""
 
 
 @dataclass(frozen=True)
@@ -60,17 +62,18 @@ class Program:
     metadata: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def called_as(self) -> dict[str, str]:
+        """Name by which hooks know a call -> name here; only for modules with several aliases (`capture.hooks`)."""
+        return dict(self.metadata.get(CALLED_AS, {}))
+
+    @property
     def graph(self) -> torch.fx.Graph:
         """The functional graph."""
         return self.exported.graph
 
     def node(self, name: str) -> torch.fx.Node:
         """Return the node called `name`."""
-        return self._nodes[name]
-
-    @property
-    def _nodes(self) -> dict[str, torch.fx.Node]:
-        return {node.name: node for node in self.graph.nodes}
+        return next(node for node in self.graph.nodes if node.name == name)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return parameters, buffers and lifted constants by placeholder name."""

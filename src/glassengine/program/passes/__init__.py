@@ -2,24 +2,27 @@
 
 The function gets a copy of the functional graph module, changes it in place or returns another one. Nodes that survive
 keep their sites; a node that takes the place of another (it now feeds the same argument of the same consumer) takes over
-its site, so that a comparison before / after can name it.
+its site, so that a comparison before / after can name it. Ops that the pass inserted get sites of their own.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.export.graph_signature import OutputKind, OutputSpec
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from glassengine.errors import UsageError
 from glassengine.program.factory import load_function
-from glassengine.program.naming import fingerprints, op_name
+from glassengine.program.naming import describe_shape, fingerprints, is_tensor_node, op_name
 from glassengine.program.program import Program, rebuilt
-from glassengine.sites import SiteTable
+from glassengine.sites import ROOT, Site, SiteTable, op_site
 
 
 def apply_pass(program: Program, spec: str) -> Program:
@@ -35,6 +38,7 @@ def apply_function(program: Program, function: Callable[[torch.fx.GraphModule], 
     """Return `program` after `function`; see `apply_pass`."""
     module = torch.fx.GraphModule(program.exported.graph_module, copy.deepcopy(program.graph))
     before = {node.name: node for node in module.graph.nodes}
+    shapes_before = {node.name: (node.target, _structure(node)) for node in module.graph.nodes}
     uses = {node.name: [(user.name, _slots(user, node)) for user in node.users] for node in module.graph.nodes}
     inputs = [node.name for node in module.graph.find_nodes(op="placeholder")]
     try:
@@ -46,38 +50,43 @@ def apply_function(program: Program, function: Callable[[torch.fx.GraphModule], 
     graph = module.graph
     if [node.name for node in graph.find_nodes(op="placeholder")] != inputs:
         raise UsageError(f"pass {name} changed the inputs of the program", expected=f"the same {len(inputs)} inputs")
-    results = graph.output_node().args[0]
-    specs = program.exported.graph_signature.output_specs
-    if len(results) != len(specs):
-        raise UsageError(f"pass {name} changed the number of outputs", got=str(len(results)), expected=str(len(specs)))
-
+    specs = _new_specs(program, graph, name)
     after = {node.name: node for node in graph.nodes}
     successors = _successors(before, uses, after)
-    _restore_meta(program, graph, successors)
-    renamed = {old: new.name for old, new in successors.items()}
-    new_specs = [
-        replace(spec, arg=type(spec.arg)(name=node.name)) for spec, node in zip(specs, results, strict=True)
-    ]
-    prints = fingerprints(graph, program.weight_names() | {port.node: port.name for port in program.inputs})
-    sites = [
-        replace(
-            site,
-            node=(node := after[renamed.get(site.node, site.node)]).name,
-            op=op_name(node),
-            fingerprint=prints[node],
-            aliases=tuple(node.name if alias == site.node else alias for alias in site.aliases),
-        )
-        for site in program.sites
-        if renamed.get(site.node, site.node) in after
-    ]
-    changed = rebuilt(program.exported, graph, new_specs)
-    outputs = {key: spec.arg.name for key, spec in _outputs_in_order(program, new_specs)}
-    return replace(program, exported=changed, sites=SiteTable(sites), output_nodes=outputs)
+    try:
+        _restore_meta(program, graph, successors, shapes_before)
+        changed = rebuilt(program.exported, graph, specs)
+    except Exception as error:
+        raise UsageError(
+            f"pass {name} left a graph that is not valid",
+            got=f"{type(error).__name__}: {error}",
+            expected="call_function nodes of functional ATen ops with fitting arguments",
+        ) from error
+    sites = SiteTable(_sites(program, graph, {old: new.name for old, new in successors.items()}))
+    return replace(program, exported=changed, sites=sites, output_nodes=_output_nodes(program, specs))
+
+
+def _structure(node: Node) -> str:
+    return str((node.args, node.kwargs))
 
 
 def _slots(user: Node, node: Node) -> list[int]:
-    flat, _ = torch.utils._pytree.tree_flatten((user.args, user.kwargs))
+    flat, _ = pytree.tree_flatten((user.args, user.kwargs))
     return [index for index, value in enumerate(flat) if value is node]
+
+
+def _new_specs(program: Program, graph: torch.fx.Graph, name: str) -> list[OutputSpec]:
+    results = graph.output_node().args[0]
+    specs = program.exported.graph_signature.output_specs
+    if not isinstance(results, (list, tuple)) or len(results) != len(specs):
+        got = len(results) if isinstance(results, (list, tuple)) else 1
+        raise UsageError(f"pass {name} changed the number of outputs", got=str(got), expected=str(len(specs)))
+    changed = []
+    for spec, result in zip(specs, results, strict=True):
+        if isinstance(result, Node) != bool(spec.arg.name):
+            raise UsageError(f"pass {name} changed the kind of an output", got=str(result), expected=str(spec.arg))
+        changed.append(replace(spec, arg=type(spec.arg)(name=result.name)) if isinstance(result, Node) else spec)
+    return changed
 
 
 def _successors(
@@ -92,7 +101,7 @@ def _successors(
             survivor = after.get(consumer) or found.get(consumer)
             if survivor is None:
                 continue
-            flat, _ = torch.utils._pytree.tree_flatten((survivor.args, survivor.kwargs))
+            flat, _ = pytree.tree_flatten((survivor.args, survivor.kwargs))
             candidates = [flat[i] for i in slots if i < len(flat) and isinstance(flat[i], Node)]
             new = [node for node in candidates if node.name not in before and node not in found.values()]
             if new:
@@ -101,21 +110,78 @@ def _successors(
     return found
 
 
-def _restore_meta(program: Program, graph: torch.fx.Graph, successors: dict[str, Node]) -> None:
-    """Give new nodes the metadata of what they replace, and fake values where the pass made none."""
+def _restore_meta(
+    program: Program, graph: torch.fx.Graph, successors: dict[str, Node], shapes_before: Mapping[str, tuple[Any, str]]
+) -> None:
+    """Give new nodes the metadata of what they replace, and fake values to all that the pass has reached."""
     old = {node.name: node for node in program.graph.nodes}
     for name, node in successors.items():
         for key, value in old[name].meta.items():
             node.meta.setdefault(key, value)
+    fakes = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
+    modes = [fake.fake_mode for fake in fakes if isinstance(fake, torch._subclasses.FakeTensor)]
+    stale: set[Node] = set()
+    with modes[0]:
+        for node in graph.nodes:
+            same = shapes_before.get(node.name) == (node.target, _structure(node))
+            if node.op == "call_function" and not (same and stale.isdisjoint(node.all_input_nodes)):
+                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+                node.meta["val"] = node.target(*args, **kwargs)
+                stale.add(node)
+
+
+def _sites(program: Program, graph: torch.fx.Graph, renamed: Mapping[str, str]) -> list[Site]:
+    """Return the sites of `program` that survive, brought up to date, and those of inserted ops, in graph order."""
+    names = program.weight_names() | {port.node: port.name for port in program.inputs}
+    prints = fingerprints(graph, names)
+    symbols = _symbols(program)
+    kept: dict[str, list[Site]] = {}
+    for site in program.sites:
+        name = renamed.get(site.node, site.node)
+        aliases = tuple(name if alias == site.node else alias for alias in site.aliases)
+        kept.setdefault(name, []).append(replace(site, node=name, aliases=aliases))
+    numbers = Counter(site.name.rpartition(".")[0] for site in program.sites if site.kind == "op")
+    table: list[Site] = []
+    where: dict[Node, str] = {}
     for node in graph.nodes:
-        if node.op == "call_function" and "val" not in node.meta:
-            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val", n))
-            node.meta["val"] = node.target(*args, **kwargs)
+        own = kept.get(node.name, [])
+        path = next((site.name.split("/")[0] for site in own if site.kind == "op"), None)
+        # An inserted op belongs to the module that made its first input.
+        where[node] = path or next((where[source] for source in node.all_input_nodes), ROOT)
+        if not own and is_tensor_node(node):
+            stem = op_site(where[node], op_name(node), 0).rpartition(".")[0]
+            name = f"{stem}.{numbers[stem]}"
+            numbers[stem] += 1
+            own = [Site(name, "op", node.name, op_name(node), "", (), {}, None, prints[node], (node.name,))]
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            shape, axes = describe_shape(value, symbols)
+            dtype = str(value.dtype).removeprefix("torch.")
+            fresh = {"dtype": dtype, "shape": shape, "axes": axes, "op": op_name(node), "fingerprint": prints[node]}
+            table += [replace(site, **fresh) for site in own]
+    return table
 
 
-def _outputs_in_order(program: Program, specs: list[Any]) -> list[tuple[str, Any]]:
-    """Pair each output name with its new spec; several names may share one node."""
-    position: dict[str, list[int]] = {}
-    for index, spec in enumerate(program.exported.graph_signature.output_specs):
-        position.setdefault(spec.arg.name, []).append(index)
-    return [(name, specs[position[node][0]]) for name, node in program.output_nodes.items()]
+def _symbols(program: Program) -> dict[str, str]:
+    """Return symbol -> "batch", "sequence", "cache", as the inputs of the program name them."""
+    table = {}
+    for port in program.inputs:
+        sizes = program.node(port.node).meta["val"].shape
+        table |= {str(size): text for size, text in zip(sizes, port.shape, strict=True) if isinstance(text, str)}
+    return table
+
+
+def _output_nodes(program: Program, specs: list[OutputSpec]) -> dict[str, str]:
+    """Return output name -> node after the pass: results and caches each in their own order."""
+    old = list(program.exported.graph_signature.output_specs)
+    table = {}
+    for name, node in program.output_nodes.items():
+        is_cache = name in program.caches.values()
+        index = next(
+            i
+            for i, spec in enumerate(old)
+            if spec is not None and spec.arg.name == node and (spec.kind is OutputKind.USER_INPUT_MUTATION) is is_cache
+        )
+        table[name] = specs[index].arg.name
+        old[index] = None  # type: ignore[call-overload]
+    return table
