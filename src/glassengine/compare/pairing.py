@@ -1,7 +1,7 @@
 """Pair the op sites of two programs.
 
 Within each call of each module the two op sequences are aligned (longest matching blocks, first by op, shape and literal
-arguments, then by op alone), so that an op which one side has extra shifts nobody's name. The fingerprint says whether a
+arguments, then by op and shape), so that an op which one side has extra shifts nobody's name. The fingerprint says whether a
 pair is computed the same way; it is kept with the pair, not required, because a mistake changes it.
 """
 
@@ -57,17 +57,24 @@ def _by_call(program: Program) -> dict[str, list[Site]]:
 def _align(
     ours: Sequence[Site], theirs: Sequence[Site], nodes: tuple[dict[str, Node], dict[str, Node]]
 ) -> list[tuple[Site, Site]]:
-    strict = [[(s.op, s.shape, _literals(nodes[side][s.node])) for s in sites] for side, sites in enumerate((ours, theirs))]
+    strict = [
+        [(*_kind(s), _literals(nodes[side][s.node])) for s in sites] for side, sites in enumerate((ours, theirs))
+    ]
     pairs: list[tuple[Site, Site]] = []
     for tag, i1, i2, j1, j2 in SequenceMatcher(None, *strict, autojunk=False).get_opcodes():
         if tag == "equal":
             pairs += zip(ours[i1:i2], theirs[j1:j2], strict=True)
         elif tag == "replace":
-            loose = [[s.op for s in part] for part in (ours[i1:i2], theirs[j1:j2])]
+            loose = [[_kind(s) for s in part] for part in (ours[i1:i2], theirs[j1:j2])]
             for block in SequenceMatcher(None, *loose, autojunk=False).get_matching_blocks():
                 for k in range(block.size):
                     pairs.append((ours[i1 + block.a + k], theirs[j1 + block.b + k]))
     return pairs
+
+
+def _kind(site: Site) -> tuple[Any, ...]:
+    """What two ops must share to be counterparts: another precision is one difference, another shape is another op."""
+    return site.op, site.shape, "float" if "float" in site.dtype else site.dtype
 
 
 def _literals(node: Node) -> str:

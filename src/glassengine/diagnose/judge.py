@@ -22,7 +22,8 @@ from glassengine.program.export import named_inputs
 from glassengine.program.naming import is_tensor_node
 from glassengine.program.outputs import weight_only_nodes
 from glassengine.program.program import Program
-from glassengine.results import Divergence, Figures, Hint, Pair
+from glassengine.diagnose.replay import Replay
+from glassengine.results import VERDICTS, Divergence, Figures, Hint, Pair
 
 FLAGGED = ("suspicious", "wrong")
 
@@ -44,29 +45,26 @@ class Score:
         self._tracker = OriginTracker(self.program)
 
     def visit(self, node: Node, reference: Reference, case: Case, step: int) -> None:
-        """Judge this side's value of `node`."""
+        """Judge this side's values of `node`; the worst one counts for what comes after."""
         assert self._tracker is not None
-        observed = self.side.observed(node.name)
-        if observed is None:
+        found = [(observed, *self._judge(node, observed, reference)) for observed in self.side.observed(node.name)]
+        if not found:
             self._tracker.visit(node, step, None)
             return
-        tensor = _completed(observed.tensor, reference, self.program, node)
-        judgement = reference.judge(tensor)
-        inherited = self._tracker.visit(node, step, judgement.verdict)
+        observed, tensor, judgement, introduced = max(found, key=lambda item: VERDICTS.index(item[2].verdict))
+        inherited = self._tracker.visit(node, step, judgement.verdict, introduced=introduced)
         self.judged_nodes.add(node.name)
         flagged = judgement.verdict in FLAGGED
-        site = self.program.sites.by_node[node.name][0]
-        figures = _figures(reference.native, tensor) if flagged and tensor.shape == reference.native.shape else None
         self.pairs.append(
             Pair(
                 step=step,
-                site=site.name,
+                site=self._site(node, observed),
                 candidate_site=observed.site,
                 method=observed.method,
                 confidence=1.0 if observed.method == "name+fingerprint" else 0.9,
                 verdict=judgement.verdict,
-                judged_by="noise floor",
-                figures=figures,
+                judged_by="reverse replay" if introduced is not None else "noise floor",
+                figures=_figures(reference.native, tensor) if flagged else None,
                 rho=judgement.rho,
                 rung=self.side.rung,
                 case=case.name,
@@ -76,6 +74,33 @@ class Score:
         )
         if flagged and not inherited and node.name not in self.divergences:
             self.divergences[node.name] = self._divergence(node, observed, judgement, reference, step)
+
+    def _judge(
+        self, node: Node, observed: Observed, reference: Reference
+    ) -> tuple[torch.Tensor, Judgement, bool | None]:
+        """Return the tensor that was judged, the judgement, and whether `node` itself introduced what is wrong.
+
+        None means that only the accumulated error is known, so the graph has to tell (see `origins`).
+        """
+        tensor = _completed(observed.tensor, reference, self.program, node)
+        accumulated = reference.judge(tensor)
+        replay: Replay | None = getattr(self.side, "replay", None)
+        local = None if replay is None else replay.judge(node, observed.tensor, reference.valid)
+        if local is None:
+            return tensor, accumulated, None
+        introduced = local.verdict in FLAGGED
+        if introduced and VERDICTS.index(local.verdict) >= VERDICTS.index(accumulated.verdict):
+            return tensor, local, True
+        return tensor, accumulated, introduced
+
+    def _site(self, node: Node, observed: Observed) -> str:
+        """The op's site; a module's own where only modules were observed and this one is not what the op made."""
+        sites = self.program.sites.by_node[node.name]
+        own = [site.name for site in sites if site.name == observed.site and site.kind in ("module", "tap")]
+        return own[0] if own and self._several(node) else sites[0].name
+
+    def _several(self, node: Node) -> bool:
+        return len(self.side.observed(node.name)) > 1
 
     def end_case(self) -> None:
         """Give every divergence the worst verdict of what it caused."""
@@ -97,7 +122,7 @@ class Score:
         return Divergence(
             rung=self.side.rung,
             step=step,
-            site=site.name,
+            site=self._site(node, observed),
             node=node.name,
             candidate_site=observed.site,
             source=site.source,
@@ -172,7 +197,9 @@ def run_cases(
             score.end_case()
 
 
-def _figures(baseline: torch.Tensor, candidate: torch.Tensor) -> Figures:
+def _figures(baseline: torch.Tensor, candidate: torch.Tensor) -> Figures | None:
+    if baseline.shape != candidate.shape:
+        return None
     names = [str(tensor.dtype).removeprefix("torch.") for tensor in (baseline, candidate)]
     allowed = tolerance(*names)
     return measure(baseline, candidate, rtol=allowed.rtol, atol=allowed.atol)

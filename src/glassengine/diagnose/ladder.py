@@ -22,6 +22,7 @@ from glassengine.compare.pairing import pair_sites
 from glassengine.diagnose.cases import Case, causal_cases, module_cases
 from glassengine.diagnose.conclude import conclude
 from glassengine.diagnose.judge import Score, run_cases
+from glassengine.diagnose.replay import Replay
 from glassengine.diagnose.severity import Severity
 from glassengine.diagnose.sides import EngineSide, ModuleSide, ProgramSide
 from glassengine.engine.build import build_program
@@ -150,7 +151,8 @@ def _add_built(climb: Climb, backend: str | None, passes: Sequence[str], progres
         progress(f"applying {spec}")
         built = apply_pass(built, spec)
         pairs, _, _ = pair_sites(climb.program, built)
-        climb.add(ProgramSide(built, {pair.baseline.node: pair for pair in pairs}, rung=f"pass {spec}"))
+        by_node = {pair.baseline.node: pair for pair in pairs}
+        climb.add(ProgramSide(built, by_node, rung=f"pass {spec}", replay=Replay(climb.program)))
     folder = Path(climb.stack.enter_context(tempfile.TemporaryDirectory(prefix="glassengine-check-")))
     plan = _plan(climb, built)
     progress(f"building the engine with {len(plan.added)} debug outputs")
@@ -190,8 +192,9 @@ def _add_model(climb: Climb, candidate: LoadedModel, inputs: str | None, progres
         climb.skipped.append(Skipped("*", "candidate", f"no op-level rung: {error.what} ({error.got})", rung="candidate"))
     else:
         pairs, ours, theirs = pair_sites(climb.program, program)
-        side = ProgramSide(program, {pair.baseline.node: pair for pair in pairs}, rung="candidate")
-        climb.add(side)
+        by_node = {pair.baseline.node: pair for pair in pairs}
+        replay = Replay(climb.program) if candidate.dtype == climb.baseline.dtype else None
+        climb.add(ProgramSide(program, by_node, rung="candidate", replay=replay))
         reason = "no counterpart in the same module call of the other side"
         climb.skipped += [Skipped(site.name, "baseline", reason, rung="candidate") for site in ours]
         climb.skipped += [Skipped(site.name, "candidate", reason, rung="candidate") for site in theirs]
@@ -264,10 +267,10 @@ def _severity_counter(climb: Climb) -> Callable[[Case, int, Mapping[str, torch.T
         noise = max(noise, float(torch.finfo(model.dtype).eps * model.double().square().mean().sqrt()))
         before = model
         for score in climb.scores[1:]:
-            observed = score.side.observed(node)
-            if observed is None:
+            found = score.side.observed(node)
+            if not found:
                 continue
-            logits = observed.tensor[:, -1]
+            logits = found[-1].tensor[:, -1]
             against = before if score.side.rung == "release" else model
             climb.severity.setdefault(score.side.rung, Severity()).add(against, logits, noise, f"{case.name}, step {step}")
             before = logits

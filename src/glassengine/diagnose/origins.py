@@ -43,8 +43,14 @@ class OriginTracker:
         }
         self._blame = {}
 
-    def visit(self, node: Node, step: int, verdict: Verdict | None) -> bool:
-        """Record `node` (every tensor node, in graph order); None means not observed.
+    def visit(self, node: Node, step: int, verdict: Verdict | None, *, introduced: bool | None = None) -> bool:
+        """Record a tensor node; called for every one, in graph order.
+
+        Args:
+            node: The node.
+            step: Of the case.
+            verdict: None when it was not observed.
+            introduced: Whether a replay found that the op itself made the error; None when only the graph can tell.
 
         Returns:
             Whether the node is flagged and its error inherited.
@@ -58,7 +64,7 @@ class OriginTracker:
         if verdict not in ("suspicious", "wrong"):
             self._blame[node.name] = frozenset()
             return False
-        if not carried:
+        if introduced or not carried:
             self.origins.setdefault(node.name, Origin(step, node.name, verdict))
             carried = frozenset({node.name})
             inherited = False

@@ -106,8 +106,7 @@ class ReferenceRun:
         return [inputs[name] if lane == 1 else _double(inputs[name]) for lane in self._lanes]
 
     def _evaluate(self, node: Node, env: Mapping[Node, list[Any]], generators: list[torch.Generator]) -> list[Any]:
-        # A float64 kernel may lay its result out differently from the traced one, which a strict view would refuse.
-        target: Any = torch.ops.aten.reshape.default if node.target is torch.ops.aten.view.default else node.target
+        target = target_of(node)
         doubles: dict[Node, Any] = {}
 
         def argument(source: Node, lane: int) -> Any:
@@ -124,7 +123,7 @@ class ReferenceRun:
             if lane == 1:
                 results.append(target(*args, **kwargs))
                 continue
-            args, kwargs = pytree.tree_map(_retarget, (args, kwargs))
+            args, kwargs = pytree.tree_map(retarget, (args, kwargs))
             value = target(*args, **kwargs)
             if lane > 1 and isinstance(value, torch.Tensor) and value.is_floating_point() and rounds(node):
                 value = noisy(node, value, args, kwargs, self._roundoff(node), generators[lane])
@@ -168,9 +167,16 @@ def _double(value: torch.Tensor) -> torch.Tensor:
     return value.double() if value.is_floating_point() else value
 
 
-def _retarget(value: Any) -> Any:
-    """Replace a floating dtype in the arguments of a node by float64."""
+def retarget(value: Any) -> Any:
+    """Make one argument of a node float64: tensors, and dtypes written into the graph."""
+    if isinstance(value, torch.Tensor):
+        return _double(value)
     return torch.float64 if isinstance(value, torch.dtype) and value in _FLOATS else value
+
+
+def target_of(node: Node) -> Any:
+    """Return what to call for `node` in float64: another kernel's memory layout may not allow a strict view."""
+    return torch.ops.aten.reshape.default if node.target is torch.ops.aten.view.default else node.target
 
 
 def _last_uses(program: Program) -> dict[Node, list[Node]]:

@@ -13,6 +13,7 @@ from glassengine.capture.hooks import observing
 from glassengine.capture.interpreter import run_program
 from glassengine.compare.pairing import SitePair
 from glassengine.diagnose.cases import Case, StepInputs
+from glassengine.diagnose.replay import Replay
 from glassengine.engine.engine import Engine
 from glassengine.engine.session import Session
 from glassengine.program.causal_lm import expert_modules
@@ -41,8 +42,11 @@ class Side(Protocol):
     def step(self, inputs: StepInputs | Mapping[str, Any]) -> None:
         """Run one step; afterwards `observed` answers for it."""
 
-    def observed(self, node: str) -> Observed | None:
-        """Return this side's value of the baseline program's `node` in the current step, if it has one."""
+    def observed(self, node: str) -> list[Observed]:
+        """Return this side's values of the baseline program's `node` in the current step.
+
+        Several, where a module passes on what another one made and both were observed; none, where it has no such tensor.
+        """
 
 
 @dataclass
@@ -104,13 +108,14 @@ class ModuleSide:
         if not site.startswith(self.reordered):
             self._values[site] = tensor.clone()
 
-    def observed(self, node: str) -> Observed | None:
-        """Return the value of the first module output or tap that names `node`."""
+    def observed(self, node: str) -> list[Observed]:
+        """Return the values of all module outputs and taps that name `node`."""
+        found = []
         for site in self.program.sites.by_node.get(node, ()):
             key = f"node:{node}" if site.kind == "kv" else site.name
             if site.kind != "op" and key in self._values:
-                return Observed(self._values[key], site.name, "name")
-        return None
+                found.append(Observed(self._values[key], site.name, "name"))
+        return found
 
 
 @dataclass
@@ -121,11 +126,13 @@ class ProgramSide:
         program: With weights.
         pairs: Baseline node -> pair.
         rung: Name on screen.
+        replay: Replays ops of the baseline on this side's values; None when the two sides differ in dtype.
     """
 
     program: Program
     pairs: Mapping[str, SitePair]
     rung: str
+    replay: Replay | None = None
     guarantee: str = "judged op by op"
     _values: dict[str, torch.Tensor] = field(default_factory=dict)
     _caches: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -147,14 +154,18 @@ class ProgramSide:
                 self._values[node.name] = value
 
         outputs = run_program(self.program, {**named, **self._caches}, keep)
+        if self.replay is not None:
+            by_node = {node: pair.candidate.node for node, pair in self.pairs.items()}
+            values = {node: self._values[own] for node, own in by_node.items() if own in self._values}
+            self.replay.begin_step({**named, **self._caches}, values)
         self._caches = {past: outputs[present] for past, present in self.program.caches.items()}
 
-    def observed(self, node: str) -> Observed | None:
+    def observed(self, node: str) -> list[Observed]:
         """Return the value of the op paired with `node`."""
         pair = self.pairs.get(node)
         if pair is None or pair.candidate.node not in self._values:
-            return None
-        return Observed(self._values[pair.candidate.node], pair.candidate.name, pair.method)
+            return []
+        return [Observed(self._values[pair.candidate.node], pair.candidate.name, pair.method)]
 
 
 @dataclass
@@ -195,12 +206,12 @@ class EngineSide:
             self._session.decode(inputs.input_ids)
         self._values = self._session.read(names)
 
-    def observed(self, node: str) -> Observed | None:
+    def observed(self, node: str) -> list[Observed]:
         """Return the engine's tensor for `node`."""
         if node not in self.nodes:
-            return None
+            return []
         name, site, method = self.nodes[node]
-        return Observed(self._values[name], site, method)
+        return [Observed(self._values[name], site, method)]
 
 
 def empty_caches(program: Program, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
