@@ -121,6 +121,20 @@ def test_an_identical_copy_is_ok_and_a_bfloat16_copy_is_rounding(llama: nn.Modul
     assert result.ok, result.first_divergence
 
 
+def test_a_scale_that_moved_into_the_query_is_no_mistake(llama: nn.Module, token_ids: str) -> None:
+    candidate: Any = models.llama()
+    for layer in candidate.model.layers:
+        attention = layer.self_attn
+        attention.q_proj.weight.data *= 0.5  # exact in binary
+        attention.scaling *= 2
+    result = check(llama, candidate=candidate, inputs=token_ids)
+    # The projections and what rotates them differ, by design; attention and everything after it agrees.
+    wrong = {pair.site for pair in result.pairs if pair.verdict == "wrong" and pair.rung == "candidate"}
+    assert all("q_proj" in site or "self_attn/" in site for site in wrong)
+    assert not any("scaled_dot_product" in site or "o_proj" in site for site in wrong)
+    assert result.severity["candidate"]["token_agreement"] == 1.0
+
+
 def test_a_mistake_that_only_decode_shows(llama: nn.Module, token_ids: str) -> None:
     class Forgetful(nn.Module):
         """Rotates by one position too many once there is a cache."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -71,7 +72,7 @@ def test_failed_build_leaves_no_temporary_directory(monkeypatch: pytest.MonkeyPa
 
 
 def test_taps_and_outputs_asked_for() -> None:
-    engine = glass.build(MLP(), backend="eager", inputs=STEPS, add_output=["fc=first", "fc.weight*"][:1])
+    engine = glass.build(MLP(), backend="eager", inputs=STEPS, add_output=["fc=first"])
     assert list(engine(**STEPS[0])) == ["output", "first", "inter"]
 
 
@@ -118,8 +119,6 @@ def call(engine: Engine, **inputs: Any) -> str:
     ids=["dtype", "device", "shape", "range", "dimensions"],
 )
 def test_input_that_does_not_fit(module_engine: Engine, tensor: torch.Tensor, row: str) -> None:
-    import re
-
     message = call(module_engine, hidden_states=tensor, scale=2.0)
     assert re.search(row, message), message
     assert "built for" in message and "float32 [2.., 4] cpu" in message
@@ -188,7 +187,6 @@ def changed_checkpoint(inductor_engine: Engine, checkpoint: Path, tmp_path: Path
     def make() -> Engine:
         other = tmp_path / "other"
         shutil.copytree(checkpoint, other)
-        models.llama(vocab_size=259, rms_norm_eps=1e-6, initializer_range=0.5).save_pretrained(other)
         changed = models.llama(vocab_size=259)
         with torch.no_grad():
             next(changed.parameters()).add_(1)
@@ -213,8 +211,8 @@ def test_vanished_checkpoint(inductor_engine: Engine, tmp_path: Path) -> None:
     engine.generate(input_ids=[[5]], max_new_tokens=2, debug=True)  # running needs no checkpoint
 
 
-def test_values_that_depend_on_weights_alone(checkpoint: Path, tmp_path: Path) -> None:
-    # GPT-2 transposes its weights in the graph: such nodes are computed from the weights when they are read.
+def test_values_that_depend_on_weights_alone(tmp_path: Path) -> None:
+    # Gemma adds 1 to its norm weights in the graph: such nodes are computed from the weights when they are read.
     engine = glass.build(models.gemma3(), tmp_path / "e", backend="eager", add_output=["re:^model.norm/"])
     weights_alone = [e.name for e in engine.manifest.added_outputs if e.derived == "depends on weights alone"]
     assert weights_alone
