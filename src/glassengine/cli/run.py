@@ -117,5 +117,5 @@ def _print_texts(result: Any) -> None:
         return
     prompts = result.prompts or [" ".join(map(str, row)) for row in result.prompt_token_ids]
     for prompt, text in zip(prompts, result.texts, strict=True):
-        out.print(f"Input: {prompt}")
-        out.print(f"Output: {text}")
+        # Not through the console, which would drop control characters.
+        _write(f"Input: {prompt}\nOutput: {text}\n")
