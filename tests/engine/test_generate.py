@@ -62,6 +62,23 @@ def test_compiled_backends(make: Callable[[], Any], backend: str) -> None:
     )
 
 
+@pytest.mark.parametrize("backend", ["inductor", "onnxruntime"])
+def test_bundled_model(backend: str, root: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = root / "examples" / "tiny-llama"
+    engine = glass.build(source, tmp_path / "e", backend=backend)
+    model = AutoModelForCausalLM.from_pretrained(source).eval()
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    prompts = ['The "with" statement', "Class definitions"]
+    rows = [tokenizer(text)["input_ids"] for text in prompts]
+    expected = transformers_tokens(model, rows, 48)
+    result = engine.generate(prompts, max_new_tokens=48)
+    assert result.texts == tuple(tokenizer.batch_decode(expected, skip_special_tokens=True))
+    for made, row in zip(result.token_ids, expected, strict=True):
+        assert list(made) == row[: len(made)]
+
+
 @pytest.fixture
 def configured(model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     """Return a function (generation settings) -> model with them; engines then read them as well."""
