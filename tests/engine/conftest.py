@@ -50,6 +50,12 @@ def inductor_engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) 
     return glass.build(checkpoint, directory, backend="inductor", add_output=OUTPUTS)
 
 
+@pytest.fixture(scope="session")
+def frozen_engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """Return an engine whose back-end keeps the weights in its own files; do not change its directory."""
+    return glass.build(checkpoint, tmp_path_factory.mktemp("frozen") / "tiny", backend="onnxruntime")
+
+
 @pytest.fixture
 def copy(engine: Engine, tmp_path: Path) -> Path:
     """Return a copy of the eager engine's directory, to damage."""

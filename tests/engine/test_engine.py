@@ -171,7 +171,7 @@ def logits_of_program(engine: Engine, ids: torch.Tensor) -> torch.Tensor:
     return run_program(engine.program, inputs)["logits"]
 
 
-@pytest.mark.parametrize("name", ["engine", "inductor_engine"])
+@pytest.mark.parametrize("name", ["engine", "frozen_engine"])
 def test_stored_program_has_the_weights(name: str, model: Any, request: pytest.FixtureRequest) -> None:
     ids = torch.tensor([[5, 6, 7]])
     with torch.no_grad():
@@ -181,7 +181,7 @@ def test_stored_program_has_the_weights(name: str, model: Any, request: pytest.F
 
 
 @pytest.fixture
-def changed_checkpoint(inductor_engine: Engine, checkpoint: Path, tmp_path: Path) -> Callable[[], Engine]:
+def changed_checkpoint(frozen_engine: Engine, checkpoint: Path, tmp_path: Path) -> Callable[[], Engine]:
     """Return a function that loads an engine whose checkpoint has since got other weights."""
 
     def make() -> Engine:
@@ -191,7 +191,7 @@ def changed_checkpoint(inductor_engine: Engine, checkpoint: Path, tmp_path: Path
         with torch.no_grad():
             next(changed.parameters()).add_(1)
         changed.save_pretrained(other)
-        engine = glass.load(inductor_engine.directory)
+        engine = glass.load(frozen_engine.directory)
         engine.manifest.model["directory"] = str(other)
         return engine
 
@@ -203,8 +203,8 @@ def test_changed_checkpoint_is_refused(changed_checkpoint: Callable[[], Engine])
         _ = changed_checkpoint().program
 
 
-def test_vanished_checkpoint(inductor_engine: Engine, tmp_path: Path) -> None:
-    engine = glass.load(inductor_engine.directory)
+def test_vanished_checkpoint(frozen_engine: Engine, tmp_path: Path) -> None:
+    engine = glass.load(frozen_engine.directory)
     engine.manifest.model["directory"] = str(tmp_path / "gone")
     with pytest.raises(UsageError, match="gone"):
         _ = engine.program

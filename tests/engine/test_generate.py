@@ -35,9 +35,7 @@ def until_end(row: list[int], end: int) -> tuple[int, ...]:
     return tuple(row[: row.index(end) + 1] if end in row else row)
 
 
-@pytest.mark.parametrize("name", ["engine", "inductor_engine"])
-def test_tokens_and_text_of_transformers(name: str, model: Any, request: pytest.FixtureRequest) -> None:
-    engine: Engine = request.getfixturevalue(name)
+def test_tokens_and_text_of_transformers(engine: Engine, model: Any) -> None:
     result = engine.generate(PROMPTS, max_new_tokens=12)
     tokenizer = byte_tokenizer()
     rows = [tokenizer(text)["input_ids"] for text in PROMPTS]
@@ -175,9 +173,7 @@ def test_observer_sees_every_step(engine: Engine) -> None:
     assert steps == [(step, names) for step in range(result.num_steps)]
 
 
-@pytest.mark.parametrize("name", ["engine", "inductor_engine"])
-def test_recording(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    engine: Engine = request.getfixturevalue(name)
+def test_recording(engine: Engine, tmp_path: Path) -> None:
     rows = [[5, 6, 7], [8, 9]]
     logits: list[torch.Tensor] = []
     result = engine.generate(

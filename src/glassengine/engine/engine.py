@@ -12,7 +12,7 @@ import torch
 from glassengine.backends.registry import find_backend
 from glassengine.engine import files
 from glassengine.engine.checks import check_inputs
-from glassengine.engine.generate import Generation, OnStep, OnText, generate
+from glassengine.engine.generate import Generation, StepCallback, TextCallback, generate
 from glassengine.engine.manifest import AddedOutput, Manifest, check_files, read_manifest, require_fit, require_intact
 from glassengine.engine.session import Session
 from glassengine.errors import CorruptError, UsageError
@@ -99,8 +99,8 @@ class Engine:
         tokenizer: str | Path | None = None,
         max_new_tokens: int | None = None,
         debug: bool | Sequence[str] = False,
-        on_step: OnStep | None = None,
-        on_text: OnText | None = None,
+        on_step: StepCallback | None = None,
+        on_text: TextCallback | None = None,
         record: str | Path | None = None,
         overwrite: bool = False,
     ) -> Generation:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from glassengine.engine.engine import Engine
     from glassengine.engine.session import Session
 
-OnStep = Callable[["Session"], None]
-OnText = Callable[[str], None]
+StepCallback = Callable[["Session"], None]
+TextCallback = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ def generate(
     tokenizer: str | Path | None,
     max_new_tokens: int | None,
     debug: bool | Sequence[str],
-    on_step: OnStep | None,
-    on_text: OnText | None,
+    on_step: StepCallback | None,
+    on_text: TextCallback | None,
     record: str | Path | None,
     overwrite: bool,
 ) -> Generation:
@@ -180,7 +180,7 @@ def _loop(
 class _TextStream:
     """Turns tokens into pieces of text that never have to be taken back."""
 
-    def __init__(self, tokenizer: Any, on_text: OnText) -> None:
+    def __init__(self, tokenizer: Any, on_text: TextCallback) -> None:
         self._tokenizer, self._on_text = tokenizer, on_text
         self._sent = ""
 
