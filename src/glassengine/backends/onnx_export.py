@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.export.graph_signature import OutputKind
 
 from glassengine.errors import BackendError
 from glassengine.program.outputs import functional_form, result_names
@@ -42,13 +41,15 @@ def export_onnx(program: Program, directory: Path) -> None:
     Weights are held at most twice while converting: the program's, and the transposed ones of linear layers.
 
     Raises:
-        BackendError: The program changes a buffer or is random, which ONNX cannot express, or the converted graph has
-            other inputs, outputs or dynamic dimensions than the program.
+        BackendError: The program is random, or the converted graph has other inputs, outputs or dynamic dimensions than
+            the program.
     """
     functional = functional_form(program)
-    _require_expressible(functional)
+    _refuse_dropout(functional)
     inputs = [port.name for port in functional.inputs]
-    outputs = result_names(functional)
+    # A state that is written in place has one name as input and as result; ONNX has one name space.
+    updated = {name: f"updated:{name}" if name in inputs else name for name in result_names(functional)}
+    outputs = list(updated.values())
     with torch.no_grad(), _quiet():
         converted = torch.onnx.export(
             functional.exported,
@@ -65,21 +66,14 @@ def export_onnx(program: Program, directory: Path) -> None:
     graph = converted.model.graph
     _rename_outputs(graph, inputs, outputs)
     _check_inputs(functional, graph)
-    converted.model.metadata_props[IN_PLACE_KEY] = " ".join(in_place_caches(graph, program.caches))
+    caches = {past: updated[present] for past, present in program.caches.items()}
+    converted.model.metadata_props[IN_PLACE_KEY] = " ".join(in_place_caches(graph, caches))
     with _quiet():
         converted.save(directory / MODEL_FILE, external_data=True)
 
 
-def _require_expressible(functional: Program) -> None:
-    """Refuse what a conversion would silently turn into another computation."""
-    kinds = {spec.kind for spec in functional.exported.graph_signature.output_specs}
-    if kinds != {OutputKind.USER_OUTPUT}:
-        odd = ", ".join(sorted(kind.name.lower() for kind in kinds - {OutputKind.USER_OUTPUT}))
-        raise BackendError(
-            "ONNX cannot express a program that changes its buffers",
-            got=odd,
-            hint="pass the state as an input and return it, or build with --backend inductor",
-        )
+def _refuse_dropout(functional: Program) -> None:
+    """Refuse what the translation of attention would silently leave out."""
     for node in functional.graph.find_nodes(op="call_function", target=_ATTENTION):
         if dict(zip(("query", "key", "value", "attn_mask", "dropout_p"), node.args, strict=False)).get("dropout_p"):
             raise BackendError(

@@ -90,6 +90,7 @@ class _Session:
         self._session = onnxruntime.InferenceSession(
             str(directory / MODEL_FILE), options, providers=["CPUExecutionProvider"]
         )
+        self._graph_outputs = [value.name for value in self._session.get_outputs()]
         in_place = self._session.get_modelmeta().custom_metadata_map[IN_PLACE_KEY].split()
         self._order = read_io(directory)
         self._past_of = {present: past for past, present in self._order.caches.items()}
@@ -101,11 +102,9 @@ class _Session:
         binding = self._session.io_binding()
         for name, tensor in bound.items():
             binding.bind_input(name, *_place(tensor))
-        for name in self._order.outputs:
-            if name in self._in_place:
-                binding.bind_output(name, *_place(bound[self._past_of[name]]))
-            else:
-                binding.bind_output(name)
+        for name, graph_name in zip(self._order.outputs, self._graph_outputs, strict=True):
+            place = _place(bound[self._past_of[name]]) if name in self._in_place else ()
+            binding.bind_output(graph_name, *place)
         self._session.run_with_iobinding(binding)
 
         values = binding.get_outputs_as_ortvaluevector()
