@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from glassengine.backends.registry import list_backends as list_backends
+    from glassengine.capture.hooks import named_network_outputs as named_network_outputs
     from glassengine.compare import compare as compare
     from glassengine.diagnose import check as check
     from glassengine.engine.build import build as build
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from glassengine.errors import IncomparableError as IncomparableError
     from glassengine.errors import UnknownNameError as UnknownNameError
     from glassengine.errors import UsageError as UsageError
-    from glassengine.program import named_network_outputs as named_network_outputs
     from glassengine.program import sites as sites
     from glassengine.recording.reader import Recording as Recording
     from glassengine.taps import NetworkOutputs as NetworkOutputs
@@ -48,7 +48,7 @@ _PUBLIC = {
     "compare": "glassengine.compare",
     "list_backends": "glassengine.backends.registry",
     "load": "glassengine.engine.engine",
-    "named_network_outputs": "glassengine.program",
+    "named_network_outputs": "glassengine.capture.hooks",
     "register_network_output": "glassengine.taps",
     "sites": "glassengine.program",
     "tap": "glassengine.taps",

@@ -12,6 +12,7 @@ import dataclasses
 import fnmatch
 import functools
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,10 +71,10 @@ class SiteTable(Sequence[Site]):
         self._sites = tuple(sites)
         self._by_name = {site.name: site for site in self._sites}
         if len(self._by_name) != len(self._sites):
-            seen: set[str] = set()
-            twice = next(s.name for s in self._sites if s.name in seen or seen.add(s.name))  # type: ignore[func-returns-value]
             raise UsageError(
-                "a site name is used twice", got=twice, hint="give each tap of one module its own name: glass.tap(NAME, x)"
+                "a site name is used twice",
+                got=next(name for name, count in Counter(site.name for site in self._sites).items() if count > 1),
+                hint="give each tap of one module its own name: glass.tap(NAME, x)",
             )
 
     def __len__(self) -> int:
@@ -135,7 +136,7 @@ def matches(pattern: str, name: str) -> bool:
     Raises:
         UsageError: The regular expression is not valid.
     """
-    return _compiled(pattern)(name)
+    return bool(_compiled(pattern)(name))
 
 
 @functools.lru_cache(maxsize=256)
@@ -144,9 +145,7 @@ def _compiled(pattern: str) -> Any:
         try:
             regex = re.compile(pattern[3:])
         except re.error as error:
-            raise UsageError(
-                "the pattern is not a valid regular expression", got=f"{pattern!r}: {error}"
-            ) from error
+            raise UsageError("the pattern is not a valid regular expression", got=f"{pattern!r}: {error}") from error
         return lambda name: regex.search(name) is not None
     glob = re.compile(fnmatch.translate(re.sub(r"\[(\d+)\]", r"[[]\1]", pattern)))
 

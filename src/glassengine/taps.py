@@ -2,7 +2,7 @@
 
 A tap returns its argument itself. It does something only while a sink is installed: the exporter installs one that
 inserts a marking op (erased again after functionalisation, so no executable ever contains it), a recorder one that
-writes the tensor down. Nothing else pays for a tap than one context-variable read.
+writes the tensor down. Without a sink a tap costs a function call, and a user's own export or compile sees nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ T = TypeVar("T")
 Sink = Callable[[str, Any], None]
 
 _sink: ContextVar[Sink | None] = ContextVar("glassengine_tap_sink", default=None)
+_installed: list[Sink] = []
+"""Sinks of all contexts. torch.compile can trace a look at a list, and cannot trace one at a context variable."""
 
 
 def tap(name: str, value: T) -> T:
@@ -33,6 +35,8 @@ def tap(name: str, value: T) -> T:
     Raises:
         UsageError: While something listens: `name` is not an identifier, or `value` is not a tensor.
     """
+    if not _installed:
+        return value
     sink = _sink.get()
     if sink is not None:
         _require_tensor(name, value)
@@ -68,7 +72,9 @@ class NetworkOutputs:
 def tap_sink(sink: Sink) -> Iterator[None]:
     """Send every tap of this context (thread or task) to `sink(name, tensor)`."""
     token = _sink.set(sink)
+    _installed.append(sink)
     try:
         yield
     finally:
+        _installed.remove(sink)
         _sink.reset(token)

@@ -31,7 +31,7 @@ def list_backends() -> list[BackendInfo]:
             state = _load(entry).available()
             infos.append(BackendInfo(name, state.available, state.reason, state.install))
         except Exception as error:
-            infos.append(BackendInfo(name, False, f"{type(error).__name__}: {error}", f"pip install 'glassengine[{name}]'"))
+            infos.append(BackendInfo(name, False, f"{type(error).__name__}: {error}", _install(entry)))
     return infos
 
 
@@ -56,9 +56,11 @@ def find_backend(name: str) -> Backend:
         raise UnknownNameError("back-end", name, entries, hint="list them with: glass doctor")
     try:
         return _load(entries[name])
-    except ImportError as error:
+    except Exception as error:
         raise BackendError(
-            f"back-end {name!r} cannot be imported", got=str(error), hint=f"pip install 'glassengine[{name}]'"
+            f"back-end {name!r} cannot be imported",
+            got=f"{type(error).__name__}: {error}",
+            hint=_install(entries[name]),
         ) from error
 
 
@@ -79,3 +81,11 @@ def _entries() -> dict[str, EntryPoint]:
 def _load(entry: EntryPoint) -> Backend:
     backend: Backend = entry.load()()
     return backend
+
+
+def _install(entry: EntryPoint) -> str:
+    """Return what should repair a back-end that cannot be imported."""
+    if entry.dist is None:
+        return "install the package that registers it again"
+    ours = entry.dist.name == "glassengine"
+    return "pip install 'glassengine[onnx]'" if ours else f"pip install --force-reinstall {entry.dist.name}"

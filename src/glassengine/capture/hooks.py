@@ -116,9 +116,7 @@ class _Calls:
     def _tap_site(self, name: str) -> str:
         submodule, where = self._open[-1]
         if name in dict(submodule.named_children()):
-            raise UsageError(
-                f"tap {name!r} has the name of a submodule of {where!r}", hint="give the tap another name"
-            )
+            raise UsageError(f"tap {name!r} has the name of a submodule of {where!r}", hint="give the tap another name")
         site = tap_site(where, name)
         if site in self._tapped:
             raise UsageError("a tap name is used twice in one call of its module", got=site, hint="rename one of them")

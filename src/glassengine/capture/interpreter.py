@@ -45,7 +45,9 @@ def run_program(
     by_node = {port.node: inputs[port.name] for port in program.inputs} | program.weights()
     placeholders = [n.name for n in program.graph.nodes if n.op == "placeholder"]
     with torch.no_grad():
-        results = _Observing(program, observer).run(*(by_node.get(name) for name in placeholders), enable_io_processing=False)
+        results = _Observing(program, observer).run(
+            *(by_node.get(name) for name in placeholders), enable_io_processing=False
+        )
     by_output = {spec.arg.name: value for spec, value in zip(_specs(program), results, strict=True)}
     return {name: by_output[node] for name, node in program.output_nodes.items()}
 

@@ -143,7 +143,7 @@ def probe_layout(model: nn.Module) -> KVLayout:
 
 
 def example_inputs(layout: KVLayout, dtype: torch.dtype, device: torch.device) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return example inputs and their dynamic dimensions; every dynamic size is at least 2, or export specialises it."""
+    """Return example inputs and their dynamic dimensions; all at least 2, or export specialises them."""
     batch, new, length = 2, 5, 12
     dynamic = torch.export.Dim.DYNAMIC
 

@@ -28,7 +28,7 @@ def export_causal_lm(model: nn.Module, *, metadata: dict[str, Any] | None = None
     """
     layout = causal_lm.probe_layout(model)
     if any(p.is_meta for p in model.parameters()):
-        # Kernels on meta tensors choose other memory layouts; untouched CPU memory costs nothing and gives the same graph.
+        # Kernels on meta tensors choose other layouts; untouched CPU memory costs nothing and gives the same graph.
         model.to_empty(device="cpu")
         model.tie_weights()  # type: ignore[operator]
     parameter = next(p for p in model.parameters() if p.is_floating_point())
@@ -49,7 +49,10 @@ def export_causal_lm(model: nn.Module, *, metadata: dict[str, Any] | None = None
 
 
 def export_module(
-    module: nn.Module, inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, metadata: dict[str, Any] | None = None
+    module: nn.Module,
+    inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    *,
+    metadata: dict[str, Any] | None = None,
 ) -> Program:
     """Export any module for the given keyword arguments.
 
@@ -105,7 +108,7 @@ def _example(steps: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], Any]:
             got="in each of them a dimension that differs between steps has size 0 or 1",
             expected="one step in which all of them are at least 2",
         )
-    dynamic = [None if dims is None else {i: torch.export.Dim.DYNAMIC for i in dims} for dims in differing]
+    dynamic = [None if dims is None else dict.fromkeys(dims, torch.export.Dim.DYNAMIC) for dims in differing]
     return pytree.tree_unflatten(usable[0], spec), pytree.tree_unflatten(dynamic, spec)
 
 

@@ -74,13 +74,39 @@ def _import_module(name: str) -> Any:
         raise UsageError(f"module {name} cannot be imported", got=f"{type(error).__name__}: {error}") from error
 
 
+_folders: set[Path] = set()
+"""Folders of the factory files of this process."""
+
+
 @contextlib.contextmanager
 def _importable(where: str) -> Iterator[None]:
     """Make modules beside the file (or in the working directory) importable, as `python file.py` would."""
-    folder = str(Path(where).resolve().parent) if where.endswith(".py") else str(Path.cwd())
+    path = Path(where).resolve().parent if where.endswith(".py") else Path.cwd()
+    if where.endswith(".py"):
+        _forget_namesakes(path)
+        _folders.add(path)
+    folder = str(path)
     sys.path.insert(0, folder)
     try:
         yield
     finally:
         with contextlib.suppress(ValueError):
             sys.path.remove(folder)
+
+
+def _forget_namesakes(folder: Path) -> None:
+    """Forget modules that other factories imported from beside them and that also exist in `folder`.
+
+    A model and its port often lie in two folders with the same file names; the second would get the first one's.
+    """
+    names = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
+    for loaded in [name for name in sys.modules if name.partition(".")[0] in names]:
+        top = sys.modules.get(loaded.partition(".")[0], sys.modules[loaded])
+        file = getattr(top, "__file__", None)
+        if file is not None and any(_lies_in(Path(file), other) for other in _folders - {folder}):
+            del sys.modules[loaded]
+
+
+def _lies_in(file: Path, folder: Path) -> bool:
+    """Whether `file` is a module, or the `__init__.py` of a package, directly in `folder`."""
+    return folder in (file.resolve().parent, file.resolve().parent.parent)

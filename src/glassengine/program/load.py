@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,7 +56,8 @@ def load_model(
     """Load a model.
 
     Args:
-        spec: Hugging Face directory or id, `file.py:factory`, `package.module:factory`, or a module object.
+        spec: Hugging Face directory or id, `file.py:factory`, `package.module:factory`, or a module object, which is
+            put into evaluation mode.
         dtype: "auto" (that of the checkpoint or factory), or a name in `DTYPES`.
         attn_implementation: As in transformers; None for its default.
         trust_remote_code: Allow code that comes with the checkpoint to run.
@@ -65,29 +65,37 @@ def load_model(
         weights: False builds the model on the meta device: names and shapes only, in seconds for any size.
 
     Raises:
-        UsageError: No such model, a factory that does not return a module, or an unknown dtype.
+        UsageError: No such model, one that cannot be loaded or lacks weights, a factory that does not return a module,
+            or an unknown dtype.
     """
     if dtype != "auto" and dtype not in DTYPES:
         raise UnknownNameError("dtype", dtype, ["auto", *DTYPES])
+    name = type(spec).__name__ if isinstance(spec, nn.Module) else str(spec)
     directory: str | None = None
+    module: nn.Module | None = None
     if isinstance(spec, nn.Module):
         # The caller's own module is left as it is.
         module = copy.deepcopy(spec) if dtype != "auto" and _needs_cast(spec, DTYPES[dtype]) else spec
-        name = type(spec).__name__
     elif is_factory(str(spec)):
-        name = str(spec)
         module = call_factory(name)
         if not isinstance(module, nn.Module):
             raise UsageError(f"{name} did not return a module", got=type(module).__name__, expected="torch.nn.Module")
+    if module is not None:
+        if attn_implementation is not None:
+            raise UsageError(
+                "an attention implementation can be chosen for Hugging Face directories and ids only",
+                got=f"{attn_implementation} for {name}",
+                hint="choose it where the model is made",
+            )
+        if dtype != "auto":
+            _cast(module, DTYPES[dtype])
     else:
-        name = directory = str(spec)
+        directory = name
         module = _from_transformers(name, dtype, attn_implementation, trust_remote_code, revision, weights)
-    if dtype != "auto":
-        _cast(module, DTYPES[dtype])
     module.eval()
     floating = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
-    config = getattr(module, "config", None)
-    metadata = {
+    config: Any = getattr(module, "config", None)
+    metadata: dict[str, Any] = {
         "model": name,
         "class": f"{type(module).__module__}.{type(module).__qualname__}",
         "dtype": str(floating).removeprefix("torch."),
@@ -158,18 +166,18 @@ def _from_transformers(
         if attention:
             options["attn_implementation"] = attention
         if weights:
-            loaded = AutoModelForCausalLM.from_pretrained(spec, dtype=DTYPES.get(dtype, "auto"), **options)
+            options["dtype"] = DTYPES.get(dtype, "auto")
+            loaded, report = AutoModelForCausalLM.from_pretrained(spec, output_loading_info=True, **options)
+            _require_all_weights(spec, report["missing_keys"])
         else:
             options.pop("revision")
             target = DTYPES.get(dtype) or config.dtype or torch.float32
             with torch.device("meta"):
                 loaded = AutoModelForCausalLM.from_config(config, dtype=target, **options)
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        near = nearest(spec, [str(p) for p in Path().glob("*/*") if (p / "config.json").is_file()])
-        raise UsageError(
-            f"unknown model {spec!r}", got=first, expected=FORMS + (f"; nearest: {', '.join(near)}" if near else "")
-        ) from error
+    except UsageError:
+        raise
+    except Exception as error:
+        raise _loading_error(spec, error) from error
     finally:
         if had_bar:
             transformers_logging.enable_progress_bar()
@@ -181,22 +189,57 @@ def _needs_cast(module: nn.Module, dtype: torch.dtype) -> bool:
     return any(tensor.is_floating_point() and tensor.dtype is not dtype for tensor in module.state_dict().values())
 
 
+def _require_all_weights(spec: str, missing: Iterable[str]) -> None:
+    """Refuse a checkpoint with holes: transformers fills them with random numbers, other ones in each process."""
+    names = sorted(missing)
+    if names:
+        raise UsageError(
+            f"{spec} lacks weights of the model that its configuration describes",
+            got=f"{len(names)} missing: {', '.join(names[:3])}",
+            expected="a checkpoint of a causal language model, or file.py:factory for anything else",
+        )
+
+
+def _loading_error(spec: str, error: Exception) -> UsageError:
+    """Return what to tell about an error of transformers, in one line of its own and none of its advice."""
+    text = str(error).strip()
+    if "trust_remote_code" in text:
+        return UsageError(
+            f"{spec} comes with its own code, which is not run unless you allow it",
+            got="an auto_map in its configuration",
+            hint="read that code, then add --trust-remote-code (trust_remote_code=True)",
+        )
+    first = f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
+    if Path(spec).expanduser().is_dir():
+        return UsageError(f"{spec} cannot be loaded", got=first)
+    near = nearest(spec, [str(p) for p in Path().glob("*/*") if (p / "config.json").is_file()])
+    return UsageError(
+        f"unknown model {spec!r}", got=first, expected=FORMS + (f"; nearest: {', '.join(near)}" if near else "")
+    )
+
+
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast parameters and persistent buffers; others (rotary frequencies) keep their precision, as when loading."""
     persistent = module.state_dict().keys()
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if name in persistent and tensor.is_floating_point() and tensor.dtype is not dtype:
             tensor.data = tensor.data.to(dtype)
-    if hasattr(module, "config"):
-        module.config.dtype = dtype  # type: ignore[union-attr]
+    if _is_pretrained(module):
+        config: Any = module.config
+        config.dtype = dtype
+
+
+def _is_pretrained(module: nn.Module) -> bool:
+    from transformers import PreTrainedModel
+
+    return isinstance(module, PreTrainedModel)
 
 
 def _is_causal_lm(module: nn.Module) -> bool:
-    from transformers import PreTrainedModel
-
-    if not isinstance(module, PreTrainedModel) or module.config.is_encoder_decoder:
+    model: Any = module
+    if not _is_pretrained(module) or model.config.is_encoder_decoder:
         return False
-    return bool(module.can_generate()) and module.get_output_embeddings() is not None
+    return bool(model.can_generate()) and model.get_output_embeddings() is not None
 
 
 def _read(path: Path) -> Any:
@@ -224,5 +267,7 @@ def _steps(data: Any, spec: str) -> list[dict[str, Any]]:
     steps = list(data) if isinstance(data, (list, tuple)) else [data]
     if not steps or not all(isinstance(step, Mapping) for step in steps):
         kinds = ", ".join(sorted({type(step).__name__ for step in steps})) or "nothing"
-        raise UsageError(f"{spec} does not hold inputs", got=kinds, expected="a dict of keyword arguments, or a list of them")
+        raise UsageError(
+            f"{spec} does not hold inputs", got=kinds, expected="a dict of keyword arguments, or a list of them"
+        )
     return [dict(step) for step in steps]

@@ -95,7 +95,7 @@ class Paths:
 
     def of(self, stack: Mapping[str, tuple[str, Any]] | None) -> tuple[str, int]:
         """Return (path, call) of the innermost module of `stack`."""
-        return self._calls[next(reversed(stack))] if stack else (ROOT, 0)
+        return self._calls[list(stack)[-1]] if stack else (ROOT, 0)
 
     def has_submodule(self, path: str, name: str) -> bool:
         """Whether the module at user path `path` has a child called `name`."""
@@ -243,7 +243,8 @@ def build_sites(
         name = tap_site(where, mark.port[1:]) if tap else port_site(where, mark.port)
         base = own.get(mark.node) or _input_site(mark.node, symbols, prints)
         if base is not None:
-            extra.setdefault(mark.node, []).append(replace(base, name=name, kind="tap" if tap else "module", aliases=()))
+            named = replace(base, name=name, kind="tap" if tap else "module", aliases=())
+            extra.setdefault(mark.node, []).append(named)
 
     ordered = []
     for node in graph.nodes:

@@ -83,7 +83,7 @@ def plan_outputs(
             continue
         node, root = graph_nodes[name], graph_nodes[name]
         while is_view(root) and root.name not in already:
-            root = root.args[0]  # type: ignore[assignment]
+            root = root.args[0]
         if node in constant:
             derived[name] = "depends on weights alone"
         elif root.name in cached:

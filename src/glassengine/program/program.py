@@ -17,7 +17,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from glassengine.errors import CorruptError
+from glassengine.errors import CorruptError, UsageError
 from glassengine.program.causal_lm import KVLayout
 from glassengine.sites import Site, SiteTable
 
@@ -69,11 +69,13 @@ class Program:
     @property
     def graph(self) -> torch.fx.Graph:
         """The functional graph."""
-        return self.exported.graph
+        graph: torch.fx.Graph = self.exported.graph
+        return graph
 
     def node(self, name: str) -> torch.fx.Node:
         """Return the node called `name`."""
-        return next(node for node in self.graph.nodes if node.name == name)
+        found: torch.fx.Node = next(node for node in self.graph.nodes if node.name == name)
+        return found
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return parameters, buffers and lifted constants by placeholder name."""
@@ -152,25 +154,35 @@ def _without_data(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     bare = value.detach().to("meta")
-    return torch.nn.Parameter(bare, requires_grad=value.requires_grad) if isinstance(value, torch.nn.Parameter) else bare
+    is_parameter = isinstance(value, torch.nn.Parameter)
+    return torch.nn.Parameter(bare, requires_grad=value.requires_grad) if is_parameter else bare
 
 
 def load_names(directory: Path) -> dict[str, Any]:
-    """Return the content of `program.json` with `sites` as a `SiteTable`; needs neither weights nor graph.
+    """Return the content of `program.json` as objects (`SiteTable`, `Port`, `KVLayout`); needs no weights and no graph.
 
     Raises:
         CorruptError: The file is missing, damaged or of a newer schema.
     """
     path = directory / "program.json"
     try:
-        data = json.loads(path.read_text())
+        data: dict[str, Any] = json.loads(path.read_text())
         if data["schema_version"] > SCHEMA_VERSION:
             raise CorruptError(
-                f"{path.name} was written by a newer version", got=f"schema {data['schema_version']}",
-                expected=f"at most {SCHEMA_VERSION}", hint="upgrade glassengine",
+                f"{path.name} was written by a newer version",
+                got=f"schema {data['schema_version']}",
+                expected=f"at most {SCHEMA_VERSION}",
+                hint="upgrade glassengine",
             )
         data["sites"] = SiteTable(Site.from_dict(entry) for entry in data["sites"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        data["inputs"] = tuple(Port(p["name"], p["node"], p["dtype"], tuple(p["shape"])) for p in data["inputs"])
+        data["layout"] = data["layout"] and KVLayout(tuple((h, k, v) for h, k, v in data["layout"]))
+        missing = {"kind", "output_nodes", "caches", "metadata"} - data.keys()
+        if missing:
+            raise KeyError(", ".join(sorted(missing)))
+    except CorruptError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, UsageError) as error:
         raise CorruptError(f"{path.name} cannot be read", got=f"{type(error).__name__}: {error}") from error
     return data
 
@@ -198,8 +210,19 @@ def load_program(directory: Path, weights: Mapping[str, torch.Tensor]) -> Progra
                     expected=f"{placeholder.dtype} {tuple(placeholder.shape)}",
                 )
             store[name] = value
-    layout = data["layout"] and KVLayout(tuple((h, k, v) for h, k, v in data["layout"]))
-    ports = tuple(Port(p["name"], p["node"], p["dtype"], tuple(p["shape"])) for p in data["inputs"])
+    known = {node.name for node in exported.graph.nodes}
+    named = {site.node for site in data["sites"]} | {port.node for port in data["inputs"]}
+    if unknown := (named | set(data["output_nodes"].values())) - known:
+        raise CorruptError(
+            "program.json does not belong to program.pt2", got=f"names of other nodes: {', '.join(sorted(unknown)[:5])}"
+        )
     return Program(
-        exported, data["sites"], data["kind"], ports, data["output_nodes"], data["caches"], layout, data["metadata"]
+        exported,
+        data["sites"],
+        data["kind"],
+        data["inputs"],
+        data["output_nodes"],
+        data["caches"],
+        data["layout"],
+        data["metadata"],
     )

@@ -1,8 +1,8 @@
 """User passes on a program: `--pass file.py:function`.
 
 The function gets a copy of the functional graph module, changes it in place or returns another one. Nodes that survive
-keep their sites; a node that takes the place of another (it now feeds the same argument of the same consumer) takes over
-its site, so that a comparison before / after can name it. Ops that the pass inserted get sites of their own.
+keep their sites; a node that takes the place of another (it now feeds the same argument of the same consumer) takes
+over its site, so that a comparison before / after can name it. Ops that the pass inserted get sites of their own.
 """
 
 from __future__ import annotations
@@ -157,14 +157,14 @@ def _sites(program: Program, graph: torch.fx.Graph, renamed: Mapping[str, str]) 
         if isinstance(value, torch.Tensor):
             shape, axes = describe_shape(value, symbols)
             dtype = str(value.dtype).removeprefix("torch.")
-            fresh = {"dtype": dtype, "shape": shape, "axes": axes, "op": op_name(node), "fingerprint": prints[node]}
-            table += [replace(site, **fresh) for site in own]
+            op, print_ = op_name(node), prints[node]
+            table += [replace(s, dtype=dtype, shape=shape, axes=axes, op=op, fingerprint=print_) for s in own]
     return table
 
 
 def _symbols(program: Program) -> dict[str, str]:
     """Return symbol -> "batch", "sequence", "cache", as the inputs of the program name them."""
-    table = {}
+    table: dict[str, str] = {}
     for port in program.inputs:
         sizes = program.node(port.node).meta["val"].shape
         table |= {str(size): text for size, text in zip(sizes, port.shape, strict=True) if isinstance(text, str)}
@@ -173,15 +173,12 @@ def _symbols(program: Program) -> dict[str, str]:
 
 def _output_nodes(program: Program, specs: list[OutputSpec]) -> dict[str, str]:
     """Return output name -> node after the pass: results and caches each in their own order."""
-    old = list(program.exported.graph_signature.output_specs)
+    free = list(enumerate(program.exported.graph_signature.output_specs))
     table = {}
     for name, node in program.output_nodes.items():
         is_cache = name in program.caches.values()
-        index = next(
-            i
-            for i, spec in enumerate(old)
-            if spec is not None and spec.arg.name == node and (spec.kind is OutputKind.USER_INPUT_MUTATION) is is_cache
-        )
-        table[name] = specs[index].arg.name
-        old[index] = None  # type: ignore[call-overload]
+        fitting = [entry for entry in free if entry[1].arg.name == node]
+        entry = next((e for e in fitting if (e[1].kind is OutputKind.USER_INPUT_MUTATION) is is_cache), fitting[0])
+        table[name] = specs[entry[0]].arg.name
+        free.remove(entry)
     return table
