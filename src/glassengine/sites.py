@@ -130,8 +130,9 @@ class SiteTable(Sequence[Site]):
 def matches(pattern: str, name: str) -> bool:
     """Return whether `pattern` names `name`.
 
-    A pattern is a glob (`*`, `?`, `[seq]`; "." and "/" are not special; `[0]` is literal, as in a port) that matches
-    the whole name or any suffix of it that starts after a dot; or `re:` and a regular expression to search for.
+    A pattern is a glob (`*`, `?`, `[seq]`; "." and "/" are not special; the brackets of `[0]`, `[?]` and `[*]` are
+    those of a port) that matches the whole name or any suffix of it that starts after a dot of the path; or `re:` and a
+    regular expression to search for.
 
     Raises:
         UsageError: The regular expression is not valid.
@@ -147,7 +148,7 @@ def _compiled(pattern: str) -> Any:
         except re.error as error:
             raise UsageError("the pattern is not a valid regular expression", got=f"{pattern!r}: {error}") from error
         return lambda name: regex.search(name) is not None
-    glob = re.compile(fnmatch.translate(re.sub(r"\[(\d+)\]", r"[[]\1]", pattern)))
+    glob = re.compile(fnmatch.translate(re.sub(r"\[(\d+|[*?])\]", r"[[]\1]", pattern)))
 
     def match(name: str) -> bool:
         if glob.match(name):

@@ -85,6 +85,9 @@ class Paths:
                     self._calls[key] = (ROOT, 0)
                     continue
                 path = self._user_path(real_paths[traced])
+                if prefix and not traced:
+                    self._calls[key] = (ROOT, 0)  # the wrapper: not the user's, so not a call of the user's root
+                    continue
                 hooked = first_alias.get(id(root.get_submodule(real_paths[traced])), path)
                 self._calls[key] = (path, num_calls[path])
                 names = with_call(hooked, num_hooked[hooked]), with_call(path, num_calls[path])
