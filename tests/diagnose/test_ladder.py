@@ -101,7 +101,9 @@ def test_a_mistake_in_a_copy_is_named(llama: nn.Module, mistake: Any, token_ids:
     assert found.source is not None and "modeling_llama.py:" in found.source or mistake is activation
     others = [d for d in result.origins if d.rung == "candidate" and d.site != found.site]
     # The swap is two mistakes, and both are named.
-    assert [d.site for d in others] == (["model.layers.0.mlp.up_proj/linear.0"] if mistake is swapped_projections else [])
+    assert [d.site for d in others] == (
+        ["model.layers.0.mlp.up_proj/linear.0"] if mistake is swapped_projections else []
+    )
     assert verdicts(result)["program"] == "rounding"
     hint = MISTAKES[mistake]
     assert hint is None or any(hint in guess.text for guess in found.hints), found.hints
@@ -183,7 +185,9 @@ def test_a_mistake_in_a_pass_is_named_by_pass_and_site(llama: nn.Module, tmp_pat
 def test_a_mistake_in_our_own_wrapper_shows_on_the_first_rung(monkeypatch: pytest.MonkeyPatch, token_ids: str) -> None:
     original = causal_lm.CausalLM.forward
 
-    def off_by_one(self: Any, input_ids: Any, attention_mask: Any, position_ids: Any, cache_position: Any, cache: Any) -> Any:
+    def off_by_one(
+        self: Any, input_ids: Any, attention_mask: Any, position_ids: Any, cache_position: Any, cache: Any
+    ) -> Any:
         return original(self, input_ids, attention_mask, position_ids * 2, cache_position, cache)
 
     monkeypatch.setattr(causal_lm.CausalLM, "forward", off_by_one)
@@ -230,7 +234,9 @@ def use(monkeypatch: pytest.MonkeyPatch, backend: type[EagerBackend]) -> None:
     monkeypatch.setattr("glassengine.engine.engine.find_backend", registry.find_backend)
 
 
-def test_a_backend_that_answers_differently_when_outputs_are_added(llama: nn.Module, monkeypatch: pytest.MonkeyPatch, token_ids: str) -> None:
+def test_a_backend_that_answers_differently_when_outputs_are_added(
+    llama: nn.Module, monkeypatch: pytest.MonkeyPatch, token_ids: str
+) -> None:
     use(monkeypatch, ObservedBackend)
     monkeypatch.setattr(ObservedBackend, "name", "planted")
     result = check(llama, backend="planted", inputs=token_ids)
@@ -240,7 +246,9 @@ def test_a_backend_that_answers_differently_when_outputs_are_added(llama: nn.Mod
     assert any(hint.kind == "observer" for hint in found.hints) and any(hint.kind == "scale" for hint in found.hints)
 
 
-def test_a_wrong_kernel_is_named_by_op_and_step(llama: nn.Module, monkeypatch: pytest.MonkeyPatch, token_ids: str) -> None:
+def test_a_wrong_kernel_is_named_by_op_and_step(
+    llama: nn.Module, monkeypatch: pytest.MonkeyPatch, token_ids: str
+) -> None:
     use(monkeypatch, WrongKernelBackend)
     monkeypatch.setattr(WrongKernelBackend, "name", "planted")
     result = check(llama, backend="planted", inputs=token_ids)
@@ -249,7 +257,9 @@ def test_a_wrong_kernel_is_named_by_op_and_step(llama: nn.Module, monkeypatch: p
     assert found.site == "model.layers.1.mlp.act_fn/silu.0"
 
 
-def test_a_port_with_another_class_is_judged_at_module_outputs(llama: nn.Module, tmp_path: Path, token_ids: str) -> None:
+def test_a_port_with_another_class_is_judged_at_module_outputs(
+    llama: nn.Module, tmp_path: Path, token_ids: str
+) -> None:
     """A candidate that cannot be exported still gets an answer, and the missing rung is listed."""
     candidate: Any = models.llama()
     forward = candidate.model.layers[1].mlp.forward
@@ -302,10 +312,43 @@ def test_the_result_is_json_with_the_documented_keys(llama: nn.Module, token_ids
     candidate = models.llama()
     scaled_attention(candidate)
     data = json.loads(json.dumps(check(llama, candidate=candidate, inputs=token_ids).to_dict(), allow_nan=False))
-    assert {"schema_version", "ok", "verdict", "first_divergence", "origins", "counts", "pairs", "skipped", "environment"} <= set(data)
-    first = {"rung", "step", "site", "node", "candidate_site", "source", "verdict", "rho", "beta", "introduced", "inherited", "hints"}
+    assert {
+        "schema_version",
+        "ok",
+        "verdict",
+        "first_divergence",
+        "origins",
+        "counts",
+        "pairs",
+        "skipped",
+        "environment",
+    } <= set(data)
+    first = {
+        "rung",
+        "step",
+        "site",
+        "node",
+        "candidate_site",
+        "source",
+        "verdict",
+        "rho",
+        "beta",
+        "introduced",
+        "inherited",
+        "hints",
+    }
     assert first <= set(data["first_divergence"])
-    counts = {"compared", "identical", "rounding", "suspicious", "wrong", "inherited", "unmatched_baseline", "unmatched_candidate", "not_recorded"}
+    counts = {
+        "compared",
+        "identical",
+        "rounding",
+        "suspicious",
+        "wrong",
+        "inherited",
+        "unmatched_baseline",
+        "unmatched_candidate",
+        "not_recorded",
+    }
     assert counts <= set(data["counts"])
     assert data["counts"]["compared"] == len(data["pairs"])
 

@@ -81,7 +81,9 @@ def test_the_native_lane_is_the_interpreter_bit_for_bit(program: Program, case: 
         if step:
             inputs = inputs.following(torch.tensor([40 + step]))
         values: dict[str, Any] = {}
-        outputs = run_program(program, inputs.named() | caches, lambda n, v, values=values: values.__setitem__(n.name, v))
+        outputs = run_program(
+            program, inputs.named() | caches, lambda n, v, values=values: values.__setitem__(n.name, v)
+        )
         caches = {past: outputs[present] for past, present in program.caches.items()}
         for name, reference in found.items():
             assert torch.equal(reference.native, values[name]), name

@@ -57,9 +57,7 @@ def _by_call(program: Program) -> dict[str, list[Site]]:
 def _align(
     ours: Sequence[Site], theirs: Sequence[Site], nodes: tuple[dict[str, Node], dict[str, Node]]
 ) -> list[tuple[Site, Site]]:
-    strict = [
-        [(*_kind(s), _literals(nodes[side][s.node])) for s in sites] for side, sites in enumerate((ours, theirs))
-    ]
+    strict = [[(*_kind(s), _literals(nodes[side][s.node])) for s in sites] for side, sites in enumerate((ours, theirs))]
     pairs: list[tuple[Site, Site]] = []
     for tag, i1, i2, j1, j2 in SequenceMatcher(None, *strict, autojunk=False).get_opcodes():
         if tag == "equal":
@@ -104,4 +102,12 @@ def _difference(ours: Node, theirs: Node) -> str | None:
     differing = [key for key in dict.fromkeys([*a, *b]) if a.get(key) != b.get(key)]
     if not differing:
         return None
-    return "; ".join(f"{k}: {a.get(k, 'default')} here, {b.get(k, 'default')} in the candidate" for k in differing)
+    return "; ".join(f"{k}: {_shown(a, k)} here, {_shown(b, k)} in the candidate" for k in differing)
+
+
+def _shown(arguments: dict[str, Any], name: str) -> str:
+    text = str(arguments.get(name, "default"))
+    try:
+        return f"{float(text):.6g}"
+    except ValueError:
+        return text

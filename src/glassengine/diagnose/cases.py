@@ -83,7 +83,9 @@ class StepInputs:
         mask = self.attention_mask.clone()
         mask[:, slot] = 1
         positions = mask.sum(-1, keepdim=True) - 1
-        return StepInputs(tokens[:, None], mask, positions, torch.tensor([slot]), torch.ones_like(tokens[:, None]).bool())
+        return StepInputs(
+            tokens[:, None], mask, positions, torch.tensor([slot]), torch.ones_like(tokens[:, None]).bool()
+        )
 
     def named(self) -> dict[str, torch.Tensor]:
         """Return the program's inputs by name, caches excluded."""
@@ -112,7 +114,9 @@ def causal_cases(model: LoadedModel, inputs: str | None, steps: int) -> list[Cas
         cases = []
         for index, step in enumerate(load_inputs(inputs)):
             if "input_ids" not in step:
-                raise UsageError(f"{inputs} has no input_ids", got=", ".join(step), expected="input_ids [batch, tokens]")
+                raise UsageError(
+                    f"{inputs} has no input_ids", got=", ".join(step), expected="input_ids [batch, tokens]"
+                )
             ids = torch.as_tensor(step["input_ids"]).long()
             ids = ids[None] if ids.dim() == 1 else ids
             mask = torch.as_tensor(step.get("attention_mask", torch.ones_like(ids))).long()
@@ -164,7 +168,9 @@ def _check_ids(rows: Sequence[torch.Tensor | None], vocabulary: int) -> None:
     for row in rows:
         if row is not None and row.numel() and int(row.max()) >= vocabulary:
             raise UsageError(
-                "a token id is outside the model's vocabulary", got=str(int(row.max())), expected=f"below {vocabulary}",
+                "a token id is outside the model's vocabulary",
+                got=str(int(row.max())),
+                expected=f"below {vocabulary}",
                 hint="the tokenizer or the ids belong to another model",
             )
         if row is not None and not row.numel():

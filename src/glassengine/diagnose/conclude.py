@@ -46,7 +46,9 @@ def conclude(
     if not pairs:
         raise IncomparableError("nothing was compared", expected="sites that both sides have")
     verdict = worst(pair.verdict for pair in pairs)
-    main = next((s for s in scores if s.side.guarantee == "judged op by op" and not s.side.rung.startswith("pass ")), scores[-1])
+    main = next(
+        (s for s in scores if s.side.guarantee == "judged op by op" and not s.side.rung.startswith("pass ")), scores[-1]
+    )
     coverage = _coverage(main, program)
     first = _first(origins, order, [score.side.rung for score in scores])
     reason = _not_ok_because(verdict, first, fail_on, coverage, min_coverage, severity)
@@ -173,4 +175,8 @@ def _unobserved(score: Score, program: Program, skipped: Sequence[Skipped]) -> l
     known = {item.site for item in skipped}
     missing = float_nodes(program, ("op",)) - score.judged_nodes
     sites = [program.sites.by_node[node][0].name for node in missing]
-    return [Skipped(s, "candidate", "the candidate has no such tensor", rung=score.side.rung) for s in sorted(sites) if s not in known]
+    return [
+        Skipped(s, "candidate", "the candidate has no such tensor", rung=score.side.rung)
+        for s in sorted(sites)
+        if s not in known
+    ]

@@ -96,7 +96,9 @@ class Score:
         introduced = local.verdict in FLAGGED
         if local.verdict == "suspicious" and self._written_differently(node):
             # Two kinds of evidence: too large for rounding, and other arguments or weights than the baseline's.
-            local = dataclasses.replace(local, verdict="wrong", reason="written differently, and too large for rounding")
+            local = dataclasses.replace(
+                local, verdict="wrong", reason="written differently, and too large for rounding"
+            )
         if introduced and VERDICTS.index(local.verdict) >= VERDICTS.index(accumulated.verdict):
             return tensor, local, True
         return tensor, accumulated, introduced
@@ -161,7 +163,7 @@ def run_cases(
     scores: Sequence[Score],
     *,
     coarsest: torch.dtype | None,
-    on_step: Callable[[Case, int, Mapping[str, torch.Tensor]], None],
+    on_step: Callable[[Case, int, Mapping[str, float]], None],
 ) -> None:
     """Run every case on the reference and on all sides, and judge every tensor of every step.
 
@@ -171,7 +173,7 @@ def run_cases(
         model: The untouched baseline; its greedy choice is the next token of everybody.
         scores: One per side, `model`'s among them.
         coarsest: Dtype of the coarsest side.
-        on_step: Called after each step with the outputs of the program in its own dtype.
+        on_step: Called after each step with the relative noise floor of each node so far.
     """
     floors: dict[str, float] = {}
     for case in cases:
@@ -199,8 +201,8 @@ def run_cases(
                 return valid_mask(program.sites.by_node[node.name][0], value, inputs)
 
             with torch.no_grad():
-                outputs = reference.step(named, observe, valid)
-            on_step(case, step, outputs)
+                reference.step(named, observe, valid)
+            on_step(case, step, floors)
         for score in scores:
             score.end_case()
 

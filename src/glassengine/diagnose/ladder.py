@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from torch import nn
 
 from glassengine import environment
 from glassengine.compare.pairing import pair_sites
+from glassengine.compare.verdict import unit_roundoff
 from glassengine.diagnose.cases import Case, causal_cases, module_cases
 from glassengine.diagnose.conclude import conclude
 from glassengine.diagnose.judge import Score, run_cases
@@ -37,6 +38,9 @@ logger = logging.getLogger("glassengine")
 
 BYTE_BUDGET = 1 << 30
 """Most bytes of debug outputs in one step of a check."""
+
+SMALL_BYTES = 64 << 20
+"""Weights up to this size make a small model."""
 
 Progress = Callable[[str], None]
 
@@ -106,10 +110,13 @@ def check(
     }
     engine = load(candidate) if _is_engine(candidate) else None
     if candidate is not None and engine is None and (backend or passes):
-        raise UsageError("--backend and --pass build an engine of BASELINE", hint="leave them out beside --candidate MODEL")
+        raise UsageError(
+            "--backend and --pass build an engine of BASELINE", hint="leave them out beside --candidate MODEL"
+        )
     progress("loading the baseline")
     model = load_model(baseline, dtype=engine.manifest.dtype if engine and dtype == "auto" else dtype, **options)
     with ExitStack() as stack:
+        stack.enter_context(_threads_for(model.module))
         climb = _start(model, inputs, steps, stack, progress)
         coarsest = None
         if engine is not None:
@@ -123,10 +130,29 @@ def check(
         run_cases(
             climb.program, climb.cases, climb.model, climb.scores, coarsest=coarsest, on_step=_severity_counter(climb)
         )
-        return conclude(climb.program, climb.scores, climb.skipped, climb.severity,
-            baseline=model.spec, candidate=str(candidate) if candidate is not None else _described(climb),
-            fail_on=fail_on, min_coverage=min_coverage, environment=environment.describe(),
+        return conclude(
+            climb.program,
+            climb.scores,
+            climb.skipped,
+            climb.severity,
+            baseline=model.spec,
+            candidate=str(candidate) if candidate is not None else _described(climb),
+            fail_on=fail_on,
+            min_coverage=min_coverage,
+            environment=environment.describe(),
         )
+
+
+@contextmanager
+def _threads_for(module: nn.Module) -> Iterator[None]:
+    """Judge small models on one thread: their thousands of short ops would wait for a second one longer than they run."""
+    before = torch.get_num_threads()
+    if sum(parameter.nbytes for parameter in module.parameters()) <= SMALL_BYTES:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _start(model: LoadedModel, inputs: str | None, steps: int, stack: ExitStack, progress: Progress) -> Climb:
@@ -171,12 +197,16 @@ def _add_engine(climb: Climb, release: Engine, progress: Progress) -> None:
     """An engine as candidate: judged as the release, with an observable twin built from its own stored program."""
     program = release.program
     if program.kind != climb.program.kind:
-        raise IncomparableError("the engine was built from another kind of model", got=program.kind, expected=climb.program.kind)
+        raise IncomparableError(
+            "the engine was built from another kind of model", got=program.kind, expected=climb.program.kind
+        )
     folder = Path(climb.stack.enter_context(tempfile.TemporaryDirectory(prefix="glassengine-check-")))
     plan = _plan(climb, program)
     observed = [*plan.added, *plan.derived]
     progress(f"building an observable twin with {len(plan.added)} debug outputs")
-    twin = build_program(program, folder / "twin", backend=release.manifest.backend, outputs=observed, **_sizes(climb.cases))
+    twin = build_program(
+        program, folder / "twin", backend=release.manifest.backend, outputs=observed, **_sizes(climb.cases)
+    )
     climb.add(EngineSide(twin, _engine_nodes(climb.program, twin, observed), rung="engine"))
     climb.add(EngineSide(release, _result_nodes(climb.program, release), "release", "judged at results and caches"))
 
@@ -184,12 +214,18 @@ def _add_engine(climb: Climb, release: Engine, progress: Progress) -> None:
 def _add_model(climb: Climb, candidate: LoadedModel, inputs: str | None, progress: Progress) -> torch.dtype:
     """Another model or port: op by op through its own export, and untouched at module outputs."""
     if candidate.kind != climb.baseline.kind:
-        raise IncomparableError("the two sides are different kinds of model", got=candidate.kind, expected=climb.baseline.kind)
+        raise IncomparableError(
+            "the two sides are different kinds of model", got=candidate.kind, expected=climb.baseline.kind
+        )
     progress("exporting the candidate")
     try:
-        program = export_program(candidate, inputs=load_inputs(inputs) if inputs and candidate.kind == "module" else None)
+        program = export_program(
+            candidate, inputs=load_inputs(inputs) if inputs and candidate.kind == "module" else None
+        )
     except UsageError as error:
-        climb.skipped.append(Skipped("*", "candidate", f"no op-level rung: {error.what} ({error.got})", rung="candidate"))
+        climb.skipped.append(
+            Skipped("*", "candidate", f"no op-level rung: {error.what} ({error.got})", rung="candidate")
+        )
     else:
         pairs, ours, theirs = pair_sites(climb.program, program)
         by_node = {pair.baseline.node: pair for pair in pairs}
@@ -254,17 +290,20 @@ def _sizes(cases: Sequence[Case]) -> dict[str, int]:
     return {"max_batch_size": max(c.batch for c in causal), "max_seq_len": max(c.cache_length for c in causal)}
 
 
-def _severity_counter(climb: Climb) -> Callable[[Case, int, Mapping[str, torch.Tensor]], None]:
+def _severity_counter(climb: Climb) -> Callable[[Case, int, Mapping[str, float]], None]:
     """Compare the last logits of each side with those of the rung before it."""
 
-    def count(case: Case, step: int, outputs: Mapping[str, torch.Tensor]) -> None:
+    def count(case: Case, step: int, floors: Mapping[str, float]) -> None:
         if climb.program.kind != "causal_lm":
             return
         assert climb.model.logits is not None
         node = climb.program.output_nodes["logits"]
         model = climb.model.logits[:, -1]
-        noise = float((outputs["logits"][:, -1].double() - model.double()).square().mean().sqrt())
-        noise = max(noise, float(torch.finfo(model.dtype).eps * model.double().square().mean().sqrt()))
+        size = model.double()
+        noise = max(
+            floors.get(node, 0.0) * float(size.square().mean().sqrt()),
+            unit_roundoff(model.dtype) * float(size.abs().max()),
+        )
         before = model
         for score in climb.scores[1:]:
             found = score.side.observed(node)
@@ -272,7 +311,9 @@ def _severity_counter(climb: Climb) -> Callable[[Case, int, Mapping[str, torch.T
                 continue
             logits = found[-1].tensor[:, -1]
             against = before if score.side.rung == "release" else model
-            climb.severity.setdefault(score.side.rung, Severity()).add(against, logits, noise, f"{case.name}, step {step}")
+            climb.severity.setdefault(score.side.rung, Severity()).add(
+                against, logits, noise, f"{case.name}, step {step}"
+            )
             before = logits
 
     return count

@@ -59,16 +59,13 @@ class ReferenceRun:
         inputs: Mapping[str, torch.Tensor],
         observe: Observer,
         valid: Callable[[Node, torch.Tensor], torch.Tensor | None],
-    ) -> dict[str, torch.Tensor]:
+    ) -> None:
         """Advance all lanes by one step; caches given in `inputs` are used in the first step only.
 
         Args:
             inputs: Tensors by input name.
             observe: Called with (node, reference) for every tensor the graph computes, in graph order.
             valid: Gives the mask of elements that count, for a node and its value.
-
-        Returns:
-            The outputs of the program's own dtype lane, by name.
         """
         generators = [torch.Generator().manual_seed(hash((self._seed, self._steps, lane))) for lane in self._lanes]
         env: dict[Node, list[Any]] = {}
@@ -89,7 +86,6 @@ class ReferenceRun:
             for lane in self._lanes:
                 self._caches[lane][past] = by_name[self._program.output_nodes[present]][lane]
         self._steps += 1
-        return {name: by_name[node][1] for name, node in self._program.output_nodes.items()}
 
     @property
     def _lanes(self) -> range:

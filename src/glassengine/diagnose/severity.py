@@ -8,6 +8,11 @@ from typing import Any
 import torch
 
 
+_TIE = 8.0
+"""A changed token is a tie up to this many times the noise: a margin holds four independent errors of two sides, so its
+standard deviation is twice that of one logit, and four of those leave one legitimate flip in 10 000 to be called wrong."""
+
+
 @dataclass
 class Severity:
     """Agreement of the last position's logits of two sides over all steps, in nats for KL."""
@@ -26,7 +31,7 @@ class Severity:
         Args:
             baseline: Logits [B, V] of the last position.
             candidate: The same of the other side.
-            noise: RMS of what rounding alone does to a logit; a changed token within 4 times it is a tie.
+            noise: RMS of what rounding alone does to a logit.
             where: Case and step, for the message.
         """
         a, b = baseline.double(), candidate.double()
@@ -42,10 +47,12 @@ class Severity:
                 self.num_agreeing += 1
                 continue
             margin = float(a[row, ours[row]] - a[row, theirs[row]])
-            if margin <= 4 * noise:
+            if margin <= _TIE * noise:
                 self.num_ties += 1
             elif self.first_change is None:
-                self.first_change = f"{where}, row {row}: token {int(theirs[row])} for {int(ours[row])} (margin {margin:.3g})"
+                self.first_change = (
+                    f"{where}, row {row}: token {int(theirs[row])} for {int(ours[row])} (margin {margin:.3g})"
+                )
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready figures; `token_agreement` counts ties as agreement."""
