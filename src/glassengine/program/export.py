@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -233,8 +234,7 @@ def _result_names(exported: Any) -> list[str]:
     spec = exported.module_call_graph[0].signature.out_spec
     tree = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
     paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
-    names = ["".join(c if c.isalnum() or c == "_" else "." for c in path).strip(".") for path in paths]
-    return [name.replace("..", ".") or "output" for name in names]
+    return [re.sub(r"\W+", ".", path).strip(".") or "output" for path in paths]
 
 
 @contextlib.contextmanager

@@ -1,0 +1,279 @@
+"""Programs of plain modules: names, dynamic dimensions, nested inputs and results, state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import glassengine as glass
+from glassengine.capture.hooks import observing
+from glassengine.capture.interpreter import run_program
+from glassengine.errors import UsageError
+from glassengine.program.export import export_module, named_inputs
+from glassengine.program.program import Program
+
+X = torch.linspace(-2, 2, 8).reshape(2, 4)
+
+
+def seen_by_hooks(module: nn.Module, inputs: dict[str, Any], program: Program) -> dict[str, torch.Tensor]:
+    seen: dict[str, torch.Tensor] = {}
+
+    def keep(site: str, tensor: torch.Tensor) -> None:
+        assert site not in seen, site
+        seen[site] = tensor.detach().clone()
+
+    with torch.no_grad(), observing(module, keep, called_as=program.called_as):
+        module(**inputs)
+    return seen
+
+
+def values_of(program: Program, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    named = named_inputs(inputs)
+    values = {port.node: named[port.name] for port in program.inputs} | program.weights()
+    run_program(program, named, lambda node, value: values.setdefault(node.name, value))
+    return values
+
+
+def assert_sites_equal_hooks(module: nn.Module, inputs: dict[str, Any]) -> Program:
+    """Every module output and tap has a site, with the value that hooks see, and there are no others."""
+    program = export_module(module.eval(), inputs)
+    seen, values = seen_by_hooks(module, inputs, program), values_of(program, inputs)
+    outputs = [s for s in program.sites if s.kind == "tap" or (s.kind == "module" and ":in" not in s.name)]
+    assert {site.name for site in outputs} == set(seen)
+    for site in outputs:
+        assert torch.equal(values[site.node], seen[site.name]), site.name
+    return program
+
+
+# -- paths and calls ---------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(glass.tap("start", x)).tanh()
+
+
+class Aliases(nn.Module):
+    """One module under two names, called three times; slices of a list that overlap; a list with repeats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = Block()
+        self.b = self.a
+        self.layers = nn.ModuleList([Block() for _ in range(4)])
+        self.again = nn.ModuleList([self.layers[0]] * 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(self.b(self.a(x)))
+        for layer in self.layers[1:]:
+            x = layer(x)
+        for layer in self.layers[::2]:
+            x = layer(x)
+        for layer in self.again:
+            x = layer(x)
+        return self.layers[-1](x)
+
+
+def test_aliases_slices_and_repeated_calls() -> None:
+    torch.manual_seed(0)
+    program = assert_sites_equal_hooks(Aliases(), {"x": X})
+    calls = [s.name for s in program.sites if s.kind == "module" and s.name.split("@")[0].count(".") < 2]
+    calls = [name for name in calls if ":in" not in name and ".fc" not in name and name != "."]
+    assert calls == [
+        *("a", "b", "a@1"),
+        *("layers.1", "layers.2", "layers.3"),
+        *("layers.0", "layers.2@1"),
+        *("again.0", "again.1"),
+        "layers.3@1",
+    ]
+    assert {"a@1.start", "a.fc@1/linear.0", "b/tanh.0", "layers.2@1.start"} <= {s.name for s in program.sites}
+
+
+# -- nested containers -------------------------------------------------------------------------------------------------
+
+
+class Inner(nn.Module):
+    def forward(self, pair: Any, options: dict[str, Any]) -> dict[str, Any]:
+        left, right = pair
+        scaled = left * options["scale"]["by"]
+        return {"sum": scaled + right, "parts": [scaled, (right.exp(), None)], "same": (scaled, scaled), "number": 3}
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, options: dict[str, Any], pair: Any, flag: bool = False) -> Any:
+        result = self.inner(pair=pair, options=options)
+        if flag:
+            result["sum"] = -result["sum"]
+        return result["sum"], {"rest": result["parts"], "none": None, "pair": pair}
+
+
+def test_nested_inputs_and_outputs() -> None:
+    # The order differs from that of the signature, and one input is no tensor.
+    inputs = {"pair": [X, X + 1], "flag": True, "options": {"scale": {"by": torch.tensor(2.0)}}}
+    program = assert_sites_equal_hooks(Nested(), inputs)
+    assert [port.name for port in program.inputs] == ["pair[0]", "pair[1]", "options.scale.by"]
+    names = {site.name for site in program.sites}
+    assert {"inner:in.pair[0]", "inner:in.options.scale.by", "inner:out.parts[1][0]", ".:in.pair[1]"} <= names
+    results = run_program(program, named_inputs(inputs))
+    expected = Nested()(**inputs)
+    assert torch.equal(results["0"], expected[0])
+    assert set(results) == {"0", "1.rest.0", "1.rest.1.0", "1.pair.0", "1.pair.1"}
+    assert torch.equal(results["1.rest.1.0"], expected[1]["rest"][1][0])
+    assert results["1.pair.1"] is inputs["pair"][1]
+
+
+class SameTwice(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        y = x.sin()
+        return {"first": y, "second": y, "input": x}
+
+
+def test_one_tensor_returned_twice_and_an_input_returned() -> None:
+    program = assert_sites_equal_hooks(SameTwice(), {"x": X})
+    results = run_program(program, {"x": X})
+    assert list(results) == ["first", "second", "input"]
+    assert torch.equal(results["first"], X.sin())
+    assert torch.equal(results["second"], X.sin())
+    assert torch.equal(results["input"], X)
+
+
+class WeightOut(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(3))
+        self.drop, self.norm = nn.Dropout(0.9), nn.BatchNorm1d(4)
+        self.norm.running_mean.add_(0.5)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.norm(self.drop(x)), self.table
+
+
+def test_dropout_batch_norm_and_a_parameter_as_result() -> None:
+    program = assert_sites_equal_hooks(WeightOut(), {"x": X})
+    assert torch.equal(run_program(program, {"x": X})["1"], torch.ones(3))
+
+
+class Positional(nn.Module):
+    def forward(self, a: torch.Tensor, b: torch.Tensor, *, c: torch.Tensor) -> torch.Tensor:
+        return a - 2 * b + 3 * c
+
+
+def test_positional_parameters_given_by_keyword_in_another_order() -> None:
+    inputs = {"c": X + 2, "b": X + 1, "a": X}
+    program = export_module(Positional(), inputs)
+    assert [port.name for port in program.inputs] == ["c", "b", "a"]
+    for given in (inputs, dict(reversed(inputs.items()))):
+        assert torch.equal(run_program(program, given)["output"], Positional()(**inputs))
+    with pytest.raises(UsageError, match=r"inputs are missing\n.*\n.*b"):
+        run_program(program, {"a": X, "c": X})
+
+
+# -- dynamic dimensions ------------------------------------------------------------------------------------------------
+
+
+class TwoInputs(nn.Module):
+    def forward(self, x: torch.Tensor, table: torch.Tensor, times: int = 1) -> torch.Tensor:
+        return (x @ table).softmax(-1) * times
+
+
+def step(batch: int, width: int = 5, **more: Any) -> dict[str, Any]:
+    return {"x": torch.randn(batch, 3, 4), "table": torch.randn(4, width), **more}
+
+
+def test_exactly_the_differing_dimensions_are_dynamic() -> None:
+    # The first step alone could not be traced: a size of 1 would become a constant.
+    program = export_module(TwoInputs(), [step(1), step(2), step(6)])
+    x, table = program.inputs
+    assert [isinstance(size, int) for size in x.shape] == [False, True, True]
+    assert table.shape == (4, 5)
+    for batch in (1, 2, 6, 9):
+        inputs = step(batch)
+        torch.testing.assert_close(run_program(program, inputs)["output"], TwoInputs()(**inputs))
+    both = export_module(TwoInputs(), [step(2, 5), step(3, 7)])
+    assert [[isinstance(size, int) for size in port.shape] for port in both.inputs] == [
+        [False, True, True],
+        [True, False],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ([], r"no inputs"),
+        ([step(2), {"x": torch.randn(2, 3, 4)}], r"different keys or nesting"),
+        ([step(2, times=1), step(3, times=2)], r"'times'\] differs between steps[\s\S]*1, 2"),
+        ([step(2), {**step(3), "x": torch.randn(3, 4)}], r"'x'\] is of different kinds[\s\S]*2 dimensions"),
+        ([step(2), {**step(3), "x": torch.randn(3, 3, 4).double()}], r"'x'\] is of different kinds[\s\S]*float64"),
+        ([step(1), step(0)], r"no step of --inputs can be traced with"),
+    ],
+)
+def test_steps_that_do_not_fit_together(steps: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        export_module(TwoInputs(), steps)
+
+
+# -- state and what cannot be traced -----------------------------------------------------------------------------------
+
+
+class Writes(nn.Module):
+    def forward(self, state: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        state.add_(x)
+        return state * 2
+
+
+def test_an_input_that_is_written_comes_back_as_a_result() -> None:
+    program = export_module(Writes(), {"state": X.clone(), "x": X})
+    state = torch.ones_like(X)
+    results = run_program(program, {"state": state, "x": X})
+    assert torch.equal(state, torch.ones_like(X))
+    assert torch.equal(results["state"], 1 + X)
+    assert torch.equal(results["output"], 2 * (1 + X))
+    assert program.caches == {"state": "state"}
+
+
+class WritesSameName(nn.Module):
+    def forward(self, state: torch.Tensor) -> dict[str, torch.Tensor]:
+        state.add_(1)
+        return {"state": state * 2}
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count.add_(1)
+        return x + self.count
+
+
+class Branches(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if x.sum() > 0 else x - 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "inputs", "message"),
+    [
+        (WritesSameName, {"state": X}, r"name of a result\n.*state"),
+        (Counts, {"x": X}, r"Counts changes its own buffers[\s\S]*count"),
+        (Branches, {"x": X}, r"torch.export cannot trace Branches"),
+    ],
+)
+def test_what_cannot_be_a_program_is_refused(
+    kind: Callable[[], nn.Module], inputs: dict[str, torch.Tensor], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        export_module(kind(), {name: tensor.clone() for name, tensor in inputs.items()})
