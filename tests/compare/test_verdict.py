@@ -134,7 +134,10 @@ def test_a_few_large_elements_do_not_make_a_lucky_floor() -> None:
 
 def test_empty_and_zero_tensors() -> None:
     empty = torch.zeros(0, 3, dtype=torch.float64)
-    assert Reference(empty, empty.float(), [empty], dtype=torch.float32, valid=None).judge(empty.float()).verdict == "identical"
+    assert (
+        Reference(empty, empty.float(), [empty], dtype=torch.float32, valid=None).judge(empty.float()).verdict
+        == "identical"
+    )
     zero = torch.zeros(2, 3, dtype=torch.float64)
     reference = Reference(zero, zero.float(), [zero], dtype=torch.float32, valid=None)
     assert reference.judge(zero.float()).verdict == "identical"

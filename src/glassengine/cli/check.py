@@ -21,7 +21,10 @@ class FailOn(StrEnum):
 def command(
     baseline: Annotated[
         str,
-        typer.Argument(help="Hugging Face directory or id, file.py:factory, or package.module:factory to trust.", show_default=False),
+        typer.Argument(
+            help="Hugging Face directory or id, file.py:factory, or package.module:factory to trust.",
+            show_default=False,
+        ),
     ],
     candidate: Annotated[
         str | None,
@@ -31,11 +34,14 @@ def command(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     inputs: Annotated[
         str | None,
-        typer.Option(metavar="FILE|FACTORY", help="Prompts (.txt, one a line), or tensors (.pt .safetensors .npz .json)."),
+        typer.Option(
+            metavar="FILE|FACTORY", help="Prompts (.txt, one a line), or tensors (.pt .safetensors .npz .json)."
+        ),
     ] = None,
     steps: Annotated[int, typer.Option(min=0, help="Decode steps after the prefill.")] = 3,
     passes: Annotated[
-        list[str] | None, typer.Option("--pass", metavar="FILE.PY:FN", help="Graph pass to apply and judge. Repeatable.")
+        list[str] | None,
+        typer.Option("--pass", metavar="FILE.PY:FN", help="Graph pass to apply and judge. Repeatable."),
     ] = None,
     fail_on: Annotated[FailOn, typer.Option(help="The mildest verdict that is not ok.")] = FailOn.wrong,
     min_coverage: Annotated[

@@ -41,7 +41,9 @@ def tensor_hints(baseline: torch.Tensor, candidate: torch.Tensor, valid: torch.T
     return hints
 
 
-def weight_hints(names: Sequence[str], baseline: Mapping[str, torch.Tensor], candidate: Mapping[str, torch.Tensor]) -> list[Hint]:
+def weight_hints(
+    names: Sequence[str], baseline: Mapping[str, torch.Tensor], candidate: Mapping[str, torch.Tensor]
+) -> list[Hint]:
     """Return a hint for every weight of `names` (parameters the op uses) that differs between the two sides."""
     hints = []
     for name in names:
@@ -49,7 +51,13 @@ def weight_hints(names: Sequence[str], baseline: Mapping[str, torch.Tensor], can
             continue
         ours, theirs = baseline[name], candidate[name]
         if ours.shape != theirs.shape:
-            hints.append(Hint("weight", f"{name.removeprefix('user.')} has shape {tuple(theirs.shape)}, baseline {tuple(ours.shape)}", 1.0))
+            hints.append(
+                Hint(
+                    "weight",
+                    f"{name.removeprefix('user.')} has shape {tuple(theirs.shape)}, baseline {tuple(ours.shape)}",
+                    1.0,
+                )
+            )
             continue
         rounded = ours.to(theirs.dtype)
         count = int((rounded != theirs).sum())
@@ -57,8 +65,17 @@ def weight_hints(names: Sequence[str], baseline: Mapping[str, torch.Tensor], can
             continue
         shown = name.removeprefix("user.")
         text = f"weight {shown} differs in {count} of {ours.numel()} elements"
-        twin = next((n for n, t in baseline.items() if n != name and t.shape == theirs.shape and torch.equal(t.to(theirs.dtype), theirs)), None)
-        hints.append(Hint("weight", text + (f"; it equals the baseline's {twin.removeprefix('user.')}" if twin else ""), 1.0))
+        twin = next(
+            (
+                n
+                for n, t in baseline.items()
+                if n != name and t.shape == theirs.shape and torch.equal(t.to(theirs.dtype), theirs)
+            ),
+            None,
+        )
+        hints.append(
+            Hint("weight", text + (f"; it equals the baseline's {twin.removeprefix('user.')}" if twin else ""), 1.0)
+        )
     return hints
 
 

@@ -209,7 +209,9 @@ def load_program(directory: Path, weights: Mapping[str, torch.Tensor]) -> Progra
                     got="nothing" if value is None else f"{value.dtype} {tuple(value.shape)}",
                     expected=f"{placeholder.dtype} {tuple(placeholder.shape)}",
                 )
-            store[name] = value
+            # torch refuses to save a program whose parameters are no `Parameter`.
+            is_parameter = isinstance(placeholder, torch.nn.Parameter)
+            store[name] = torch.nn.Parameter(value, requires_grad=False) if is_parameter else value
     known = {node.name for node in exported.graph.nodes}
     named = {site.node for site in data["sites"]} | {port.node for port in data["inputs"]}
     if unknown := (named | set(data["output_nodes"].values())) - known:

@@ -32,7 +32,9 @@ def _headline(result: Comparison) -> Text:
     text.append("ok" if result.ok else "NOT OK", style="bold green" if result.ok else "bold red")
     text.append(": ")
     if result.verdict in ("identical", "rounding"):
-        text.append("every difference is explained by rounding" if result.verdict == "rounding" else "bitwise identical")
+        text.append(
+            "every difference is explained by rounding" if result.verdict == "rounding" else "bitwise identical"
+        )
     else:
         text.append(f"worst verdict {result.verdict}", style=_STYLES[result.verdict])
     if result.not_ok_because:
@@ -121,5 +123,3 @@ def _skipped(result: Comparison) -> Iterator[Text]:
         yield Text(f"not judged: {len(result.skipped)} sites")
     for (side, reason), count in reasons.most_common(_MAX_REASONS):
         yield Text(f"  {count} ({side}): {reason}")
-
-

@@ -1,0 +1,116 @@
+"""`glass check` through the command line: exit status, streams, JSON, messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from glassengine.cli.main import main
+
+FACTORIES = """
+import torch
+from torch import nn
+from glassengine.testing import models
+
+def clean():
+    return models.llama()
+
+def wrong():
+    model = models.llama()
+    model.model.layers[0].mlp.down_proj.weight.data[7] *= 1.5
+    return model
+
+def vision():
+    return models.vision()
+
+def fails():
+    raise ValueError("no weights here")
+"""
+
+Run = Callable[..., int]
+
+
+@pytest.fixture
+def factories(tmp_path: Path) -> str:
+    file = tmp_path / "factories.py"
+    file.write_text(FACTORIES)
+    return str(file)
+
+
+@pytest.fixture
+def ids(tmp_path: Path) -> str:
+    file = tmp_path / "ids.json"
+    file.write_text(json.dumps({"input_ids": [5, 17, 99, 3, 42]}))
+    return str(file)
+
+
+def test_a_clean_ladder_exits_0(factories: str, ids: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", f"{factories}:clean", "--backend", "eager", "--inputs", ids, "--steps", "1"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("ok: ")
+    for rung in ("program", "engine", "release"):
+        assert f"\n {rung} " in printed.out
+    assert "exporting the program" in printed.err and "exporting" not in printed.out
+
+
+def test_a_mistake_exits_1_and_json_is_one_document(factories: str, ids: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["check", f"{factories}:clean", "--candidate", f"{factories}:wrong", "--inputs", ids, "--json", "-", "-q"]
+    assert main(arguments) == 1
+    printed = capsys.readouterr()
+    data = json.loads(printed.out)
+    assert data["ok"] is False and data["first_divergence"]["site"] == "model.layers.0.mlp.down_proj/linear.0"
+    assert printed.err == ""
+
+
+def test_json_to_a_file_keeps_the_screen(factories: str, ids: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "result.json"
+    arguments = ["check", f"{factories}:clean", "--candidate", f"{factories}:wrong", "--inputs", ids, "--json", str(target)]
+    assert main(arguments) == 1
+    out = capsys.readouterr().out
+    assert "first divergence: model.layers.0.mlp.down_proj/linear.0" in out
+    assert "differs in" in out and "index 7 of axis 2" in out
+    assert json.loads(target.read_text())["verdict"] == "wrong"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (["nowhere/at/all"], 2, "unknown model"),
+        (["{file}:missing"], 2, "unknown function"),
+        (["{file}:fails"], 2, "ValueError: no weights here"),
+        (["{file}:vision"], 2, "inputs must be given"),
+        (["{file}:clean", "--inputs", "nothing.json"], 2, "nothing.json"),
+        (["{file}:clean", "--dtype", "float99"], 2, "unknown dtype"),
+        (["{file}:clean", "--backend", "inducktor"], 2, "inductor"),
+        (["{file}:clean", "--candidate", "{file}:wrong", "--backend", "eager"], 2, "leave them out"),
+        (["{file}:clean", "--candidate", "{file}:vision", "--inputs", "{ids}"], 4, "different kinds"),
+        (["{file}:clean", "--pass", "{file}:missing", "--backend", "eager", "--inputs", "{ids}"], 2, "unknown function"),
+    ],
+)
+def test_bad_input(
+    arguments: list[str], status: int, message: str, factories: str, ids: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    filled = [text.format(file=factories, ids=ids) for text in arguments]
+    assert main(["check", *filled]) == status
+    printed = capsys.readouterr()
+    assert message in printed.err and "Traceback" not in printed.err and printed.out == ""
+
+
+def test_ids_outside_of_the_vocabulary(factories: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "ids.json"
+    file.write_text(json.dumps({"input_ids": [5, 4000]}))
+    assert main(["check", f"{factories}:clean", "--backend", "eager", "--inputs", str(file)]) == 2
+    assert "outside" in capsys.readouterr().err
+
+
+def test_an_engine_as_candidate(factories: str, ids: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good, bad = str(tmp_path / "good"), str(tmp_path / "bad")
+    assert main(["build", f"{factories}:clean", good, "--backend", "eager", "-q"]) == 0
+    assert main(["build", f"{factories}:wrong", bad, "--backend", "eager", "-q"]) == 0
+    assert main(["check", f"{factories}:clean", "--candidate", good, "--inputs", ids, "--steps", "1"]) == 0
+    assert "release" in capsys.readouterr().out
+    assert main(["check", f"{factories}:clean", "--candidate", bad, "--inputs", ids, "--steps", "1"]) == 1
+    assert "first divergence: model.layers.0.mlp.down_proj/linear.0" in capsys.readouterr().out

@@ -1,0 +1,44 @@
+"""The untouched bundled model on its default engines: twenty prompts, two dtypes, no false alarm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from glassengine.diagnose import check
+
+PROMPTS = """The value of an expression is
+If no exception is raised,
+A class definition defines
+The "try" statement specifies exception handlers
+When a function is called
+In the following example
+Assignment statements are used to
+The "import" statement
+A list display is
+For example, the expression
+Names refer to objects.
+Python 3
+Note that
+The operator
+x
+Changed in version 3.5:
+If the object is mutable, then its
+A generator expression yields a new generator object. It consists of
+Raise an exception
+See also: The standard type hierarchy
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_twenty_prompts_agree(dtype: str, root: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text(PROMPTS)
+    result = check(root / "examples" / "tiny-llama", backend="inductor", dtype=dtype, inputs=str(prompts))
+    assert result.ok, result.not_ok_because
+    assert result.verdict == "rounding" and not result.origins
+    assert len({pair.case for pair in result.pairs}) == 21
+    assert result.coverage == 1.0
+    largest = max(pair.rho or 0.0 for pair in result.pairs)
+    assert 0.1 < largest < 4.0, "neither a vacuous floor nor a suspicious tensor"
