@@ -95,3 +95,38 @@ def test_the_package_runs_without_this_package(program: Program, frozen: Path, t
         torch.testing.assert_close(package(x=case["x"]), case["expected"])
     """
     subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], check=True, timeout=120)
+
+
+def test_inputs_of_any_layout_give_the_right_values(program: Program, frozen: Path) -> None:
+    """The compiled code assumes contiguous inputs and does not look."""
+    run = load_executable("tapped", lambda path: BACKEND.load(path, None), frozen).run
+    x = torch.randn(4, 16)
+    for same in (x.t().contiguous().t(), torch.stack([x, x], -1)[..., 0], torch.cat([x, x], 1)[:, :16]):
+        assert not same.is_contiguous()
+        torch.testing.assert_close(run({"x": same})["output"], reference(program, x))
+
+
+class Odd(nn.Module):
+    """An input written in place, a result twice, an input as a result, and a result that is no tensor."""
+
+    def forward(self, state: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor]:
+        state.add_(x)
+        y = state.sin()
+        return y, None, x, y
+
+
+def test_results_that_repeat_and_inputs_that_are_written(tmp_path: Path) -> None:
+    x = torch.randn(3, 4)
+    program = export_module(Odd(), {"state": x.clone(), "x": x})
+    BACKEND.build(program, tmp_path)
+    run = load_executable("odd", lambda path: BACKEND.load(path, None), tmp_path).run
+    for state in (torch.ones(3, 4), torch.ones(4, 3).t()):
+        results = run({"state": state, "x": x})
+        torch.testing.assert_close(state, 1 + x)
+        assert list(results) == ["0", "2", "3"]
+        torch.testing.assert_close(results["0"], (1 + x).sin())
+        torch.testing.assert_close(results["3"], (1 + x).sin())
+        torch.testing.assert_close(results["2"], x)
+    # The trap, so that the copies above are not taken for superfluous.
+    raw = torch._inductor.aoti_load_package(str(tmp_path / "model.pt2")).loader.run
+    assert not torch.allclose(raw([torch.ones(3, 4), x.t().contiguous().t()])[0], (1 + x).sin())

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from glassengine.backends import registry
+from glassengine.backends.protocol import Availability
 from glassengine.errors import BackendError, UnknownNameError
 
 BUILT_IN = {"eager", "inductor", "onnxruntime"}
@@ -93,3 +94,35 @@ def test_a_third_party_comes_in_by_the_same_door(register: Register) -> None:
     register("theirs", "glassengine.backends.eager:EagerBackend")
     assert registry.get_backend("theirs").capabilities.portable
     assert "theirs" in {info.name for info in registry.list_backends()}
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("glassengine.backends.eager:NoSuchBackend", "AttributeError"),
+        ("glassengine.backends.eager:EagerBackend.build", "TypeError"),
+    ],
+)
+def test_one_that_is_broken_otherwise_is_listed_with_the_reason(register: Register, value: str, reason: str) -> None:
+    register("broken", value)
+    infos = registry.list_backends()
+    assert {info.name for info in infos} == BUILT_IN | {"broken"}
+    info = {info.name: info for info in infos}["broken"]
+    assert not info.available
+    assert info.reason.startswith(reason)
+    with pytest.raises(BackendError, match=rf"'broken' cannot be imported\n.*{reason}"):
+        registry.find_backend("broken")
+
+
+class Unavailable:
+    def available(self) -> Availability:
+        return Availability(False, "no such device here", "buy one")
+
+
+def test_one_that_cannot_be_used_gives_its_reason(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("glassengine.backends.eager.Unavailable", Unavailable, raising=False)
+    register("theirs", "glassengine.backends.eager:Unavailable")
+    info = {info.name: info for info in registry.list_backends()}["theirs"]
+    assert (info.available, info.reason, info.install) == (False, "no such device here", "buy one")
+    with pytest.raises(BackendError, match=r"'theirs' cannot be used here\n.*no such device here\n.*buy one"):
+        registry.get_backend("theirs")

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 
 from glassengine.errors import UsageError
@@ -119,16 +120,21 @@ def input_names(layout: KVLayout) -> list[str]:
     return ["input_ids", "attention_mask", "position_ids", "cache_position", *cache]
 
 
-def probe_layout(model: nn.Module) -> KVLayout:
+def probe_layout(model: nn.Module, *, has_values: bool = True) -> KVLayout:
     """Find the cache layout by one forward of two tokens with transformers' own cache.
+
+    Args:
+        model: In evaluation mode.
+        has_values: Whether its weights have been loaded; else nothing is computed, and no memory of theirs touched.
 
     Raises:
         UsageError: The model keeps something other than plain keys and values (recurrent state, say).
     """
     device = next(model.parameters()).device
-    ids = torch.zeros((1, 2), dtype=torch.int64, device=device)
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))  # type: ignore[operator, union-attr]
-    with torch.no_grad():
+    shapes_only = contextlib.nullcontext() if has_values else FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.no_grad(), exportable_experts(model), shapes_only:
+        ids = torch.zeros((1, 2), dtype=torch.int64, device=device)
         model(input_ids=ids, past_key_values=cache, use_cache=True)
     odd = {type(layer).__name__ for layer in cache.layers if not isinstance(layer, DynamicLayer)}
     if odd or not cache.layers:

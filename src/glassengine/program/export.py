@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, TensorArgument
 from torch.utils import _pytree as pytree
 
@@ -17,7 +18,7 @@ from glassengine.errors import UsageError
 from glassengine.program import causal_lm
 from glassengine.program.marks import collect_marks, marking
 from glassengine.program.naming import Paths, build_sites, describe_shape
-from glassengine.program.program import CALLED_AS, Port, Program
+from glassengine.program.program import CALLED_AS, Port, Program, rebuilt
 from glassengine.sites import port_leaves
 
 
@@ -27,11 +28,12 @@ def export_causal_lm(model: nn.Module, *, metadata: dict[str, Any] | None = None
     Raises:
         UsageError: The model has no plain key/value cache, or torch.export cannot trace it.
     """
-    layout = causal_lm.probe_layout(model)
-    if any(p.is_meta for p in model.parameters()):
+    has_values = not any(p.is_meta for p in model.parameters())
+    if not has_values:
         # Kernels on meta tensors choose other layouts; untouched CPU memory costs nothing and gives the same graph.
         model.to_empty(device="cpu")
         model.tie_weights()  # type: ignore[operator]
+    layout = causal_lm.probe_layout(model, has_values=has_values)
     parameter = next(p for p in model.parameters() if p.is_floating_point())
     wrapper = causal_lm.CausalLM(model)
     inputs, dynamic = causal_lm.example_inputs(layout, model.dtype, parameter.device)  # type: ignore[arg-type]
@@ -153,6 +155,7 @@ def _export(
         raise UsageError(
             f"torch.export cannot trace {type(module).__name__}", got=f"{type(error).__name__}: {error}"
         ) from error
+    exported = _tensor_results_only(exported, result_names := output_names or _result_names(exported))
     graph = exported.graph
     paths = Paths(module, prefix, graph)
     marks = collect_marks(graph)
@@ -176,12 +179,8 @@ def _export(
         for spec in signature.output_specs
         if spec.kind is OutputKind.USER_INPUT_MUTATION and spec.target in by_node
     }
-    results = [spec.arg for spec in signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
-    outputs = {
-        name: arg.name
-        for name, arg in zip(output_names or _result_names(exported), results, strict=True)
-        if isinstance(arg, TensorArgument)
-    }
+    results = [spec.arg.name for spec in signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
+    outputs = dict(zip(result_names, results, strict=True))
     caches = {past: past.replace("past_", "present_", 1) for past in mutated}
     if clash := outputs.keys() & caches.values():
         raise UsageError(
@@ -203,6 +202,23 @@ def _export(
     if paths.called_as:
         metadata = {**metadata, CALLED_AS: paths.called_as}
     return Program(exported, sites, kind, tuple(ports), outputs, caches, layout, metadata)
+
+
+def _tensor_results_only(exported: ExportedProgram, names: list[str]) -> ExportedProgram:
+    """Return the program without results that are no tensors (None, numbers), and drop their names from `names`.
+
+    Back-ends do not agree on what to return for those.
+    """
+    specs = exported.graph_signature.output_specs
+    kept = [s.kind is not OutputKind.USER_OUTPUT or isinstance(s.arg, TensorArgument) for s in specs]
+    if all(kept):
+        return exported
+    num_other = sum(spec.kind is not OutputKind.USER_OUTPUT for spec in specs)
+    names[:] = [name for name, keep in zip(names, kept[num_other:], strict=True) if keep]
+    output = exported.graph.output_node()
+    output.args = (tuple(arg for arg, keep in zip(output.args[0], kept, strict=True) if keep),)
+    new_specs = [spec for spec, keep in zip(specs, kept, strict=True) if keep]
+    return rebuilt(exported, exported.graph, new_specs, out_spec=pytree.tree_structure(tuple(names)))
 
 
 def _require_unchanged_buffers(specs: Sequence[OutputSpec], model: str) -> None:

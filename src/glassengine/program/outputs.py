@@ -155,11 +155,7 @@ def result_names(program: Program) -> list[str]:
     for name, node in program.output_nodes.items():
         by_node.setdefault(node, []).append(name)
     specs = program.exported.graph_signature.output_specs
-    return [
-        by_node[spec.arg.name].pop(0)
-        for spec in specs
-        if spec.kind is OutputKind.USER_OUTPUT and isinstance(spec.arg, TensorArgument)
-    ]
+    return [by_node[spec.arg.name].pop(0) for spec in specs if spec.kind is OutputKind.USER_OUTPUT]
 
 
 class DerivedValues:

@@ -83,9 +83,9 @@ def _new_specs(program: Program, graph: torch.fx.Graph, name: str) -> list[Outpu
         raise UsageError(f"pass {name} changed the number of outputs", got=str(got), expected=str(len(specs)))
     changed = []
     for spec, result in zip(specs, results, strict=True):
-        if isinstance(result, Node) != bool(spec.arg.name):
+        if not isinstance(result, Node):
             raise UsageError(f"pass {name} changed the kind of an output", got=str(result), expected=str(spec.arg))
-        changed.append(replace(spec, arg=type(spec.arg)(name=result.name)) if isinstance(result, Node) else spec)
+        changed.append(replace(spec, arg=type(spec.arg)(name=result.name)))
     return changed
 
 
