@@ -15,6 +15,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # Two workers on two cores: a second thread in each would only spin (measured: five times slower).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Threads of OpenMP that spin while they wait make torch many times slower as soon as anything else runs.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / ".cache" / "inductor"))
 # The surroundings of the person who runs the suite must not change what commands print.
 for _name in ("NO_COLOR", "FORCE_COLOR", "CI"):
