@@ -20,7 +20,7 @@ from glassengine.executable.executable import Executable, load_executable
 from glassengine.program import Program, load_model
 from glassengine.program.causal_lm import USER_MODULE
 from glassengine.program.outputs import PREFIX, DerivedValues
-from glassengine.program.program import load_names, load_program
+from glassengine.program.program import load_graph, load_names, load_program
 from glassengine.sites import SiteTable
 
 
@@ -161,7 +161,7 @@ class Engine:
     @functools.cached_property
     def _graph(self) -> Program:
         """The stored program without weights, for values that need none."""
-        exported = torch.export.load(self.directory / "program.pt2")
+        exported = load_graph(self.directory)
         return load_program(self.directory, {**exported.state_dict, **exported.constants})
 
     @functools.cached_property

@@ -135,7 +135,7 @@ def probe_layout(model: nn.Module, *, has_values: bool = True) -> KVLayout:
     shapes_only = contextlib.nullcontext() if has_values else FakeTensorMode(allow_non_fake_inputs=True)
     with torch.no_grad(), exportable_experts(model), shapes_only:
         ids = torch.zeros((1, 2), dtype=torch.int64, device=device)
-        model(input_ids=ids, past_key_values=cache, use_cache=True)
+        model(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, use_cache=True)
     odd = {type(layer).__name__ for layer in cache.layers if not isinstance(layer, DynamicLayer)}
     if odd or not cache.layers:
         raise UsageError(

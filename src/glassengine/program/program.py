@@ -18,6 +18,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from glassengine.errors import CorruptError, UsageError
+from glassengine.program.archive import require_inert
 from glassengine.program.causal_lm import KVLayout
 from glassengine.sites import Site, SiteTable
 
@@ -135,6 +136,7 @@ def save_program(program: Program, directory: Path) -> None:
     bare = copy.copy(program.exported)
     bare._state_dict = {name: _without_data(value) for name, value in program.exported.state_dict.items()}
     bare._constants = {name: _without_data(value) for name, value in program.exported.constants.items()}
+    bare._guards_code = []  # code, which a reader would have to trust; inputs are checked by the engine
     torch.export.save(bare, directory / "program.pt2")
     data = {
         "schema_version": SCHEMA_VERSION,
@@ -187,6 +189,20 @@ def load_names(directory: Path) -> dict[str, Any]:
     return data
 
 
+def load_graph(directory: Path) -> ExportedProgram:
+    """Return the graph that `save_program` wrote, its weights on the meta device. Reading it runs no code.
+
+    Raises:
+        CorruptError: The file is missing, damaged, or holds more than `save_program` writes.
+    """
+    path = directory / "program.pt2"
+    require_inert(path)
+    try:
+        return torch.export.load(path)
+    except Exception as error:
+        raise CorruptError(f"{path.name} cannot be read", got=f"{type(error).__name__}: {error}") from error
+
+
 def load_program(directory: Path, weights: Mapping[str, torch.Tensor]) -> Program:
     """Load what `save_program` wrote and fill in `weights` (qualified name -> tensor, shared, not copied).
 
@@ -194,10 +210,7 @@ def load_program(directory: Path, weights: Mapping[str, torch.Tensor]) -> Progra
         CorruptError: A file is damaged, or a weight is missing or has another shape or dtype.
     """
     data = load_names(directory)
-    try:
-        exported = torch.export.load(directory / "program.pt2")
-    except Exception as error:
-        raise CorruptError("program.pt2 cannot be read", got=f"{type(error).__name__}: {error}") from error
+    exported = load_graph(directory)
     for store in (exported.state_dict, exported.constants):
         for name, placeholder in store.items():
             if not isinstance(placeholder, torch.Tensor):

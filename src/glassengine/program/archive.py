@@ -1,0 +1,99 @@
+"""Whether a stored program can be read without running code.
+
+`torch.export.load` unpickles weights, constants and example inputs where the archive asks for it, hands size
+expressions to a parser that evaluates Python, and looks operators up by dotted names. What `save_program` writes needs
+none of that, so an archive that goes beyond it is refused before torch sees it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glassengine.errors import CorruptError
+
+MAX_BYTES = 1 << 30
+"""Most bytes of a stored program when unpacked; it holds no weights."""
+
+_MODEL, _EXAMPLES = "models/model.json", "data/sample_inputs/model.pt"
+_CONFIGS = {
+    "data/weights/model_weights_config.json": re.compile(r"weight_\d+"),
+    "data/constants/model_constants_config.json": re.compile(r"tensor_\d+"),
+}
+_OTHERS = re.compile(
+    r"data/weights/weight_\d+|data/constants/tensor_\d+|archive_(format|version)|\.data/(version|serialization_id)"
+    r"|\.format_version|\.storage_alignment|byteorder|version"
+)
+_OPERATOR = re.compile(r"torch\.ops\.\w+\.\w+(\.\w+)?|torch\.sym_\w+|_operator\.\w+|math\.\w+")
+_NAMES = re.compile(
+    r"[A-Z][A-Za-z]*|[suz]+\d+|floor|ceiling|positive|nonnegative|integer|real|True|False|None|and|or|not|evaluate"
+)
+_EXPRESSION = re.compile(r"[\w\s+\-*/%(),.<>=!&|~]*")
+
+
+def require_inert(path: Path) -> None:
+    """Refuse a program archive that holds more than a graph and names.
+
+    Raises:
+        CorruptError: It is no archive, too large, or reading it could run code.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            files = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+            if sum(info.file_size for info in files.values()) > MAX_BYTES:
+                raise _refusal(path, f"more than {MAX_BYTES:,} bytes")
+            for name in files:
+                if name not in (_MODEL, _EXAMPLES, *_CONFIGS) and not _OTHERS.fullmatch(name):
+                    raise _refusal(path, f"an entry {name!r}")
+            for name, stored in _CONFIGS.items():
+                for weight, entry in json.loads(archive.read(files[name]))["config"].items():
+                    if entry["use_pickle"] or not stored.fullmatch(entry["path_name"]):
+                        raise _refusal(path, f"a pickle for {weight!r}")
+            torch.load(io.BytesIO(archive.read(files[_EXAMPLES])), weights_only=True)
+            model = json.loads(archive.read(files[_MODEL]))
+    except CorruptError:
+        raise
+    except Exception as error:
+        raise CorruptError(f"{path.name} cannot be read", got=f"{type(error).__name__}: {error}") from error
+    for problem in _problems(model):
+        raise _refusal(path, problem)
+
+
+def _refusal(path: Path, found: str) -> CorruptError:
+    return CorruptError(
+        f"{path.name} is no stored program", got=found, expected="a graph and names, as glass build writes"
+    )
+
+
+def _problems(model: Any) -> Iterator[str]:
+    """Yield what in the description of a graph is looked up or evaluated, and is neither an operator nor a size."""
+    waiting = [model]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, list):
+            waiting += value
+        elif isinstance(value, dict):
+            waiting += value.values()
+            if "target" in value and "inputs" in value and not _OPERATOR.fullmatch(str(value["target"])):
+                yield f"an operator {value['target']!r}"
+            if "expr_str" in value and not _is_expression(str(value["expr_str"])):
+                yield f"a size {value['expr_str'][:80]!r}"
+            if value.get("guards_code"):
+                yield "guards, which are code"
+
+
+def _is_expression(text: str) -> bool:
+    """Whether `text` is arithmetic on sizes: no strings but the names of symbols, no attributes, no other names."""
+    unquoted = re.sub(r"'([suz]+\d+)'", r"\1", text)
+    return (
+        _EXPRESSION.fullmatch(unquoted) is not None
+        and re.search(r"\.\s*[A-Za-z_]|__", unquoted) is None
+        and all(_NAMES.fullmatch(name) for name in re.findall(r"[A-Za-z_]\w*", unquoted))
+    )
