@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-COMMAND = ["check", "examples/tiny-llama", "--candidate", "examples/wrong_port.py:attention_scale", "--no-progress", "-q"]
+COMMAND = [
+    "check",
+    "examples/tiny-llama",
+    "--candidate",
+    "examples/wrong_port.py:attention_scale",
+    "--no-progress",
+    "-q",
+]
 
 
 def scrubbed(text: str) -> list[str]:
@@ -30,7 +37,9 @@ def test_the_transcript_of_check(root: Path) -> None:
     assert scrubbed(found.stdout) == scrubbed(shown[1])
 
 
-def test_the_python_block_runs(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_python_block_runs(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     block = re.search(r"```python\n(.*?)```", (root / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     assert block is not None
     monkeypatch.chdir(tmp_path)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from glassengine.backends.registry import list_backends as list_backends
     from glassengine.capture.hooks import named_network_outputs as named_network_outputs
-    from glassengine.compare import compare as compare
+    from glassengine.compare.compare import compare as compare
     from glassengine.diagnose import check as check
     from glassengine.engine.build import build as build
     from glassengine.engine.engine import load as load
@@ -45,7 +45,7 @@ _PUBLIC = {
     "UsageError": "glassengine.errors",
     "build": "glassengine.engine.build",
     "check": "glassengine.diagnose",
-    "compare": "glassengine.compare",
+    "compare": "glassengine.compare.compare",
     "list_backends": "glassengine.backends.registry",
     "load": "glassengine.engine.engine",
     "named_network_outputs": "glassengine.capture.hooks",

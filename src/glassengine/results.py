@@ -99,8 +99,8 @@ class Pair(Result):
     """One tensor of the baseline judged against one of the candidate.
 
     `method` says how the two were paired ("name", "name+fingerprint", "alias", "map"); `judged_by` which guarantee the
-    verdict has ("noise floor", "tolerance (uncalibrated)"). `rho` is the error over the noise floor. `case` names the batch
-    of prompts of a check; `inherited` marks an error that was carried in by the inputs.
+    verdict has ("noise floor", "tolerance (uncalibrated)"). `rho` is the error over the noise floor. `case` names
+    the batch of prompts of a check; `inherited` marks an error that was carried in by the inputs.
     """
 
     step: int
@@ -146,7 +146,7 @@ class Hint(Result):
 
 @dataclass(frozen=True)
 class Divergence(Result):
-    """An op that introduced an error. `source` is "file:line: the line". `introduced` and `inherited` are RMS errors."""
+    """An op that introduced an error; `source` is "file:line: line", `introduced` and `inherited` are RMS errors."""
 
     rung: str | None
     step: int

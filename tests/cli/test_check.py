@@ -56,8 +56,20 @@ def test_a_clean_ladder_exits_0(factories: str, ids: str, capsys: pytest.Capture
     assert "exporting the program" in printed.err and "exporting" not in printed.out
 
 
-def test_a_mistake_exits_1_and_json_is_one_document(factories: str, ids: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["check", f"{factories}:clean", "--candidate", f"{factories}:wrong", "--inputs", ids, "--json", "-", "-q"]
+def test_a_mistake_exits_1_and_json_is_one_document(
+    factories: str, ids: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "check",
+        f"{factories}:clean",
+        "--candidate",
+        f"{factories}:wrong",
+        "--inputs",
+        ids,
+        "--json",
+        "-",
+        "-q",
+    ]
     assert main(arguments) == 1
     printed = capsys.readouterr()
     data = json.loads(printed.out)
@@ -65,9 +77,20 @@ def test_a_mistake_exits_1_and_json_is_one_document(factories: str, ids: str, ca
     assert printed.err == ""
 
 
-def test_json_to_a_file_keeps_the_screen(factories: str, ids: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_to_a_file_keeps_the_screen(
+    factories: str, ids: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target = tmp_path / "result.json"
-    arguments = ["check", f"{factories}:clean", "--candidate", f"{factories}:wrong", "--inputs", ids, "--json", str(target)]
+    arguments = [
+        "check",
+        f"{factories}:clean",
+        "--candidate",
+        f"{factories}:wrong",
+        "--inputs",
+        ids,
+        "--json",
+        str(target),
+    ]
     assert main(arguments) == 1
     out = capsys.readouterr().out
     assert "first divergence: model.layers.0.mlp.down_proj/linear.0" in out
@@ -87,7 +110,11 @@ def test_json_to_a_file_keeps_the_screen(factories: str, ids: str, tmp_path: Pat
         (["{file}:clean", "--backend", "inducktor"], 2, "inductor"),
         (["{file}:clean", "--candidate", "{file}:wrong", "--backend", "eager"], 2, "leave them out"),
         (["{file}:clean", "--candidate", "{file}:vision", "--inputs", "{ids}"], 4, "different kinds"),
-        (["{file}:clean", "--pass", "{file}:missing", "--backend", "eager", "--inputs", "{ids}"], 2, "unknown function"),
+        (
+            ["{file}:clean", "--pass", "{file}:missing", "--backend", "eager", "--inputs", "{ids}"],
+            2,
+            "unknown function",
+        ),
     ],
 )
 def test_bad_input(

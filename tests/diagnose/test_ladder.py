@@ -98,7 +98,7 @@ def test_a_mistake_in_a_copy_is_named(llama: nn.Module, mistake: Any, token_ids:
     assert found is not None and found.rung == "candidate" and found.step == 0
     # A replaced activation has another op: the first op that both sides have is the product it feeds.
     assert found.site == site or (mistake is activation and found.site == "model.layers.0.mlp/mul.0")
-    assert found.source is not None and "modeling_llama.py:" in found.source or mistake is activation
+    assert (found.source is not None and "modeling_llama.py:" in found.source) or mistake is activation
     others = [d for d in result.origins if d.rung == "candidate" and d.site != found.site]
     # The swap is two mistakes, and both are named.
     assert [d.site for d in others] == (
@@ -280,7 +280,7 @@ def test_plain_modules_are_checked_too(tmp_path: Path) -> None:
     file.write_text(
         "import torch\nfrom glassengine.testing.models import vision\n"
         "def inputs():\n    g = torch.Generator().manual_seed(0)\n"
-        "    return [{'pixel_values': torch.randn(2, 3, 16, 16, generator=g)}, {'pixel_values': torch.randn(2, 3, 16, 16, generator=g)}]\n"
+        "    return [{'pixel_values': torch.randn(2, 3, 16, 16, generator=g)} for _ in range(2)]\n"
         "def wrong():\n    m = vision()\n    m.norm.eps = 1e-2\n    return m\n"
     )
     result = check(models.vision(), backend="eager", inputs=f"{file}:inputs")

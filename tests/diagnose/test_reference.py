@@ -90,7 +90,7 @@ def test_the_native_lane_is_the_interpreter_bit_for_bit(program: Program, case: 
 
 
 def test_a_second_float32_implementation_is_rounding_at_every_node(program: Program, case: Case) -> None:
-    """Another summation order (one thread, other kernels) must never be flagged; the floor must not be vacuous either."""
+    """Rounding must never be flagged, and the floor must not be vacuous either."""
     found = run(program, case)[0]
     logits = found[program.output_nodes["logits"]]
     spread = logits.exact.abs().mean()

@@ -1,8 +1,9 @@
 """Pair the op sites of two programs.
 
-Within each call of each module the two op sequences are aligned (longest matching blocks, first by op, shape and literal
-arguments, then by op and shape), so that an op which one side has extra shifts nobody's name. The fingerprint says whether a
-pair is computed the same way; it is kept with the pair, not required, because a mistake changes it.
+Within each call of each module the two op sequences are aligned (longest matching blocks, first by op, shape and
+literal arguments, then by op and shape), so that an op which one side has extra shifts nobody's name. The
+fingerprint says whether a pair is computed the same way; it is kept with the pair, not required, because a mistake
+changes it.
 """
 
 from __future__ import annotations
@@ -59,12 +60,12 @@ def _align(
 ) -> list[tuple[Site, Site]]:
     strict = [[(*_kind(s), _literals(nodes[side][s.node])) for s in sites] for side, sites in enumerate((ours, theirs))]
     pairs: list[tuple[Site, Site]] = []
-    for tag, i1, i2, j1, j2 in SequenceMatcher(None, *strict, autojunk=False).get_opcodes():
+    for tag, i1, i2, j1, j2 in SequenceMatcher(None, strict[0], strict[1], autojunk=False).get_opcodes():
         if tag == "equal":
             pairs += zip(ours[i1:i2], theirs[j1:j2], strict=True)
         elif tag == "replace":
             loose = [[_kind(s) for s in part] for part in (ours[i1:i2], theirs[j1:j2])]
-            for block in SequenceMatcher(None, *loose, autojunk=False).get_matching_blocks():
+            for block in SequenceMatcher(None, loose[0], loose[1], autojunk=False).get_matching_blocks():
                 for k in range(block.size):
                     pairs.append((ours[i1 + block.a + k], theirs[j1 + block.b + k]))
     return pairs

@@ -4,14 +4,14 @@ The floor of a tensor comes from runs that differ from the reference by rounding
 dtype, and Monte-Carlo rounding runs). The test is slice-wise, over every index of every axis, because a mistake in one
 channel or token drowns in a whole-tensor mean:
 
-    floor_s^2 = max( mean_s(D^2) over the runs, mean(D^2), r^2 mean(P^2), r^2 mean_s(P^2), (u^2 / 3) mean(P^2), eta^2 / 3 )
-    rho       = max over slices of rms_s(candidate - P) / floor_s
+    floor_s^2 = max( mean_s(D^2) over the runs, mean(D^2), r^2 mean(P^2), r^2 mean_s(P^2), (u^2 / 3) mean(P^2), eta^2
+    / 3 ) rho       = max over slices of rms_s(candidate - P) / floor_s
 
-P is the reference, D the error of a noise run, r the largest rms(D) / rms(P) of this site so far, u the unit roundoff and
-eta the smallest rounding near zero of the dtype. The two terms with r keep a short slice (one element, in a decode step)
-from a floor that is small by luck; the one per slice matters where a few large elements hold nearly all of the power.
-Thresholds: 4 and 8 are those of the accumulated test in the numerics study behind this design (4: 0.5 % of legitimate
-runs exceed it somewhere, 8: none of 336).
+P is the reference, D the error of a noise run, r the largest rms(D) / rms(P) of this site so far, u the unit
+roundoff and eta the smallest rounding near zero of the dtype. The two terms with r keep a short slice (one element,
+in a decode step) from a floor that is small by luck; the one per slice matters where a few large elements hold
+nearly all of the power. Thresholds: 4 and 8 are those of the accumulated test in the numerics study behind this
+design (4: 0.5 % of legitimate runs exceed it somewhere, 8: none of 336).
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _mean(square: torch.Tensor, counted: torch.Tensor | None) -> float:
 
 
 def _rms(error: torch.Tensor, counted: torch.Tensor | None) -> float:
-    return _mean(error.square(), counted) ** 0.5
+    return float(_mean(error.square(), counted) ** 0.5)
 
 
 def _slice_means(square: torch.Tensor, counted: torch.Tensor | None, axis: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """What a check runs: cases (a batch of prompts, or the steps of a plain module), the same for every implementation.
 
-A causal LM gets each prompt alone (batch 1) and one left-padded batch of two; a prefill and `steps` decode steps, teacher
-forced with the tokens that the untouched baseline picks. A plain module gets its inputs, one step per dict.
+A causal LM gets each prompt alone (batch 1) and one left-padded batch of two; a prefill and `steps` decode steps,
+teacher forced with the tokens that the untouched baseline picks. A plain module gets its inputs, one step per dict.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Case:
 class StepInputs:
     """Inputs of one step of a causal LM for the static-cache program, built up step by step.
 
-    B batch, S new tokens, T cache length. `attention_mask` is [B, T]; `token_mask` [B, S] marks real (not padding) tokens
-    of this step.
+    B batch, S new tokens, T cache length. `attention_mask` is [B, T]; `token_mask` [B, S] marks real (not padding)
+    tokens of this step.
     """
 
     input_ids: torch.Tensor

@@ -114,7 +114,8 @@ def _with_observer_effect(divergence: Divergence, verdicts: Mapping[str, str]) -
     if divergence.verdict != "wrong" or verdicts.get(other or "") not in ("identical", "rounding"):
         return divergence
     with_outputs = divergence.rung == "engine"
-    text = f"only the engine {'with' if with_outputs else 'without'} debug outputs is wrong: adding outputs changes the answer"
+    which = "with" if with_outputs else "without"
+    text = f"only the engine {which} debug outputs is wrong: adding outputs changes the answer"
     return dataclasses.replace(divergence, hints=(Hint("observer", text, 1.0), *divergence.hints))
 
 
@@ -146,14 +147,15 @@ def _not_ok_because(
     min_coverage: float,
     severity: Mapping[str, Severity],
 ) -> str | None:
-    if VERDICTS.index(verdict) >= VERDICTS.index(fail_on):  # type: ignore[arg-type]
+    if VERDICTS.index(verdict) >= VERDICTS.index(fail_on):
         where = f" at {first.site}" if first else ""
         return f"a tensor is {verdict}{where}"
     release = severity.get("release")
     if release is not None and release.first_change is not None:
         return f"the release engine picks another token than the engine: {release.first_change}"
     if coverage < min_coverage:
-        return f"{_TOO_LITTLE} {coverage:.0%} of the baseline's float-valued sites were judged (--min-coverage {min_coverage:g})"
+        wanted = f"(--min-coverage {min_coverage:g})"
+        return f"{_TOO_LITTLE} {coverage:.0%} of the baseline's float-valued sites were judged {wanted}"
     return None
 
 

@@ -17,13 +17,13 @@ from glassengine.compare.verdict import Judgement, Reference
 from glassengine.diagnose.cases import Case, StepInputs
 from glassengine.diagnose.origins import OriginTracker
 from glassengine.diagnose.reference import ReferenceRun
+from glassengine.diagnose.replay import Replay
 from glassengine.diagnose.sides import ModuleSide, Observed, Side, empty_caches
 from glassengine.diagnose.validity import valid_mask
 from glassengine.program.export import named_inputs
 from glassengine.program.naming import is_tensor_node
 from glassengine.program.outputs import weight_only_nodes
 from glassengine.program.program import Program
-from glassengine.diagnose.replay import Replay
 from glassengine.results import VERDICTS, Divergence, Figures, Hint, Pair
 
 FLAGGED = ("suspicious", "wrong")

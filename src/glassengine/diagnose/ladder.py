@@ -108,7 +108,7 @@ def check(
         "trust_remote_code": trust_remote_code,
         "revision": revision,
     }
-    engine = load(candidate) if _is_engine(candidate) else None
+    engine = load(str(candidate)) if _is_engine(candidate) else None
     if candidate is not None and engine is None and (backend or passes):
         raise UsageError(
             "--backend and --pass build an engine of BASELINE", hint="leave them out beside --candidate MODEL"
@@ -145,7 +145,7 @@ def check(
 
 @contextmanager
 def _threads_for(module: nn.Module) -> Iterator[None]:
-    """Judge small models on one thread: their thousands of short ops would wait for a second one longer than they run."""
+    """Judge small models on one thread: their short ops would wait for a second one longer than they run."""
     before = torch.get_num_threads()
     if sum(parameter.nbytes for parameter in module.parameters()) <= SMALL_BYTES:
         torch.set_num_threads(1)
@@ -283,7 +283,8 @@ def _result_nodes(baseline: Program, engine: Engine) -> dict[str, tuple[str, str
     return nodes
 
 
-def _sizes(cases: Sequence[Case]) -> dict[str, int]:
+def _sizes(cases: Sequence[Case]) -> dict[str, Any]:
+    """The ranges that an engine for `cases` must be built with."""
     causal = [case for case in cases if case.input_ids is not None]
     if not causal:
         return {}

@@ -1,8 +1,8 @@
 """Introduced or inherited: which flagged ops are origins, and which merely carry an error on.
 
-An error is inherited when an unbroken chain of flagged tensors leads to it. A tensor that is judged and clean breaks the
-chain; one that could not be observed passes it on; the cache carries it into later steps. The verdict of an origin is
-the worst of its chain: where a small mistake first shows, it may still be only suspicious.
+An error is inherited when an unbroken chain of flagged tensors leads to it. A tensor that is judged and clean breaks
+the chain; one that could not be observed passes it on; the cache carries it into later steps. The verdict of an
+origin is the worst of its chain: where a small mistake first shows, it may still be only suspicious.
 """
 
 from __future__ import annotations

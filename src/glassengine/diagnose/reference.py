@@ -8,6 +8,7 @@ float64 is real: dtypes written into the graph (`.to(float32)`, `softmax(dtype=.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,7 +116,7 @@ class ReferenceRun:
 
         results = []
         for lane in self._lanes:
-            args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda n, lane=lane: argument(n, lane))
+            args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), partial(argument, lane=lane))
             if lane == 1:
                 results.append(target(*args, **kwargs))
                 continue

@@ -1,9 +1,9 @@
 """Reverse replay: what should this op have made of the candidate's own inputs?
 
 The baseline's op, with the baseline's weights and literal arguments, is run on the values that the candidate fed to its
-own op: in float64 (the prediction), in the candidate's dtype, and with Monte-Carlo rounding (the floor). What is left is
-the error that this op introduced; what its inputs carried in is gone. Where both sides compute the op the same way on
-the same kernels, as in two interpreted programs, the candidate's value is bitwise that of the second run.
+own op: in float64 (the prediction), in the candidate's dtype, and with Monte-Carlo rounding (the floor). What is
+left is the error that this op introduced; what its inputs carried in is gone. Where both sides compute the op the
+same way on the same kernels, as in two interpreted programs, the candidate's value is bitwise that of the second run.
 
 Used where a side is itself a program of the same dtype. Fused engines keep unrounded values in registers, so their
 tensors are judged by the accumulated floor instead (`reference`).

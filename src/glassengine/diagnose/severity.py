@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-
 _TIE = 8.0
 """A changed token is a tie up to this many times the noise: a margin holds four independent errors of two sides, so its
-standard deviation is twice that of one logit, and four of those leave one legitimate flip in 10 000 to be called wrong."""
+standard deviation is twice that of one logit, and four of those leave one legitimate flip in 10 000 to be called
+wrong."""
 
 
 @dataclass

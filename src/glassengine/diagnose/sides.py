@@ -45,7 +45,8 @@ class Side(Protocol):
     def observed(self, node: str) -> list[Observed]:
         """Return this side's values of the baseline program's `node` in the current step.
 
-        Several, where a module passes on what another one made and both were observed; none, where it has no such tensor.
+        Several, where a module passes on what another one made and both were observed; none, where it has no such
+        tensor.
         """
 
 

@@ -112,9 +112,9 @@ def _severity(result: Comparison) -> Iterator[Text]:
             text = f"{rung}: same next token in {found['token_agreement']:.1%} of {found['num_tokens']}"
             text += f", mean KL {found['mean_kl']:.2g} nats"
             yield Text(text)
-    for rung in result.rungs:
-        if rung.note:
-            yield Text(f"{rung.name}: {rung.note}")
+    for climbed in result.rungs:
+        if climbed.note:
+            yield Text(f"{climbed.name}: {climbed.note}")
 
 
 def _skipped(result: Comparison) -> Iterator[Text]:
