@@ -161,6 +161,8 @@ def test_several_patterns_resolve_in_graph_order_without_repeats() -> None:
 
 def test_sites_of_a_node_op_first() -> None:
     assert [s.kind for s in TABLE.by_node["linear_1"]] == ["op", "module", "tap"]
+    turned = SiteTable(reversed(TABLE))
+    assert [s.kind for s in turned.by_node["linear_1"]] == ["op", "tap", "module"]
 
 
 def test_an_unknown_name_gets_the_nearest_sites_and_aliases() -> None:

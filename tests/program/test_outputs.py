@@ -83,6 +83,18 @@ def test_only_what_was_asked_for_and_what_it_needs(program: Program) -> None:
     assert set(plan.derived) == {"getitem_1", "view"}
 
 
+class ViewOut(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        flat = x.sin().view(-1)
+        return flat, flat.unsqueeze(0).cos()
+
+
+def test_a_view_of_a_result_that_is_a_view_needs_no_output() -> None:
+    program = export_module(ViewOut(), {"x": X})
+    plan = plan_outputs(program, ["view", "unsqueeze"])
+    assert (plan.added, plan.derived) == ((), {"view": "the output 0", "unsqueeze": "the output 0"})
+
+
 def test_derived_values_are_those_of_the_interpreter(program: Program) -> None:
     nodes = ops_by_node(program)
     watched = add_outputs(program, plan_outputs(program, nodes).added)

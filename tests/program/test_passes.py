@@ -126,6 +126,18 @@ def test_an_inserted_op_never_takes_the_name_of_another(program: Program) -> Non
     assert site_of(after, "body/relu.1").op == "relu"
 
 
+def two_more_relus(module: GraphModule) -> None:
+    second_relu(module)
+    second_relu(module)
+
+
+def test_inserted_ops_are_numbered(program: Program) -> None:
+    after = apply_function(program, two_more_relus, name="p")
+    nodes = [site_of(after, f"body/relu.{number}").node for number in range(3)]
+    assert nodes[0] == "relu"
+    assert len(set(nodes)) == 3
+
+
 def replace_relu(module: GraphModule) -> None:
     node = find(module, aten.relu.default)
     with module.graph.inserting_after(node):
@@ -143,6 +155,9 @@ def test_a_node_that_takes_the_place_of_another_takes_its_sites(program: Program
     assert "relu" not in site.aliases
     assert after.sites.get("body/clamp.0") is None
     assert torch.equal(result(after), result(program))
+    # Back-ends take their own names and source lines from these.
+    for key in ("nn_module_stack", "stack_trace"):
+        assert after.node(site.node).meta[key] == program.node("relu").meta[key]
 
 
 def replace_last(module: GraphModule) -> None:
