@@ -180,7 +180,9 @@ def test_interrupted_build_leaves_nothing(checkpoint: Path, tmp_path: Path) -> N
     out = tmp_path / "out"
     out.mkdir()
     script = (
-        "import sys, time\n"
+        "import signal, sys, time\n"
+        # A job in the background inherits "ignore", under which nobody could interrupt it.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from glassengine.backends.eager import EagerBackend\n"
         "EagerBackend.build = lambda *a: time.sleep(120)\n"
         "from glassengine.cli.main import main\n"

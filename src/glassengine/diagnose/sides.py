@@ -80,7 +80,7 @@ class ModuleSide:
     def step(self, inputs: StepInputs | Mapping[str, Any]) -> None:
         """Run one forward, as `generate()` would."""
         self._values = {}
-        with torch.no_grad(), observing(self.module, self._keep):
+        with torch.no_grad(), observing(self.module, self._keep, called_as=self.program.called_as):
             if not isinstance(inputs, StepInputs):
                 self.module(**inputs)
                 return
