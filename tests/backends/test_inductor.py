@@ -53,6 +53,13 @@ def constants(package: Path) -> list[str]:
     return torch._inductor.aoti_load_package(str(package / "model.pt2")).get_constant_fqns()
 
 
+def holds(package: Path, weight: torch.Tensor) -> bool:
+    """Whether the values of `weight` are in the package."""
+    raw = weight.detach().numpy().tobytes()
+    with zipfile.ZipFile(package / "model.pt2") as archive:
+        return any(raw in archive.read(name) for name in archive.namelist())
+
+
 def reference(program: Program, x: torch.Tensor) -> torch.Tensor:
     return program.exported.module(check_guards=False)(x=x)
 
@@ -62,6 +69,7 @@ def test_freezing_happened(program: Program, frozen: Path) -> None:
     names = constants(frozen)
     assert sum(name.startswith("_frozen_param") for name in names) == 2, names
     assert not {"up.weight", "down.weight"} & set(names)
+    assert holds(frozen, program.exported.state_dict["up.bias"])
 
 
 def test_weights_of_large_models_stay_outside(
@@ -72,6 +80,8 @@ def test_weights_of_large_models_stay_outside(
     BACKEND.build(program, tmp_path)
     weights = dict(program.exported.state_dict)
     assert set(constants(tmp_path)) <= set(weights)
+    # Inductor writes tensors of up to eight elements into the code.
+    assert [name for name, weight in weights.items() if holds(tmp_path, weight)] == ["down.bias"]
     run = load_executable("tapped", lambda path: BACKEND.load(path, weights), tmp_path).run
     x = torch.randn(5, 16)
     torch.testing.assert_close(run({"x": x})["output"], reference(program, x))
