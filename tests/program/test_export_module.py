@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -95,6 +95,47 @@ def test_aliases_slices_and_repeated_calls() -> None:
         "layers.3@1",
     ]
     assert {"a@1.start", "a.fc@1/linear.0", "b/tanh.0", "layers.2@1.start"} <= {s.name for s in program.sites}
+
+
+class Sliced(nn.Module):
+    """Loops over slices of a container; torch traces them in another way where some module is shared."""
+
+    def __init__(self, container: Any, *, shared: bool) -> None:
+        super().__init__()
+        self.layers = container(nn.Linear(4, 4) for _ in range(6))
+        if shared:
+            self.last = self.layers[5]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (*self.layers[1:][::2][:-1], *self.layers[-2:]):
+            x = layer(x)
+        return x
+
+
+def sequential(modules: Iterable[nn.Module]) -> nn.Sequential:
+    return nn.Sequential(*modules)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("container", [nn.ModuleList, sequential])
+def test_slices_lead_to_the_real_layers(container: Any, shared: bool) -> None:
+    """`[1:][::2][:-1]` of six are 1 and 3."""
+    program = assert_sites_equal_hooks(Sliced(container, shared=shared), {"x": X})
+    linear = [site.name for site in program.sites if site.kind == "op" and site.op == "linear"]
+    assert linear == [f"layers.{index}/linear.0" for index in (1, 3, 4, 5)]
+
+
+class CalledSlice(Sliced):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(self.layers[2:4](x))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_slice_that_is_called_is_no_call_of_its_container(shared: bool) -> None:
+    program = assert_sites_equal_hooks(CalledSlice(sequential, shared=shared), {"x": X})
+    names = {site.name for site in program.sites}
+    assert {"layers", "layers.2", "layers.2@1"} <= names
+    assert not [name for name in names if name.startswith("layers@") or "slice" in name]
 
 
 # -- nested containers -------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Fingerprints say how a tensor is computed and nothing else; slices of module lists lead to the real indices."""
+"""Fingerprints say how a tensor is computed and nothing else."""
 
 from __future__ import annotations
 
@@ -101,27 +101,3 @@ def test_sites_of_two_exports() -> None:
     plain, more = (exported_fingerprints(export_module(Branches(extra=extra), {"x": X})) for extra in (False, True))
     assert plain.items() <= more.items()
     assert plain["left/linear.0"] != plain["right/linear.0"]
-
-
-class Sliced(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4)) for _ in range(6)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers[1:][::2][:-1]:
-            x = layer(x)
-        for layer in self.layers[-2:]:
-            x = layer(x)
-        return x
-
-
-def test_slices_of_slices_lead_to_the_real_layers() -> None:
-    """`[1:][::2][:-1]` of six are 1 and 3."""
-    program = export_module(Sliced(), {"x": X})
-    weights = program.weight_names()
-    found = {}
-    for site in program.sites:
-        if site.kind == "op" and site.op == "linear":
-            found[site.name] = weights[program.node(site.node).args[1].name]
-    assert found == {f"layers.{index}.0/linear.0": f"layers.{index}.0.weight" for index in (1, 3, 4, 5)}

@@ -81,7 +81,8 @@ class Paths:
                 if traced not in real_paths:
                     real_paths[traced] = self._without_slices(traced) if "slice(" in traced else traced
                 if not _has_module(root, real_paths[traced]):
-                    # The exporter's own entry on nodes that functionalisation made outside of every module.
+                    # A slice that was called, or the exporter's own entry on nodes that functionalisation made outside
+                    # of every module.
                     self._calls[key] = (ROOT, 0)
                     continue
                 path = self._user_path(real_paths[traced])
@@ -111,20 +112,24 @@ class Paths:
         return real or ROOT
 
     def _without_slices(self, path: str) -> str:
+        """Return the real path of a module reached through slices; a slice that is itself called has none."""
         parts: list[str] = []
-        window: range | None = None
+        in_slice: dict[str, str] | None = None  # name in the slice -> name in the container
         module: Any = self._root
         for part in re.split(r"\.(?![^(]*\))", path):
             found = _SLICE.fullmatch(part)
             if found:
                 bounds = (None if text == "None" else int(text) for text in found.groups())
-                window = (window if window is not None else range(len(module)))[slice(*bounds)]
+                names = list(module._modules if in_slice is None else in_slice.values())[slice(*bounds)]
+                # A slice of a Sequential keeps the names, one of a list counts anew.
+                keeps = isinstance(module, nn.Sequential)
+                in_slice = {name if keeps else str(index): name for index, name in enumerate(names)}
                 continue
-            name = str(window[int(part)]) if window is not None else part
-            window = None
+            name = part if in_slice is None else in_slice[part]
+            in_slice = None
             module = getattr(module, name)
             parts.append(name)
-        return ".".join(parts)
+        return path if in_slice is not None else ".".join(parts)
 
 
 def _has_module(root: nn.Module, path: str) -> bool:
