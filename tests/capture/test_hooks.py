@@ -39,6 +39,8 @@ def test_a_forward_that_failed_leaves_no_trace_in_the_next() -> None:
         with pytest.raises(RuntimeError, match="planted"):
             model(X, fail=True)
         seen.clear()
+        model.inner(X)
+        assert seen == []
         model(X)
     assert seen == EXPECTED
 

@@ -59,6 +59,20 @@ def test_attention_implementation(checkpoint: Checkpoint) -> None:
         load_model(models.vision(), attn_implementation="eager")
 
 
+@pytest.mark.parametrize("shown", [False, True])
+def test_the_progress_bars_of_transformers_are_as_before(checkpoint: Checkpoint, shown: bool) -> None:
+    from transformers.utils import logging
+
+    before = logging.is_progress_bar_enabled()
+    set_bars = {True: logging.enable_progress_bar, False: logging.disable_progress_bar}
+    set_bars[shown]()
+    try:
+        load_model(checkpoint("llama"))
+        assert logging.is_progress_bar_enabled() is shown
+    finally:
+        set_bars[before]()
+
+
 def test_a_directory_that_does_not_exist_gets_the_nearest(checkpoint: Checkpoint) -> None:
     directory = checkpoint("llama")
     with pytest.raises(UnknownNameError, match=r"unknown model directory[\s\S]*nearest: .*/llama"):

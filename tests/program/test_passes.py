@@ -160,6 +160,26 @@ def test_a_node_that_takes_the_place_of_another_takes_its_sites(program: Program
         assert after.node(site.node).meta[key] == program.node("relu").meta[key]
 
 
+def rewrite_chain(module: GraphModule) -> None:
+    """relu, mul by 2 -> clamp, add to itself."""
+    relu, mul = find(module, aten.relu.default), find(module, aten.mul.Tensor)
+    with module.graph.inserting_after(mul):
+        clamp = module.graph.call_function(aten.clamp.default, (relu.args[0], 0.0))
+    with module.graph.inserting_after(clamp):
+        add = module.graph.call_function(aten.add.Tensor, (clamp, clamp))
+    mul.replace_all_uses_with(add)
+    module.graph.erase_node(mul)
+    module.graph.erase_node(relu)
+
+
+def test_a_chain_that_is_rewritten_keeps_all_its_sites(program: Program) -> None:
+    """The second of them feeds a consumer that survived, the first only the second."""
+    after = apply_function(program, rewrite_chain, name="p")
+    ops = {site.name: site.op for site in after.sites if site.name.startswith("body/")}
+    assert ops == {"body/relu.0": "clamp", "body/mul.0": "add", "body/exp.0": "exp"}
+    assert torch.equal(result(after), result(program))
+
+
 def replace_last(module: GraphModule) -> None:
     node = find(module, aten.exp.default)
     with module.graph.inserting_after(node):

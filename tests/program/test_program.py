@@ -13,6 +13,7 @@ from torch import nn
 
 from glassengine.capture.interpreter import run_program
 from glassengine.errors import CorruptError
+from glassengine.program.export import export_module
 from glassengine.program.outputs import add_outputs
 from glassengine.program.program import SCHEMA_VERSION, Program, load_names, load_program, save_program
 
@@ -71,11 +72,28 @@ def test_a_program_with_tied_weights_and_added_outputs(exported: Exported, famil
 
 def test_the_weights_are_not_in_the_file(tmp_path: Path) -> None:
     """A module whose weights are far larger than its graph."""
-    from glassengine.program.export import export_module
-
     program = export_module(nn.Linear(1024, 1024), {"input": torch.ones(1, 1024)})
     save_program(program, tmp_path)
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 200_000
+
+
+class Table(nn.Module):
+    """A large tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.arange(200_000.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.table
+
+
+def test_a_lifted_constant_is_not_in_the_file_either(tmp_path: Path) -> None:
+    program = export_module(Table(), {"x": torch.zeros(1)})
+    save_program(program, tmp_path)
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 100_000
+    loaded = load_program(tmp_path, weights_of(program))
+    assert torch.equal(run_program(loaded, {"x": torch.zeros(1)})["output"], torch.arange(200_000.0))
 
 
 def renamed(weights: dict[str, Any], change: Callable[[torch.Tensor], Any]) -> dict[str, Any]:

@@ -81,7 +81,6 @@ class _Calls:
         def before(submodule: nn.Module, args: Any) -> None:
             if submodule is self._root:
                 self._num_calls.clear()
-                self._open.clear()
                 self._tapped.clear()
             elif not self._open:
                 return
@@ -105,7 +104,8 @@ class _Calls:
         handles = []
         for submodule in self._paths:
             handles.append(submodule.register_forward_pre_hook(before))
-            handles.append(submodule.register_forward_hook(after))
+            # Also where the forward raises, or its call would stay open.
+            handles.append(submodule.register_forward_hook(after, always_call=True))
         try:
             with tap_sink(sink):
                 yield

@@ -74,6 +74,5 @@ def collect_marks(graph: torch.fx.Graph) -> list[Mark]:
         if node.op == "call_function" and node.target is MARK:
             source, port = node.args
             found.append(Mark(source, port, node.meta.get("nn_module_stack", {})))
-            node.replace_all_uses_with(source)
-            graph.erase_node(node)
+            graph.erase_node(node)  # nothing uses it
     return found
