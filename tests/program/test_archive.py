@@ -131,6 +131,29 @@ def test_more_than_a_graph_is_refused(
         load_program(stored, {})
 
 
+def test_entries_of_one_name_are_refused(stored: Path) -> None:
+    """Which of the two is read depends on the reader."""
+    path = stored / "program.pt2"
+    with zipfile.ZipFile(path) as archive:
+        top = archive.namelist()[0].split("/")[0]
+    with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+        archive.writestr(f"{top}/models/model.json", "{}")
+    with pytest.raises(CorruptError, match=r"two entries 'models/model.json'"):
+        load_graph(stored)
+
+
+def test_torch_reads_the_bytes_that_were_checked(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file may be another one by then, or another to another zip reader: torch never gets the path."""
+    real = torch.export.load
+
+    def load(file: Any) -> Any:
+        (stored / "program.pt2").unlink()
+        return real(file)
+
+    monkeypatch.setattr(torch.export, "load", load)
+    assert load_graph(stored).graph is not None
+
+
 def test_example_inputs_are_not_unpickled(stored: Path, tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     rewrite(stored, "data/sample_inputs/model.pt", lambda content: pickled(marker))

@@ -11,7 +11,7 @@ import io
 import json
 import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,32 +38,49 @@ _NAMES = re.compile(
 _EXPRESSION = re.compile(r"[\w\s+\-*/%(),.<>=!&|~]*")
 
 
-def require_inert(path: Path) -> None:
-    """Refuse a program archive that holds more than a graph and names.
+def inert_archive(path: Path) -> io.BytesIO:
+    """Return a program archive for `torch.export.load`, refused where it holds more than a graph and names.
+
+    What is returned is written anew from the entries that were checked: torch has a zip reader of its own, and two
+    readers can see different files in one archive (entries of one name, headers that contradict each other).
 
     Raises:
         CorruptError: It is no archive, too large, or reading it could run code.
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            files = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-            if sum(info.file_size for info in files.values()) > MAX_BYTES:
+            if sum(info.file_size for info in archive.infolist()) > MAX_BYTES:
                 raise _refusal(path, f"more than {MAX_BYTES:,} bytes")
-            for name in files:
+            files: dict[str, bytes] = {}
+            for info in archive.infolist():
+                name = info.filename.partition("/")[2]
                 if name not in (_MODEL, _EXAMPLES, *_CONFIGS) and not _OTHERS.fullmatch(name):
                     raise _refusal(path, f"an entry {name!r}")
-            for name, stored in _CONFIGS.items():
-                for weight, entry in json.loads(archive.read(files[name]))["config"].items():
-                    if entry["use_pickle"] or not stored.fullmatch(entry["path_name"]):
-                        raise _refusal(path, f"a pickle for {weight!r}")
-            torch.load(io.BytesIO(archive.read(files[_EXAMPLES])), weights_only=True)
-            model = json.loads(archive.read(files[_MODEL]))
+                if name in files:
+                    raise _refusal(path, f"two entries {name!r}")
+                files[name] = archive.read(info)
+        for name, stored in _CONFIGS.items():
+            for weight, entry in json.loads(files[name])["config"].items():
+                if entry["use_pickle"] or not stored.fullmatch(entry["path_name"]):
+                    raise _refusal(path, f"a pickle for {weight!r}")
+        torch.load(io.BytesIO(files[_EXAMPLES]), weights_only=True)
+        model = json.loads(files[_MODEL])
     except CorruptError:
         raise
     except Exception as error:
         raise CorruptError(f"{path.name} cannot be read", got=f"{type(error).__name__}: {error}") from error
     for problem in _problems(model):
         raise _refusal(path, problem)
+    return _rewritten(files)
+
+
+def _rewritten(files: Mapping[str, bytes]) -> io.BytesIO:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
+        for name, content in files.items():
+            archive.writestr(f"program/{name}", content)
+    buffer.seek(0)
+    return buffer
 
 
 def _refusal(path: Path, found: str) -> CorruptError:

@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from glassengine.errors import CorruptError, UsageError
-from glassengine.program.archive import require_inert
+from glassengine.program.archive import inert_archive
 from glassengine.program.causal_lm import KVLayout
 from glassengine.sites import Site, SiteTable
 
@@ -196,9 +196,9 @@ def load_graph(directory: Path) -> ExportedProgram:
         CorruptError: The file is missing, damaged, or holds more than `save_program` writes.
     """
     path = directory / "program.pt2"
-    require_inert(path)
+    archive = inert_archive(path)
     try:
-        return torch.export.load(path)
+        return torch.export.load(archive)
     except Exception as error:
         raise CorruptError(f"{path.name} cannot be read", got=f"{type(error).__name__}: {error}") from error
 
