@@ -16,7 +16,8 @@ design (4: 0.5 % of legitimate runs exceed it somewhere, 8: none of 336).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,10 @@ from glassengine.results import Verdict
 
 SUSPICIOUS = 4.0
 WRONG = 8.0
+
+# Of an error that one op introduced, where a rounding bound must agree (beta above 1).
+INTRODUCED_SUSPICIOUS = 2.0
+INTRODUCED_WRONG = 10.0
 
 _ETA = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-134, torch.float32: 2.0**-150, torch.float64: 0.0}
 
@@ -36,12 +41,21 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Verdict on one tensor. `reason` is set when something other than rho decided."""
+    """Verdict on one tensor.
+
+    Attributes:
+        verdict: The verdict.
+        rho: Error over the noise floor, in the worst slice.
+        rms_error: Of the elements that count.
+        reason: Set when something other than rho and beta decided.
+        beta: Error over the rounding bound, of the worst element; None where no bound was asked for or is known.
+    """
 
     verdict: Verdict
     rho: float | None
     rms_error: float | None
     reason: str | None = None
+    beta: float | None = None
 
 
 class Reference:
@@ -100,7 +114,42 @@ class Reference:
         self._least = least
 
     def judge(self, candidate: torch.Tensor) -> Judgement:
-        """Judge one candidate tensor of any dtype on the same device."""
+        """Judge one candidate tensor of any dtype on the same device by the floor alone."""
+        found = self._measure(candidate)
+        if found.rho is None or found.verdict == "identical":
+            return found
+        verdict: Verdict = (
+            "wrong" if found.rho > WRONG else "suspicious" if found.rho > SUSPICIOUS else "rounding"
+        )
+        return dataclasses.replace(found, verdict=verdict)
+
+    def judge_introduced(self, candidate: torch.Tensor, bound: Callable[[], torch.Tensor | None]) -> Judgement:
+        """Judge a candidate of which P is the float64 result of one op on its own inputs: floor and bound must agree.
+
+        Args:
+            candidate: Any dtype, on the same device.
+            bound: Gives the largest legal error of each element, or None where the class of the op has no bound; called
+                only when the floor is exceeded.
+        """
+        found = self._measure(candidate)
+        if found.rho is None or found.verdict == "identical" or found.rho <= INTRODUCED_SUSPICIOUS:
+            return found
+        limit = bound()
+        is_large = found.rho >= INTRODUCED_WRONG
+        if limit is None:
+            verdict: Verdict = "suspicious" if is_large else "rounding"
+            return dataclasses.replace(found, verdict=verdict, reason="no rounding bound is known for this op")
+        error = (candidate.double() - self.exact).abs()
+        ratio = torch.where(error > 0, error / limit, 0.0)
+        counted = self._counted()
+        if counted is not None:
+            ratio = torch.where(counted, ratio, 0.0)
+        beta = float(ratio.max()) if ratio.numel() else 0.0
+        verdict = "rounding" if not beta > 1 else "wrong" if is_large else "suspicious"
+        return dataclasses.replace(found, verdict=verdict, beta=beta)
+
+    def _measure(self, candidate: torch.Tensor) -> Judgement:
+        """Return rho and the error; the verdict is final where rho is None or the values are identical."""
         exact, valid = self.exact, self.valid
         if candidate.shape != exact.shape:
             shapes = f"shape {tuple(candidate.shape)}, baseline {tuple(exact.shape)}"
@@ -121,9 +170,7 @@ class Reference:
             means = _slice_means(square, counted, axis)
             ratios = torch.where(means > 0, means / floor, 0.0)
             ratio = max(ratio, float(ratios.max()) if ratios.numel() else 0.0)
-        rho = ratio**0.5
-        verdict: Verdict = "wrong" if rho > WRONG else "suspicious" if rho > SUSPICIOUS else "rounding"
-        return Judgement(verdict, rho, _rms(value - exact, counted))
+        return Judgement("rounding", ratio**0.5, _rms(value - exact, counted))
 
     def _counted(self) -> torch.Tensor | None:
         """Elements that enter the statistics: valid and not special; None means all."""

@@ -1,28 +1,35 @@
 """Reverse replay: what should this op have made of the candidate's own inputs?
 
 The baseline's op, with the baseline's weights and literal arguments, is run on the values that the candidate fed to its
-own op: in float64 (the prediction), in the candidate's dtype, and with Monte-Carlo rounding (the floor). What is
-left is the error that this op introduced; what its inputs carried in is gone. Where both sides compute the op the
-same way on the same kernels, as in two interpreted programs, the candidate's value is bitwise that of the second run.
+own op: in float64 (the prediction), in the candidate's dtype, and with Monte-Carlo rounding (the floor). What is left is
+the error that this op introduced; what its inputs carried in is gone.
 
-Used where a side is itself a program of the same dtype. Fused engines keep unrounded values in registers, so their
-tensors are judged by the accumulated floor instead (`reference`).
+Two interpreted programs share their kernels, so a clean op is bitwise equal and the floor alone decides. An engine has
+kernels of its own, keeps unrounded values in registers where what was dumped is rounded, and may hold its weights in a
+coarser dtype: there the floor and an analytic rounding bound (`compare.bounds`) must both be exceeded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from glassengine.compare.bounds import CONVOLUTIONS, PRODUCTS, RANDOM, Operation, Roundoff, attention_parts, rounding_bound
 from glassengine.compare.verdict import Judgement, Reference, unit_roundoff
 from glassengine.diagnose.reference import NUM_NOISE_RUNS, retarget, target_of
 from glassengine.diagnose.rounding import noisy, rounds
-from glassengine.program.naming import is_tensor_node
+from glassengine.program.naming import is_tensor_node, op_name
+from glassengine.program.outputs import is_view, weight_only_nodes
 from glassengine.program.program import Program
+
+_ATTENTION = "scaled_dot_product_attention"
+# Operands of these are read from memory, so what was dumped is what was used.
+_FROM_MEMORY = PRODUCTS | CONVOLUTIONS | {_ATTENTION}
 
 
 class Replay:
@@ -30,12 +37,20 @@ class Replay:
 
     Args:
         program: The baseline program, with weights.
+        compiled: Whether the candidate has kernels of its own, or another dtype than the baseline.
+        dtype: Floating dtype of the candidate's weights; None for the baseline's own.
         seed: Of the noise.
     """
 
-    def __init__(self, program: Program, *, seed: int = 0) -> None:
+    def __init__(
+        self, program: Program, *, compiled: bool = False, dtype: torch.dtype | None = None, seed: int = 0
+    ) -> None:
+        self._compiled = compiled
+        self._dtype = dtype
         self._nodes = {node.name: node for node in program.graph.nodes}
         self._weights = program.weights()
+        self._constant = {node.name for node in weight_only_nodes(program)}
+        self._constants: dict[str, Any] = {}
         self._inputs = {port.name: port.node for port in program.inputs}
         self._generator = torch.Generator().manual_seed(seed)
         self._relative_floors: dict[str, float] = {}
@@ -53,42 +68,200 @@ class Replay:
 
     def judge(self, node: Node, candidate: torch.Tensor, valid: torch.Tensor | None) -> Judgement | None:
         """Judge the error that `node` introduced; None where an input of it has no counterpart in the candidate."""
+        op, call = _called(node)
+        if op_name(op) in RANDOM:
+            return None
         try:
-            args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), self._value)
+            args, kwargs = torch.fx.node.map_arg((op.args, dict(op.kwargs)), self._value)
         except _NoCounterpart:
             return None
-        target = target_of(node)
         try:
-            native = target(*args, **kwargs)
             exact_args, exact_kwargs = pytree.tree_map(retarget, (args, kwargs))
-            exact = target(*exact_args, **exact_kwargs)
+            exact = call(*exact_args, **exact_kwargs)
+            native = self._native(op, call, args, kwargs, exact, candidate)
         except (RuntimeError, IndexError, ValueError):
             # The candidate's inputs do not fit the baseline's op: their own shapes are judged where they are made.
             return None
         if not isinstance(exact, torch.Tensor) or exact.shape != candidate.shape:
             return None
-        dtype = native.dtype
-        runs = [exact] * NUM_NOISE_RUNS
-        if dtype.is_floating_point and rounds(node):
-            u = unit_roundoff(dtype)
-            runs = [noisy(node, exact, exact_args, exact_kwargs, u, self._generator) for _ in runs]
-        floor = self._relative_floors.get(node.name, 0.0)
-        reference = Reference(exact, native, runs, dtype=dtype, valid=valid, relative_floor=floor)
+        if not candidate.is_floating_point() or not exact.is_floating_point():
+            return self._exactly(op, exact_args, exact, candidate, native, valid)
+        operation = Operation(op_name(op), call, exact_args, exact_kwargs, exact)
+        return self._judged(node, op, operation, candidate, native, args, kwargs, valid)
+
+    def _judged(
+        self,
+        node: Node,
+        op: Node,
+        operation: Operation,
+        candidate: torch.Tensor,
+        native: torch.Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        valid: torch.Tensor | None,
+    ) -> Judgement:
+        roundoff = self._roundoff(op, candidate)
+
+        def against(runs: list[torch.Tensor]) -> Reference:
+            floor = self._relative_floors.get(node.name, 0.0)
+            return Reference(operation.exact, native, runs, dtype=candidate.dtype, valid=valid, relative_floor=floor)
+
+        if not self._compiled:
+            reference = against(self._noise(op, operation, roundoff))
+            self._relative_floors[node.name] = reference.relative_floor
+            return reference.judge(candidate)
+        # Most ops are within the floor of one run; the rest is worth the other runs, and the bound.
+        found = against([]).judge_introduced(candidate, lambda: None)
+        if found.verdict == "identical" or (found.rho is not None and found.reason is None):
+            return found
+        reference = against([*self._noise(op, operation, roundoff), *_other_kernel(op, args, kwargs)])
         self._relative_floors[node.name] = reference.relative_floor
-        return reference.judge(candidate)
+        return reference.judge_introduced(candidate, lambda: rounding_bound(operation, roundoff))
+
+    def _noise(self, op: Node, operation: Operation, roundoff: Roundoff) -> list[torch.Tensor]:
+        """Return results of the op with rounded inputs, weights and result."""
+        exact = operation.exact
+        runs = []
+        for _ in range(NUM_NOISE_RUNS):
+            value = exact
+            if roundoff.u_in or roundoff.u_w:
+                value = operation.on(lambda tensor: self._disturbed(tensor, max(roundoff.u_in, roundoff.u_w)))
+            if rounds(op):
+                value = noisy(op, value, operation.args, operation.kwargs, roundoff.u, self._generator)
+            runs.append(value)
+        return runs
+
+    def _disturbed(self, tensor: torch.Tensor, u: float) -> torch.Tensor:
+        unit = torch.rand(tensor.shape, generator=self._generator, dtype=torch.float32).double() * 2 - 1
+        return torch.where(tensor.isfinite(), tensor * (1 + u * unit), tensor)
+
+    def _roundoff(self, op: Node, candidate: torch.Tensor) -> Roundoff:
+        u_in = u_w = 0.0
+        for source in op.all_input_nodes:
+            value = self._values.get(source.name)
+            if source.name in self._constant or source.op == "placeholder":
+                weight = self._weights.get(source.name)
+                if self._dtype is not None and weight is not None and weight.is_floating_point():
+                    coarser = unit_roundoff(self._dtype) > unit_roundoff(weight.dtype)
+                    u_w = max(u_w, unit_roundoff(self._dtype) if coarser else 0.0)
+            elif isinstance(value, torch.Tensor) and value.is_floating_point():
+                u_in = max(u_in, unit_roundoff(value.dtype))
+        if not self._compiled or op_name(op) in _FROM_MEMORY:
+            u_in = 0.0
+        dtype = candidate.dtype
+        tiny = 2.0**-25 if dtype is torch.float16 else torch.finfo(dtype).tiny
+        return Roundoff(unit_roundoff(dtype), u_in, u_w, tiny)
+
+    def _native(
+        self,
+        op: Node,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        exact: torch.Tensor,
+        candidate: torch.Tensor,
+    ) -> torch.Tensor:
+        """One sample of legal error: the op in the candidate's own dtypes, or P rounded where they do not mix."""
+        if not self._compiled:
+            own: torch.Tensor = call(*args, **kwargs)
+            return own
+        try:
+            value: torch.Tensor = call(*args, **kwargs)
+        except RuntimeError:
+            value = exact
+        if candidate.is_floating_point() and value.is_floating_point():
+            return value.to(candidate.dtype)
+        return value
+
+    def _exactly(
+        self,
+        op: Node,
+        args: tuple[Any, ...],
+        exact: torch.Tensor,
+        candidate: torch.Tensor,
+        native: torch.Tensor,
+        valid: torch.Tensor | None,
+    ) -> Judgement:
+        """Integers and bools are equal, but for ties: choices between values that rounding cannot tell apart."""
+        found = Reference(exact, native, [], dtype=torch.float64, valid=valid).judge(candidate)
+        if found.verdict != "wrong" or not self._compiled:
+            return found
+        tied = _ties(op, args, exact, candidate, self._roundoff_of_inputs(op))
+        if tied is None:
+            return found
+        differs = (candidate != exact.to(candidate.dtype)) & ~tied
+        if valid is not None:
+            differs = differs & valid
+        if bool(differs.any()):
+            return found
+        return Judgement("rounding", None, None, "ties: other choices among values that rounding cannot tell apart")
+
+    def _roundoff_of_inputs(self, op: Node) -> float:
+        values = [self._values.get(source.name) for source in op.all_input_nodes]
+        floats = [v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()]
+        return max((unit_roundoff(value.dtype) for value in floats), default=0.0)
 
     def _value(self, node: Node) -> Any:
         if node.name in self._values:
             return self._values[node.name]
         if node.name in self._weights:
-            return self._weights[node.name]
-        if node.op != "call_function" or is_tensor_node(node):
+            weight = self._weights[node.name]
+            if self._dtype is not None and weight.is_floating_point():
+                return weight
+            return weight
+        if node.name in self._constants:
+            return self._constants[node.name]
+        is_constant = node.name in self._constant
+        if node.op != "call_function" or (is_tensor_node(node) and not is_constant):
             raise _NoCounterpart(node.name)
-        # Sizes, and the lists that a split returns.
+        # Sizes, the lists that a split returns, and what is made of weights alone.
         args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), self._value)
-        value = self._values[node.name] = node.target(*args, **kwargs)  # type: ignore[operator]
+        value = target_of(node)(*args, **kwargs)
+        (self._constants if is_constant else self._values)[node.name] = value
         return value
 
 
 class _NoCounterpart(Exception):
     """An input of the op was not observed on the candidate's side."""
+
+
+def _called(node: Node) -> tuple[Node, Callable[..., Any]]:
+    """Return the op to replay for `node` and what computes its value: one result of an op that has several is that op."""
+    source = node.args[0] if node.args else None
+    if node.target is operator.getitem and isinstance(source, Node) and not is_view(source):
+        index, target = node.args[1], target_of(source)
+        return source, lambda *args, **kwargs: target(*args, **kwargs)[index]
+    return node, target_of(node)
+
+
+def _other_kernel(op: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """A second implementation, where one kernel would be too little of a floor: attention written out."""
+    if op_name(op) != _ATTENTION:
+        return []
+    _, _, value, _, probabilities, _ = attention_parts(args, kwargs)
+    return [(probabilities.to(value.dtype) @ value).double()]
+
+
+def _ties(
+    op: Node, args: tuple[Any, ...], exact: torch.Tensor, candidate: torch.Tensor, u_in: float
+) -> torch.Tensor | None:
+    """Return where another choice is legal, for ops that choose by comparing floating values; None for other ops."""
+    name = op_name(op)
+    if name in ("topk", "argmax", "argmin", "max", "min", "sort", "argsort") and isinstance(args[0], torch.Tensor):
+        values = args[0]
+        dim = args[2] if name == "topk" and len(args) > 2 else args[1] if name != "topk" and len(args) > 1 else -1
+        if not isinstance(dim, int) or not values.is_floating_point() or values.dim() == 0:
+            return None
+        keep = exact.dim() == values.dim()
+        ours, theirs = (v.long() if keep else v.long().unsqueeze(dim) for v in (exact, candidate))
+        if bool(((theirs < 0) | (theirs >= values.shape[dim])).any()):
+            return None
+        a, b = values.gather(dim, ours), values.gather(dim, theirs)
+        tied = (a - b).abs() <= 2 * u_in * (a.abs() + b.abs())
+        return tied if keep else tied.squeeze(dim)
+    if name in ("eq", "ne", "lt", "le", "gt", "ge"):
+        a, b = (v if isinstance(v, torch.Tensor) else torch.tensor(v) for v in args[:2])
+        if a.is_floating_point() or b.is_floating_point():
+            tied = (a - b).abs() <= 2 * u_in * (a.abs() + b.abs())
+            return tied.expand(exact.shape)
+    return None
