@@ -49,6 +49,7 @@ class Judgement:
         rms_error: Of the elements that count.
         reason: Set when something other than rho and beta decided.
         beta: Error over the rounding bound, of the worst element; None where no bound was asked for or is known.
+        is_tie: The op chose otherwise among values that rounding cannot tell apart.
     """
 
     verdict: Verdict
@@ -56,6 +57,7 @@ class Judgement:
     rms_error: float | None
     reason: str | None = None
     beta: float | None = None
+    is_tie: bool = False
 
 
 class Reference:
@@ -118,9 +120,7 @@ class Reference:
         found = self._measure(candidate)
         if found.rho is None or found.verdict == "identical":
             return found
-        verdict: Verdict = (
-            "wrong" if found.rho > WRONG else "suspicious" if found.rho > SUSPICIOUS else "rounding"
-        )
+        verdict: Verdict = "wrong" if found.rho > WRONG else "suspicious" if found.rho > SUSPICIOUS else "rounding"
         return dataclasses.replace(found, verdict=verdict)
 
     def judge_introduced(self, candidate: torch.Tensor, bound: Callable[[], torch.Tensor | None]) -> Judgement:

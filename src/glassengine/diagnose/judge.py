@@ -31,6 +31,19 @@ FLAGGED = ("suspicious", "wrong")
 _COMPENSATED = 3.0
 
 
+@dataclass(frozen=True)
+class _Judged:
+    """A tensor, its judgement, and whether its op introduced the error (None: only the graph can tell).
+
+    `inherited` is the RMS of what the op's inputs carried in, where the op was replayed.
+    """
+
+    tensor: torch.Tensor
+    judgement: Judgement
+    introduced: bool | None
+    inherited: float | None = None
+
+
 @dataclass
 class Score:
     """What one side did over all cases."""
@@ -50,14 +63,18 @@ class Score:
     def visit(self, node: Node, reference: Reference, case: Case, step: int) -> None:
         """Judge this side's values of `node`; the worst one counts for what comes after."""
         assert self._tracker is not None
-        found = [(observed, *self._judge(node, observed, reference)) for observed in self.side.observed(node.name)]
+        found = [(observed, self._judge(node, observed, reference)) for observed in self.side.observed(node.name)]
         if not found:
             self._tracker.visit(node, step, None)
             return
-        observed, tensor, judgement, introduced = max(found, key=lambda item: VERDICTS.index(item[2].verdict))
-        inherited = self._tracker.visit(node, step, judgement.verdict, introduced=introduced)
+        observed, judged = max(found, key=lambda item: VERDICTS.index(item[1].judgement.verdict))
+        judgement = judged.judgement
+        visited = self._tracker.visit(
+            node, step, judgement.verdict, introduced=judged.introduced, tied=judgement.is_tie
+        )
+        assert visited.verdict is not None
         self.judged_nodes.add(node.name)
-        flagged = judgement.verdict in FLAGGED
+        flagged = visited.verdict in FLAGGED
         self.pairs.append(
             Pair(
                 step=step,
@@ -65,43 +82,43 @@ class Score:
                 candidate_site=observed.site,
                 method=observed.method,
                 confidence=1.0 if observed.method == "name+fingerprint" else 0.9,
-                verdict=judgement.verdict,
-                judged_by="reverse replay" if introduced is not None else "noise floor",
-                figures=_figures(reference.native, tensor) if flagged else None,
+                verdict=visited.verdict,
+                judged_by="noise floor" if judged.introduced is None else "reverse replay",
+                figures=_figures(reference.native, judged.tensor) if flagged else None,
                 rho=judgement.rho,
+                beta=judgement.beta,
                 rung=self.side.rung,
                 case=case.name,
-                inherited=inherited,
-                reason=judgement.reason,
+                inherited=visited.inherited,
+                reason=visited.reason or judgement.reason,
             )
         )
-        if flagged and not inherited and node.name not in self.divergences:
-            self.divergences[node.name] = self._divergence(node, observed, judgement, reference, step)
+        if node.name in self._tracker.origins and flagged and not visited.inherited:
+            self.divergences.setdefault(node.name, self._divergence(node, observed, judged, reference, step))
 
-    def _judge(
-        self, node: Node, observed: Observed, reference: Reference
-    ) -> tuple[torch.Tensor, Judgement, bool | None]:
-        """Return the tensor that was judged, the judgement, and whether `node` itself introduced what is wrong.
-
-        None means that only the accumulated error is known, so the graph has to tell (see `origins`).
-        """
+    def _judge(self, node: Node, observed: Observed, reference: Reference) -> _Judged:
+        """Judge one observed value: by replay where the op's inputs were observed, else by the accumulated floor."""
         tensor = _completed(observed.tensor, reference, self.program, node)
         accumulated = reference.judge(tensor)
         replay: Replay | None = getattr(self.side, "replay", None)
-        local = None if replay is None else replay.judge(node, observed.tensor, reference.valid)
-        if local is None:
-            return tensor, accumulated, None
+        replayed = None if replay is None else replay.judge(node, observed.tensor, reference.valid)
+        if replayed is None:
+            return _Judged(tensor, accumulated, None)
+        local = replayed.judgement
         if local.verdict in FLAGGED and _is_compensated(local, accumulated):
-            return tensor, accumulated, None
-        introduced = local.verdict in FLAGGED
+            return _Judged(tensor, accumulated, None)
+        inherited = _inherited(replayed.predicted, reference)
+        if local.verdict not in FLAGGED:
+            if local.is_tie:
+                return _Judged(tensor, local, False, inherited)
+            return _Judged(tensor, accumulated, False, inherited)
         if local.verdict == "suspicious" and self._written_differently(node):
             # Two kinds of evidence: too large for rounding, and other arguments or weights than the baseline's.
             local = dataclasses.replace(
                 local, verdict="wrong", reason="written differently, and too large for rounding"
             )
-        if introduced and VERDICTS.index(local.verdict) >= VERDICTS.index(accumulated.verdict):
-            return tensor, local, True
-        return tensor, accumulated, introduced
+        worse = VERDICTS.index(local.verdict) >= VERDICTS.index(accumulated.verdict)
+        return _Judged(tensor, local if worse else accumulated, True, inherited)
 
     def _site(self, node: Node, observed: Observed) -> str:
         """The op's site; a module's own where only modules were observed and this one is not what the op made."""
@@ -125,8 +142,9 @@ class Score:
         self._tracker.begin_step()
 
     def _divergence(
-        self, node: Node, observed: Observed, judgement: Judgement, reference: Reference, step: int
+        self, node: Node, observed: Observed, judged: _Judged, reference: Reference, step: int
     ) -> Divergence:
+        judgement = judged.judgement
         site = self.program.sites.by_node[node.name][0]
         hints = [*self._written_differently(node), *tensor_hints(reference.exact, observed.tensor, reference.valid)]
         return Divergence(
@@ -138,9 +156,9 @@ class Score:
             source=site.source,
             verdict=judgement.verdict,
             rho=judgement.rho,
-            beta=None,
+            beta=judgement.beta,
             introduced=judgement.rms_error,
-            inherited=None,
+            inherited=judged.inherited,
             hints=tuple(sorted(hints, key=lambda hint: -hint.score)),
         )
 
@@ -230,6 +248,13 @@ def _is_compensated(local: Judgement, accumulated: Judgement) -> bool:
     if local.rms_error is None or accumulated.rms_error is None:
         return False
     return local.rms_error > _COMPENSATED * accumulated.rms_error
+
+
+def _inherited(predicted: torch.Tensor, reference: Reference) -> float | None:
+    if predicted.shape != reference.exact.shape or not predicted.is_floating_point():
+        return None
+    difference = torch.nan_to_num(predicted - reference.exact, nan=0.0, posinf=0.0, neginf=0.0)
+    return float(difference.square().mean().sqrt()) if difference.numel() else 0.0
 
 
 def _completed(tensor: torch.Tensor, reference: Reference, program: Program, node: Node) -> torch.Tensor:

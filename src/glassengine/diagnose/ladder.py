@@ -185,7 +185,7 @@ def _add_built(climb: Climb, backend: str | None, passes: Sequence[str], progres
     sizes = _sizes(climb.cases)
     observed = [*plan.added, *plan.derived]
     engine = build_program(built, folder / "engine", backend=backend, outputs=observed, **sizes)
-    climb.add(EngineSide(engine, _engine_nodes(climb.program, engine, observed), rung="engine"))
+    _add_observable(climb, engine, observed)
     progress("building the release engine")
     release = build_program(built, folder / "release", backend=backend, **sizes)
     if release.manifest.added_outputs:
@@ -207,8 +207,13 @@ def _add_engine(climb: Climb, release: Engine, progress: Progress) -> None:
     twin = build_program(
         program, folder / "twin", backend=release.manifest.backend, outputs=observed, **_sizes(climb.cases)
     )
-    climb.add(EngineSide(twin, _engine_nodes(climb.program, twin, observed), rung="engine"))
+    _add_observable(climb, twin, observed)
     climb.add(EngineSide(release, _result_nodes(climb.program, release), "release", "judged at results and caches"))
+
+
+def _add_observable(climb: Climb, engine: Engine, observed: Sequence[str]) -> None:
+    replay = Replay(climb.program, compiled=True, dtype=getattr(torch, engine.manifest.dtype))
+    climb.add(EngineSide(engine, _engine_nodes(climb.program, engine, observed), rung="engine", replay=replay))
 
 
 def _add_model(climb: Climb, candidate: LoadedModel, inputs: str | None, progress: Progress) -> torch.dtype:
@@ -229,7 +234,8 @@ def _add_model(climb: Climb, candidate: LoadedModel, inputs: str | None, progres
     else:
         pairs, ours, theirs = pair_sites(climb.program, program)
         by_node = {pair.baseline.node: pair for pair in pairs}
-        replay = Replay(climb.program) if candidate.dtype == climb.baseline.dtype else None
+        same = candidate.dtype == climb.baseline.dtype
+        replay = Replay(climb.program, compiled=not same, dtype=None if same else getattr(torch, candidate.dtype))
         climb.add(ProgramSide(program, by_node, rung="candidate", replay=replay))
         reason = "no counterpart in the same module call of the other side"
         climb.skipped += [Skipped(site.name, "baseline", reason, rung="candidate") for site in ours]

@@ -1,8 +1,12 @@
 """Introduced or inherited: which flagged ops are origins, and which merely carry an error on.
 
 An error is inherited when an unbroken chain of flagged tensors leads to it. A tensor that is judged and clean breaks
-the chain; one that could not be observed passes it on; the cache carries it into later steps. The verdict of an
-origin is the worst of its chain: where a small mistake first shows, it may still be only suspicious.
+the chain; one that could not be observed passes it on; the cache carries it into later steps. An op that a replay found
+clean is no origin: its error comes from whatever origin is above it, however long the chain, or from the rounding of
+many ops together. The verdict of an origin is the worst of its chain: where a small mistake first shows, it may still
+be only suspicious.
+
+A tie (see `replay`) is no error, but everything below it may legally be something else: there only replay counts.
 """
 
 from __future__ import annotations
@@ -25,25 +29,48 @@ class Origin:
     num_inherited: int = 0
 
 
+@dataclass(frozen=True)
+class Visited:
+    """What a tensor turned out to be: final verdict, whether the error is inherited, why the verdict changed."""
+
+    verdict: Verdict | None
+    inherited: bool = False
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class _Trail:
+    """What leads to a tensor: origins by an unbroken chain, origins by any path, and ties."""
+
+    blame: frozenset[str] = frozenset()
+    above: frozenset[str] = frozenset()
+    is_tied: bool = False
+
+    def __or__(self, other: _Trail) -> _Trail:
+        return _Trail(self.blame | other.blame, self.above | other.above, self.is_tied or other.is_tied)
+
+
 @dataclass
 class OriginTracker:
     """Follows flagged tensors of one side through the steps of one case."""
 
     program: Program
     origins: dict[str, Origin] = field(default_factory=dict)
-    _blame: dict[str, frozenset[str]] = field(default_factory=dict)
-    _cache_blame: dict[str, frozenset[str]] = field(default_factory=dict)
+    _trails: dict[str, _Trail] = field(default_factory=dict)
+    _cache_trails: dict[str, _Trail] = field(default_factory=dict)
 
     def begin_step(self) -> None:
-        """Carry the blame of the caches over."""
+        """Carry over what the caches hold."""
         inputs = {port.name: port.node for port in self.program.inputs}
-        self._cache_blame = {
-            inputs[past]: self._blame.get(self.program.output_nodes[present], frozenset())
+        self._cache_trails = {
+            inputs[past]: self._trails.get(self.program.output_nodes[present], _Trail())
             for past, present in self.program.caches.items()
         }
-        self._blame = {}
+        self._trails = {}
 
-    def visit(self, node: Node, step: int, verdict: Verdict | None, *, introduced: bool | None = None) -> bool:
+    def visit(
+        self, node: Node, step: int, verdict: Verdict | None, *, introduced: bool | None = None, tied: bool = False
+    ) -> Visited:
         """Record a tensor node; called for every one, in graph order.
 
         Args:
@@ -51,37 +78,43 @@ class OriginTracker:
             step: Of the case.
             verdict: None when it was not observed.
             introduced: Whether a replay found that the op itself made the error; None when only the graph can tell.
-
-        Returns:
-            Whether the node is flagged and its error inherited.
+            tied: Whether the op chose otherwise among values that rounding cannot tell apart.
         """
-        carried: frozenset[str] = frozenset()
+        trail = _Trail(is_tied=tied)
         for source in node.all_input_nodes:
-            carried |= self._blame_of(source)
+            trail |= self._trail_of(source)
+        visited, blame = self._judged(node, step, verdict, introduced, trail)
+        self._trails[node.name] = _Trail(blame, trail.above | blame, trail.is_tied)
+        return visited
+
+    def _judged(
+        self, node: Node, step: int, verdict: Verdict | None, introduced: bool | None, trail: _Trail
+    ) -> tuple[Visited, frozenset[str]]:
         if verdict is None:
-            self._blame[node.name] = carried
-            return False
+            return Visited(None), trail.blame
         if verdict not in ("suspicious", "wrong"):
-            self._blame[node.name] = frozenset()
-            return False
-        if introduced or not carried:
-            self.origins.setdefault(node.name, Origin(step, node.name, verdict))
-            carried = frozenset({node.name})
-            inherited = False
-        else:
-            inherited = True
+            return Visited(verdict), frozenset()
+        if not introduced and trail.is_tied:
+            return Visited("rounding", reason="below a tie: other values are legal here"), frozenset()
+        if introduced or (introduced is None and not trail.blame):
+            origin = self.origins.setdefault(node.name, Origin(step, node.name, verdict))
+            origin.verdict = worst([origin.verdict, verdict])
+            return Visited(verdict), frozenset({node.name})
+        carried = trail.blame or trail.above
+        if not carried:
+            many = "no op introduced an error, but the rounding of many is larger than expected"
+            return Visited("suspicious" if verdict == "wrong" else "rounding", reason=many), frozenset()
         for name in carried:
             origin = self.origins[name]
             origin.verdict = worst([origin.verdict, verdict])
-            origin.num_inherited += inherited
-        self._blame[node.name] = carried
-        return inherited
+            origin.num_inherited += 1
+        return Visited(verdict, inherited=True), carried
 
-    def _blame_of(self, source: Node) -> frozenset[str]:
-        """Blame of an input; nodes that are no tensors (the list that a split returns) pass on that of their own."""
-        if source.name not in self._blame:
-            found = self._cache_blame.get(source.name, frozenset())
+    def _trail_of(self, source: Node) -> _Trail:
+        """Trail of an input; nodes that are no tensors (the list that a split returns) pass on that of their own."""
+        if source.name not in self._trails:
+            found = self._cache_trails.get(source.name, _Trail())
             for earlier in source.all_input_nodes:
-                found |= self._blame_of(earlier)
-            self._blame[source.name] = found
-        return self._blame[source.name]
+                found |= self._trail_of(earlier)
+            self._trails[source.name] = found
+        return self._trails[source.name]

@@ -7,6 +7,7 @@ float64 is real: dtypes written into the graph (`.to(float32)`, `softmax(dtype=.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.compare.verdict import Reference, unit_roundoff
+from glassengine.diagnose.float64 import double, retarget, target_of
 from glassengine.diagnose.rounding import noisy, rounds
 from glassengine.program.naming import is_tensor_node
 from glassengine.program.program import Program
@@ -23,7 +25,6 @@ from glassengine.program.program import Program
 NUM_NOISE_RUNS = 2
 
 Observer = Callable[[Node, Reference], None]
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class ReferenceRun:
@@ -68,7 +69,7 @@ class ReferenceRun:
             observe: Called with (node, reference) for every tensor the graph computes, in graph order.
             valid: Gives the mask of elements that count, for a node and its value.
         """
-        generators = [torch.Generator().manual_seed(hash((self._seed, self._steps, lane))) for lane in self._lanes]
+        generators = [_generator(self._seed, self._steps, lane) for lane in self._lanes]
         env: dict[Node, list[Any]] = {}
         names = {port.node: port.name for port in self._program.inputs}
         for node in self._program.graph.nodes:
@@ -100,7 +101,7 @@ class ReferenceRun:
             return [None] * len(self._lanes)
         if self._steps and name in self._program.caches:
             return [self._caches[lane][name] for lane in self._lanes]
-        return [inputs[name] if lane == 1 else _double(inputs[name]) for lane in self._lanes]
+        return [inputs[name] if lane == 1 else double(inputs[name]) for lane in self._lanes]
 
     def _evaluate(self, node: Node, env: Mapping[Node, list[Any]], generators: list[torch.Generator]) -> list[Any]:
         target = target_of(node)
@@ -122,28 +123,35 @@ class ReferenceRun:
                 continue
             args, kwargs = pytree.tree_map(retarget, (args, kwargs))
             value = target(*args, **kwargs)
-            if lane > 1 and isinstance(value, torch.Tensor) and value.is_floating_point() and rounds(node):
-                value = noisy(node, value, args, kwargs, self._roundoff(node), generators[lane])
+            if lane > 1 and rounds(node):
+                disturb = partial(self._noisy, node, args=args, kwargs=kwargs, generator=generators[lane])
+                value = pytree.tree_map(disturb, value)
             results.append(value)
         return results
+
+    def _noisy(
+        self, node: Node, value: Any, *, args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator
+    ) -> Any:
+        """One result of an op with rounding; an op may have several."""
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return value
+        return noisy(node, value, args, kwargs, unit_roundoff(self._dtype(node, value)), generator)
 
     def _disturbed(self, source: Node, value: torch.Tensor, dtype: torch.dtype, lane: int) -> torch.Tensor:
         """Weights of a noisy lane carry the rounding of a coarser candidate's weights, the same in every step."""
         if lane < 2 or self._coarsest is None or torch.finfo(self._coarsest).eps <= torch.finfo(dtype).eps:
             return value
-        generator = torch.Generator().manual_seed(hash((self._seed, source.name, lane)))
+        generator = _generator(self._seed, source.name, lane)
         unit = torch.rand(value.shape, generator=generator).double() * 2 - 1
         return value * (1 + unit_roundoff(self._coarsest) * unit)
 
-    def _dtype(self, node: Node) -> torch.dtype:
-        """Floating dtype in which the candidates round this node's result."""
-        own: torch.dtype = node.meta["val"].dtype
-        if self._coarsest is None or not own.is_floating_point:
+    def _dtype(self, node: Node, value: torch.Tensor) -> torch.dtype:
+        """Floating dtype in which the candidates round `value`, a result of this node."""
+        kept = node.meta["val"]
+        own: torch.dtype = kept.dtype if isinstance(kept, torch.Tensor) else kept[0].dtype
+        if self._coarsest is None or not value.is_floating_point():
             return own
         return max((own, self._coarsest), key=lambda dtype: torch.finfo(dtype).eps)
-
-    def _roundoff(self, node: Node) -> float:
-        return unit_roundoff(self._dtype(node))
 
     def _reference(
         self, node: Node, lanes: list[Any], valid: Callable[[Node, torch.Tensor], torch.Tensor | None]
@@ -152,7 +160,7 @@ class ReferenceRun:
             lanes[0],
             lanes[1],
             lanes[2:],
-            dtype=self._dtype(node),
+            dtype=self._dtype(node, lanes[0]),
             valid=valid(node, lanes[0]),
             relative_floor=self.relative_floors.get(node.name, 0.0),
         )
@@ -160,20 +168,9 @@ class ReferenceRun:
         return reference
 
 
-def _double(value: torch.Tensor) -> torch.Tensor:
-    return value.double() if value.is_floating_point() else value
-
-
-def retarget(value: Any) -> Any:
-    """Make one argument of a node float64: tensors, and dtypes written into the graph."""
-    if isinstance(value, torch.Tensor):
-        return _double(value)
-    return torch.float64 if isinstance(value, torch.dtype) and value in _FLOATS else value
-
-
-def target_of(node: Node) -> Any:
-    """Return what to call for `node` in float64: another kernel's memory layout may not allow a strict view."""
-    return torch.ops.aten.reshape.default if node.target is torch.ops.aten.view.default else node.target
+def _generator(*key: object) -> torch.Generator:
+    """Noise of one place; the same in every process, unlike `hash` of a string."""
+    return torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
 
 
 def _last_uses(program: Program) -> dict[Node, list[Node]]:

@@ -1,8 +1,8 @@
 """Reverse replay: what should this op have made of the candidate's own inputs?
 
-The baseline's op, with the baseline's weights and literal arguments, is run on the values that the candidate fed to its
-own op: in float64 (the prediction), in the candidate's dtype, and with Monte-Carlo rounding (the floor). What is left is
-the error that this op introduced; what its inputs carried in is gone.
+The baseline's op, with the baseline's weights and literal arguments, is run on the values that the candidate fed to
+its own op: in float64 (the prediction), in the candidate's dtype, and with Monte-Carlo rounding (the floor). What is
+left is the error that this op introduced; what its inputs carried in is gone.
 
 Two interpreted programs share their kernels, so a clean op is bitwise equal and the floor alone decides. An engine has
 kernels of its own, keeps unrounded values in registers where what was dumped is rounded, and may hold its weights in a
@@ -13,23 +13,34 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.compare.bounds import CONVOLUTIONS, PRODUCTS, RANDOM, Operation, Roundoff, attention_parts, rounding_bound
+from glassengine.compare.bounds import rounding_bound
+from glassengine.compare.composite_bounds import attention_parts
+from glassengine.compare.operation import ATTENTION, CONVOLUTIONS, PRODUCTS, RANDOM, Operation, Roundoff
 from glassengine.compare.verdict import Judgement, Reference, unit_roundoff
-from glassengine.diagnose.reference import NUM_NOISE_RUNS, retarget, target_of
+from glassengine.diagnose.float64 import retarget, target_of
+from glassengine.diagnose.reference import NUM_NOISE_RUNS
 from glassengine.diagnose.rounding import noisy, rounds
 from glassengine.program.naming import is_tensor_node, op_name
 from glassengine.program.outputs import is_view, weight_only_nodes
 from glassengine.program.program import Program
 
-_ATTENTION = "scaled_dot_product_attention"
 # Operands of these are read from memory, so what was dumped is what was used.
-_FROM_MEMORY = PRODUCTS | CONVOLUTIONS | {_ATTENTION}
+_FROM_MEMORY = PRODUCTS | CONVOLUTIONS | {ATTENTION}
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a replay found: the judgement, and P, the op's float64 result on the candidate's inputs."""
+
+    judgement: Judgement
+    predicted: torch.Tensor
 
 
 class Replay:
@@ -66,7 +77,7 @@ class Replay:
         self._values = {self._inputs[name]: tensor for name, tensor in inputs.items() if name in self._inputs}
         self._values |= values
 
-    def judge(self, node: Node, candidate: torch.Tensor, valid: torch.Tensor | None) -> Judgement | None:
+    def judge(self, node: Node, candidate: torch.Tensor, valid: torch.Tensor | None) -> Replayed | None:
         """Judge the error that `node` introduced; None where an input of it has no counterpart in the candidate."""
         op, call = _called(node)
         if op_name(op) in RANDOM:
@@ -78,16 +89,16 @@ class Replay:
         try:
             exact_args, exact_kwargs = pytree.tree_map(retarget, (args, kwargs))
             exact = call(*exact_args, **exact_kwargs)
-            native = self._native(op, call, args, kwargs, exact, candidate)
+            native = self._native(op, call, args, kwargs, exact)
         except (RuntimeError, IndexError, ValueError):
             # The candidate's inputs do not fit the baseline's op: their own shapes are judged where they are made.
             return None
         if not isinstance(exact, torch.Tensor) or exact.shape != candidate.shape:
             return None
         if not candidate.is_floating_point() or not exact.is_floating_point():
-            return self._exactly(op, exact_args, exact, candidate, native, valid)
+            return Replayed(self._exactly(op, exact_args, exact, candidate, native, valid), exact)
         operation = Operation(op_name(op), call, exact_args, exact_kwargs, exact)
-        return self._judged(node, op, operation, candidate, native, args, kwargs, valid)
+        return Replayed(self._judged(node, op, operation, candidate, native, args, kwargs, valid), exact)
 
     def _judged(
         self,
@@ -153,25 +164,22 @@ class Replay:
         return Roundoff(unit_roundoff(dtype), u_in, u_w, tiny)
 
     def _native(
-        self,
-        op: Node,
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        exact: torch.Tensor,
-        candidate: torch.Tensor,
-    ) -> torch.Tensor:
+        self, op: Node, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], exact: Any
+    ) -> Any:
         """One sample of legal error: the op in the candidate's own dtypes, or P rounded where they do not mix."""
-        if not self._compiled:
-            own: torch.Tensor = call(*args, **kwargs)
-            return own
+        if self._dtype is not None:
+            args, kwargs = torch.fx.node.map_arg((op.args, dict(op.kwargs)), self._narrowed)
         try:
-            value: torch.Tensor = call(*args, **kwargs)
+            return call(*args, **kwargs)
         except RuntimeError:
-            value = exact
-        if candidate.is_floating_point() and value.is_floating_point():
-            return value.to(candidate.dtype)
-        return value
+            if not self._compiled:
+                raise
+            return exact
+
+    def _narrowed(self, node: Node) -> Any:
+        value = self._value(node)
+        is_weight = isinstance(value, torch.Tensor) and value.is_floating_point() and node.name in self._constant
+        return value.to(self._dtype) if is_weight else value
 
     def _exactly(
         self,
@@ -194,7 +202,7 @@ class Replay:
             differs = differs & valid
         if bool(differs.any()):
             return found
-        return Judgement("rounding", None, None, "ties: other choices among values that rounding cannot tell apart")
+        return Judgement("rounding", None, None, "a tie: rounding cannot tell the values apart", is_tie=True)
 
     def _roundoff_of_inputs(self, op: Node) -> float:
         values = [self._values.get(source.name) for source in op.all_input_nodes]
@@ -205,10 +213,7 @@ class Replay:
         if node.name in self._values:
             return self._values[node.name]
         if node.name in self._weights:
-            weight = self._weights[node.name]
-            if self._dtype is not None and weight.is_floating_point():
-                return weight
-            return weight
+            return self._weights[node.name]
         if node.name in self._constants:
             return self._constants[node.name]
         is_constant = node.name in self._constant
@@ -226,7 +231,7 @@ class _NoCounterpart(Exception):
 
 
 def _called(node: Node) -> tuple[Node, Callable[..., Any]]:
-    """Return the op to replay for `node` and what computes its value: one result of an op that has several is that op."""
+    """Return the op to replay for `node`, and what computes its value; one of several results is taken from its op."""
     source = node.args[0] if node.args else None
     if node.target is operator.getitem and isinstance(source, Node) and not is_view(source):
         index, target = node.args[1], target_of(source)
@@ -236,7 +241,7 @@ def _called(node: Node) -> tuple[Node, Callable[..., Any]]:
 
 def _other_kernel(op: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """A second implementation, where one kernel would be too little of a floor: attention written out."""
-    if op_name(op) != _ATTENTION:
+    if op_name(op) != ATTENTION:
         return []
     _, _, value, _, probabilities, _ = attention_parts(args, kwargs)
     return [(probabilities.to(value.dtype) @ value).double()]

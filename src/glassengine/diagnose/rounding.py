@@ -11,80 +11,21 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
-from glassengine.program.naming import MATRIX_PRODUCTS, op_name
+from glassengine.compare.operation import ATTENTION, CASTS, CONVOLUTIONS, MOVES, PRODUCTS, SUMS, U_ACCUMULATE, num_terms
+from glassengine.diagnose.float64 import target_of
+from glassengine.program.naming import op_name
 from glassengine.program.outputs import is_view
 
-U_ACCUMULATE = 2.0**-24
-
-# Ops that move or select values without rounding them; views are recognised by their schema.
-_EXACT = frozenset(
-    [
-        "_unsafe_view",
-        "abs",
-        "alias",
-        "arange",
-        "bitwise_not",
-        "cat",
-        "clone",
-        "constant_pad_nd",
-        "contiguous",
-        "copy",
-        "embedding",
-        "empty",
-        "expand_copy",
-        "flip",
-        "full",
-        "full_like",
-        "gather",
-        "getitem",
-        "index",
-        "index_copy",
-        "index_put",
-        "index_select",
-        "lift_fresh_copy",
-        "masked_fill",
-        "masked_scatter",
-        "max",
-        "maximum",
-        "min",
-        "minimum",
-        "neg",
-        "new_empty",
-        "new_full",
-        "new_ones",
-        "new_zeros",
-        "ones",
-        "ones_like",
-        "pad",
-        "relu",
-        "repeat",
-        "repeat_interleave",
-        "roll",
-        "scalar_tensor",
-        "scatter",
-        "select_scatter",
-        "sign",
-        "slice_scatter",
-        "sort",
-        "stack",
-        "topk",
-        "tril",
-        "triu",
-        "unfold",
-        "where",
-        "zeros",
-        "zeros_like",
-    ]
-)
-_SUMS = frozenset({"mean", "sum", "var", "std", "cumsum", "norm", "linalg_vector_norm", "logsumexp"})
+_ROOTS = frozenset({"var", "std", "norm", "linalg_vector_norm", "logsumexp"})
 
 
 def rounds(node: Node) -> bool:
     """Whether the op of `node` rounds its result."""
-    if is_view(node) or op_name(node) in _EXACT:
+    if is_view(node) or op_name(node) in MOVES:
         return False
-    if op_name(node) in ("_to_copy", "to", "convert_element_type"):
+    if op_name(node) in CASTS:
         source = node.args[0].meta["val"].dtype  # type: ignore[union-attr]
         target = node.meta["val"].dtype
         wide = source.is_floating_point and torch.finfo(source).bits <= torch.finfo(target).bits
@@ -106,7 +47,7 @@ def noisy(
         generator: Source of the noise.
     """
     scale = u * value.abs()
-    accumulated = _accumulation(op_name(node), args, kwargs, u)
+    accumulated = _accumulation(node, value, args, kwargs, u)
     if accumulated is not None:
         scale = scale + accumulated
     unit = torch.rand(value.shape, generator=generator, dtype=torch.float32).double() * 2 - 1
@@ -114,25 +55,35 @@ def noisy(
     return torch.where(value.isfinite(), disturbed, value)
 
 
-def _accumulation(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], u: float) -> Any:
+def _accumulation(
+    node: Node, value: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], u: float
+) -> torch.Tensor | None:
     """Half-width of uniform noise for the internal sums of an op (broadcasts against its result), None without sums."""
-    if op in MATRIX_PRODUCTS:
-        left, right = (args[1], args[2]) if op in ("addmm", "baddbmm") else (args[0], args[1])
-        squares = left.square() @ (right.square().transpose(-1, -2) if op == "linear" else right.square())
-        terms: int = left.shape[-1]
+    op, call = op_name(node), target_of(node)
+    if op in PRODUCTS or op in CONVOLUTIONS:
+        # The added operand of addmm and the bias of linear and convolutions are rounded once, not summed up.
+        left, right, *rest = (
+            (args[0] * 0, *args[1:]) if op.startswith(("add", "badd")) else (*args[:2], None, *args[3:])
+        )
+        operands = (left, right, *rest)[: len(args)]
+        named = {name: None if name == "bias" else option for name, option in kwargs.items()}
+        squares: torch.Tensor = call(*pytree.tree_map(_squared, operands), **named)
         # A uniform variable on [-a, a] has standard deviation a / sqrt(3).
-        return squares.sqrt() * (3.0 * terms / 6.0) ** 0.5 * U_ACCUMULATE
-    if op == "convolution":
-        weight = args[1]
-        squares = torch.ops.aten.convolution.default(args[0].square(), weight.square(), None, *args[3:])
-        return (weight[0].numel() / 2.0) ** 0.5 * U_ACCUMULATE * squares.sqrt()
-    if op == "scaled_dot_product_attention":
+        return squares.abs().sqrt() * (3.0 * num_terms(op, args, value) / 6.0) ** 0.5 * U_ACCUMULATE
+    if op == ATTENTION:
         return _attention(args, kwargs, u)
-    if op in _SUMS:
-        source = args[0]
-        terms = max(1, source.numel())
-        return torch.tensor(min(terms, 1 << 16) ** 0.5 * U_ACCUMULATE) * source.abs().mean()
+    if op in SUMS or op in _ROOTS:
+        absolute: torch.Tensor = call(*pytree.tree_map(_absolute, args), **kwargs).abs()
+        return absolute * min(num_terms(op, args, value), 1 << 16) ** 0.5 * U_ACCUMULATE
     return None
+
+
+def _squared(value: Any) -> Any:
+    return value.square() if isinstance(value, torch.Tensor) else value
+
+
+def _absolute(value: Any) -> Any:
+    return value.abs() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def _attention(args: tuple[Any, ...], kwargs: dict[str, Any], u: float) -> Any:

@@ -177,12 +177,15 @@ class EngineSide:
         engine: With debug outputs, or (a release engine) without.
         nodes: Baseline node -> (name of the engine's output, the engine's own site, how they were paired).
         rung: Name on screen.
+        guarantee: Likewise.
+        replay: Replays ops of the baseline on this side's values; None where too few are observed (a release engine).
     """
 
     engine: Engine
     nodes: Mapping[str, tuple[str, str, str]]
     rung: str
     guarantee: str = "judged op by op"
+    replay: Replay | None = None
     _session: Session | None = None
     _case: Case | None = None
     _values: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -190,22 +193,33 @@ class EngineSide:
     def begin(self, case: Case) -> None:
         """Open a session for the case."""
         self._case = case
-        self._session = self.engine.session(case.batch, case.cache_length) if case.input_ids is not None else None
+        self._session = None
+        if case.input_ids is not None:
+            pasts = list(self.engine.manifest.caches) if self.replay is not None else []
+            self._session = self.engine.session(case.batch, case.cache_length, debug=pasts)
 
     def step(self, inputs: StepInputs | Mapping[str, Any]) -> None:
         """Run one step."""
         assert self._case is not None
         names = {name for name, _, _ in self.nodes.values()}
-        if self._session is None:
-            results = self.engine(**inputs)  # type: ignore[arg-type]
+        if not isinstance(inputs, StepInputs):
+            results = self.engine(**inputs)
             self._values = {name: results[name] for name in names}
+            self._replay_from(named_inputs(inputs))
             return
-        assert isinstance(inputs, StepInputs)
+        assert self._session is not None
         if self._session.step < 0:
             self._session.prefill(inputs.input_ids, self._case.attention_mask)
         else:
             self._session.decode(inputs.input_ids)
         self._values = self._session.read(names)
+        if self.replay is not None:
+            self._replay_from({**inputs.named(), **self._session.read(self.engine.manifest.caches)})
+
+    def _replay_from(self, inputs: Mapping[str, Any]) -> None:
+        if self.replay is not None:
+            values = {node: self._values[name] for node, (name, _, _) in self.nodes.items()}
+            self.replay.begin_step(inputs, values)
 
     def observed(self, node: str) -> list[Observed]:
         """Return the engine's tensor for `node`."""

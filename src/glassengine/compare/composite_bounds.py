@@ -1,0 +1,161 @@
+"""Rounding bounds of ops that are made of several steps: softmax, normalisations, attention (table in `bounds`)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glassengine.compare.operation import U_ACCUMULATE, Operation, Roundoff
+
+
+def softmax(operation: Operation, roundoff: Roundoff) -> Tensor:
+    """P (2u + 8U (1 + max|x|) + 2 u_in max|x|)."""
+    x, dim = operation.args[0], operation.args[1]
+    probability = operation.exact
+    # Masked entries have no probability, and their huge scores no influence.
+    largest = torch.where(probability > 0, x.abs(), 0.0).amax(dim, keepdim=True)
+    return probability * (2 * roundoff.u + 8 * U_ACCUMULATE * (1 + largest) + 2 * roundoff.u_in * largest)
+
+
+def log_softmax(operation: Operation, roundoff: Roundoff) -> Tensor:
+    """2u |P| + 8U (1 + max|x|) + 2 u_in max|x|; logsumexp likewise."""
+    x, dim = operation.args[0], operation.args[1]
+    keep = operation.exact.dim() == x.dim()
+    largest = torch.where(x.isfinite(), x.abs(), 0.0).amax(dim, keepdim=keep)
+    return 2 * roundoff.u * operation.exact.abs() + 8 * U_ACCUMULATE * (1 + largest) + 2 * roundoff.u_in * largest
+
+
+def _normalised(x: Tensor, dims: list[int], sigma: Tensor, w: Tensor, b: Tensor, exact: Tensor, r: Roundoff) -> Tensor:
+    """Bound of w (x - mean) / sigma + b with statistics over `dims`."""
+    n = math.prod(x.shape[d] for d in dims)
+    rms = x.square().mean(dims, keepdim=True).sqrt()
+    mean = x.abs().mean(dims, keepdim=True)
+    z = (x.abs() + mean) / sigma
+    spread = (x.abs() + mean + z * rms) / sigma
+    inner = 8 * math.sqrt(n) * U_ACCUMULATE + 2 * r.u_in
+    return 2 * r.u * (exact.abs() + b.abs()) + inner * w.abs() * spread + r.u_w * (w.abs() * z + b.abs())
+
+
+def _argument(operation: Operation, index: int, name: str, default: Any) -> Any:
+    value = operation.args[index] if len(operation.args) > index else operation.kwargs.get(name)
+    return default if value is None else value
+
+
+def layer_norm(operation: Operation, r: Roundoff) -> Tensor:
+    """Statistics over the last dimensions."""
+    x, shape = operation.args[:2]
+    one, zero = x.new_ones(()), x.new_zeros(())
+    w, b = _argument(operation, 2, "weight", one), _argument(operation, 3, "bias", zero)
+    dims = list(range(x.dim() - len(shape), x.dim()))
+    sigma = (x.var(dims, correction=0, keepdim=True) + _argument(operation, 4, "eps", 1e-5)).sqrt()
+    return _normalised(x, dims, sigma, w, b, operation.exact, r)
+
+
+def rms_norm(operation: Operation, r: Roundoff) -> Tensor:
+    """Mean square over the last dimensions; the mean taken as 0 makes the bound of the layer norm one of this."""
+    x, shape = operation.args[:2]
+    w = _argument(operation, 2, "weight", x.new_ones(()))
+    dims = list(range(x.dim() - len(shape), x.dim()))
+    sigma = (x.square().mean(dims, keepdim=True) + _argument(operation, 3, "eps", 0.0)).sqrt()
+    return _normalised(x, dims, sigma, w, x.new_zeros(()), operation.exact, r)
+
+
+def group_norm(operation: Operation, r: Roundoff) -> Tensor:
+    """Statistics over the channels of a group and all positions."""
+    x, groups = operation.args[:2]
+    channel = [1, x.shape[1], *[1] * (x.dim() - 2)]
+    w = _argument(operation, 2, "weight", x.new_ones(x.shape[1])).reshape(channel)
+    b = _argument(operation, 3, "bias", x.new_zeros(x.shape[1])).reshape(channel)
+    grouped = x.reshape(x.shape[0], groups, -1)
+    sigma = (grouped.var(-1, correction=0, keepdim=True) + _argument(operation, 4, "eps", 1e-5)).sqrt()
+    w, b, exact = (part.expand(x.shape).reshape(grouped.shape) for part in (w, b, operation.exact))
+    return _normalised(grouped, [2], sigma, w, b, exact, r).reshape(x.shape)
+
+
+def batch_norm(operation: Operation, r: Roundoff) -> Tensor:
+    """Evaluation mode: the statistics are weights."""
+    x = operation.args[0]
+    mean, var, eps = operation.args[3], operation.args[4], operation.args[-1]
+    channel = [1, x.shape[1], *[1] * (x.dim() - 2)]
+    one, zero = x.new_ones(x.shape[1]), x.new_zeros(x.shape[1])
+    w, b, mean, var = (
+        (default if value is None else value).reshape(channel)
+        for value, default in ((operation.args[1], one), (operation.args[2], zero), (mean, zero), (var, one))
+    )
+    spread = w.abs() * (x.abs() + mean.abs()) / (var + eps).sqrt()
+    bound: Tensor = 2 * r.u * (operation.exact.abs() + b.abs())
+    return bound + (8 * U_ACCUMULATE + r.u_in + r.u_w) * (spread + b.abs())
+
+
+def variance(operation: Operation, r: Roundoff) -> Tensor | None:
+    """The sum of |x - m| |x| is at most n sqrt(var) rms(x)."""
+    x, dims = operation.args[0], operation.args[1] if len(operation.args) > 1 else operation.kwargs.get("dim")
+    if isinstance(dims, bool):
+        return None
+    dims = list(range(x.dim())) if dims is None else dims
+    keep = operation.exact.dim() == x.dim()
+    rms = x.square().mean(dims, keepdim=keep).sqrt()
+    n = max(1, x.numel() // max(1, operation.exact.numel()))
+    inner = 8 * math.sqrt(n) * U_ACCUMULATE + 2 * r.u_in
+    size = operation.exact
+    bound: Tensor = 4 * r.u * size
+    return bound + inner * rms * (size.sqrt() if operation.name == "var" else 1.0)
+
+
+def norm(operation: Operation, r: Roundoff) -> Tensor:
+    """All terms are positive, so errors are relative."""
+    n = max(1, operation.args[0].numel() // max(1, operation.exact.numel()))
+    return operation.exact.abs() * (4 * r.u + 4 * math.sqrt(n) * U_ACCUMULATE + 2 * r.u_in)
+
+
+def product_of_all(operation: Operation, r: Roundoff) -> Tensor:
+    """Relative errors add up, one for each factor."""
+    n = max(1, operation.args[0].numel() // max(1, operation.exact.numel()))
+    return operation.exact.abs() * (2 * r.u + 2 * n * (U_ACCUMULATE + r.u_in))
+
+
+def attention(operation: Operation, r: Roundoff) -> Tensor:
+    """Scores s (sums over D, rounded where they are stored), probabilities p, context (sums over T).
+
+        es  = 4 sqrt(D) U scale |q||k|' + 1.5 max(u, U) |s|, 0 where p = 0
+        rel = es + sum(p es) + 2 max(u, U) + 8 U (1 + max|s|)
+        B   = (p rel) |v| + 4 sqrt(T) U (p |v|) + 2u |P|
+
+    q [B, H, S, D], k [B, G, T, D], v [B, G, T, Dv], float64.
+    """
+    parts = attention_parts(operation.args, operation.kwargs)
+    q, k, v, scores, p, scale = parts
+    wide = max(r.u, U_ACCUMULATE)
+    live = p > 0
+    size = torch.where(live, scores.abs(), 0.0)
+    products = 4 * math.sqrt(q.shape[-1]) * U_ACCUMULATE * scale * (q.abs() @ k.abs().mT)
+    error = torch.where(live, products + 1.5 * wide * size, 0.0)
+    relative = error + (p * error).sum(-1, keepdim=True) + 2 * wide
+    relative = relative + 8 * U_ACCUMULATE * (1 + size.amax(-1, keepdim=True))
+    context = (p * relative) @ v.abs() + 4 * math.sqrt(k.shape[-2]) * U_ACCUMULATE * (p @ v.abs())
+    return context + 2 * r.u * operation.exact.abs()
+
+
+def attention_parts(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float]:
+    """Return (q, k, v, scores with mask, probabilities, scale) of an attention, heads of k and v repeated for q's.
+
+    A row that may see nothing has probability 0 everywhere, as in torch.
+    """
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    q, k, v, mask = given["query"], given["key"], given["value"], given.get("attn_mask")
+    scale = given.get("scale") or q.shape[-1] ** -0.5
+    if k.shape[-3] != q.shape[-3]:
+        k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
+    scores = q @ k.mT * scale
+    if given.get("is_causal"):
+        causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~causal, -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
+    return q, k, v, scores, scores.softmax(-1).nan_to_num(0.0), float(scale)

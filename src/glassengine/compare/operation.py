@@ -1,0 +1,111 @@
+"""Classes of ATen ops by what rounding does to them, and one op with its float64 result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+U_ACCUMULATE = 2.0**-24
+
+MOVES = _names(
+    """
+    _unsafe_view abs adaptive_max_pool2d alias amax amin arange as_strided broadcast_to cat chunk clamp clamp_max
+    clamp_min clone constant_pad_nd contiguous copy cummax cummin detach diagonal embedding empty expand expand_as
+    expand_copy flatten flip full full_like gather getitem hardtanh index index_copy index_put index_select
+    lift_fresh_copy masked_fill masked_scatter max max_pool1d max_pool2d max_pool2d_with_indices max_pool3d maximum
+    min minimum movedim narrow neg new_empty new_full new_ones new_zeros ones ones_like pad permute pixel_shuffle
+    pixel_unshuffle reflection_pad1d reflection_pad2d relu relu6 repeat repeat_interleave replication_pad1d
+    replication_pad2d reshape roll scalar_tensor scatter select select_scatter sign slice slice_scatter sort split
+    split_with_sizes squeeze stack swapaxes t threshold tile topk transpose tril triu unbind unflatten unfold
+    unsafe_split unsqueeze view view_as where zeros zeros_like
+    """
+)
+"""Ops that move or select values without arithmetic."""
+
+CASTS = frozenset({"_to_copy", "convert_element_type", "to", "type_as"})
+PRODUCTS = _names("addbmm addmm addmv baddbmm bmm dot einsum linear matmul mm mv")
+CONVOLUTIONS = _names("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution")
+SUMS = _names(
+    """
+    _adaptive_avg_pool2d _upsample_bicubic2d_aa _upsample_bilinear2d_aa adaptive_avg_pool1d adaptive_avg_pool2d
+    adaptive_avg_pool3d avg_pool1d avg_pool2d avg_pool3d cumsum diff index_add mean scatter_add sum trace
+    upsample_bicubic2d upsample_bilinear2d upsample_nearest2d
+    """
+)
+POINTWISE = _names(
+    """
+    acos add addcdiv addcmul asin atan atan2 celu cos cosh div elu erf erfc exp exp2 expm1 fmod gelu hardshrink
+    hardsigmoid hardswish hypot leaky_relu lerp log log10 log1p log2 log_sigmoid logit mish mul pow prelu reciprocal
+    remainder rsqrt rsub selu sigmoid silu sin sinh softplus softshrink softsign special_erf special_expit sqrt
+    square sub tan tanh tanhshrink true_divide xlogy
+    """
+)
+ATTENTION = "scaled_dot_product_attention"
+RANDOM = _names(
+    """
+    bernoulli dropout native_dropout multinomial normal poisson rand rand_like randint randint_like randn randn_like
+    randperm rrelu uniform exponential
+    """
+)
+"""Ops whose result is drawn anew: never judged."""
+
+# Inside of these, errors are relative to the argument, not to the result: 1 + tanh and 1 + erf cancel, and arguments
+# of sines are reduced.
+RELATIVE_TO_ARGUMENT = _names("celu cos elu erfc expm1 gelu log1p mish selu silu sin softplus tan tanhshrink")
+LARGEST = _names("amax amin cummax cummin max min sort topk")
+
+
+@dataclass(frozen=True)
+class Roundoff:
+    """Unit roundoffs of one op (see the module) and `tiny`, below which its result has no relative precision."""
+
+    u: float
+    u_in: float = 0.0
+    u_w: float = 0.0
+    tiny: float = 0.0
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One op in float64: ATen base name, what computes it, arguments and result."""
+
+    name: str
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    exact: Tensor
+
+    def on(self, change: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the result of the op on floating arguments changed by `change`; numbers stay."""
+
+        def changed(value: Any) -> Any:
+            return change(value) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+        args, kwargs = pytree.tree_map(changed, (self.args, self.kwargs))
+        found = self.target(*args, **kwargs)
+        result: Tensor = found[0] if isinstance(found, (tuple, list)) else found
+        return result
+
+
+def num_terms(name: str, args: tuple[Any, ...], result: Tensor) -> int:
+    """Return the number of terms of one internal sum of the op `name`."""
+    tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+    if name in ("addmm", "baddbmm", "addbmm", "addmv"):
+        return max(1, tensors[1].shape[-1])
+    if name in CONVOLUTIONS:
+        return max(1, tensors[1][0].numel())
+    if name in PRODUCTS:
+        return max(1, tensors[0].shape[-1] if name != "einsum" else tensors[0].numel())
+    if name == "cumsum":
+        return max(1, tensors[0].numel())
+    # Overlapping windows (pooling, resampling) hold more terms than the ratio of the sizes, but never many.
+    return max(16, tensors[0].numel() // max(1, result.numel()))
