@@ -30,7 +30,7 @@ def tracker(program: Any = None) -> OriginTracker:
 
 def visit(follow: OriginTracker, nodes: dict[str, fx.Node], verdicts: dict[str, Any], step: int = 0) -> dict[str, bool]:
     follow.begin_step()
-    return {name: follow.visit(nodes[name], step, verdicts.get(name)) for name in "abcde"}
+    return {name: follow.visit(nodes[name], step, verdicts.get(name)).inherited for name in "abcde"}
 
 
 def test_everything_after_the_origin_is_inherited() -> None:
@@ -77,3 +77,32 @@ def test_the_cache_carries_blame_into_the_next_step() -> None:
     visit(follow, nodes, {"a": "rounding", "b": "rounding", "c": "wrong", "d": "wrong"})
     found = visit(follow, nodes, {"a": "wrong", "b": "wrong", "c": "wrong", "d": "wrong"}, step=1)
     assert list(follow.origins) == ["c"] and found["a"]
+
+
+def test_what_replay_found_clean_is_no_origin_however_long_the_way_from_one() -> None:
+    follow, nodes = tracker(), graph()
+    follow.begin_step()
+    follow.visit(nodes["a"], 0, "wrong", introduced=True)
+    follow.visit(nodes["b"], 0, "rounding", introduced=False)
+    found = follow.visit(nodes["c"], 0, "wrong", introduced=False)
+    assert found.inherited and found.verdict == "wrong" and list(follow.origins) == ["a"]
+
+
+def test_without_an_origin_above_the_rounding_of_many_ops_is_no_mistake() -> None:
+    follow, nodes = tracker(), graph()
+    follow.begin_step()
+    found = follow.visit(nodes["a"], 0, "suspicious", introduced=False)
+    assert found.verdict == "rounding" and not found.inherited
+    found = follow.visit(nodes["b"], 0, "wrong", introduced=False)
+    assert found.verdict == "suspicious" and found.reason and "no op introduced" in found.reason
+    assert not follow.origins
+
+
+def test_below_a_tie_only_replay_counts() -> None:
+    follow, nodes = tracker(), graph()
+    follow.begin_step()
+    follow.visit(nodes["a"], 0, "rounding", introduced=False, tied=True)
+    assert follow.visit(nodes["b"], 0, "wrong", introduced=False).verdict == "rounding"
+    assert follow.visit(nodes["c"], 0, "wrong").verdict == "rounding"
+    assert follow.visit(nodes["d"], 0, "wrong", introduced=True).verdict == "wrong"
+    assert list(follow.origins) == ["d"]

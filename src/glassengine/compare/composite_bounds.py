@@ -77,7 +77,7 @@ def group_norm(operation: Operation, r: Roundoff) -> Tensor:
 
 def batch_norm(operation: Operation, r: Roundoff) -> Tensor:
     """Evaluation mode: the statistics are weights."""
-    x = operation.args[0]
+    x: Tensor = operation.args[0]
     mean, var, eps = operation.args[3], operation.args[4], operation.args[-1]
     channel = [1, x.shape[1], *[1] * (x.dim() - 2)]
     one, zero = x.new_ones(x.shape[1]), x.new_zeros(x.shape[1])
@@ -86,8 +86,8 @@ def batch_norm(operation: Operation, r: Roundoff) -> Tensor:
         for value, default in ((operation.args[1], one), (operation.args[2], zero), (mean, zero), (var, one))
     )
     spread = w.abs() * (x.abs() + mean.abs()) / (var + eps).sqrt()
-    bound: Tensor = 2 * r.u * (operation.exact.abs() + b.abs())
-    return bound + (8 * U_ACCUMULATE + r.u_in + r.u_w) * (spread + b.abs())
+    carried: Tensor = (8 * U_ACCUMULATE + r.u_in + r.u_w) * (spread + b.abs())
+    return 2 * r.u * (operation.exact.abs() + b.abs()) + carried
 
 
 def variance(operation: Operation, r: Roundoff) -> Tensor | None:
@@ -101,8 +101,8 @@ def variance(operation: Operation, r: Roundoff) -> Tensor | None:
     n = max(1, x.numel() // max(1, operation.exact.numel()))
     inner = 8 * math.sqrt(n) * U_ACCUMULATE + 2 * r.u_in
     size = operation.exact
-    bound: Tensor = 4 * r.u * size
-    return bound + inner * rms * (size.sqrt() if operation.name == "var" else 1.0)
+    carried: Tensor = inner * rms * (size.sqrt() if operation.name == "var" else 1.0)
+    return 4 * r.u * size + carried
 
 
 def norm(operation: Operation, r: Roundoff) -> Tensor:
@@ -113,7 +113,7 @@ def norm(operation: Operation, r: Roundoff) -> Tensor:
 
 def product_of_all(operation: Operation, r: Roundoff) -> Tensor:
     """Relative errors add up, one for each factor."""
-    n = max(1, operation.args[0].numel() // max(1, operation.exact.numel()))
+    n: int = max(1, operation.args[0].numel() // max(1, operation.exact.numel()))
     return operation.exact.abs() * (2 * r.u + 2 * n * (U_ACCUMULATE + r.u_in))
 
 

@@ -6,10 +6,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from glassengine.compare.operation import RANDOM
 from glassengine.diagnose.judge import FLAGGED, Score, float_nodes
 from glassengine.diagnose.severity import Severity
 from glassengine.diagnose.sides import EngineSide, ModuleSide, ProgramSide
 from glassengine.errors import IncomparableError
+from glassengine.program.naming import is_tensor_node, op_name
 from glassengine.program.program import Program
 from glassengine.results import VERDICTS, Comparison, Divergence, Hint, Rung, Skipped, worst
 
@@ -52,7 +54,7 @@ def conclude(
     coverage = _coverage(main, program)
     first = _first(origins, order, [score.side.rung for score in scores])
     reason = _not_ok_because(verdict, first, fail_on, coverage, min_coverage, severity)
-    all_skipped = [*skipped, *_unobserved(main, program, skipped), *_reordered(scores, program)]
+    all_skipped = [*skipped, *_unobserved(main, program, skipped), *_reordered(scores, program), *_random(program)]
     return Comparison(
         baseline=baseline,
         candidate=candidate,
@@ -168,6 +170,12 @@ def _reordered(scores: Sequence[Score], program: Program) -> list[Skipped]:
         for site in program.sites
         if site.kind == "module" and ":in" not in site.name and site.name.startswith(score.side.reordered)
     ]
+
+
+def _random(program: Program) -> list[Skipped]:
+    nodes = [node for node in program.graph.nodes if op_name(node) in RANDOM and is_tensor_node(node)]
+    reason = "random: every run draws anew"
+    return [Skipped(program.sites.by_node[node.name][0].name, "both", reason) for node in nodes]
 
 
 def _unobserved(score: Score, program: Program, skipped: Sequence[Skipped]) -> list[Skipped]:

@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from glassengine.compare.hints import tensor_hints, weight_hints
 from glassengine.compare.measure import measure
+from glassengine.compare.operation import RANDOM
 from glassengine.compare.tolerance import tolerance
 from glassengine.compare.verdict import Judgement, Reference
 from glassengine.diagnose.cases import Case, StepInputs
@@ -21,7 +22,7 @@ from glassengine.diagnose.replay import Replay
 from glassengine.diagnose.sides import ModuleSide, Observed, Side, empty_caches
 from glassengine.diagnose.validity import valid_mask
 from glassengine.program.export import named_inputs
-from glassengine.program.naming import is_tensor_node
+from glassengine.program.naming import is_tensor_node, op_name
 from glassengine.program.outputs import weight_only_nodes
 from glassengine.program.program import Program
 from glassengine.results import VERDICTS, Divergence, Figures, Hint, Pair
@@ -63,6 +64,10 @@ class Score:
     def visit(self, node: Node, reference: Reference, case: Case, step: int) -> None:
         """Judge this side's values of `node`; the worst one counts for what comes after."""
         assert self._tracker is not None
+        if op_name(node) in RANDOM:
+            # Drawn anew by every side, and the reference knows nothing of what follows: there only replay counts.
+            self._tracker.visit(node, step, None, tied=True)
+            return
         found = [(observed, self._judge(node, observed, reference)) for observed in self.side.observed(node.name)]
         if not found:
             self._tracker.visit(node, step, None)
@@ -109,9 +114,8 @@ class Score:
             return _Judged(tensor, accumulated, None)
         inherited = _inherited(replayed.predicted, reference)
         if local.verdict not in FLAGGED:
-            if local.is_tie:
-                return _Judged(tensor, local, False, inherited)
-            return _Judged(tensor, accumulated, False, inherited)
+            is_carried = accumulated.verdict in FLAGGED and not local.is_tie
+            return _Judged(tensor, accumulated if is_carried else local, False, inherited)
         if local.verdict == "suspicious" and self._written_differently(node):
             # Two kinds of evidence: too large for rounding, and other arguments or weights than the baseline's.
             local = dataclasses.replace(
@@ -283,7 +287,7 @@ def float_nodes(program: Program, kinds: Sequence[str], *, without: tuple[str, .
     """What coverage is counted over: nodes of floating dtype with a site of one of `kinds`.
 
     Module inputs are left out (they are outputs of something else), so are names that start with one of `without`, and
-    nodes that depend on weights alone (they are taken from the weights, see `program.outputs`).
+    nodes that depend on weights alone (they are taken from the weights, see `program.outputs`) and random numbers.
     """
     constant = {node.name for node in weight_only_nodes(program)}
     counted = [s for s in program.sites if s.kind in kinds and ":in" not in s.name and not s.name.startswith(without)]
@@ -291,5 +295,8 @@ def float_nodes(program: Program, kinds: Sequence[str], *, without: tuple[str, .
     return {
         node.name
         for node in program.graph.nodes
-        if node.name in named and is_tensor_node(node) and node.meta["val"].is_floating_point()
+        if node.name in named
+        and is_tensor_node(node)
+        and node.meta["val"].is_floating_point()
+        and op_name(node) not in RANDOM
     }

@@ -7,6 +7,7 @@ runs looked wrong in the study behind this design. u_acc is float32's: lower acc
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -69,12 +70,12 @@ def _accumulation(
         named = {name: None if name == "bias" else option for name, option in kwargs.items()}
         squares: torch.Tensor = call(*pytree.tree_map(_squared, operands), **named)
         # A uniform variable on [-a, a] has standard deviation a / sqrt(3).
-        return squares.abs().sqrt() * (3.0 * num_terms(op, args, value) / 6.0) ** 0.5 * U_ACCUMULATE
+        return squares.abs().sqrt() * math.sqrt(3.0 * num_terms(op, args, value) / 6.0) * U_ACCUMULATE
     if op == ATTENTION:
         return _attention(args, kwargs, u)
     if op in SUMS or op in _ROOTS:
         absolute: torch.Tensor = call(*pytree.tree_map(_absolute, args), **kwargs).abs()
-        return absolute * min(num_terms(op, args, value), 1 << 16) ** 0.5 * U_ACCUMULATE
+        return absolute * math.sqrt(min(num_terms(op, args, value), 1 << 16)) * U_ACCUMULATE
     return None
 
 
@@ -86,13 +87,15 @@ def _absolute(value: Any) -> Any:
     return value.abs() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
-def _attention(args: tuple[Any, ...], kwargs: dict[str, Any], u: float) -> Any:
+def _attention(args: tuple[Any, ...], kwargs: dict[str, Any], u: float) -> torch.Tensor:
     """Scores are sums over D, probabilities are rounded (to the input dtype by fused kernels), contexts sum over T."""
     query, key, value = args[:3]
     size, length = query.shape[-1], key.shape[-2]
     scale = kwargs.get("scale") or size**-0.5
     spread = query.square().sum(-1, keepdim=True).amax().sqrt() * key.square().sum(-1).amax().sqrt()
     score_error = size**0.5 * U_ACCUMULATE * scale * float(spread)
-    weight = torch.ops.aten.scaled_dot_product_attention.default(*args[:2], value.abs(), *args[3:], **kwargs)
+    weight: torch.Tensor = torch.ops.aten.scaled_dot_product_attention.default(
+        *args[:2], value.abs(), *args[3:], **kwargs
+    )
     share = score_error + 2 * U_ACCUMULATE + length**0.5 * U_ACCUMULATE + u / max(1.0, length**0.5)
     return share * weight

@@ -79,6 +79,8 @@ def _divergence(result: Comparison, found: Divergence) -> Iterator[Text]:
     if found.candidate_site != found.site:
         yield Text(f"  there    {found.candidate_site}")
     yield Text(f"  error    {_size(result, found)}")
+    if found.introduced is not None and found.inherited is not None:
+        yield Text(f"  rms      introduced {found.introduced:.3g}, inherited {found.inherited:.3g}")
     for hint in found.hints[:_MAX_HINTS]:
         yield Text(f"  hint     {hint.text}")
     inherited = sum(pair.inherited for pair in result.pairs if pair.rung == found.rung)
@@ -97,6 +99,8 @@ def _size(result: Comparison, found: Divergence) -> str:
     if pair.rho is None:
         return pair.reason or "cannot be measured"
     text = f"{pair.rho:.3g} times what rounding alone explains"
+    if pair.beta is not None:
+        text += f", {pair.beta:.3g} times the bound of this op"
     figures = pair.figures
     if figures is not None and figures.worst_index is not None:
         text += (
