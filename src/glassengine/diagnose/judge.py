@@ -25,7 +25,7 @@ from glassengine.program.export import named_inputs
 from glassengine.program.naming import is_tensor_node, op_name
 from glassengine.program.outputs import weight_only_nodes
 from glassengine.program.program import Program
-from glassengine.results import VERDICTS, Divergence, Figures, Hint, Pair
+from glassengine.results import VERDICTS, Divergence, Figures, Hint, Pair, worst
 
 FLAGGED = ("suspicious", "wrong")
 
@@ -138,7 +138,8 @@ class Score:
         assert self._tracker is not None
         for name, origin in self._tracker.origins.items():
             if name in self.divergences:
-                self.divergences[name] = _with_verdict(self.divergences[name], origin.verdict)
+                found = self.divergences[name]
+                self.divergences[name] = dataclasses.replace(found, verdict=worst([found.verdict, origin.verdict]))
 
     def begin_step(self) -> None:
         """Start a step."""
@@ -272,10 +273,6 @@ def _completed(tensor: torch.Tensor, reference: Reference, program: Program, nod
     size = tensor.shape[axis]
     rest = native.narrow(axis, size, native.shape[axis] - size).to(tensor.dtype)
     return torch.cat([tensor, rest], dim=axis)
-
-
-def _with_verdict(divergence: Divergence, verdict: Any) -> Divergence:
-    return dataclasses.replace(divergence, verdict=verdict)
 
 
 def _weights(program: Program) -> dict[str, torch.Tensor]:

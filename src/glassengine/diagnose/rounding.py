@@ -94,8 +94,7 @@ def _attention(args: tuple[Any, ...], kwargs: dict[str, Any], u: float) -> torch
     scale = kwargs.get("scale") or size**-0.5
     spread = query.square().sum(-1, keepdim=True).amax().sqrt() * key.square().sum(-1).amax().sqrt()
     score_error = size**0.5 * U_ACCUMULATE * scale * float(spread)
-    weight: torch.Tensor = torch.ops.aten.scaled_dot_product_attention.default(
-        *args[:2], value.abs(), *args[3:], **kwargs
-    )
+    weight = torch.ops.aten.scaled_dot_product_attention.default(*args[:2], value.abs(), *args[3:], **kwargs)
     share = score_error + 2 * U_ACCUMULATE + length**0.5 * U_ACCUMULATE + u / max(1.0, length**0.5)
-    return share * weight
+    noise: torch.Tensor = weight * share
+    return noise
