@@ -91,8 +91,9 @@ def _carried(operation: Operation, u_in: float) -> Tensor:
         size = leaf.detach().abs()
         carried = carried + inside * size
         if slope is not None and u_in:
-            # At a pole every error is possible.
-            carried = carried + torch.nan_to_num(slope.abs() * size * u_in, nan=math.inf, posinf=math.inf)
+            # Near its extremes a wave is flat to first order only. At a pole every error is possible.
+            steepest = torch.ones_like(slope) if operation.name in ("sin", "cos") else slope.abs()
+            carried = carried + torch.nan_to_num(steepest * size * u_in, nan=math.inf, posinf=math.inf)
     return carried
 
 

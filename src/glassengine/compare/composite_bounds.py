@@ -21,11 +21,12 @@ def softmax(operation: Operation, roundoff: Roundoff) -> Tensor:
 
 
 def log_softmax(operation: Operation, roundoff: Roundoff) -> Tensor:
-    """2u |P| + 8U (1 + max|x|) + 2 u_in max|x|; logsumexp likewise."""
+    """2u |P| + (4u + 8U) (1 + max|x|) + 2 u_in max|x|: kernels round max + log(sum) to u. logsumexp likewise."""
     x, dim = operation.args[0], operation.args[1]
     keep = operation.exact.dim() == x.dim()
     largest = torch.where(x.isfinite(), x.abs(), 0.0).amax(dim, keepdim=keep)
-    return 2 * roundoff.u * operation.exact.abs() + 8 * U_ACCUMULATE * (1 + largest) + 2 * roundoff.u_in * largest
+    inner = (4 * roundoff.u + 8 * U_ACCUMULATE) * (1 + largest) + 2 * roundoff.u_in * largest
+    return 2 * roundoff.u * operation.exact.abs() + inner
 
 
 def _normalised(x: Tensor, dims: list[int], sigma: Tensor, w: Tensor, b: Tensor, exact: Tensor, r: Roundoff) -> Tensor:
@@ -112,9 +113,9 @@ def norm(operation: Operation, r: Roundoff) -> Tensor:
 
 
 def product_of_all(operation: Operation, r: Roundoff) -> Tensor:
-    """Relative errors add up, one for each factor."""
+    """Relative errors add up, one for each factor; half-precision kernels round after each."""
     n: int = max(1, operation.args[0].numel() // max(1, operation.exact.numel()))
-    return operation.exact.abs() * (2 * r.u + 2 * n * (U_ACCUMULATE + r.u_in))
+    return operation.exact.abs() * (2 * r.u + n * (r.u + 2 * r.u_in))
 
 
 def attention(operation: Operation, r: Roundoff) -> Tensor:
