@@ -77,6 +77,7 @@ class Replay:
         self._values = {self._inputs[name]: tensor for name, tensor in inputs.items() if name in self._inputs}
         self._values |= values
 
+    @torch.no_grad()
     def judge(self, node: Node, candidate: torch.Tensor, valid: torch.Tensor | None) -> Replayed | None:
         """Judge the error that `node` introduced; None where an input of it has no counterpart in the candidate."""
         op, call = _called(node)

@@ -1,0 +1,168 @@
+"""Reverse replay on small modules: what an op introduced, with its inputs' errors gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from glassengine.capture.interpreter import run_program
+from glassengine.compare.verdict import Judgement
+from glassengine.diagnose.replay import Replay
+from glassengine.program.export import export_module
+from glassengine.program.naming import is_tensor_node, op_name
+from glassengine.program.program import Program
+
+
+class Mixed(nn.Module):
+    """A normalisation with two more results, a product, a split, a top-k, a comparison, an op without bound."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 24)
+        self.norm = nn.BatchNorm1d(24)
+        self.register_buffer("table", torch.linspace(0, 1, 24))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.norm(self.linear(x))
+        left, right = y.split(12, -1)
+        values, picks = (left * right).topk(3)
+        return values, picks, (left > right), torch.digamma(y.abs() + self.table.square()), torch.rand_like(y)
+
+
+class Observed:
+    """A program of `Mixed` with the values of one run, as a candidate would have them."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        torch.manual_seed(0)
+        self.x = torch.randn(6, 16).to(dtype)
+        self.program: Program = export_module(Mixed().to(dtype).eval(), {"x": self.x})
+        self.values: dict[str, torch.Tensor] = {}
+
+        def keep(node: torch.fx.Node, value: Any) -> None:
+            if is_tensor_node(node):
+                self.values[node.name] = value
+
+        run_program(self.program, {"x": self.x}, keep)
+
+    def node(self, op: str, index: int = 0) -> torch.fx.Node:
+        return [n for n in self.program.graph.nodes if op_name(n) == op and is_tensor_node(n)][index]
+
+    def judge(
+        self,
+        node: torch.fx.Node,
+        change: Callable[[torch.Tensor], torch.Tensor] = lambda value: value,
+        *,
+        compiled: bool = True,
+        **others: torch.Tensor,
+    ) -> Judgement | None:
+        replay = Replay(self.program, compiled=compiled)
+        replay.begin_step({"x": self.x}, {**self.values, **others})
+        found = replay.judge(node, change(self.values[node.name]), None)
+        return found.judgement if found is not None else None
+
+
+@pytest.fixture(scope="module")
+def single() -> Observed:
+    return Observed()
+
+
+@pytest.fixture(scope="module")
+def half() -> Observed:
+    return Observed(torch.bfloat16)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_every_op_of_an_equal_run_is_identical(single: Observed, half: Observed, compiled: bool) -> None:
+    for run in (single, half):
+        nodes = [n for n in run.program.graph.nodes if n.name in run.values and op_name(n) != "rand_like"]
+        found = {node.name: run.judge(node, compiled=compiled) for node in nodes}
+        assert {name for name, one in found.items() if one is None or one.verdict != "identical"} == set()
+
+
+@pytest.mark.parametrize("op", ["linear", "getitem", "mul", "abs"])
+def test_what_an_op_introduced_is_wrong_and_measured_by_floor_and_bound(half: Observed, op: str) -> None:
+    found = half.judge(half.node(op), lambda value: value * 1.1)
+    assert found is not None and found.verdict == "wrong"
+    assert found.rho is not None and found.rho > 10 and found.beta is not None and found.beta > 1
+
+
+def test_what_the_inputs_carried_in_is_gone(single: Observed) -> None:
+    product, split = single.node("mul"), single.node("getitem", 1)
+    assert split.name in {source.name for source in product.all_input_nodes} or op_name(split) == "getitem"
+    sources = {n.name: single.values[n.name] * 1.5 for n in product.all_input_nodes}
+    inherited = torch.ops.aten.mul.Tensor(*[sources[n.name] for n in product.args])  # type: ignore[union-attr]
+    found = single.judge(product, lambda _: inherited, **sources)
+    assert found is not None and found.verdict == "identical"
+
+
+def test_one_more_rounding_is_legal_for_another_kernel(half: Observed) -> None:
+    """A fused kernel uses unrounded registers: a result may be off by a unit in the last place."""
+    node = half.node("mul")
+    found = half.judge(node, lambda value: (value.float() * (1 + 2.0**-8)).bfloat16())
+    assert found is not None and found.verdict in ("identical", "rounding")
+
+
+def test_an_op_without_bound_is_at_most_suspicious(single: Observed) -> None:
+    found = single.judge(single.node("digamma"), lambda value: value * 1.5)
+    assert found is not None and found.verdict == "suspicious" and found.beta is None
+    assert found.reason is not None and "no rounding bound" in found.reason
+
+
+def test_random_numbers_and_missing_inputs_are_not_judged(single: Observed) -> None:
+    assert single.judge(single.node("rand_like")) is None
+    replay = Replay(single.program, compiled=True)
+    replay.begin_step({}, {})
+    assert replay.judge(single.node("mul"), single.values[single.node("mul").name], None) is None
+
+
+def test_a_choice_between_equal_values_is_a_tie_and_any_other_is_wrong(half: Observed) -> None:
+    values, picks = (
+        n for n in half.program.graph.nodes if op_name(n) == "getitem" and n.args[0].name.startswith("topk")
+    )
+    scores = half.values[half.node("mul").name].clone()
+    scores[0, 0], scores[0, 1] = 50.0, 50.25
+    chosen = scores.topk(3)
+    swapped = chosen.indices.clone()
+    swapped[0, 0], swapped[0, 1] = chosen.indices[0, 1], chosen.indices[0, 0]
+    observed = {half.node("mul").name: scores, values.name: chosen.values}
+    tie = half.judge(picks, lambda _: swapped, **observed)
+    assert tie is not None and tie.verdict == "rounding" and tie.is_tie
+    shifted = half.judge(picks, lambda _: (chosen.indices + 1) % 12, **observed)
+    assert shifted is not None and shifted.verdict == "wrong"
+    outside = half.judge(picks, lambda _: chosen.indices + 100, **observed)
+    assert outside is not None and outside.verdict == "wrong"
+
+
+def test_a_comparison_of_close_values_is_a_tie(half: Observed) -> None:
+    node = half.node("gt")
+    left, right = (half.values[source.name].clone() for source in node.all_input_nodes)
+    left[0, 0], right[0, 0] = 1.0, 1.0
+    sources = {source.name: value for source, value in zip(node.all_input_nodes, (left, right), strict=True)}
+    honest = left > right
+    flipped = honest.clone()
+    flipped[0, 0] = True
+    tie = half.judge(node, lambda _: flipped, **sources)
+    assert tie is not None and tie.verdict == "rounding" and tie.is_tie
+    wrong = half.judge(node, lambda _: ~honest, **sources)
+    assert wrong is not None and wrong.verdict == "wrong"
+
+
+def test_an_engine_in_a_coarser_dtype_than_the_baseline(single: Observed) -> None:
+    """Weights and results in bfloat16 of a float32 program: rounding; 10 % more: wrong."""
+    replay = Replay(single.program, compiled=True, dtype=torch.bfloat16)
+    values = {k: v.bfloat16() if v.is_floating_point() else v for k, v in single.values.items()}
+    replay.begin_step({"x": single.x.bfloat16()}, values)
+    node = single.node("linear")
+    own = torch.nn.functional.linear(single.x.bfloat16(), *(w.bfloat16() for w in _linear(single.program)))
+    clean, wrong = replay.judge(node, own, None), replay.judge(node, (own * 1.1).bfloat16(), None)
+    assert clean is not None and clean.judgement.verdict in ("identical", "rounding")
+    assert wrong is not None and wrong.judgement.verdict == "wrong"
+
+
+def _linear(program: Program) -> list[torch.Tensor]:
+    weights = {program.weight_names()[name]: tensor for name, tensor in program.weights().items()}
+    return [weights["linear.weight"], weights["linear.bias"]]
