@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from glassengine.diagnose import ladder
+from glassengine.diagnose import climb
 from glassengine.program import LoadedModel, Program, export_program
 from glassengine.testing import models
 
@@ -45,5 +45,5 @@ def llama(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
             _EXPORTED[key] = export_program(model)
         return _EXPORTED[key]
 
-    monkeypatch.setattr(ladder, "export_program", export_once)
+    monkeypatch.setattr(climb, "export_program", export_once)
     return clean

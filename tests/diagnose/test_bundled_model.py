@@ -42,7 +42,8 @@ def test_twenty_prompts_agree(dtype: str, root: Path, tmp_path: Path) -> None:
     assert result.coverage == 1.0
     by_floor = [pair.rho or 0.0 for pair in result.pairs if pair.judged_by == "noise floor"]
     assert 0.1 < max(by_floor) < 4.0, "neither a vacuous floor nor a suspicious tensor"
-    # Of an op alone, floor and bound have to be exceeded both.
+    # Of an op alone, the bound is asked for where the floor is exceeded.
     replayed = [pair for pair in result.pairs if pair.judged_by == "reverse replay"]
     assert len(replayed) > len(by_floor)
-    assert 0.05 < max(min((p.rho or 0.0) / 2, 1.0 if p.beta is None else p.beta) for p in replayed) < 0.9
+    assert max((pair.rho or 0.0) for pair in replayed) > 0.5
+    assert all((pair.rho or 0.0) <= 2.0 or (pair.beta is not None and pair.beta < 0.8) for pair in replayed)

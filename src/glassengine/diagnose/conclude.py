@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from glassengine.compare.operation import RANDOM
-from glassengine.diagnose.judge import FLAGGED, Score, float_nodes
+from glassengine.diagnose.score import FLAGGED, Score, float_nodes
 from glassengine.diagnose.severity import Severity
 from glassengine.diagnose.sides import EngineSide, ModuleSide, ProgramSide
 from glassengine.errors import IncomparableError

@@ -2,181 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from glassengine.compare.hints import tensor_hints, weight_hints
-from glassengine.compare.measure import measure
-from glassengine.compare.operation import RANDOM
-from glassengine.compare.tolerance import tolerance
-from glassengine.compare.verdict import Judgement, Reference
+from glassengine.compare.verdict import Reference
 from glassengine.diagnose.cases import Case, StepInputs
-from glassengine.diagnose.origins import OriginTracker
 from glassengine.diagnose.reference import ReferenceRun
-from glassengine.diagnose.replay import Replay
-from glassengine.diagnose.sides import ModuleSide, Observed, Side, empty_caches
+from glassengine.diagnose.score import Score
+from glassengine.diagnose.sides import ModuleSide, empty_caches
 from glassengine.diagnose.validity import valid_mask
 from glassengine.program.export import named_inputs
-from glassengine.program.naming import is_tensor_node, op_name
-from glassengine.program.outputs import weight_only_nodes
 from glassengine.program.program import Program
-from glassengine.results import VERDICTS, Divergence, Figures, Hint, Pair, worst
-
-FLAGGED = ("suspicious", "wrong")
-
-_COMPENSATED = 3.0
-
-
-@dataclass(frozen=True)
-class _Judged:
-    """A tensor, its judgement, and whether its op introduced the error (None: only the graph can tell).
-
-    `inherited` is the RMS of what the op's inputs carried in, where the op was replayed.
-    """
-
-    tensor: torch.Tensor
-    judgement: Judgement
-    introduced: bool | None
-    inherited: float | None = None
-
-
-@dataclass
-class Score:
-    """What one side did over all cases."""
-
-    side: Side
-    program: Program
-    pairs: list[Pair] = field(default_factory=list)
-    divergences: dict[str, Divergence] = field(default_factory=dict)
-    judged_nodes: set[str] = field(default_factory=set)
-    _tracker: OriginTracker | None = None
-
-    def begin(self, case: Case) -> None:
-        """Start a case: neither caches nor blame outlive one."""
-        self.side.begin(case)
-        self._tracker = OriginTracker(self.program)
-
-    def visit(self, node: Node, reference: Reference, case: Case, step: int) -> None:
-        """Judge this side's values of `node`; the worst one counts for what comes after."""
-        assert self._tracker is not None
-        if op_name(node) in RANDOM:
-            # Drawn anew by every side, and the reference knows nothing of what follows: there only replay counts.
-            self._tracker.visit(node, step, None, tied=True)
-            return
-        found = [(observed, self._judge(node, observed, reference)) for observed in self.side.observed(node.name)]
-        if not found:
-            self._tracker.visit(node, step, None)
-            return
-        observed, judged = max(found, key=lambda item: VERDICTS.index(item[1].judgement.verdict))
-        judgement = judged.judgement
-        visited = self._tracker.visit(
-            node, step, judgement.verdict, introduced=judged.introduced, tied=judgement.is_tie
-        )
-        assert visited.verdict is not None
-        self.judged_nodes.add(node.name)
-        flagged = visited.verdict in FLAGGED
-        self.pairs.append(
-            Pair(
-                step=step,
-                site=self._site(node, observed),
-                candidate_site=observed.site,
-                method=observed.method,
-                confidence=1.0 if observed.method == "name+fingerprint" else 0.9,
-                verdict=visited.verdict,
-                judged_by="noise floor" if judged.introduced is None else "reverse replay",
-                figures=_figures(reference.native, judged.tensor) if flagged else None,
-                rho=judgement.rho,
-                beta=judgement.beta,
-                rung=self.side.rung,
-                case=case.name,
-                inherited=visited.inherited,
-                reason=visited.reason or judgement.reason,
-            )
-        )
-        if node.name in self._tracker.origins and flagged and not visited.inherited:
-            self.divergences.setdefault(node.name, self._divergence(node, observed, judged, reference, step))
-
-    def _judge(self, node: Node, observed: Observed, reference: Reference) -> _Judged:
-        """Judge one observed value: by replay where the op's inputs were observed, else by the accumulated floor."""
-        tensor = _completed(observed.tensor, reference, self.program, node)
-        accumulated = reference.judge(tensor)
-        replay: Replay | None = getattr(self.side, "replay", None)
-        replayed = None if replay is None else replay.judge(node, observed.tensor, reference.valid)
-        if replayed is None:
-            return _Judged(tensor, accumulated, None)
-        local = replayed.judgement
-        if local.verdict in FLAGGED and _is_compensated(local, accumulated):
-            return _Judged(tensor, accumulated, None)
-        inherited = _inherited(replayed.predicted, reference)
-        if local.verdict not in FLAGGED:
-            is_carried = accumulated.verdict in FLAGGED and not local.is_tie
-            return _Judged(tensor, accumulated if is_carried else local, False, inherited)
-        if local.verdict == "suspicious" and self._written_differently(node):
-            # Two kinds of evidence: too large for rounding, and other arguments or weights than the baseline's.
-            local = dataclasses.replace(
-                local, verdict="wrong", reason="written differently, and too large for rounding"
-            )
-        worse = VERDICTS.index(local.verdict) >= VERDICTS.index(accumulated.verdict)
-        return _Judged(tensor, local if worse else accumulated, True, inherited)
-
-    def _site(self, node: Node, observed: Observed) -> str:
-        """The op's site; a module's own where only modules were observed and this one is not what the op made."""
-        sites = self.program.sites.by_node[node.name]
-        own = [site.name for site in sites if site.name == observed.site and site.kind in ("module", "tap")]
-        return own[0] if own and self._several(node) else sites[0].name
-
-    def _several(self, node: Node) -> bool:
-        return len(self.side.observed(node.name)) > 1
-
-    def end_case(self) -> None:
-        """Give every divergence the worst verdict of what it caused."""
-        assert self._tracker is not None
-        for name, origin in self._tracker.origins.items():
-            if name in self.divergences:
-                found = self.divergences[name]
-                self.divergences[name] = dataclasses.replace(found, verdict=worst([found.verdict, origin.verdict]))
-
-    def begin_step(self) -> None:
-        """Start a step."""
-        assert self._tracker is not None
-        self._tracker.begin_step()
-
-    def _divergence(
-        self, node: Node, observed: Observed, judged: _Judged, reference: Reference, step: int
-    ) -> Divergence:
-        judgement = judged.judgement
-        site = self.program.sites.by_node[node.name][0]
-        hints = [*self._written_differently(node), *tensor_hints(reference.exact, observed.tensor, reference.valid)]
-        return Divergence(
-            rung=self.side.rung,
-            step=step,
-            site=self._site(node, observed),
-            node=node.name,
-            candidate_site=observed.site,
-            source=site.source,
-            verdict=judgement.verdict,
-            rho=judgement.rho,
-            beta=judgement.beta,
-            introduced=judgement.rms_error,
-            inherited=judged.inherited,
-            hints=tuple(sorted(hints, key=lambda hint: -hint.score)),
-        )
-
-    def _written_differently(self, node: Node) -> list[Hint]:
-        """Hints from the two programs: other arguments, other weights."""
-        other: Program | None = getattr(self.side, "program", None)
-        pair = getattr(self.side, "pairs", {}).get(node.name)
-        if pair is None or other is None:
-            return []
-        hints = [Hint("argument", f"{pair.candidate.op}: {pair.difference}", 1.0)] if pair.difference else []
-        names = self.program.weight_names()
-        used = [names[source.name] for source in node.all_input_nodes if source.name in names]
-        return hints + weight_hints(used, _weights(self.program), _weights(other))
 
 
 def run_cases(
@@ -230,70 +69,8 @@ def run_cases(
             score.end_case()
 
 
-def _figures(baseline: torch.Tensor, candidate: torch.Tensor) -> Figures | None:
-    if baseline.shape != candidate.shape:
-        return None
-    names = [str(tensor.dtype).removeprefix("torch.") for tensor in (baseline, candidate)]
-    allowed = tolerance(*names)
-    return measure(baseline, candidate, rtol=allowed.rtol, atol=allowed.atol)
-
-
 def _next(case: Case, step: int, inputs: Any, model: ModuleSide) -> Any:
     if not isinstance(inputs, StepInputs):
         return case.steps[step]
     assert model.logits is not None
     return inputs.following(model.logits[:, -1].argmax(-1))
-
-
-def _is_compensated(local: Judgement, accumulated: Judgement) -> bool:
-    """Whether the op was only fed and written another way (a scale moved into its input, say).
-
-    An error that the op really introduced is in its result; here the result is closer to the baseline than that.
-    """
-    if local.rms_error is None or accumulated.rms_error is None:
-        return False
-    return local.rms_error > _COMPENSATED * accumulated.rms_error
-
-
-def _inherited(predicted: torch.Tensor, reference: Reference) -> float | None:
-    if predicted.shape != reference.exact.shape or not predicted.is_floating_point():
-        return None
-    difference = torch.nan_to_num(predicted - reference.exact, nan=0.0, posinf=0.0, neginf=0.0)
-    return float(difference.square().mean().sqrt()) if difference.numel() else 0.0
-
-
-def _completed(tensor: torch.Tensor, reference: Reference, program: Program, node: Node) -> torch.Tensor:
-    """A growing cache is shorter than the static one: only the part that both have is compared."""
-    axis = program.sites.by_node[node.name][0].axes.get("cache")
-    native = reference.native
-    if axis is None or tensor.dim() != native.dim() or tensor.shape[axis] >= native.shape[axis]:
-        return tensor
-    if any(tensor.shape[i] != native.shape[i] for i in range(native.dim()) if i != axis):
-        return tensor
-    size = tensor.shape[axis]
-    rest = native.narrow(axis, size, native.shape[axis] - size).to(tensor.dtype)
-    return torch.cat([tensor, rest], dim=axis)
-
-
-def _weights(program: Program) -> dict[str, torch.Tensor]:
-    names = program.weight_names()
-    return {names[node]: tensor for node, tensor in program.weights().items()}
-
-
-def float_nodes(program: Program, kinds: Sequence[str], *, without: tuple[str, ...] = ()) -> set[str]:
-    """What coverage is counted over: nodes of floating dtype with a site of one of `kinds`.
-
-    Module inputs are left out (they are outputs of something else), so are names that start with one of `without`, and
-    nodes that depend on weights alone (they are taken from the weights, see `program.outputs`) and random numbers.
-    """
-    constant = {node.name for node in weight_only_nodes(program)}
-    counted = [s for s in program.sites if s.kind in kinds and ":in" not in s.name and not s.name.startswith(without)]
-    named = {site.node for site in counted} - constant
-    return {
-        node.name
-        for node in program.graph.nodes
-        if node.name in named
-        and is_tensor_node(node)
-        and node.meta["val"].is_floating_point()
-        and op_name(node) not in RANDOM
-    }

@@ -27,6 +27,7 @@ from glassengine.compare.verdict import Judgement, Reference, unit_roundoff
 from glassengine.diagnose.float64 import retarget, target_of
 from glassengine.diagnose.reference import NUM_NOISE_RUNS
 from glassengine.diagnose.rounding import noisy, rounds
+from glassengine.diagnose.ties import tied_choices
 from glassengine.program.naming import is_tensor_node, op_name
 from glassengine.program.outputs import is_view, weight_only_nodes
 from glassengine.program.program import Program
@@ -195,7 +196,7 @@ class Replay:
         found = Reference(exact, native, [], dtype=torch.float64, valid=valid).judge(candidate)
         if found.verdict != "wrong" or not self._compiled:
             return found
-        tied = _ties(op, args, exact, candidate, self._roundoff_of_inputs(op))
+        tied = tied_choices(op, args, exact, candidate, self._roundoff_of_inputs(op))
         if tied is None:
             return found
         differs = (candidate != exact.to(candidate.dtype)) & ~tied
@@ -246,28 +247,3 @@ def _other_kernel(op: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
         return []
     _, _, value, _, probabilities, _ = attention_parts(args, kwargs)
     return [(probabilities.to(value.dtype) @ value).double()]
-
-
-def _ties(
-    op: Node, args: tuple[Any, ...], exact: torch.Tensor, candidate: torch.Tensor, u_in: float
-) -> torch.Tensor | None:
-    """Return where another choice is legal, for ops that choose by comparing floating values; None for other ops."""
-    name = op_name(op)
-    if name in ("topk", "argmax", "argmin", "max", "min", "sort", "argsort") and isinstance(args[0], torch.Tensor):
-        values = args[0]
-        dim = args[2] if name == "topk" and len(args) > 2 else args[1] if name != "topk" and len(args) > 1 else -1
-        if not isinstance(dim, int) or not values.is_floating_point() or values.dim() == 0:
-            return None
-        keep = exact.dim() == values.dim()
-        ours, theirs = (v.long() if keep else v.long().unsqueeze(dim) for v in (exact, candidate))
-        if bool(((theirs < 0) | (theirs >= values.shape[dim])).any()):
-            return None
-        a, b = values.gather(dim, ours), values.gather(dim, theirs)
-        tied = (a - b).abs() <= 2 * u_in * (a.abs() + b.abs())
-        return tied if keep else tied.squeeze(dim)
-    if name in ("eq", "ne", "lt", "le", "gt", "ge"):
-        a, b = (v if isinstance(v, torch.Tensor) else torch.tensor(v) for v in args[:2])
-        if a.is_floating_point() or b.is_floating_point():
-            tied = (a - b).abs() <= 2 * u_in * (a.abs() + b.abs())
-            return tied.expand(exact.shape)
-    return None

@@ -1,0 +1,195 @@
+"""The rungs of a check: which sides run, what of them can be observed, how their tensors pair with the baseline's."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glassengine.compare.pairing import pair_sites
+from glassengine.diagnose.cases import Case, causal_cases, module_cases
+from glassengine.diagnose.replay import Replay
+from glassengine.diagnose.score import Score
+from glassengine.diagnose.severity import Severity
+from glassengine.diagnose.sides import EngineSide, ModuleSide, ProgramSide
+from glassengine.engine.build import build_program
+from glassengine.engine.engine import Engine
+from glassengine.errors import GlassError, IncomparableError, UsageError
+from glassengine.program import LoadedModel, Program, export_program, load_inputs
+from glassengine.program.outputs import OutputPlan, plan_outputs
+from glassengine.program.passes import apply_pass
+from glassengine.results import Skipped
+
+logger = logging.getLogger("glassengine")
+
+BYTE_BUDGET = 1 << 30
+"""Most bytes of debug outputs in one step of a check."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass
+class Climb:
+    """Everything one check has at hand; filled rung by rung."""
+
+    baseline: LoadedModel
+    program: Program
+    cases: list[Case]
+    model: ModuleSide
+    scores: list[Score]
+    skipped: list[Skipped] = field(default_factory=list)
+    severity: dict[str, Severity] = field(default_factory=dict)
+    stack: ExitStack = field(default_factory=ExitStack)
+
+    def add(self, side: Any) -> None:
+        """Add a side to judge."""
+        self.scores.append(Score(side, self.program))
+
+
+def start(model: LoadedModel, inputs: str | None, steps: int, stack: ExitStack, progress: Progress) -> Climb:
+    """Return a climb with the exported program and its first side: the untouched model."""
+    if model.kind == "causal_lm":
+        cases = causal_cases(model, inputs, steps)
+        given = None
+    else:
+        given = load_inputs(inputs) if inputs else None
+        cases = module_cases(given or [])
+    progress("exporting the program")
+    program = export_program(model, inputs=given)
+    side = ModuleSide(model.module, program)
+    climb = Climb(model, program, cases, side, [], stack=stack)
+    climb.add(side)
+    return climb
+
+
+def add_built(climb: Climb, backend: str | None, passes: Sequence[str], progress: Progress) -> None:
+    """The baseline's own passes, engine and release engine."""
+    built = climb.program
+    for spec in passes:
+        progress(f"applying {spec}")
+        built = apply_pass(built, spec)
+        pairs, _, _ = pair_sites(climb.program, built)
+        by_node = {pair.baseline.node: pair for pair in pairs}
+        climb.add(ProgramSide(built, by_node, rung=f"pass {spec}", replay=Replay(climb.program)))
+    folder = Path(climb.stack.enter_context(tempfile.TemporaryDirectory(prefix="glassengine-check-")))
+    plan = _plan(climb, built)
+    progress(f"building the engine with {len(plan.added)} debug outputs")
+    sizes = _sizes(climb.cases)
+    observed = [*plan.added, *plan.derived]
+    engine = build_program(built, folder / "engine", backend=backend, outputs=observed, **sizes)
+    _add_observable(climb, engine, observed)
+    progress("building the release engine")
+    release = build_program(built, folder / "release", backend=backend, **sizes)
+    if release.manifest.added_outputs:
+        raise GlassError("the release engine has debug outputs", got=str(release.manifest.added_outputs))
+    climb.add(EngineSide(release, _result_nodes(climb.program, release), "release", "judged at results and caches"))
+
+
+def add_engine(climb: Climb, release: Engine, progress: Progress) -> None:
+    """An engine as candidate: judged as the release, with an observable twin built from its own stored program."""
+    program = release.program
+    if program.kind != climb.program.kind:
+        raise IncomparableError(
+            "the engine was built from another kind of model", got=program.kind, expected=climb.program.kind
+        )
+    folder = Path(climb.stack.enter_context(tempfile.TemporaryDirectory(prefix="glassengine-check-")))
+    plan = _plan(climb, program)
+    observed = [*plan.added, *plan.derived]
+    progress(f"building an observable twin with {len(plan.added)} debug outputs")
+    twin = build_program(
+        program, folder / "twin", backend=release.manifest.backend, outputs=observed, **_sizes(climb.cases)
+    )
+    _add_observable(climb, twin, observed)
+    climb.add(EngineSide(release, _result_nodes(climb.program, release), "release", "judged at results and caches"))
+
+
+def _add_observable(climb: Climb, engine: Engine, observed: Sequence[str]) -> None:
+    replay = Replay(climb.program, compiled=True, dtype=getattr(torch, engine.manifest.dtype))
+    climb.add(EngineSide(engine, _engine_nodes(climb.program, engine, observed), rung="engine", replay=replay))
+
+
+def add_model(climb: Climb, candidate: LoadedModel, inputs: str | None, progress: Progress) -> torch.dtype:
+    """Another model or port: op by op through its own export, and untouched at module outputs."""
+    if candidate.kind != climb.baseline.kind:
+        raise IncomparableError(
+            "the two sides are different kinds of model", got=candidate.kind, expected=climb.baseline.kind
+        )
+    progress("exporting the candidate")
+    try:
+        program = export_program(
+            candidate, inputs=load_inputs(inputs) if inputs and candidate.kind == "module" else None
+        )
+    except UsageError as error:
+        climb.skipped.append(
+            Skipped("*", "candidate", f"no op-level rung: {error.what} ({error.got})", rung="candidate")
+        )
+    else:
+        pairs, ours, theirs = pair_sites(climb.program, program)
+        by_node = {pair.baseline.node: pair for pair in pairs}
+        same = candidate.dtype == climb.baseline.dtype
+        replay = Replay(climb.program, compiled=not same, dtype=None if same else getattr(torch, candidate.dtype))
+        climb.add(ProgramSide(program, by_node, rung="candidate", replay=replay))
+        reason = "no counterpart in the same module call of the other side"
+        climb.skipped += [Skipped(site.name, "baseline", reason, rung="candidate") for site in ours]
+        climb.skipped += [Skipped(site.name, "candidate", reason, rung="candidate") for site in theirs]
+    climb.add(ModuleSide(candidate.module, climb.program, rung="candidate, untouched"))
+    coarsest: torch.dtype = getattr(torch, candidate.dtype)
+    return coarsest
+
+
+def _plan(climb: Climb, program: Program) -> OutputPlan:
+    nodes = [site.node for site in program.sites if site.kind == "op"]
+    sizes = {"sequence": 1, "cache": 1, "batch": 1}
+    if climb.program.kind == "causal_lm":
+        longest = max(climb.cases, key=lambda case: case.batch * case.cache_length)
+        assert longest.input_ids is not None
+        sizes = {"batch": longest.batch, "sequence": longest.input_ids.shape[1], "cache": longest.cache_length}
+    plan = plan_outputs(program, nodes, sizes=sizes, byte_budget=BYTE_BUDGET)
+    for node, reason in plan.left_out.items():
+        climb.skipped.append(Skipped(program.sites.by_node[node][0].name, "candidate", reason, rung="engine"))
+    constant = [node for node, reason in plan.derived.items() if reason == "depends on weights alone"]
+    for node in constant:
+        name = program.sites.by_node[node][0].name
+        climb.skipped.append(Skipped(name, "both", "depends on weights alone: folded by compilers", rung="engine"))
+    kept = {node: reason for node, reason in plan.derived.items() if node not in constant}
+    return OutputPlan(plan.added, kept, plan.left_out, plan.num_bytes)
+
+
+def _engine_nodes(baseline: Program, engine: Engine, observed: Sequence[str]) -> dict[str, tuple[str, str, str]]:
+    """Baseline node -> (output name, engine site, method), for the engine's outputs that the baseline's program has."""
+    nodes = _result_nodes(baseline, engine)
+    table = {entry.node: entry for entry in engine.manifest.added_outputs}
+    for node in observed:
+        if node not in table:
+            continue
+        for site in engine.sites.by_node[node]:
+            ours = baseline.sites.get(site.name)
+            if ours is not None and site.kind == "op":
+                method = "name+fingerprint" if ours.fingerprint == site.fingerprint else "name"
+                nodes[ours.node] = (table[node].name, site.name, method)
+    return nodes
+
+
+def _result_nodes(baseline: Program, engine: Engine) -> dict[str, tuple[str, str, str]]:
+    """Baseline node -> (output name, engine site, method) for results and updated caches."""
+    own = {entry.name: entry.node for entry in engine.manifest.outputs}
+    nodes = {}
+    for name, node in baseline.output_nodes.items():
+        if name in own:
+            sites = engine.sites.by_node.get(own[name])
+            nodes[node] = (name, sites[0].name if sites else name, "name")
+    return nodes
+
+
+def _sizes(cases: Sequence[Case]) -> dict[str, Any]:
+    """The ranges that an engine for `cases` must be built with."""
+    causal = [case for case in cases if case.input_ids is not None]
+    if not causal:
+        return {}
+    return {"max_batch_size": max(c.batch for c in causal), "max_seq_len": max(c.cache_length for c in causal)}

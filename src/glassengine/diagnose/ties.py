@@ -1,0 +1,35 @@
+"""Ties: ops that choose by comparing floating values may choose otherwise where rounding cannot tell these apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from glassengine.program.naming import op_name
+
+
+def tied_choices(
+    op: Node, args: tuple[Any, ...], exact: torch.Tensor, candidate: torch.Tensor, u_in: float
+) -> torch.Tensor | None:
+    """Return where another choice is legal, for ops that choose by comparing floating values; None for other ops."""
+    name = op_name(op)
+    if name in ("topk", "argmax", "argmin", "max", "min", "sort", "argsort") and isinstance(args[0], torch.Tensor):
+        values = args[0]
+        dim = args[2] if name == "topk" and len(args) > 2 else args[1] if name != "topk" and len(args) > 1 else -1
+        if not isinstance(dim, int) or not values.is_floating_point() or values.dim() == 0:
+            return None
+        keep = exact.dim() == values.dim()
+        ours, theirs = (v.long() if keep else v.long().unsqueeze(dim) for v in (exact, candidate))
+        if bool(((theirs < 0) | (theirs >= values.shape[dim])).any()):
+            return None
+        a, b = values.gather(dim, ours), values.gather(dim, theirs)
+        tied = (a - b).abs() <= 2 * u_in * (a.abs() + b.abs())
+        return tied if keep else tied.squeeze(dim)
+    if name in ("eq", "ne", "lt", "le", "gt", "ge"):
+        a, b = (v if isinstance(v, torch.Tensor) else torch.tensor(v) for v in args[:2])
+        if a.is_floating_point() or b.is_floating_point():
+            tied = (a - b).abs() <= 2 * u_in * (a.abs() + b.abs())
+            return tied.expand(exact.shape)
+    return None
