@@ -41,7 +41,8 @@ class OnnxRuntimeBackend:
     """Converts to ONNX; running needs only the package onnxruntime."""
 
     name = "onnxruntime"
-    capabilities = Capabilities(dtypes=("float32", "float16"), kv="mutated", portable=True)
+    # It computes float16 in float32 and drops the casts between two of its nodes.
+    capabilities = Capabilities(dtypes=("float32", "float16"), kv="mutated", portable=True, wide_operands=True)
 
     def available(self) -> Availability:
         """Needs the three packages of the extra `onnx`."""

@@ -23,11 +23,14 @@ class Capabilities:
         dtypes: Floating dtypes of models it can build, torch names.
         kv: "mutated" when it writes the cache inputs in place, "functional" when it returns `present_*` outputs.
         portable: Whether the built files run on another CPU.
+        wide_operands: Whether products of half-precision models may read float32 registers where the output of the op
+            before them is rounded.
     """
 
     dtypes: tuple[str, ...]
     kv: str
     portable: bool
+    wide_operands: bool = False
 
 
 @dataclass(frozen=True)

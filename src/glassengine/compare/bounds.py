@@ -9,7 +9,7 @@
     moves          (u + u_in) |P|                                     selection, layout, casts
     pointwise      (2u + 4U) |P| + sum_i |dP/dx_i| u_in |x_i|         derivatives by automatic differentiation
     sums           2u |P| + (4 sqrt(K) U + u_in) A                    A: the op on absolute values, K: terms of one sum
-    products       2u |P| + 4 sqrt(K) U A + 4 u_w sqrt(A2)            A2: the op on squares; operands come from memory
+    products       2u |P| + 4 sqrt(K) U A + 4 max(u_w, u_in) sqrt(A2) A2: the op on squares
     softmax        P (2u + 8U (1 + max|x|) + 2 u_in max|x|)
     normalisation  2u (|P| + |b|) + (8 sqrt(n) U + 2 u_in) |w| (|x| + mean|x| + |z| rms(x)) / sigma
                    with z = (x - mean) / sigma
@@ -66,8 +66,9 @@ def rounding_bound(operation: Operation, roundoff: Roundoff) -> Tensor | None:
     elif name in PRODUCTS or name in CONVOLUTIONS:
         absolute = operation.on(torch.abs).abs()
         bound = 2 * u * size + 4 * math.sqrt(num_terms(name, operation.args, operation.exact)) * U_ACCUMULATE * absolute
-        if roundoff.u_w:
-            bound = bound + 4 * roundoff.u_w * operation.on(torch.square).abs().sqrt()
+        rounded = max(roundoff.u_w, u_in)
+        if rounded:
+            bound = bound + 4 * rounded * operation.on(torch.square).abs().sqrt()
     else:
         special = _SPECIAL.get(name)
         bound = special(operation, roundoff) if special is not None else None

@@ -121,8 +121,8 @@ def product_of_all(operation: Operation, r: Roundoff) -> Tensor:
 def attention(operation: Operation, r: Roundoff) -> Tensor:
     """Scores s (sums over D, rounded where they are stored), probabilities p, context (sums over T).
 
-        es  = 4 sqrt(D) U scale |q||k|' + 1.5 max(u, U) |s|, 0 where p = 0
-        rel = es + sum(p es) + 2 max(u, U) + 8 U (1 + max|s|)
+        es  = 4 sqrt(D) U scale |q||k|' + 1.5 max(u, U) |s| + 4 u_in scale sqrt(q^2 k^2'), 0 where p = 0
+        rel = es + sum(p es) + 2 max(u, U) + u_in + 8 U (1 + max|s|)
         B   = (p rel) |v| + 4 sqrt(T) U (p |v|) + 2u |P|
 
     q [B, H, S, D], k [B, G, T, D], v [B, G, T, Dv], float64.
@@ -133,8 +133,10 @@ def attention(operation: Operation, r: Roundoff) -> Tensor:
     live = p > 0
     size = torch.where(live, scores.abs(), 0.0)
     products = 4 * math.sqrt(q.shape[-1]) * U_ACCUMULATE * scale * (q.abs() @ k.abs().mT)
+    if r.u_in:
+        products = products + 4 * r.u_in * scale * (q.square() @ k.square().mT).sqrt()
     error = torch.where(live, products + 1.5 * wide * size, 0.0)
-    relative = error + (p * error).sum(-1, keepdim=True) + 2 * wide
+    relative = error + (p * error).sum(-1, keepdim=True) + 2 * wide + r.u_in
     relative = relative + 8 * U_ACCUMULATE * (1 + size.amax(-1, keepdim=True))
     context = (p * relative) @ v.abs() + 4 * math.sqrt(k.shape[-2]) * U_ACCUMULATE * (p @ v.abs())
     return context + 2 * r.u * operation.exact.abs()

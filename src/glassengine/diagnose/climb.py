@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from glassengine.backends.registry import find_backend
 from glassengine.compare.pairing import pair_sites
 from glassengine.diagnose.cases import Case, causal_cases, module_cases
 from glassengine.diagnose.replay import Replay
@@ -110,7 +111,13 @@ def add_engine(climb: Climb, release: Engine, progress: Progress) -> None:
 
 
 def _add_observable(climb: Climb, engine: Engine, observed: Sequence[str]) -> None:
-    replay = Replay(climb.program, compiled=True, dtype=getattr(torch, engine.manifest.dtype))
+    capabilities = find_backend(engine.manifest.backend).capabilities
+    replay = Replay(
+        climb.program,
+        compiled=True,
+        dtype=getattr(torch, engine.manifest.dtype),
+        wide_operands=capabilities.wide_operands,
+    )
     climb.add(EngineSide(engine, _engine_nodes(climb.program, engine, observed), rung="engine", replay=replay))
 
 

@@ -32,7 +32,7 @@ from glassengine.program.naming import is_tensor_node, op_name
 from glassengine.program.outputs import is_view, weight_only_nodes
 from glassengine.program.program import Program
 
-# Operands of these are read from memory, so what was dumped is what was used.
+# Operands of these are usually read from memory, so that what was dumped is what was used.
 _FROM_MEMORY = PRODUCTS | CONVOLUTIONS | {ATTENTION}
 
 
@@ -51,13 +51,21 @@ class Replay:
         program: The baseline program, with weights.
         compiled: Whether the candidate has kernels of its own, or another dtype than the baseline.
         dtype: Floating dtype of the candidate's weights; None for the baseline's own.
+        wide_operands: Whether the candidate's products may read unrounded registers, as its other ops may.
         seed: Of the noise.
     """
 
     def __init__(
-        self, program: Program, *, compiled: bool = False, dtype: torch.dtype | None = None, seed: int = 0
+        self,
+        program: Program,
+        *,
+        compiled: bool = False,
+        dtype: torch.dtype | None = None,
+        wide_operands: bool = False,
+        seed: int = 0,
     ) -> None:
         self._compiled = compiled
+        self._wide_operands = wide_operands
         self._dtype = dtype
         self._nodes = {node.name: node for node in program.graph.nodes}
         self._weights = program.weights()
@@ -159,7 +167,7 @@ class Replay:
                     u_w = max(u_w, unit_roundoff(self._dtype) if coarser else 0.0)
             elif isinstance(value, torch.Tensor) and value.is_floating_point():
                 u_in = max(u_in, unit_roundoff(value.dtype))
-        if not self._compiled or op_name(op) in _FROM_MEMORY:
+        if not self._compiled or (op_name(op) in _FROM_MEMORY and not self._wide_operands):
             u_in = 0.0
         dtype = candidate.dtype
         tiny = 2.0**-25 if dtype is torch.float16 else torch.finfo(dtype).tiny
