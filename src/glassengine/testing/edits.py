@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
@@ -148,7 +150,8 @@ def plant(program: Program, mistake: Mistake, seed: str) -> Mutant:
         except DoesNotApply as error:
             refused.append(error)
 
-    changed = apply_function(program, function, name=mistake.name)
+    with _unspecialised(program):
+        changed = apply_function(program, function, name=mistake.name)
     if refused:
         raise refused[0]
     if edit.weights:
@@ -156,6 +159,18 @@ def plant(program: Program, mistake: Mistake, seed: str) -> Mutant:
     left = {node.name for node in changed.graph.nodes}
     moved = {node.name: node.name for node in program.graph.nodes if node.name in left}
     return Mutant(mistake, changed, moved | {old: new.name for old, new in edit.moved.items()})
+
+
+@contextmanager
+def _unspecialised(program: Program) -> Iterator[None]:
+    """Keep what an edit assumes about dynamic sizes out of the original, with which it shares its symbols."""
+    fakes = [node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")]
+    mode = next(fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor))
+    if mode.shape_env is None:
+        yield
+        return
+    with mode.shape_env.suppress_guards():
+        yield
 
 
 def with_weights(program: Program, weights: Mapping[str, Tensor]) -> Program:
@@ -184,12 +199,18 @@ class Guilt:
     is_below_precision: bool
 
 
+@torch.no_grad()
 def find_guilt(program: Program, mutant: Mutant, steps: Iterable[StepInputs | Mapping[str, Any]]) -> Guilt:
     """Run `mutant` over `steps` and compare each op with that of `program` on the same inputs."""
     guilty: dict[str, int] = {}
     is_below = True
     caches: dict[str, Tensor] = {}
     for number, inputs in enumerate(steps):
+        own: dict[str, Any] = {}
+
+        def keep(node: Node, value: Any, own: dict[str, Any] = own) -> None:
+            own[node.name] = value
+
         named = inputs.named() if isinstance(inputs, StepInputs) else named_inputs(inputs)
         if program.layout is not None and not caches:
             caches = empty_caches(program, named)

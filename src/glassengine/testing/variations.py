@@ -6,7 +6,7 @@ What a compiler or a vendor's library may do without being wrong. A side made of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -165,9 +165,6 @@ VARIATIONS = (
     Variation("everything", {**_FORMULAS, **_products(_split_product)}, has_registers=True),
 )
 
-_IN_REGISTERS = POINTWISE | CASTS
-_READS_REGISTERS = _IN_REGISTERS | SUMS
-
 
 class VariedSide:
     """A program computed in a `Variation`, judged as an engine is.
@@ -178,18 +175,27 @@ class VariedSide:
         variation: How.
         replay: Of the baseline, for compiled sides.
         rung: Name on screen.
+        plain: Nodes of `program` that are computed as they are written: those of a planted mistake.
     """
 
     guarantee = "judged op by op"
 
     def __init__(
-        self, program: Program, nodes: Mapping[str, str], variation: Variation, replay: Replay, rung: str = "engine"
+        self,
+        program: Program,
+        nodes: Mapping[str, str],
+        variation: Variation,
+        replay: Replay,
+        *,
+        rung: str = "engine",
+        plain: Collection[str] = (),
     ) -> None:
         self.rung = rung
         self._program = program
         constant = {node.name for node in weight_only_nodes(program)}
-        self._nodes = {ours: theirs for ours, theirs in nodes.items() if theirs not in constant}
+        self.nodes = {ours: theirs for ours, theirs in nodes.items() if theirs not in constant}
         self._variation = variation
+        self._plain = plain
         self.replay = replay
         self._weights = program.weights()
         self._values: dict[str, Any] = {}
@@ -218,44 +224,43 @@ class VariedSide:
                     self._values[node.name] = self._compute(node, registers)
         outputs = self._program.output_nodes
         self._caches = {past: self._values[outputs[present]] for past, present in self._program.caches.items()}
-        self.replay.begin_step(fed, {ours: self._values[theirs] for ours, theirs in self._nodes.items()})
+        self.replay.begin_step(fed, {ours: self._values[theirs] for ours, theirs in self.nodes.items()})
 
     def _compute(self, node: Node, registers: dict[str, Tensor]) -> Any:
         name = op_name(node)
         call = self._variation.kernels.get(name, target_of(node))
-        if name == "pow" and node.target is not torch.ops.aten.pow.Tensor_Scalar:
+        if node.name in self._plain or (name == "pow" and node.target is not torch.ops.aten.pow.Tensor_Scalar):
             call = target_of(node)
-        reads = name in _READS_REGISTERS or is_view(node) or name in MOVES
-        if not self._variation.has_registers or not reads or not is_tensor_node(node):
-            return call(
-                *torch.fx.node.map_arg(node.args, self._read), **torch.fx.node.map_arg(dict(node.kwargs), self._read)
-            )
-        dtype = node.meta["val"].dtype
-        if not dtype.is_floating_point or (
-            dtype is torch.float32 and not any(s.name in registers for s in node.all_input_nodes)
-        ):
-            return call(
-                *torch.fx.node.map_arg(node.args, self._read), **torch.fx.node.map_arg(dict(node.kwargs), self._read)
-            )
+        if not self._reads_registers(node, name, registers):
+            args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), self._read)
+            return call(*args, **kwargs)
 
         def read(source: Node) -> Any:
             value = registers.get(source.name, self._values[source.name])
-            is_float = isinstance(value, Tensor) and value.is_floating_point()
-            return _wide(value) if is_float else value
+            return _wide(value) if isinstance(value, Tensor) and value.is_floating_point() else value
 
-        kwargs = {key: value for key, value in node.kwargs.items() if key != "dtype"} if name in CASTS else node.kwargs
-        args = torch.fx.node.map_arg(node.args, read)
-        value = args[0] if name in CASTS else call(*args, **torch.fx.node.map_arg(dict(kwargs), read))
-        if name in _IN_REGISTERS or any(source.name in registers for source in node.all_input_nodes):
-            if name not in SUMS:
-                registers[node.name] = value
-        return value.to(dtype)
+        args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), read)
+        value = args[0] if name in CASTS else call(*args, **kwargs)
+        if name not in SUMS:
+            registers[node.name] = value
+        return value.to(node.meta["val"].dtype)
+
+    def _reads_registers(self, node: Node, name: str, registers: Mapping[str, Tensor]) -> bool:
+        """Whether a fused kernel computes `node`: pointwise, or moving or summing up what is in registers."""
+        if not self._variation.has_registers or node.name in self._plain or not is_tensor_node(node):
+            return False
+        if not node.meta["val"].is_floating_point():
+            return False
+        is_fed = any(source.name in registers for source in node.all_input_nodes)
+        if name in POINTWISE or name in CASTS:
+            return is_fed or node.meta["val"].dtype in (torch.float16, torch.bfloat16)
+        return is_fed and (is_view(node) or name in MOVES or name in SUMS)
 
     def _read(self, source: Node) -> Any:
         return self._values[source.name]
 
     def observed(self, node: str) -> list[Observed]:
         """Return the value that stands for the baseline's `node`."""
-        if node not in self._nodes:
+        if node not in self.nodes:
             return []
-        return [Observed(self._values[self._nodes[node]], self._nodes[node], "name")]
+        return [Observed(self._values[self.nodes[node]], self.nodes[node], "name")]

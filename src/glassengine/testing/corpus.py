@@ -1,0 +1,279 @@
+"""The corpus of the verdict: plant mistakes, run them and legitimate variants, and hold the verdict against the truth.
+
+One `Bench` is one program (family, dtype) with its inputs. All mutants of a bench run in lockstep against one
+reference, through the same `run_cases`, `Score` and `conclude` that `glass check` uses; nothing here decides a verdict.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from glassengine.compare.pairing import pair_sites
+from glassengine.diagnose.cases import Case, StepInputs
+from glassengine.diagnose.conclude import conclude
+from glassengine.diagnose.judge import run_cases
+from glassengine.diagnose.score import FLAGGED, Score
+from glassengine.diagnose.replay import Replay
+from glassengine.diagnose.sides import ModuleSide, ProgramSide
+from glassengine.errors import GlassError
+from glassengine.program import LoadedModel, Program
+from glassengine.program.naming import op_name
+from glassengine.program.outputs import is_view
+from glassengine.results import Comparison
+from glassengine.testing.edits import DoesNotApply, Guilt, Mistake, Mutant, find_guilt, plant
+from glassengine.testing.variations import VARIATIONS, VariedSide, Variation
+
+
+@dataclass
+class Bench:
+    """One program with the steps that everything runs.
+
+    Attributes:
+        name: "family/dtype".
+        model: The untouched baseline.
+        program: Its export.
+        case: One left-padded batch of two, prefill and two decode steps; or the steps of a plain module.
+        inputs: Of each step, with the tokens that the baseline picks.
+    """
+
+    name: str
+    model: LoadedModel
+    program: Program
+    case: Case
+    inputs: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.case.input_ids is None:
+            self.inputs = list(self.case.steps)
+            return
+        side = ModuleSide(self.model.module, self.program)
+        side.begin(self.case)
+        step = StepInputs.first(self.case)
+        for number in range(self.case.num_steps):
+            if number:
+                assert side.logits is not None
+                step = step.following(side.logits[:, -1].argmax(-1))
+            self.inputs.append(step)
+            side.step(step)
+
+
+def padded_case(vocabulary: int, *, size: int = 12, steps: int = 2, seed: int = 0) -> Case:
+    """Return one batch of two prompts, one of them left-padded by four."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, vocabulary, (2, size), generator=generator)
+    mask = torch.ones_like(ids)
+    ids[0, :4], mask[0, :4] = 0, 0
+    return Case(f"seed {seed}", steps + 1, input_ids=ids, attention_mask=mask)
+
+
+@dataclass
+class Row:
+    """One run and what the verdict said of it.
+
+    Attributes:
+        bench: "family/dtype".
+        execution: "interpreted", or the name of a variation or back-end.
+        kind: Mistake, or "" for a legitimate run.
+        group: Of the mistake, or "legitimate".
+        verdict: The worst of all tensors.
+        is_found: A tensor is suspicious or wrong.
+        is_exact: The first divergence is at the guilty op, or as near to it as the two programs have ops in common.
+        named: The node that was named first.
+        guilty: The node that is guilty first.
+        num_extra: Origins that are not guilty.
+        largest: Largest min(rho / 2, beta) over all tensors (rho / 2 where beta is unknown), and where.
+        note: Why a mistake does not count: "no effect", "below precision", "does not apply", or an error.
+    """
+
+    bench: str
+    execution: str
+    kind: str
+    group: str
+    verdict: str = ""
+    is_found: bool = False
+    is_exact: bool = False
+    named: str | None = None
+    guilty: str | None = None
+    num_extra: int = 0
+    largest: float = 0.0
+    largest_at: str = ""
+    note: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return asdict(self)
+
+
+def interpreted(bench: Bench, mutant: Mutant) -> ProgramSide:
+    """Return the side of a candidate program, paired and replayed as `check` does."""
+    pairs, _, _ = pair_sites(bench.program, mutant.program)
+    return ProgramSide(
+        mutant.program, {pair.baseline.node: pair for pair in pairs}, rung="candidate", replay=Replay(bench.program)
+    )
+
+
+def varied(bench: Bench, program: Program, variation: Variation) -> VariedSide:
+    """Return the side of an engine with kernels of its own: sites pair by name, as those of engines do."""
+    nodes = {}
+    for site in program.sites:
+        ours = bench.program.sites.get(site.name)
+        if ours is not None and site.kind == "op":
+            nodes[ours.node] = site.node
+    known = {node.name for node in bench.program.graph.nodes}
+    inserted = {node.name for node in program.graph.nodes} - known
+    replay = Replay(bench.program, compiled=True, dtype=getattr(torch, bench.model.dtype))
+    return VariedSide(program, nodes, variation, replay, plain=inserted)
+
+
+@dataclass
+class Planted:
+    """A mutant with its truth."""
+
+    mutant: Mutant
+    guilt: Guilt
+
+
+def plant_all(bench: Bench, mistakes: Iterable[Mistake], seed: int = 0) -> tuple[list[Planted], list[Row]]:
+    """Plant every mistake; return those that have an effect, and a row for each that does not count."""
+    planted: list[Planted] = []
+    left_out: list[Row] = []
+    for mistake in mistakes:
+        row = Row(bench.name, "", mistake.name, mistake.group)
+        # Where one place shows nothing (padding that nobody sees, a view that does not fit), another may.
+        for attempt in range(_NUM_PLACES):
+            found = _try(bench, mistake, f"{bench.name}/{seed}/{attempt}", row)
+            if not row.note:
+                planted.append(found)  # type: ignore[arg-type]
+            if not row.note or row.note == "does not apply":
+                break
+        if row.note:
+            left_out.append(row)
+    return planted, left_out
+
+
+_NUM_PLACES = 4
+
+
+def _try(bench: Bench, mistake: Mistake, seed: str, row: Row) -> Planted | None:
+    """Plant a mistake in one place; where it does not count, `row.note` says why."""
+    try:
+        mutant = plant(bench.program, mistake, seed)
+        guilt = find_guilt(bench.program, mutant, bench.inputs)
+    except DoesNotApply:
+        row.note = "does not apply"
+        return None
+    except (GlassError, RuntimeError, IndexError, ValueError, TypeError) as error:
+        row.note = f"invalid: {_short(error)}"
+        return None
+    row.guilty = next(iter(guilt.nodes), None)
+    row.note = "no effect" if not guilt.nodes else "below precision" if guilt.is_below_precision else ""
+    return Planted(mutant, guilt)
+
+
+def judge(bench: Bench, sides: Sequence[Any], coarsest: torch.dtype | None = None) -> list[Comparison]:
+    """Run all sides against one reference; return what `check` would conclude: of the untouched model, then of each."""
+    model = ModuleSide(bench.model.module, bench.program)
+    scores = [Score(side, bench.program) for side in (model, *sides)]
+    run_cases(bench.program, [bench.case], model, scores, coarsest=coarsest, on_step=lambda *_: None)
+    return [_concluded(bench, [score]) for score in scores]
+
+
+def _concluded(bench: Bench, scores: Sequence[Score]) -> Comparison:
+    return conclude(
+        bench.program, scores, [], {}, baseline="", candidate="", fail_on="suspicious", min_coverage=0.0, environment={}
+    )
+
+
+def rows_of_mistakes(bench: Bench, planted: Sequence[Planted], execution: str, sides: Sequence[Any]) -> list[Row]:
+    """Judge one side for each mutant and hold it against the truth."""
+    rows = []
+    for item, side, result in zip(planted, sides, judge(bench, sides)[1:], strict=True):
+        row = Row(bench.name, execution, item.mutant.mistake.name, item.mutant.mistake.group)
+        row.guilty = next(iter(item.guilt.nodes))
+        _fill(row, result)
+        known = own_nodes(side)
+        row.is_exact = row.named is not None and is_near(bench.program, item, row.named, known)
+        row.num_extra = sum(not is_near(bench.program, item, origin.node or "", known) for origin in result.origins)
+        rows.append(row)
+    return rows
+
+
+def own_nodes(side: Any) -> dict[str, str]:
+    """Return which node of its own program a side observes for each node of the baseline."""
+    if isinstance(side, ProgramSide):
+        return {node: pair.candidate.node for node, pair in side.pairs.items()}
+    return {ours: theirs if isinstance(theirs, str) else ours for ours, theirs in side.nodes.items()}
+
+
+def rows_of_legitimate(bench: Bench, executions: Sequence[str], sides: Sequence[Any]) -> list[Row]:
+    """Judge sides that are right; the first row is that of the untouched model."""
+    names = ["untouched model", *executions]
+    rows = []
+    for name, result in zip(names, judge(bench, sides), strict=True):
+        row = Row(bench.name, name, "", "legitimate")
+        _fill(row, result)
+        rows.append(row)
+    return rows
+
+
+def _fill(row: Row, result: Comparison) -> None:
+    row.verdict = result.verdict
+    row.is_found = any(pair.verdict in FLAGGED for pair in result.pairs)
+    row.named = result.first_divergence.node if result.first_divergence else None
+    row.num_extra = len(result.origins)
+    for pair in result.pairs:
+        if pair.rho is not None:
+            figure = pair.rho / 2 if pair.beta is None else min(pair.rho / 2, pair.beta)
+            if figure > row.largest:
+                row.largest, row.largest_at = figure, f"step {pair.step} {pair.site}"
+
+
+def is_near(program: Program, item: Planted, named: str, known: Mapping[str, str]) -> bool:
+    """Whether `named` is guilty, a view of or into a guilty op, or the first op below one that was not observed."""
+    nodes = {node.name: node for node in program.graph.nodes}
+    for guilty in item.guilt.nodes:
+        node = nodes[guilty]
+        if named == guilty or named in _views(node) or named in _viewed(node):
+            return True
+        is_observed = known.get(guilty, "") == item.mutant.moved.get(guilty)
+        if not is_observed and named in _consumers(node, known):
+            return True
+    return False
+
+
+def _views(node: Node) -> set[str]:
+    found: set[str] = set()
+    for user in node.users:
+        if is_view(user) or op_name(user) in ("clone", "_unsafe_view", "getitem", "_to_copy"):
+            found |= {user.name} | _views(user)
+    return found
+
+
+def _viewed(node: Node) -> set[str]:
+    found: set[str] = set()
+    while is_view(node) or op_name(node) in ("clone", "_unsafe_view", "getitem", "_to_copy"):
+        node = node.args[0]  # type: ignore[assignment]
+        found.add(node.name)
+    return found
+
+
+def _consumers(node: Node, observed: Mapping[str, str]) -> set[str]:
+    """The nearest ops below `node`, through what was not observed and through views."""
+    found: set[str] = set()
+    for user in node.users:
+        found.add(user.name)
+        if user.name not in observed or is_view(user):
+            found |= _consumers(user, observed)
+    return found
+
+
+def _short(error: BaseException) -> str:
+    got = getattr(error, "got", None)
+    text = str(got or error) or "".join(traceback.format_exception_only(error))
+    return text.splitlines()[0][:120] if text else type(error).__name__
