@@ -9,66 +9,127 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from glassengine.diagnose.cases import module_cases
-from glassengine.program import export_program, load_model
-from glassengine.testing import corpus, models
+from glassengine.backends.registry import find_backend
+from glassengine.errors import GlassError, UsageError
+from glassengine.testing import corpus, engines, models
+from glassengine.testing.edits import DoesNotApply, plant
+from glassengine.testing.families import FAMILIES, make_bench
 from glassengine.testing.mistakes import GRAPH_MISTAKES
 from glassengine.testing.random_mistakes import RANDOM_MISTAKES
+from glassengine.testing.rewrites import REWRITES
 from glassengine.testing.variations import VARIATIONS
 from glassengine.testing.weight_mistakes import PRECISION_LOSSES, WEIGHT_MISTAKES
 
 MISTAKES = (*GRAPH_MISTAKES, *WEIGHT_MISTAKES, *PRECISION_LOSSES, *RANDOM_MISTAKES)
-FAMILIES = tuple(models.CAUSAL_LMS)
 DTYPES = ("float32", "bfloat16", "float16")
 EXECUTIONS = ("interpreted", "same kernels", "everything")
 """What mutants run in; legitimate runs take every variation."""
 
+BACKENDS = ("eager", "onnxruntime", "inductor")
+BUNDLED = Path(__file__).parent.parent / "examples" / "tiny-llama"
 CHUNK = 48
 """Mutants that run in lockstep: more share one reference, and memory."""
-
-
-def make_bench(family: str, dtype: str, seed: int = 0) -> corpus.Bench:
-    """Return the program of a family in a dtype."""
-    model = load_model(models.CAUSAL_LMS[family](), dtype=dtype)
-    case = corpus.padded_case(models.VOCAB_SIZE, seed=seed)
-    return corpus.Bench(f"{family}/{dtype}", model, export_program(model), case)
 
 
 def run_bench(family: str, dtype: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the rows of one program."""
     torch.set_num_threads(1)
-    bench = make_bench(family, dtype, options.seed)
+    bench = make_bench(family, dtype, seed=options.seed, bundled=BUNDLED)
     rows: list[corpus.Row] = []
     if options.kinds is None:
-        sides = [corpus.varied(bench, bench.program, variation) for variation in VARIATIONS]
-        rows += corpus.rows_of_legitimate(bench, [variation.name for variation in VARIATIONS], sides)
+        rows += legitimate(bench)
+        rows += [row for backend in options.backends for row in engines_of(bench, backend, options)]
+    rows += mistakes(bench, options)
+    return [row.to_dict() for row in rows]
+
+
+def legitimate(bench: corpus.Bench) -> list[corpus.Row]:
+    """Return the rows of all variations and rewrites."""
+    sides: list[Any] = [corpus.varied(bench, bench.program, variation) for variation in VARIATIONS]
+    names = [variation.name for variation in VARIATIONS]
+    left_out = []
+    for rewrite in REWRITES:
+        try:
+            mutant = plant(bench.program, rewrite, "")
+        except DoesNotApply:
+            continue
+        except UsageError as error:
+            left_out.append(corpus.Row(bench.name, rewrite.name, "", "legitimate", note=f"invalid: {error.got}"))
+            continue
+        sides += [corpus.interpreted(bench, mutant), corpus.varied(bench, mutant.program, VARIATIONS[-1])]
+        names += [f"{rewrite.name}, interpreted", f"{rewrite.name}, everything"]
+    return corpus.rows_of_legitimate(bench, names, sides) + left_out
+
+
+def engines_of(bench: corpus.Bench, backend: str, options: argparse.Namespace) -> list[corpus.Row]:
+    """Return the rows of the engines of one back-end: legitimate ones, and some of programs with a mistake."""
+    if bench.model.dtype not in find_backend(backend).capabilities.dtypes:
+        return [corpus.Row(bench.name, backend, "", "legitimate", note="does not apply")]
+    cases = [bench.case]
+    if bench.case.input_ids is not None:
+        vocabulary = int(bench.model.metadata.get("vocab_size", models.VOCAB_SIZE))
+        cases.append(corpus.padded_case(vocabulary, size=7, steps=3, batch=1, seed=1))
+        cases.append(corpus.padded_case(vocabulary, size=18, steps=1, batch=3, seed=2))
+    rows: list[corpus.Row] = []
+    with ExitStack() as stack:
+        try:
+            sides = engines.built(bench, backend, cases, stack)
+        except (GlassError, RuntimeError) as error:
+            note = f"invalid: {str(getattr(error, 'got', error)).splitlines()[0][:100]}"
+            return [corpus.Row(bench.name, backend, "", "legitimate", note=note)]
+        for number, case in enumerate(cases):
+            names = [f"{backend}, case {number}", f"{backend} release, case {number}"]
+            rows += corpus.rows_of_legitimate(bench, names, sides, case)[1 if number else 0 :]
+        torch.set_num_threads(2)
+        rows += corpus.rows_of_legitimate(bench, [f"{backend}, 2 threads"], sides[:1])[1:]
+        torch.set_num_threads(1)
+        if options.mistakes_on_engines:
+            chooser = random.Random(f"{bench.name}/{backend}")
+            planted, _ = corpus.plant_all(bench, chooser.sample(MISTAKES, options.mistakes_on_engines), options.seed)
+            for number, item in enumerate(planted):
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / f"mutant{number}"
+                try:
+                    side = engines.built_from(bench, item.mutant.program, backend, [bench.case], folder, stack)
+                except (GlassError, RuntimeError) as error:
+                    note = f"invalid: {str(getattr(error, 'got', error)).splitlines()[0][:100]}"
+                    rows.append(corpus.Row(bench.name, backend, item.mutant.mistake.name, "graph", note=note))
+                    continue
+                rows += corpus.rows_of_mistakes(bench, [item], backend, [side])
+    return rows
+
+
+def mistakes(bench: corpus.Bench, options: argparse.Namespace) -> list[corpus.Row]:
+    """Return the rows of all mistakes in all executions."""
     wanted = [m for m in MISTAKES if options.kinds is None or m.name in options.kinds]
-    if options.sample:
-        wanted = wanted[:: max(1, len(wanted) // options.sample)][: options.sample]
-    planted, left_out = corpus.plant_all(bench, wanted, options.seed)
-    rows += left_out
+    if options.sample is not None:
+        wanted = wanted[:: max(1, len(wanted) // max(1, options.sample))][: options.sample]
+    planted, rows = corpus.plant_all(bench, wanted, options.seed)
     by_name = {variation.name: variation for variation in VARIATIONS}
     for start in range(0, len(planted), CHUNK):
         part = planted[start : start + CHUNK]
         for execution in options.executions:
+            if execution in BACKENDS:
+                continue
             if execution == "interpreted":
-                sides = [corpus.interpreted(bench, item.mutant) for item in part]
+                sides: list[Any] = [corpus.interpreted(bench, item.mutant) for item in part]
             else:
-                variation = by_name[execution]
-                sides = [corpus.varied(bench, item.mutant.program, variation) for item in part]
+                sides = [corpus.varied(bench, item.mutant.program, by_name[execution]) for item in part]
             rows += corpus.rows_of_mistakes(bench, part, execution, sides)
-    return [row.to_dict() for row in rows]
+    return rows
 
 
 def table(rows: Iterable[dict[str, Any]]) -> str:
@@ -79,16 +140,21 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
         if row["note"]:
             excluded[row["note"].split(":")[0]] += 1
         else:
+            engine = row["execution"].split(",")[0].split(" release")[0]
             kind = "legitimate" if row["group"] == "legitimate" else row["execution"]
+            if kind == "legitimate" and engine in BACKENDS:
+                kind = f"legitimate {engine}"
             groups[row["bench"], kind].append(row)
     head = f"{'program':22s} {'execution':20s} {'runs':>5s} {'alarms':>6s} {'largest':>7s} {'found':>6s} {'exact':>6s} {'extra':>5s}"
     lines = [head]
-    totals = {"legitimate": [0, 0, 0.0], "mistakes": [0, 0, 0, 0], "precision": [0, 0, 0, 0]}
+    totals: dict[str, list[Any]] = {"mistakes": [0, 0, 0, 0], "precision": [0, 0, 0, 0]}
     for (bench, kind), found in groups.items():
-        if kind == "legitimate":
+        if kind.startswith("legitimate"):
             alarms = sum(row["is_found"] for row in found)
             largest = max(row["largest"] for row in found)
-            totals[kind] = [totals[kind][0] + len(found), totals[kind][1] + alarms, max(totals[kind][2], largest)]
+            for name in {"legitimate", kind}:
+                number, flagged, figure = totals.setdefault(name, [0, 0, 0.0])
+                totals[name] = [number + len(found), flagged + alarms, max(figure, largest)]
             lines.append(f"{bench:22s} {kind:20s} {len(found):5d} {alarms:6d} {largest:7.2f}")
             continue
         for name, part in (
@@ -100,8 +166,10 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
             label = kind if name == "mistakes" else f"{kind} (precision)"
             lines.append(f"{bench:22s} {label:34s} {figures[0]:5d} {figures[1]:6d} {figures[2]:6d} {figures[3]:5d}")
     lines.append("")
-    runs, alarms, largest = totals["legitimate"]
-    lines.append(f"legitimate runs {runs}, false alarms {alarms}, largest min(rho/2, beta) {largest:.3f}")
+    for name in sorted(totals):
+        if name.startswith("legitimate"):
+            runs, alarms, largest = totals[name]
+            lines.append(f"{name}: {runs} runs, false alarms {alarms}, largest min(rho/2, beta) {largest:.3f}")
     for name in ("mistakes", "precision"):
         number, seen, exact, extra = totals[name]
         if number:
@@ -145,7 +213,9 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("--dtypes", type=lambda text: text.split(","), default=list(DTYPES))
     parser.add_argument("--executions", type=lambda text: text.split(","), default=list(EXECUTIONS))
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=None)
-    parser.add_argument("--sample", type=int, default=0)
+    parser.add_argument("--sample", type=int, help="mistakes of each program; default all")
+    parser.add_argument("--backends", type=lambda text: text.split(",") if text else [], default=list(BACKENDS))
+    parser.add_argument("--mistakes-on-engines", type=int, default=4, help="of each program and back-end")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", type=Path)

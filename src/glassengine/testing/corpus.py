@@ -20,14 +20,14 @@ from glassengine.diagnose.conclude import conclude
 from glassengine.diagnose.judge import run_cases
 from glassengine.diagnose.score import FLAGGED, Score
 from glassengine.diagnose.replay import Replay
-from glassengine.diagnose.sides import ModuleSide, ProgramSide
+from glassengine.diagnose.sides import EngineSide, ModuleSide, ProgramSide
 from glassengine.errors import GlassError
 from glassengine.program import LoadedModel, Program
 from glassengine.program.naming import op_name
 from glassengine.program.outputs import is_view
 from glassengine.results import Comparison
 from glassengine.testing.edits import DoesNotApply, Guilt, Mistake, Mutant, find_guilt, plant
-from glassengine.testing.variations import VARIATIONS, VariedSide, Variation
+from glassengine.testing.variations import VariedSide, Variation
 
 
 @dataclass
@@ -63,12 +63,13 @@ class Bench:
             side.step(step)
 
 
-def padded_case(vocabulary: int, *, size: int = 12, steps: int = 2, seed: int = 0) -> Case:
-    """Return one batch of two prompts, one of them left-padded by four."""
+def padded_case(vocabulary: int, *, size: int = 12, steps: int = 2, batch: int = 2, seed: int = 0) -> Case:
+    """Return one batch of random prompts; in a batch of several the first is left-padded by four."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, vocabulary, (2, size), generator=generator)
+    ids = torch.randint(3, vocabulary, (batch, size), generator=generator)
     mask = torch.ones_like(ids)
-    ids[0, :4], mask[0, :4] = 0, 0
+    if batch > 1:
+        ids[0, :4], mask[0, :4] = 0, 0
     return Case(f"seed {seed}", steps + 1, input_ids=ids, attention_mask=mask)
 
 
@@ -176,11 +177,17 @@ def _try(bench: Bench, mistake: Mistake, seed: str, row: Row) -> Planted | None:
     return Planted(mutant, guilt)
 
 
-def judge(bench: Bench, sides: Sequence[Any], coarsest: torch.dtype | None = None) -> list[Comparison]:
-    """Run all sides against one reference; return what `check` would conclude: of the untouched model, then of each."""
+def judge(bench: Bench, sides: Sequence[Any], case: Case | None = None) -> list[Comparison]:
+    """Run all sides against one reference; return what `check` would conclude: of the untouched model, then of each.
+
+    Args:
+        bench: The program.
+        sides: What is judged.
+        case: Another one than the bench's own.
+    """
     model = ModuleSide(bench.model.module, bench.program)
     scores = [Score(side, bench.program) for side in (model, *sides)]
-    run_cases(bench.program, [bench.case], model, scores, coarsest=coarsest, on_step=lambda *_: None)
+    run_cases(bench.program, [case or bench.case], model, scores, coarsest=None, on_step=lambda *_: None)
     return [_concluded(bench, [score]) for score in scores]
 
 
@@ -208,14 +215,19 @@ def own_nodes(side: Any) -> dict[str, str]:
     """Return which node of its own program a side observes for each node of the baseline."""
     if isinstance(side, ProgramSide):
         return {node: pair.candidate.node for node, pair in side.pairs.items()}
-    return {ours: theirs if isinstance(theirs, str) else ours for ours, theirs in side.nodes.items()}
+    if isinstance(side, EngineSide):
+        table = {ours: side.engine.sites.get(site) for ours, (_, site, _) in side.nodes.items()}
+        return {ours: site.node for ours, site in table.items() if site is not None}
+    return dict(side.nodes)
 
 
-def rows_of_legitimate(bench: Bench, executions: Sequence[str], sides: Sequence[Any]) -> list[Row]:
+def rows_of_legitimate(
+    bench: Bench, executions: Sequence[str], sides: Sequence[Any], case: Case | None = None
+) -> list[Row]:
     """Judge sides that are right; the first row is that of the untouched model."""
     names = ["untouched model", *executions]
     rows = []
-    for name, result in zip(names, judge(bench, sides), strict=True):
+    for name, result in zip(names, judge(bench, sides, case), strict=True):
         row = Row(bench.name, name, "", "legitimate")
         _fill(row, result)
         rows.append(row)

@@ -118,7 +118,7 @@ class AudioModel(nn.Module):
 
 def vision() -> nn.Module:
     """Return a `VisionModel`."""
-    return _drawn(VisionModel)
+    return drawn(VisionModel)
 
 
 def vision_inputs(batch: int = 2) -> dict[str, torch.Tensor]:
@@ -128,7 +128,7 @@ def vision_inputs(batch: int = 2) -> dict[str, torch.Tensor]:
 
 def audio() -> nn.Module:
     """Return an `AudioModel`."""
-    return _drawn(AudioModel)
+    return drawn(AudioModel)
 
 
 def audio_inputs(batch: int = 2) -> dict[str, torch.Tensor]:
@@ -140,10 +140,10 @@ def _causal_lm(config_class: str, config: dict[str, Any], changes: dict[str, Any
     import transformers
 
     made = getattr(transformers, config_class)(**{**config, **changes})
-    return _drawn(lambda: transformers.AutoModelForCausalLM.from_config(made))
+    return drawn(lambda: transformers.AutoModelForCausalLM.from_config(made))
 
 
-def _drawn(make: Callable[[], nn.Module]) -> nn.Module:
+def drawn(make: Callable[[], nn.Module]) -> nn.Module:
     """Return what `make` makes, in evaluation mode, every parameter drawn anew from a fixed seed.
 
     Matrices get the variance 1 / fan-in; vectors (biases, norm weights) are moved by 0.1 from where they were.

@@ -1,0 +1,41 @@
+"""Real engines for the corpus, made and observed by the code of `glass check`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from glassengine.diagnose.cases import Case
+from glassengine.diagnose.climb import Climb, add_built, add_engine
+from glassengine.diagnose.sides import EngineSide, ModuleSide
+from glassengine.engine.build import build_program
+from glassengine.program import Program
+from glassengine.testing.corpus import Bench
+
+
+def built(bench: Bench, backend: str, cases: Sequence[Case], stack: ExitStack) -> list[EngineSide]:
+    """Return the observed engine and the release engine of the unchanged program, able to run `cases`."""
+    climb = _climb(bench, cases, stack)
+    add_built(climb, backend, (), lambda text: None)
+    return [score.side for score in climb.scores]  # type: ignore[misc]
+
+
+def built_from(
+    bench: Bench, program: Program, backend: str, cases: Sequence[Case], folder: Path, stack: ExitStack
+) -> EngineSide:
+    """Return the observed engine of a changed program: it is judged by the names and ops of the unchanged one."""
+    climb = _climb(bench, cases, stack)
+    sizes = {}
+    if bench.case.input_ids is not None:
+        sizes = {
+            "max_batch_size": max(case.batch for case in cases),
+            "max_seq_len": max(case.cache_length for case in cases),
+        }
+    add_engine(climb, build_program(program, folder, backend=backend, **sizes), lambda text: None)
+    side: EngineSide = climb.scores[0].side  # type: ignore[assignment]
+    return side
+
+
+def _climb(bench: Bench, cases: Sequence[Case], stack: ExitStack) -> Climb:
+    return Climb(bench.model, bench.program, list(cases), ModuleSide(bench.model.module, bench.program), [], stack=stack)

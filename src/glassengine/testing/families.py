@@ -1,0 +1,133 @@
+"""Programs of the corpus: six causal language models, five other architectures as plain modules, a wide one.
+
+All random and tiny but `llama-1024`; `bundled` names the trained model that comes with the repository.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from glassengine.diagnose.cases import module_cases
+from glassengine.program import export_program, load_model
+from glassengine.testing import models
+from glassengine.testing.corpus import Bench, padded_case
+
+Inputs = Sequence[Mapping[str, Any]]
+
+
+def _from_config(model: str, config: str, changes: Mapping[str, Any], **options: Any) -> nn.Module:
+    import transformers
+
+    made = getattr(transformers, config)(**changes)
+    return models.drawn(lambda: getattr(transformers, model)(made, **options))
+
+
+def _token_steps(**more: Any) -> Inputs:
+    generator = torch.Generator().manual_seed(3)
+    steps = []
+    for _ in range(2):
+        ids = torch.randint(3, 200, (2, 10), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[1, 7:] = 0
+        steps.append({"input_ids": ids, "attention_mask": mask, **more})
+    return steps
+
+
+def _image_steps(size: int) -> Inputs:
+    generator = torch.Generator().manual_seed(4)
+    return [{"pixel_values": torch.randn((2, 3, size, size), generator=generator)} for _ in range(2)]
+
+
+_SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def bert() -> nn.Module:
+    """Return a BERT encoder."""
+    config = {**_SMALL, "vocab_size": 256, "max_position_embeddings": 64}
+    return _from_config("BertModel", "BertConfig", config, add_pooling_layer=False)
+
+
+def vit() -> nn.Module:
+    """Return a vision transformer for 16 x 16 images."""
+    config = {**_SMALL, "image_size": 16, "patch_size": 4, "num_labels": 10}
+    return _from_config("ViTForImageClassification", "ViTConfig", config)
+
+
+def t5() -> nn.Module:
+    """Return the encoder of a T5: relative positions, no scale in attention."""
+    config = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 256}
+    return _from_config("T5EncoderModel", "T5Config", config)
+
+
+def mamba() -> nn.Module:
+    """Return a Mamba without a cache: a scan instead of attention."""
+    config = {"hidden_size": 64, "state_size": 8, "num_hidden_layers": 2, "vocab_size": 256, "use_cache": False}
+    return _from_config("MambaModel", "MambaConfig", config)
+
+
+def resnet() -> nn.Module:
+    """Return a small ResNet: convolutions, batch norms with statistics, pooling."""
+    config = {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 2], "layer_type": "basic", "num_labels": 10}
+    model = _from_config("ResNetForImageClassification", "ResNetConfig", config)
+    generator = torch.Generator().manual_seed(5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("running_mean"):
+            buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+        elif name.endswith("running_var"):
+            buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
+    return model
+
+
+def llama_1024() -> nn.Module:
+    """Return a Llama of hidden size 1024, one layer."""
+    return models.llama(
+        hidden_size=1024,
+        intermediate_size=2048,
+        num_hidden_layers=1,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        vocab_size=2048,
+    )
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
+    "bert": (bert, _token_steps),
+    "vit": (vit, lambda: _image_steps(16)),
+    "t5": (t5, _token_steps),
+    "mamba": (mamba, lambda: [{"input_ids": step["input_ids"]} for step in _token_steps()]),
+    "resnet": (resnet, lambda: _image_steps(32)),
+}
+"""Name -> model and its inputs, one dict per step."""
+
+CAUSAL_LMS: dict[str, Callable[[], nn.Module]] = {**models.CAUSAL_LMS, "llama-1024": llama_1024}
+BUNDLED = "bundled"
+FAMILIES = (*CAUSAL_LMS, *MODULES, BUNDLED)
+
+
+def make_bench(family: str, dtype: str, *, seed: int = 0, bundled: Path | None = None) -> Bench:
+    """Return the program of a family with inputs.
+
+    Args:
+        family: One of `FAMILIES`.
+        dtype: "float32", "bfloat16" or "float16".
+        seed: Of the prompts.
+        bundled: Directory of the trained model.
+    """
+    name = f"{family}/{dtype}"
+    if family in MODULES:
+        make, inputs = MODULES[family]
+        parameter = getattr(torch, dtype)
+        steps = [
+            {key: value.to(parameter) if value.is_floating_point() else value for key, value in step.items()}
+            for step in inputs()
+        ]
+        model = load_model(make(), dtype=dtype)
+        return Bench(name, model, export_program(model, inputs=steps), module_cases(steps)[0])
+    model = load_model(bundled if family == BUNDLED and bundled else CAUSAL_LMS[family](), dtype=dtype)
+    vocabulary = int(model.metadata.get("vocab_size", models.VOCAB_SIZE))
+    return Bench(name, model, export_program(model), padded_case(vocabulary, seed=seed))

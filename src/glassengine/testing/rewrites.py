@@ -1,0 +1,134 @@
+"""Rewrites of a graph that are no mistakes: what a port or an optimising pass does to the same computation.
+
+They change kernels, order, layout and the number of ops; a verdict that flags one of them is a false alarm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from glassengine.program.naming import op_name
+from glassengine.testing.edits import DoesNotApply, Edit, Mistake
+from glassengine.testing.mistakes import aten
+
+
+def _all(*ops: str, make: Callable[[Edit, Node], Node | None]) -> Callable[[Edit], None]:
+    """Rewrite every op of a kind; `make` returns None where it does not apply."""
+
+    def edit(e: Edit) -> None:
+        done = 0
+        for node in e.find(*ops):
+            with e.graph.inserting_before(node):
+                new = make(e, node)
+            if new is not None:
+                node.replace_all_uses_with(new)
+                e.graph.erase_node(node)
+                e.moved[node.name] = new
+                done += 1
+        if not done:
+            raise DoesNotApply
+
+    return edit
+
+
+def _is_float(node: Any) -> bool:
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _product_by_transpose(e: Edit, node: Node) -> Node | None:
+    if len(node.args) > 2:
+        return None
+    return e.call(aten.matmul.default, node.args[0], e.call(aten.transpose.int, node.args[1], 0, 1))
+
+
+def _commuted(e: Edit, node: Node) -> Node | None:
+    if len(node.args) < 2 or not all(_is_float(arg) for arg in node.args[:2]) or node.kwargs:
+        return None
+    return e.call(node.target, node.args[1], node.args[0])
+
+
+def _rsqrt(e: Edit, node: Node) -> Node:
+    return e.call(aten.reciprocal.default, e.call(aten.sqrt.default, node.args[0]))
+
+
+def _silu(e: Edit, node: Node) -> Node:
+    return e.call(aten.mul.Tensor, node.args[0], e.call(aten.sigmoid.default, node.args[0]))
+
+
+def _square(e: Edit, node: Node) -> Node | None:
+    return e.call(aten.mul.Tensor, node.args[0], node.args[0]) if node.args[1] == 2 else None
+
+
+def _mean(e: Edit, node: Node) -> Node | None:
+    sizes = [node.args[0].meta["val"].shape[dim] for dim in node.args[1]]  # type: ignore[union-attr]
+    if not all(isinstance(size, int) for size in sizes):
+        return None
+    total = e.call(aten.sum.dim_IntList, *node.args)
+    return e.call(aten.mul.Tensor, total, 1 / math.prod(sizes))
+
+
+def _attention(e: Edit, node: Node) -> Node | None:
+    """Scores, softmax in float32, context: transformers' eager attention."""
+    query, key, value, *rest = node.args
+    mask = rest[0] if rest else None
+    if mask is None or mask.meta["val"].dtype is not torch.bool or key.meta["val"].shape[1] != query.meta["val"].shape[1]:  # type: ignore[union-attr]
+        return None
+    dtype = node.meta["val"].dtype
+    scale = node.kwargs.get("scale") or int(query.meta["val"].shape[-1]) ** -0.5  # type: ignore[union-attr]
+    scores = e.call(aten.mul.Tensor, e.call(aten.matmul.default, query, e.call(aten.transpose.int, key, 2, 3)), scale)
+    hidden = e.call(aten.masked_fill.Scalar, scores, e.call(aten.logical_not.default, mask), torch.finfo(dtype).min)
+    wide = e.call(aten._to_copy.default, hidden, dtype=torch.float32)
+    shares = e.call(aten._to_copy.default, e.call(aten.softmax.int, wide, -1), dtype=dtype)
+    context = e.call(aten.transpose.int, e.call(aten.matmul.default, shares, value), 1, 2)
+    # The fused kernel leaves its result in this layout, and what follows may view it.
+    laid_out = e.call(aten.clone.default, context, memory_format=torch.contiguous_format)
+    return e.call(aten.transpose.int, laid_out, 1, 2)
+
+
+def fused_products(e: Edit) -> None:
+    """Products of one input become one product over concatenated weights, cut apart afterwards."""
+    done = 0
+    for node in e.find("linear"):
+        if node.graph is None or node not in set(e.graph.nodes):
+            continue
+        source = node.args[0]
+        group = [n for n in source.users if op_name(n) == "linear" and n.args[0] is source and len(n.args) == 2]  # type: ignore[union-attr]
+        if len(group) < 2:
+            continue
+        order = {n: i for i, n in enumerate(e.graph.nodes)}
+        group.sort(key=order.__getitem__)
+        with e.graph.inserting_before(group[0]):
+            whole = e.call(aten.linear.default, source, e.call(aten.cat.default, [n.args[1] for n in group], 0))
+            start = 0
+            for part in group:
+                stop = start + int(part.meta["val"].shape[-1])
+                new = e.call(aten.slice.Tensor, whole, -1, start, stop)
+                start = stop
+                part.replace_all_uses_with(new)
+                e.moved[part.name] = new
+        for part in group:
+            e.graph.erase_node(part)
+        done += 1
+    if not done:
+        raise DoesNotApply
+
+
+REWRITES = tuple(
+    Mistake(name, "rewrite", edit)
+    for name, edit in (
+        ("products by transpose", _all("linear", make=_product_by_transpose)),
+        ("fused products", fused_products),
+        ("commuted", _all("add", "mul", make=_commuted)),
+        ("root by reciprocal", _all("rsqrt", make=_rsqrt)),
+        ("silu written out", _all("silu", make=_silu)),
+        ("square by product", _all("pow", make=_square)),
+        ("mean by sum", _all("mean", make=_mean)),
+        ("attention written out", _all("scaled_dot_product_attention", make=_attention)),
+    )
+)
