@@ -19,16 +19,17 @@ def test_figures_are_the_plain_formulas(dtype: torch.dtype) -> None:
     got = measure(b, c, rtol=1e-3, atol=1e-2)
     x, y = b.double().numpy(), c.double().numpy()
     error = np.abs(y - x)
+    rel = 1e-6 if dtype.is_floating_point and dtype != torch.float64 else 1e-12
     assert got.num_elements == 70_000
     assert got.num_different == (x != y).sum()
     assert got.max_abs_diff == error.max()
-    assert got.mean_abs_diff == pytest.approx(error.mean(), rel=1e-12)
-    assert got.rms_diff == pytest.approx(np.sqrt((error**2).mean()), rel=1e-12)
-    assert got.max_rel_diff == pytest.approx((error[x != 0] / np.abs(x[x != 0])).max(), rel=1e-12)
-    assert got.mean_rel_diff == pytest.approx((error[x != 0] / np.abs(x[x != 0])).mean(), rel=1e-12)
+    assert got.mean_abs_diff == pytest.approx(error.mean(), rel=rel)
+    assert got.rms_diff == pytest.approx(np.sqrt((error**2).mean()), rel=rel)
+    assert got.max_rel_diff == pytest.approx((error[x != 0] / np.abs(x[x != 0])).max(), rel=rel)
+    assert got.mean_rel_diff == pytest.approx((error[x != 0] / np.abs(x[x != 0])).mean(), rel=rel)
     cosine = (x * y).sum() / np.sqrt((x**2).sum() * (y**2).sum())
-    assert got.cosine_similarity == pytest.approx(cosine, rel=1e-12)
-    assert got.snr_db == pytest.approx(10 * np.log10((x**2).sum() / (error**2).sum()), rel=1e-12)
+    assert got.cosine_similarity == pytest.approx(cosine, rel=rel)
+    assert got.snr_db == pytest.approx(10 * np.log10((x**2).sum() / (error**2).sum()), rel=rel)
     assert got.worst_index is not None
     assert error[got.worst_index] == error.max()
     assert (got.baseline_at_worst, got.candidate_at_worst) == (x[got.worst_index], y[got.worst_index])

@@ -1,4 +1,4 @@
-"""How far one tensor is from another: pure functions of two arrays, accumulated in float64."""
+"""How far one tensor is from another: pure functions of two arrays, accumulated in float64 or as good."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ def measure(
 ) -> Figures:
     """Return the figures of `candidate` against `baseline` in one bounded-memory pass.
 
-    Means, sums, cosine and SNR are over elements that are finite on both sides. When some element is finite on one
-    side only (or the kinds of non-finite value differ), `max_abs_diff` and `max_rel_diff` are inf and `worst_index` is
-    the first such element. Of complex tensors the magnitudes are given. Defined for the rest: nothing to compare or
-    both sides zero: cosine 1; one side zero: cosine 0; no error: SNR inf; a zero baseline with an error: SNR -inf.
+    Counts, `max_abs_diff` and `worst_index` are exact, means and ratios good to 1e-6 (see `blocks.difference`). Means,
+    cosine and SNR are over elements that are finite on both sides. When some element is finite on one side only (or
+    the kinds of non-finite value differ), `max_abs_diff` and `max_rel_diff` are inf and `worst_index` is the first
+    such element. Of complex tensors the magnitudes are given. Defined for the rest: nothing to compare or both sides
+    zero: cosine 1; one side zero: cosine 0; no error: SNR inf; a zero baseline with an error: SNR -inf.
 
     Args:
         baseline: Any dtype and strides.
@@ -35,8 +36,6 @@ def measure(
     Raises:
         ValueError: The shapes differ.
     """
-    if baseline.shape != candidate.shape:
-        raise ValueError(f"shapes differ: {list(baseline.shape)} and {list(candidate.shape)}")
     raw = blocks.difference(baseline, candidate, rtol=rtol, atol=atol, device=device)
     worst = None if raw.worst is None else tuple(int(i) for i in np.unravel_index(raw.worst, tuple(baseline.shape)))
     return Figures(

@@ -1,0 +1,251 @@
+"""The sums of `totals`, for pieces of real numbers in the CPU's memory, at one precision and without allocations.
+
+float32 is used where it holds every element of both sides, float64 else. What float32 does is as good:
+
+- A difference is rounded once, relative error u = 2**-24. Products and absolute values are added up over rows of 256 in
+  float32, where a vector unit of 32 partial sums or more rounds each at most 8 times and their sum 5 times, and over
+  rows in float64: relative error of a sum of positive terms at most 15 u = 9e-7, and typically a hundredth of that.
+- `c . c` and `b . c` follow from `b . b`, `b . d` and `d . d` unless d is large: fewer products, and no cancellation
+  in a cosine near 1.
+- Rounding is monotonic: the largest difference is among those whose float32 value is largest, and those few are
+  looked at in float64. Elements too close to the tolerance for float32 to tell are decided in float64.
+- A piece with anything that is not finite, or whose squares leave the range of float32, is declined with nothing
+  added; the next one in line takes it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from glassengine.blocks import pieces
+
+if TYPE_CHECKING:
+    from glassengine.blocks.totals import Totals
+
+_ROW = 256
+
+# Fills up the last row: not 0, so that 0 / |b| stays 0, but small enough for its square to be 0.
+_PADDING = {torch.float32: 2.0**-80, torch.float64: 2.0**-540}
+
+# Sums of squares below this could have lost summands to underflow, also where subnormal numbers are flushed to zero.
+_SMALLEST_SQUARES = 1e-26
+
+# Float32 tolerances outside would not be representable.
+_LARGEST_TOLERANCE = 1e30
+
+# Twice the distance at which rounding can move an element across the tolerance, relative to the largest difference.
+_MARGIN = 16 * 2.0**-24
+
+_IN_FLOAT32 = {torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int16, torch.uint16} | {
+    torch.bool, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz,
+}  # fmt: skip
+_IN_FLOAT64 = _IN_FLOAT32 | {torch.float64, torch.int32, torch.uint32}
+_ROUNDED = {torch.int64, torch.uint64}
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def arithmetics(baseline: Tensor, candidate: Tensor, rtol: float, atol: float) -> tuple[Arithmetic, ...]:
+    """Return what may add up pieces of the two tensors, fastest first; nothing for complex numbers or odd tolerances.
+
+    Where one side is floating, 64-bit integers of the other are rounded to float64; two of them are subtracted exactly
+    elsewhere.
+    """
+    dtypes = {baseline.dtype, candidate.dtype}
+    if not (0 <= rtol < _LARGEST_TOLERANCE and 0 <= atol < _LARGEST_TOLERANCE):
+        return ()
+    size = min(baseline.numel(), pieces.BLOCK_ELEMENTS)
+    wide = Arithmetic(torch.float64, size, rtol, atol)
+    # A tensor of less than a row gains nothing from float32.
+    if dtypes <= _IN_FLOAT32 and baseline.numel() >= _ROW:
+        return Arithmetic(torch.float32, size, rtol, atol), wide
+    floating = any(dtype.is_floating_point for dtype in dtypes)
+    return (wide,) if dtypes <= (_IN_FLOAT64 | _ROUNDED if floating else _IN_FLOAT64) else ()
+
+
+class Arithmetic:
+    """Scratch space for one pair of pieces at a time, and what is done in it; the largest piece has `size` elements."""
+
+    def __init__(self, dtype: torch.dtype, size: int, rtol: float, atol: float) -> None:
+        self._dtype = dtype
+        self._is_wide = dtype == torch.float64
+        self._capacity = -(-size // _ROW) * _ROW
+        self._rtol = rtol
+        self._atol = atol
+        self._length = 0
+
+    def add(self, totals: Totals, start: int, b: Tensor, c: Tensor) -> bool:
+        """Add one pair of flat pieces that begins at flat position `start` to `totals`, or return False."""
+        if self._length != (length := -(-b.numel() // _ROW) * _ROW):
+            self._cut(length)
+        x, y = self._load(b, self._x, self._x_array), self._load(c, self._y, self._y_array)
+        return self._add_finite(totals, start, b.numel(), x, y) or self._add_rest(totals, start, b.numel(), x, y)
+
+    def _add_finite(self, totals: Totals, start: int, num_elements: int, x: Array, y: Array) -> bool:
+        """Add x and y if they and all that is computed from them are finite and nothing is lost to underflow."""
+        d, size, ratio = self._d, self._size, self._ratio
+        num_different = _count(np.not_equal(x, y, out=self._mask))
+        if not num_different:
+            return self._add_equal(totals, num_elements, x)
+        x_rows, d_rows = self._rows(x), self._d_rows
+        np.subtract(y, x, out=d)
+        np.vecdot(x_rows, x_rows, out=self._sums[0])
+        np.vecdot(x_rows, d_rows, out=self._sums[1])
+        np.vecdot(d_rows, d_rows, out=self._sums[2])
+        np.absolute(d, out=d)
+        np.vecdot(d_rows, self._ones, out=self._sums[3])
+        largest = float(d[d.argmax()])
+        if not 0 < largest < math.inf:
+            return False
+        np.divide(d, np.absolute(x, out=size), out=ratio)
+        np.vecdot(self._ratio_rows, self._ones, out=self._sums[4])
+        b_squares, b_dot_d, d_squares, sum_abs, sum_rel = self._partial.sum(axis=1, dtype=np.float64).tolist()
+        num_zero = 0
+        if not math.isfinite(sum_rel):
+            num_zero = _count(np.equal(size, 0, out=self._mask))
+            if _count(np.isfinite(ratio, out=self._mask)) + num_zero != ratio.size:
+                return False
+            self._ratio_tensor.nan_to_num_(0.0, 0.0, 0.0)
+            sum_rel = _total(self._ratio_rows, self._ones)
+        if d_squares > b_squares / 4:
+            c_squares, b_dot_c = (_total(z, self._rows(y)) for z in (self._rows(y), x_rows))
+        else:
+            c_squares, b_dot_c = b_squares + 2 * b_dot_d + d_squares, b_squares + b_dot_d
+        if not math.isfinite(b_squares + c_squares + b_dot_c + d_squares + sum_abs + sum_rel) or not (
+            self._is_wide or min(b_squares, c_squares, d_squares) >= _SMALLEST_SQUARES
+        ):
+            return False
+        largest_rel = float(ratio[ratio.argmax()])
+        totals.num_finite += num_elements
+        totals.num_different += num_different
+        totals.num_nonzero += num_elements - num_zero
+        totals.sum_abs += sum_abs
+        totals.sum_squares += d_squares
+        totals.sum_rel += sum_rel
+        totals.max_rel = max(totals.max_rel, largest_rel)
+        totals.dot += b_dot_c
+        totals.baseline_squares += b_squares
+        totals.candidate_squares += c_squares
+        if largest >= d.dtype.type(totals.max_abs):
+            self._add_largest(totals, start, x, y, largest)
+        if num_zero or largest_rel * (1 + _MARGIN) > self._rtol:
+            totals.num_beyond += self._num_beyond(x, y, largest)
+        return True
+
+    def _add_equal(self, totals: Totals, num_elements: int, x: Array) -> bool:
+        squares = _total(self._rows(x), self._rows(x))
+        num_zero = _count(np.equal(x, 0, out=self._mask))
+        if num_zero == num_elements:
+            squares = 0.0
+        elif not math.isfinite(squares) or not (self._is_wide or squares >= _SMALLEST_SQUARES):
+            return False
+        totals.num_finite += num_elements
+        totals.num_nonzero += num_elements - num_zero
+        totals.dot += squares
+        totals.baseline_squares += squares
+        totals.candidate_squares += squares
+        return True
+
+    def _add_rest(self, totals: Totals, start: int, num_elements: int, x: Array, y: Array) -> bool:
+        """Add x and y, some elements of which are not finite, or return False if all are."""
+        both = np.isfinite(x) & np.isfinite(y)
+        num_dropped = both.size - _count(both)
+        if not num_dropped:
+            return False
+        mismatched = ~(both | (x == y) | (np.isnan(x) & np.isnan(y)))
+        count = _count(mismatched)
+        first = int(mismatched.argmax())
+        values = float(x[first]), float(y[first])
+        # Where a side is not finite both become 0: equal, and no part of any sum.
+        for array, scratch, cleaned in ((x, self._x, self._x_array), (y, self._y, self._y_array)):
+            np.copyto(cleaned, array)
+            scratch.nan_to_num_(0.0, 0.0, 0.0)
+            np.multiply(cleaned, both, out=cleaned)
+        if not self._add_finite(totals, start, num_elements, self._x_array, self._y_array):
+            return False
+        totals.num_finite -= num_dropped
+        if count:
+            totals.add_mismatched(count, start + first, *values)
+        return True
+
+    def _add_largest(self, totals: Totals, start: int, x: Array, y: Array, largest: float) -> None:
+        """Note the first of the largest differences, if it exceeds those of the pieces before."""
+        positions = np.flatnonzero(np.equal(self._d, largest, out=self._mask))
+        b, c = x[positions].astype(np.float64), y[positions].astype(np.float64)
+        errors = np.abs(c - b)
+        first = int(errors.argmax())
+        if errors[first] > totals.max_abs:
+            totals.max_abs = float(errors[first])
+            if not totals.num_mismatched:
+                totals.worst = start + int(positions[first])
+                totals.baseline_at_worst, totals.candidate_at_worst = float(b[first]), float(c[first])
+
+    def _num_beyond(self, x: Array, y: Array, largest: float) -> int:
+        """Count |d| > atol + rtol * |b| as float64 does."""
+        rtol, atol = self._rtol, self._atol
+        margin = 0.0 if self._is_wide else _MARGIN * largest
+        if largest + margin <= atol:
+            return 0
+        np.multiply(self._size, rtol, out=self._ratio)
+        if self._is_wide:
+            np.add(self._ratio, atol, out=self._ratio)
+            return _count(np.greater(self._d, self._ratio, out=self._mask))
+        # An element near the tolerance has rtol * |b| <= |d| <= largest, and so is off by less than the margin; one
+        # far inside may be off by more, and stays inside.
+        np.subtract(self._d, self._ratio, out=self._ratio)
+        maybe = _count(np.greater(self._ratio, atol - margin, out=self._mask))
+        if maybe == 0 or _count(np.greater(self._ratio, atol + margin, out=self._mask)) == maybe:
+            return maybe
+        b, c = x.astype(np.float64), y.astype(np.float64)
+        return _count(np.abs(c - b) > np.abs(b) * rtol + atol)
+
+    def _cut(self, length: int) -> None:
+        """Make the scratch arrays `length` long, a multiple of the row."""
+        if not self._length:
+            self._scratch = torch.empty(5, self._capacity, dtype=self._dtype)
+            self._staging = torch.empty(self._capacity, dtype=torch.int64)
+            self._ones = np.ones(_ROW, dtype=self._scratch.numpy().dtype)
+        self._length = length
+        self._x, self._y, d, size, self._ratio_tensor = self._scratch[:, :length]
+        self._d, self._size, self._ratio = d.numpy(), size.numpy(), self._ratio_tensor.numpy()
+        self._x_array, self._y_array = self._x.numpy(), self._y.numpy()
+        self._d_rows, self._ratio_rows = self._rows(self._d), self._rows(self._ratio)
+        self._mask = np.empty(length, dtype=bool)
+        self._partial = np.empty((5, length // _ROW), dtype=self._ones.dtype)
+        self._sums = tuple(self._partial)
+        self._staged: dict[torch.dtype, tuple[Tensor, Array]] = {}
+
+    def _load(self, piece: Tensor, scratch: Tensor, array: Array) -> Array:
+        """Return `piece` in this precision: itself if it can be, else as `array`, filled up to whole rows."""
+        num_elements = piece.numel()
+        if num_elements < self._length:
+            scratch[num_elements:] = _PADDING[self._dtype]
+            scratch[:num_elements] = piece
+        elif piece.dtype == self._dtype:
+            return cast(Array, piece.numpy())
+        else:
+            # Converting straight from memory is half as fast as from the cache.
+            if piece.dtype not in self._staged:
+                staged = self._staging.view(piece.dtype)[:num_elements]
+                self._staged[piece.dtype] = staged, staged.view(torch.uint8).numpy()
+            staged, raw = self._staged[piece.dtype]
+            np.copyto(raw, piece.view(torch.uint8).numpy())
+            scratch.copy_(staged)
+        return array
+
+    @staticmethod
+    def _rows(array: Array) -> Array:
+        return array.reshape(-1, _ROW)
+
+
+def _count(mask: Array) -> int:
+    return int(np.count_nonzero(mask))
+
+
+def _total(x_rows: Array, y_rows: Array) -> float:
+    return float(np.vecdot(x_rows, y_rows).sum(dtype=np.float64))
