@@ -106,3 +106,12 @@ def test_below_a_tie_only_replay_counts() -> None:
     assert follow.visit(nodes["c"], 0, "wrong").verdict == "rounding"
     assert follow.visit(nodes["d"], 0, "wrong", introduced=True).verdict == "wrong"
     assert list(follow.origins) == ["d"]
+
+
+def test_padding_that_differs_counts_where_nobody_can_leave_it_out() -> None:
+    follow, nodes = tracker(), graph()
+    follow.begin_step()
+    follow.visit(nodes["a"], 0, "identical", introduced=False, padding_differs=True)
+    assert follow.visit(nodes["e"], 0, "wrong", introduced=False, masked=False).verdict == "rounding"
+    follow.visit(nodes["b"], 0, "identical", introduced=False)
+    assert follow.visit(nodes["c"], 0, "wrong", masked=False).verdict == "wrong"

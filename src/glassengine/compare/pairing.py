@@ -1,9 +1,10 @@
 """Pair the op sites of two programs.
 
 Within each call of each module the two op sequences are aligned (longest matching blocks, first by op, shape and
-literal arguments, then by op and shape), so that an op which one side has extra shifts nobody's name. The
-fingerprint says whether a pair is computed the same way; it is kept with the pair, not required, because a mistake
-changes it.
+literal arguments, then by op and shape), so that an op which one side has extra shifts nobody's name. Results of the
+programs are counterparts by name, and what one op left over feeds is fed by its counterpart: an op that was replaced by
+another one still has one. The fingerprint says whether a pair is computed the same way; it is kept with the pair, not
+required, because a mistake changes it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from glassengine.program.program import Program
 from glassengine.sites import Site
@@ -21,7 +23,11 @@ from glassengine.sites import Site
 
 @dataclass(frozen=True)
 class SitePair:
-    """One op of the baseline and its counterpart. `difference` describes arguments that are written differently."""
+    """One op of the baseline and its counterpart. `difference` describes arguments that are written differently.
+
+    `method` is "name+fingerprint", "name" (same place in the same module call), "output" (same result of the program)
+    or "consumer" (both feed the same argument of a pair).
+    """
 
     baseline: Site
     candidate: Site
@@ -39,12 +45,63 @@ def pair_sites(baseline: Program, candidate: Program) -> tuple[list[SitePair], l
         for a, b in _align(ours, theirs, nodes):
             method = "name+fingerprint" if a.fingerprint == b.fingerprint else "name"
             found[a.name] = SitePair(a, b, method, _difference(nodes[0][a.node], nodes[1][b.node]))
+    _pair_outputs(baseline, candidate, nodes, found)
+    _pair_by_consumer(baseline, candidate, nodes, found)
     taken = {pair.candidate.name for pair in found.values()}
     ops = [site for site in baseline.sites if site.kind == "op"]
     pairs = [found[site.name] for site in ops if site.name in found]
     only_left = [site for site in ops if site.name not in found]
     only_right = [site for site in candidate.sites if site.kind == "op" and site.name not in taken]
     return pairs, only_left, only_right
+
+
+def _pair_outputs(
+    baseline: Program, candidate: Program, nodes: tuple[dict[str, Node], dict[str, Node]], found: dict[str, SitePair]
+) -> None:
+    """An op behind the last one of a result (a clamp, say) is what that result has become."""
+    for name, node in baseline.output_nodes.items():
+        ours, theirs = _op_site(baseline, node), _op_site(candidate, candidate.output_nodes.get(name))
+        if ours is None or theirs is None:
+            continue
+        known = found.get(ours.name)
+        if known is None or known.candidate.name != theirs.name:
+            difference = _difference(nodes[0][ours.node], nodes[1][theirs.node])
+            found[ours.name] = SitePair(ours, theirs, "output", difference)
+
+
+def _pair_by_consumer(
+    baseline: Program, candidate: Program, nodes: tuple[dict[str, Node], dict[str, Node]], found: dict[str, SitePair]
+) -> None:
+    """Pair what is left over with what feeds the same argument of a counterpart, last ops first."""
+    counterpart = {pair.baseline.node: nodes[1][pair.candidate.node] for pair in found.values()}
+    taken = {pair.candidate.node for pair in found.values()}
+    for node in reversed(baseline.graph.nodes):
+        ours = _op_site(baseline, node.name)
+        if ours is None or ours.name in found:
+            continue
+        for user in node.users:
+            if user.name not in counterpart:
+                continue
+            theirs = _fed(user, node, counterpart[user.name])
+            site = None if theirs is None else _op_site(candidate, theirs.name)
+            if site is not None and site.node not in taken and _kind(site)[1:] == _kind(ours)[1:]:
+                found[ours.name] = SitePair(ours, site, "consumer", _difference(node, nodes[1][site.node]))
+                counterpart[node.name] = nodes[1][site.node]
+                taken.add(site.node)
+                break
+
+
+def _fed(user: Node, node: Node, counterpart: Node) -> Node | None:
+    """Return the argument of `counterpart` that stands where `user` has `node`."""
+    ours, theirs = (pytree.tree_flatten((n.args, dict(n.kwargs)))[0] for n in (user, counterpart))
+    if len(ours) != len(theirs):
+        return None
+    fed = theirs[ours.index(node)]
+    return fed if isinstance(fed, Node) else None
+
+
+def _op_site(program: Program, node: str | None) -> Site | None:
+    return next((site for site in program.sites.by_node.get(node or "", ()) if site.kind == "op"), None)
 
 
 def _by_call(program: Program) -> dict[str, list[Site]]:

@@ -31,6 +31,9 @@ WRONG = 8.0
 INTRODUCED_SUSPICIOUS = 2.0
 INTRODUCED_WRONG = 10.0
 
+# From here on the bound is worked out, for the record: how near to an alarm legitimate runs come.
+INTRODUCED_NOTED = 1.6
+
 _ETA = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-134, torch.float32: 2.0**-150, torch.float64: 0.0}
 
 
@@ -132,7 +135,7 @@ class Reference:
                 only when the floor is exceeded.
         """
         found = self._measure(candidate)
-        if found.rho is None or found.verdict == "identical" or found.rho <= INTRODUCED_SUSPICIOUS:
+        if found.rho is None or found.verdict == "identical" or found.rho <= INTRODUCED_NOTED:
             return found
         limit = bound()
         is_large = found.rho >= INTRODUCED_WRONG
@@ -145,7 +148,8 @@ class Reference:
         if counted is not None:
             ratio = torch.where(counted, ratio, 0.0)
         beta = float(ratio.max()) if ratio.numel() else 0.0
-        verdict = "rounding" if not beta > 1 else "wrong" if is_large else "suspicious"
+        is_beyond = beta > 1 and found.rho > INTRODUCED_SUSPICIOUS
+        verdict = "rounding" if not is_beyond else "wrong" if is_large else "suspicious"
         return dataclasses.replace(found, verdict=verdict, beta=beta)
 
     def _measure(self, candidate: torch.Tensor) -> Judgement:

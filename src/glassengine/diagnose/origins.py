@@ -6,12 +6,14 @@ clean is no origin: its error comes from whatever origin is above it, however lo
 many ops together. The verdict of an origin is the worst of its chain: where a small mistake first shows, it may still
 be only suspicious.
 
-A tie (see `replay`) is no error, but everything below it may legally be something else: there only replay counts.
+A tie (see `replay`) is no error, but everything below it may legally be something else: there only replay counts. So it
+is where rows of padding, which two kernels may fill differently, flow into a tensor of which nobody knows the rows
+that count (tokens sorted by expert, a mean over all positions).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch.fx import Node
 
@@ -40,14 +42,20 @@ class Visited:
 
 @dataclass(frozen=True)
 class _Trail:
-    """What leads to a tensor: origins by an unbroken chain, origins by any path, and ties."""
+    """What leads to a tensor: origins by an unbroken chain, origins by any path, ties, and padding that differs."""
 
     blame: frozenset[str] = frozenset()
     above: frozenset[str] = frozenset()
     is_tied: bool = False
+    padding_differs: bool = False
 
     def __or__(self, other: _Trail) -> _Trail:
-        return _Trail(self.blame | other.blame, self.above | other.above, self.is_tied or other.is_tied)
+        return _Trail(
+            self.blame | other.blame,
+            self.above | other.above,
+            self.is_tied or other.is_tied,
+            self.padding_differs or other.padding_differs,
+        )
 
 
 @dataclass
@@ -69,7 +77,15 @@ class OriginTracker:
         self._trails = {}
 
     def visit(
-        self, node: Node, step: int, verdict: Verdict | None, *, introduced: bool | None = None, tied: bool = False
+        self,
+        node: Node,
+        step: int,
+        verdict: Verdict | None,
+        *,
+        introduced: bool | None = None,
+        tied: bool = False,
+        masked: bool = True,
+        padding_differs: bool = False,
     ) -> Visited:
         """Record a tensor node; called for every one, in graph order.
 
@@ -79,12 +95,16 @@ class OriginTracker:
             verdict: None when it was not observed.
             introduced: Whether a replay found that the op itself made the error; None when only the graph can tell.
             tied: Whether the op chose otherwise among values that rounding cannot tell apart.
+            masked: Whether padding was left out of the verdict, or there is none.
+            padding_differs: Whether what was left out is not the reference's.
         """
         trail = _Trail(is_tied=tied)
         for source in node.all_input_nodes:
             trail |= self._trail_of(source)
+        if trail.padding_differs and not masked:
+            trail = replace(trail, is_tied=True)
         visited, blame = self._judged(node, step, verdict, introduced, trail)
-        self._trails[node.name] = _Trail(blame, trail.above | blame, trail.is_tied)
+        self._trails[node.name] = _Trail(blame, trail.above | blame, trail.is_tied, padding_differs)
         return visited
 
     def _judged(
@@ -95,7 +115,7 @@ class OriginTracker:
         if verdict not in ("suspicious", "wrong"):
             return Visited(verdict), frozenset()
         if not introduced and trail.is_tied:
-            return Visited("rounding", reason="below a tie: other values are legal here"), frozenset()
+            return Visited("rounding", reason="below a tie or padding: other values are legal here"), frozenset()
         if introduced or (introduced is None and not trail.blame):
             origin = self.origins.setdefault(node.name, Origin(step, node.name, verdict))
             origin.verdict = worst([origin.verdict, verdict])

@@ -11,6 +11,7 @@ coarser dtype: there the floor and an analytic rounding bound (`compare.bounds`)
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -96,6 +97,9 @@ class Replay:
             args, kwargs = torch.fx.node.map_arg((op.args, dict(op.kwargs)), self._value)
         except _NoCounterpart:
             return None
+        if any(_is_broken(value) for value in pytree.tree_leaves((args, kwargs))):
+            # What kernels make of NaN is their own affair: the op that made it is the guilty one.
+            return None
         try:
             exact_args, exact_kwargs = pytree.tree_map(retarget, (args, kwargs))
             exact = call(*exact_args, **exact_kwargs)
@@ -127,10 +131,6 @@ class Replay:
             floor = self._relative_floors.get(node.name, 0.0)
             return Reference(operation.exact, native, runs, dtype=candidate.dtype, valid=valid, relative_floor=floor)
 
-        if not self._compiled:
-            reference = against(self._noise(op, operation, roundoff))
-            self._relative_floors[node.name] = reference.relative_floor
-            return reference.judge(candidate)
         # Most ops are within the floor of one run; the rest is worth the other runs, and the bound.
         found = against([]).judge_introduced(candidate, lambda: None)
         if found.verdict == "identical" or (found.rho is not None and found.reason is None):
@@ -238,6 +238,13 @@ class Replay:
 
 class _NoCounterpart(Exception):
     """An input of the op was not observed on the candidate's side."""
+
+
+def _is_broken(value: Any) -> bool:
+    """Whether there is a NaN or a positive infinity (masks hold negative ones)."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not value.numel():
+        return False
+    return not bool(value.amax() < math.inf)
 
 
 def _called(node: Node) -> tuple[Node, Callable[..., Any]]:

@@ -29,8 +29,8 @@ def rounds(node: Node) -> bool:
     if op_name(node) in CASTS:
         source = node.args[0].meta["val"].dtype  # type: ignore[union-attr]
         target = node.meta["val"].dtype
-        wide = source.is_floating_point and torch.finfo(source).bits <= torch.finfo(target).bits
-        return not wide and source.is_floating_point
+        floating: bool = source.is_floating_point and target.is_floating_point
+        return floating and torch.finfo(source).bits > torch.finfo(target).bits
     return True
 
 

@@ -32,13 +32,15 @@ _COMPENSATED = 3.0
 class _Judged:
     """A tensor, its judgement, and whether its op introduced the error (None: only the graph can tell).
 
-    `inherited` is the RMS of what the op's inputs carried in, where the op was replayed.
+    `inherited` is the RMS of what the op's inputs carried in and `local` the judgement of the op alone, where it was
+    replayed.
     """
 
     tensor: torch.Tensor
     judgement: Judgement
     introduced: bool | None
     inherited: float | None = None
+    local: Judgement | None = None
 
 
 @dataclass
@@ -71,9 +73,17 @@ class Score:
         observed, judged = max(found, key=lambda item: VERDICTS.index(item[1].judgement.verdict))
         judgement = judged.judgement
         visited = self._tracker.visit(
-            node, step, judgement.verdict, introduced=judged.introduced, tied=judgement.is_tie
+            node,
+            step,
+            judgement.verdict,
+            introduced=judged.introduced,
+            tied=judgement.is_tie,
+            masked=reference.valid is not None,
+            padding_differs=_padding_differs(judged.tensor, reference),
         )
         assert visited.verdict is not None
+        if visited.verdict == "rounding" and judged.local is not None:
+            judgement = judged.local
         self.judged_nodes.add(node.name)
         flagged = visited.verdict in FLAGGED
         self.pairs.append(
@@ -111,7 +121,7 @@ class Score:
         inherited = _inherited(replayed.predicted, reference)
         if local.verdict not in FLAGGED:
             is_carried = accumulated.verdict in FLAGGED and not local.is_tie
-            return _Judged(tensor, accumulated if is_carried else local, False, inherited)
+            return _Judged(tensor, accumulated if is_carried else local, False, inherited, local)
         if local.verdict == "suspicious" and self._written_differently(node):
             # Two kinds of evidence: too large for rounding, and other arguments or weights than the baseline's.
             local = dataclasses.replace(
@@ -191,6 +201,12 @@ def _is_compensated(local: Judgement, accumulated: Judgement) -> bool:
     if local.rms_error is None or accumulated.rms_error is None:
         return False
     return local.rms_error > _COMPENSATED * accumulated.rms_error
+
+
+def _padding_differs(tensor: torch.Tensor, reference: Reference) -> bool:
+    if reference.valid is None or tensor.shape != reference.exact.shape:
+        return False
+    return bool(((tensor != reference.native) & ~reference.valid).any())
 
 
 def _inherited(predicted: torch.Tensor, reference: Reference) -> float | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -121,7 +122,9 @@ def _restore_meta(
     fakes = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
     modes = [fake.fake_mode for fake in fakes if isinstance(fake, torch._subclasses.FakeTensor)]
     stale: set[Node] = set()
-    with modes[0]:
+    # Shapes are only asked for: a guard made here would fix the batch of every later trace.
+    shape_env = modes[0].shape_env
+    with modes[0], shape_env.suppress_guards() if shape_env is not None else nullcontext():
         for node in graph.nodes:
             same = shapes_before.get(node.name) == (node.target, _structure(node))
             if node.op == "call_function" and not (same and stale.isdisjoint(node.all_input_nodes)):
