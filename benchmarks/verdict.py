@@ -225,7 +225,11 @@ def main(arguments: Sequence[str] = ()) -> None:
     started = time.perf_counter()
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         for (family, dtype), future in [(w, pool.submit(run_bench, *w, options)) for w in work]:
-            rows += future.result()
+            try:
+                rows += future.result()
+            except Exception as error:  # one program that cannot be judged must not lose the others
+                note = f"invalid: {type(error).__name__}: {error}"
+                rows.append(corpus.Row(f"{family}/{dtype}", "", "", "legitimate", note=note).to_dict())
             print(f"{family}/{dtype} after {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
             if options.json:
                 options.json.write_text(json.dumps(rows, indent=1))

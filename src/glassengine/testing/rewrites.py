@@ -77,7 +77,11 @@ def _attention(e: Edit, node: Node) -> Node | None:
     """Scores, softmax in float32, context: transformers' eager attention."""
     query, key, value, *rest = node.args
     mask = rest[0] if rest else None
-    if mask is None or mask.meta["val"].dtype is not torch.bool or key.meta["val"].shape[1] != query.meta["val"].shape[1]:  # type: ignore[union-attr]
+    if (
+        mask is None
+        or mask.meta["val"].dtype is not torch.bool
+        or key.meta["val"].shape[1] != query.meta["val"].shape[1]
+    ):  # type: ignore[union-attr]
         return None
     dtype = node.meta["val"].dtype
     scale = node.kwargs.get("scale") or int(query.meta["val"].shape[-1]) ** -0.5  # type: ignore[union-attr]
