@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from glassengine.capture.interpreter import run_program
+from glassengine.compare.operation import ACCUMULATIONS
 from glassengine.compare.verdict import Judgement
 from glassengine.diagnose.replay import Replay
 from glassengine.program.export import export_module
@@ -161,6 +162,26 @@ def test_an_engine_in_a_coarser_dtype_than_the_baseline(single: Observed) -> Non
     clean, wrong = replay.judge(node, own, None), replay.judge(node, (own * 1.1).bfloat16(), None)
     assert clean is not None and clean.judgement.verdict in ("identical", "rounding")
     assert wrong is not None and wrong.judgement.verdict == "wrong"
+
+
+def test_reduced_accumulation_shows_unless_it_is_declared(single: Observed) -> None:
+    """TF32: operands of a float32 product keep ten bits of mantissa."""
+
+    def tf32(value: torch.Tensor) -> torch.Tensor:
+        return (value.view(torch.int32) & -(1 << 13)).view(torch.float32)
+
+    weight, bias = _linear(single.program)
+    reduced = torch.nn.functional.linear(tf32(single.x), tf32(weight.detach()), bias.detach())
+    node, verdicts = single.node("linear"), {}
+    for name in ("float32", "tf32"):
+        replay = Replay(single.program, compiled=True, accumulation=ACCUMULATIONS[name])
+        replay.begin_step({"x": single.x}, single.values)
+        found = replay.judge(node, reduced, None)
+        assert found is not None
+        verdicts[name] = found.judgement.verdict
+        wrong = replay.judge(node, reduced * 1.1, None)
+        assert wrong is not None and wrong.judgement.verdict == "wrong"
+    assert verdicts == {"float32": "wrong", "tf32": "rounding"}
 
 
 def _linear(program: Program) -> list[torch.Tensor]:

@@ -47,6 +47,10 @@ def command(
     min_coverage: Annotated[
         float, typer.Option(min=0, max=1, help="Share of the baseline's float-valued sites that must be judged.")
     ] = 0.9,
+    accum: Annotated[
+        str | None,
+        typer.Option(metavar="DTYPE", help="How the candidate sums products: float32, tf32, bfloat16 or float16."),
+    ] = None,
     attn_implementation: Annotated[str | None, typer.Option(help="As in transformers: sdpa, eager.")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Let code that comes with a checkpoint run.")] = False,
     revision: Annotated[str | None, typer.Option(help="Revision of a hub id.")] = None,
@@ -69,6 +73,7 @@ def command(
             passes=passes or (),
             fail_on=fail_on.value,
             min_coverage=min_coverage,
+            accumulation=accum,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
             revision=revision,

@@ -4,7 +4,7 @@
     u      unit roundoff of the dtype in which the op rounds its result
     u_in   unit roundoff of inputs that a fused kernel may have used unrounded, as registers, while the dump is rounded
     u_w    unit roundoff of weights that the candidate holds in a coarser dtype than the baseline
-    U      unit roundoff of internal sums (float32 accumulation)
+    U      unit roundoff of internal sums (float32 accumulation, unless less is declared for products)
 
     moves          (u + u_in) |P|                                     selection, layout, casts
     pointwise      (2u + 4U) |P| + sum_i |dP/dx_i| u_in |x_i|         derivatives by automatic differentiation
@@ -65,7 +65,8 @@ def rounding_bound(operation: Operation, roundoff: Roundoff) -> Tensor | None:
         )
     elif name in PRODUCTS or name in CONVOLUTIONS:
         absolute = operation.on(torch.abs).abs()
-        bound = 2 * u * size + 4 * math.sqrt(num_terms(name, operation.args, operation.exact)) * U_ACCUMULATE * absolute
+        terms = num_terms(name, operation.args, operation.exact)
+        bound = 2 * u * size + 4 * math.sqrt(terms) * roundoff.u_sums * absolute
         rounded = max(roundoff.u_w, u_in)
         if rounded:
             bound = bound + 4 * rounded * operation.on(torch.square).abs().sqrt()

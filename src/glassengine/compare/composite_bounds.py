@@ -129,16 +129,16 @@ def attention(operation: Operation, r: Roundoff) -> Tensor:
     """
     parts = attention_parts(operation.args, operation.kwargs)
     q, k, v, scores, p, scale = parts
-    wide = max(r.u, U_ACCUMULATE)
+    wide = max(r.u, r.u_sums)
     live = p > 0
     size = torch.where(live, scores.abs(), 0.0)
-    products = 4 * math.sqrt(q.shape[-1]) * U_ACCUMULATE * scale * (q.abs() @ k.abs().mT)
+    products = 4 * math.sqrt(q.shape[-1]) * r.u_sums * scale * (q.abs() @ k.abs().mT)
     if r.u_in:
         products = products + 4 * r.u_in * scale * (q.square() @ k.square().mT).sqrt()
     error = torch.where(live, products + 1.5 * wide * size, 0.0)
     relative = error + (p * error).sum(-1, keepdim=True) + 2 * wide + r.u_in
     relative = relative + 8 * U_ACCUMULATE * (1 + size.amax(-1, keepdim=True))
-    context = (p * relative) @ v.abs() + 4 * math.sqrt(k.shape[-2]) * U_ACCUMULATE * (p @ v.abs())
+    context = (p * relative) @ v.abs() + 4 * math.sqrt(k.shape[-2]) * r.u_sums * (p @ v.abs())
     return context + 2 * r.u * operation.exact.abs()
 
 

@@ -65,13 +65,33 @@ LARGEST = _names("amax amin cummax cummin max min sort topk")
 
 
 @dataclass(frozen=True)
+class Accumulation:
+    """How products (matrix products, convolutions, attention) are summed: unit roundoffs of sums and of operands."""
+
+    u_sums: float = U_ACCUMULATE
+    u_operands: float = 0.0
+
+
+FLOAT32_SUMS = Accumulation()
+
+ACCUMULATIONS = {
+    "float32": FLOAT32_SUMS,
+    "tf32": Accumulation(u_operands=2.0**-11),
+    "bfloat16": Accumulation(2.0**-9, 2.0**-9),
+    "float16": Accumulation(2.0**-11, 2.0**-11),
+}
+"""What a candidate may declare; anything less than float32 would otherwise show as an error."""
+
+
+@dataclass(frozen=True)
 class Roundoff:
-    """Unit roundoffs of one op (see the module) and `tiny`, below which its result has no relative precision."""
+    """Unit roundoffs of one op (see `bounds`) and `tiny`, below which its result has no relative precision."""
 
     u: float
     u_in: float = 0.0
     u_w: float = 0.0
     tiny: float = 0.0
+    u_sums: float = U_ACCUMULATE
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from glassengine.backends.registry import find_backend
+from glassengine.compare.operation import FLOAT32_SUMS, Accumulation
 from glassengine.compare.pairing import pair_sites
 from glassengine.diagnose.cases import Case, causal_cases, module_cases
 from glassengine.diagnose.replay import Replay
@@ -44,6 +45,7 @@ class Climb:
     cases: list[Case]
     model: ModuleSide
     scores: list[Score]
+    accumulation: Accumulation = FLOAT32_SUMS
     skipped: list[Skipped] = field(default_factory=list)
     severity: dict[str, Severity] = field(default_factory=dict)
     stack: ExitStack = field(default_factory=ExitStack)
@@ -77,7 +79,11 @@ def add_built(climb: Climb, backend: str | None, passes: Sequence[str], progress
         built = apply_pass(built, spec)
         pairs, _, _ = pair_sites(climb.program, built)
         by_node = {pair.baseline.node: pair for pair in pairs}
-        climb.add(ProgramSide(built, by_node, rung=f"pass {spec}", replay=Replay(climb.program)))
+        climb.add(
+            ProgramSide(
+                built, by_node, rung=f"pass {spec}", replay=Replay(climb.program, accumulation=climb.accumulation)
+            )
+        )
     folder = Path(climb.stack.enter_context(tempfile.TemporaryDirectory(prefix="glassengine-check-")))
     plan = _plan(climb, built)
     progress(f"building the engine with {len(plan.added)} debug outputs")
@@ -117,6 +123,7 @@ def _add_observable(climb: Climb, engine: Engine, observed: Sequence[str]) -> No
         compiled=True,
         dtype=getattr(torch, engine.manifest.dtype),
         wide_operands=capabilities.wide_operands,
+        accumulation=climb.accumulation,
     )
     climb.add(EngineSide(engine, _engine_nodes(climb.program, engine, observed), rung="engine", replay=replay))
 
@@ -140,7 +147,12 @@ def add_model(climb: Climb, candidate: LoadedModel, inputs: str | None, progress
         pairs, ours, theirs = pair_sites(climb.program, program)
         by_node = {pair.baseline.node: pair for pair in pairs}
         same = candidate.dtype == climb.baseline.dtype
-        replay = Replay(climb.program, compiled=not same, dtype=None if same else getattr(torch, candidate.dtype))
+        replay = Replay(
+            climb.program,
+            compiled=not same,
+            dtype=None if same else getattr(torch, candidate.dtype),
+            accumulation=climb.accumulation,
+        )
         climb.add(ProgramSide(program, by_node, rung="candidate", replay=replay))
         reason = "no counterpart in the same module call of the other side"
         climb.skipped += [Skipped(site.name, "baseline", reason, rung="candidate") for site in ours]

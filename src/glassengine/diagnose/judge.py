@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from glassengine.compare.operation import FLOAT32_SUMS, Accumulation
 from glassengine.compare.verdict import Reference
 from glassengine.diagnose.cases import Case, StepInputs
 from glassengine.diagnose.reference import ReferenceRun
@@ -25,6 +26,7 @@ def run_cases(
     scores: Sequence[Score],
     *,
     coarsest: torch.dtype | None,
+    accumulation: Accumulation = FLOAT32_SUMS,
     on_step: Callable[[Case, int, Mapping[str, float]], None],
 ) -> None:
     """Run every case on the reference and on all sides, and judge every tensor of every step.
@@ -35,11 +37,12 @@ def run_cases(
         model: The untouched baseline; its greedy choice is the next token of everybody.
         scores: One per side, `model`'s among them.
         coarsest: Dtype of the coarsest side.
+        accumulation: How the sides' products are summed.
         on_step: Called after each step with the relative noise floor of each node so far.
     """
     floors: dict[str, float] = {}
     for case in cases:
-        reference = ReferenceRun(program, coarsest=coarsest, relative_floors=floors)
+        reference = ReferenceRun(program, coarsest=coarsest, accumulation=accumulation, relative_floors=floors)
         for score in scores:
             score.begin(case)
         inputs: Any = StepInputs.first(case) if case.input_ids is not None else case.steps[0]

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from glassengine import environment
+from glassengine.compare.operation import ACCUMULATIONS, Accumulation
 from glassengine.compare.verdict import unit_roundoff
 from glassengine.diagnose.cases import Case
 from glassengine.diagnose.climb import Climb, Progress, add_built, add_engine, add_model, start
@@ -24,7 +25,7 @@ from glassengine.diagnose.judge import run_cases
 from glassengine.diagnose.severity import Severity
 from glassengine.diagnose.sides import EngineSide
 from glassengine.engine.engine import load
-from glassengine.errors import UsageError
+from glassengine.errors import UnknownNameError, UsageError
 from glassengine.program import load_model
 from glassengine.results import Comparison
 
@@ -45,6 +46,7 @@ def check(
     passes: Sequence[str] = (),
     fail_on: Literal["suspicious", "wrong"] = "wrong",
     min_coverage: float = 0.9,
+    accumulation: str | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     revision: str | None = None,
@@ -64,6 +66,8 @@ def check(
         passes: User passes on the program, each a rung of its own.
         fail_on: The mildest verdict that makes the result not ok.
         min_coverage: Least share of the baseline's float-valued sites that must have been judged.
+        accumulation: "float32", "tf32", "bfloat16" or "float16": how the candidate sums its products, where it is less
+            than float32; None takes what `torch.set_float32_matmul_precision` says.
         attn_implementation: As in transformers, for models that are loaded by transformers.
         trust_remote_code: Allow code that comes with a checkpoint to run.
         revision: Of a hub id.
@@ -89,6 +93,7 @@ def check(
     with ExitStack() as stack:
         stack.enter_context(_threads_for(model.module))
         climb = start(model, inputs, steps, stack, progress)
+        climb.accumulation = _accumulation(accumulation)
         coarsest = None
         if engine is not None:
             coarsest = getattr(torch, engine.manifest.dtype)
@@ -99,7 +104,13 @@ def check(
             add_built(climb, backend, passes, progress)
         progress(f"judging {len(climb.cases)} cases")
         run_cases(
-            climb.program, climb.cases, climb.model, climb.scores, coarsest=coarsest, on_step=_severity_counter(climb)
+            climb.program,
+            climb.cases,
+            climb.model,
+            climb.scores,
+            coarsest=coarsest,
+            accumulation=climb.accumulation,
+            on_step=_severity_counter(climb),
         )
         return conclude(
             climb.program,
@@ -112,6 +123,14 @@ def check(
             min_coverage=min_coverage,
             environment=environment.describe(),
         )
+
+
+def _accumulation(name: str | None) -> Accumulation:
+    if name is None:
+        name = {"high": "tf32", "medium": "bfloat16"}.get(torch.get_float32_matmul_precision(), "float32")
+    if name not in ACCUMULATIONS:
+        raise UnknownNameError("accumulation", name, list(ACCUMULATIONS), hint="--accum tf32")
+    return ACCUMULATIONS[name]
 
 
 @contextmanager

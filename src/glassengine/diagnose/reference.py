@@ -16,6 +16,7 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from glassengine.compare.operation import FLOAT32_SUMS, Accumulation
 from glassengine.compare.verdict import Reference, unit_roundoff
 from glassengine.diagnose.float64 import double, retarget, target_of
 from glassengine.diagnose.rounding import noisy, rounds
@@ -34,6 +35,7 @@ class ReferenceRun:
         program: The program, with weights.
         coarsest: Dtype of the coarsest candidate; None for the program's own. Noise is that of the coarser of the two,
             and weights are disturbed by its rounding when it is coarser than theirs.
+        accumulation: How the candidates' products are summed.
         seed: Of the noise.
         relative_floors: Site memory shared between cases: node -> largest relative floor seen.
     """
@@ -43,11 +45,13 @@ class ReferenceRun:
         program: Program,
         *,
         coarsest: torch.dtype | None = None,
+        accumulation: Accumulation = FLOAT32_SUMS,
         seed: int = 0,
         relative_floors: dict[str, float] | None = None,
     ) -> None:
         self._program = program
         self._coarsest = coarsest
+        self._accumulation = accumulation
         self._seed = seed
         self._steps = 0
         self.relative_floors = {} if relative_floors is None else relative_floors
@@ -135,7 +139,7 @@ class ReferenceRun:
         """One result of an op with rounding; an op may have several."""
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return value
-        return noisy(node, value, args, kwargs, unit_roundoff(self._dtype(node, value)), generator)
+        return noisy(node, value, args, kwargs, unit_roundoff(self._dtype(node, value)), generator, self._accumulation)
 
     def _disturbed(self, source: Node, value: torch.Tensor, dtype: torch.dtype, lane: int) -> torch.Tensor:
         """Weights of a noisy lane carry the rounding of a coarser candidate's weights, the same in every step."""

@@ -23,7 +23,16 @@ from torch.utils import _pytree as pytree
 
 from glassengine.compare.bounds import rounding_bound
 from glassengine.compare.composite_bounds import attention_parts
-from glassengine.compare.operation import ATTENTION, CONVOLUTIONS, PRODUCTS, RANDOM, Operation, Roundoff
+from glassengine.compare.operation import (
+    ATTENTION,
+    CONVOLUTIONS,
+    FLOAT32_SUMS,
+    PRODUCTS,
+    RANDOM,
+    Accumulation,
+    Operation,
+    Roundoff,
+)
 from glassengine.compare.verdict import Judgement, Reference, unit_roundoff
 from glassengine.diagnose.float64 import retarget, target_of
 from glassengine.diagnose.reference import NUM_NOISE_RUNS
@@ -53,6 +62,7 @@ class Replay:
         compiled: Whether the candidate has kernels of its own, or another dtype than the baseline.
         dtype: Floating dtype of the candidate's weights; None for the baseline's own.
         wide_operands: Whether the candidate's products may read unrounded registers, as its other ops may.
+        accumulation: How the candidate's products are summed.
         seed: Of the noise.
     """
 
@@ -63,10 +73,12 @@ class Replay:
         compiled: bool = False,
         dtype: torch.dtype | None = None,
         wide_operands: bool = False,
+        accumulation: Accumulation = FLOAT32_SUMS,
         seed: int = 0,
     ) -> None:
         self._compiled = compiled
         self._wide_operands = wide_operands
+        self._accumulation = accumulation
         self._dtype = dtype
         self._nodes = {node.name: node for node in program.graph.nodes}
         self._weights = program.weights()
@@ -148,7 +160,9 @@ class Replay:
             if roundoff.u_in or roundoff.u_w:
                 value = operation.on(lambda tensor: self._disturbed(tensor, max(roundoff.u_in, roundoff.u_w)))
             if rounds(op):
-                value = noisy(op, value, operation.args, operation.kwargs, roundoff.u, self._generator)
+                value = noisy(
+                    op, value, operation.args, operation.kwargs, roundoff.u, self._generator, self._accumulation
+                )
             runs.append(value)
         return runs
 
@@ -169,9 +183,11 @@ class Replay:
                 u_in = max(u_in, unit_roundoff(value.dtype))
         if not self._compiled or (op_name(op) in _FROM_MEMORY and not self._wide_operands):
             u_in = 0.0
+        how = self._accumulation if op_name(op) in _FROM_MEMORY else FLOAT32_SUMS
+        u_in = max(u_in, how.u_operands)
         dtype = candidate.dtype
         tiny = 2.0**-25 if dtype is torch.float16 else torch.finfo(dtype).tiny
-        return Roundoff(unit_roundoff(dtype), u_in, u_w, tiny)
+        return Roundoff(unit_roundoff(dtype), u_in, u_w, tiny, how.u_sums)
 
     def _native(
         self, op: Node, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], exact: Any
