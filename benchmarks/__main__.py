@@ -10,7 +10,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-SUITES = {"decode": "tokens per second of both compiled back-ends against transformers.generate"}
+SUITES = {
+    "decode": "tokens per second of both compiled back-ends against transformers.generate",
+    "measure": "bytes per second of measuring two tensors against each other",
+}
 LONG = {"verdict": "false alarms, mistakes found and ops named over a corpus; takes options of its own (--help)"}
 """Run only when named, each alone."""
 

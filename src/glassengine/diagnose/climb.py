@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from glassengine.backends.registry import find_backend
+from glassengine.backends import registry
 from glassengine.compare.operation import FLOAT32_SUMS, Accumulation
 from glassengine.compare.pairing import pair_sites
 from glassengine.diagnose.cases import Case, causal_cases, module_cases
@@ -117,7 +117,7 @@ def add_engine(climb: Climb, release: Engine, progress: Progress) -> None:
 
 
 def _add_observable(climb: Climb, engine: Engine, observed: Sequence[str]) -> None:
-    capabilities = find_backend(engine.manifest.backend).capabilities
+    capabilities = registry.find_backend(engine.manifest.backend).capabilities
     replay = Replay(
         climb.program,
         compiled=True,

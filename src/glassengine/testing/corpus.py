@@ -18,8 +18,8 @@ from glassengine.compare.pairing import pair_sites
 from glassengine.diagnose.cases import Case, StepInputs
 from glassengine.diagnose.conclude import conclude
 from glassengine.diagnose.judge import run_cases
-from glassengine.diagnose.score import FLAGGED, Score
 from glassengine.diagnose.replay import Replay
+from glassengine.diagnose.score import FLAGGED, Score
 from glassengine.diagnose.sides import EngineSide, ModuleSide, ProgramSide
 from glassengine.errors import GlassError
 from glassengine.program import LoadedModel, Program
@@ -27,7 +27,7 @@ from glassengine.program.naming import op_name
 from glassengine.program.outputs import is_view
 from glassengine.results import Comparison
 from glassengine.testing.edits import DoesNotApply, Guilt, Mistake, Mutant, find_guilt, plant
-from glassengine.testing.variations import VariedSide, Variation
+from glassengine.testing.variations import Variation, VariedSide
 
 
 @dataclass

@@ -38,4 +38,6 @@ def built_from(
 
 
 def _climb(bench: Bench, cases: Sequence[Case], stack: ExitStack) -> Climb:
-    return Climb(bench.model, bench.program, list(cases), ModuleSide(bench.model.module, bench.program), [], stack=stack)
+    return Climb(
+        bench.model, bench.program, list(cases), ModuleSide(bench.model.module, bench.program), [], stack=stack
+    )

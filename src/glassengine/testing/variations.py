@@ -33,7 +33,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _split_product(left: Tensor, right: Tensor, parts: int = 4) -> Tensor:
-    """left [..., M, K] @ right [..., K, N], K in several parts, summed from the last to the first, in float32."""
+    """Left [..., M, K] @ right [..., K, N], K in several parts, summed from the last to the first, in float32."""
     size = left.shape[-1]
     step = max(1, math.ceil(size / parts))
     total: Tensor | None = None
