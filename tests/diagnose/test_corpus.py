@@ -12,13 +12,11 @@ from glassengine.testing import corpus
 from glassengine.testing.corpus import Bench
 from glassengine.testing.edits import DoesNotApply, Edit, Mistake, Mutant, find_guilt, plant
 from glassengine.testing.families import make_bench
-from glassengine.testing.mistakes import GRAPH_MISTAKES, aten
+from glassengine.testing.mistakes import MISTAKES
+from glassengine.testing.places import aten
 from glassengine.testing.random_mistakes import RANDOM_MISTAKES
 from glassengine.testing.rewrites import REWRITES
 from glassengine.testing.variations import VARIATIONS
-from glassengine.testing.weight_mistakes import PRECISION_LOSSES, WEIGHT_MISTAKES
-
-ALL = (*GRAPH_MISTAKES, *WEIGHT_MISTAKES, *PRECISION_LOSSES, *RANDOM_MISTAKES)
 
 SAMPLE = (
     "rope_sign",
@@ -49,11 +47,11 @@ def bench(family: str, dtype: str) -> Bench:
 
 
 def named(name: str) -> Mistake:
-    return next(mistake for mistake in ALL if mistake.name == name)
+    return next(mistake for mistake in MISTAKES if mistake.name == name)
 
 
 def test_the_corpus_is_as_large_as_promised() -> None:
-    names = [mistake.name for mistake in ALL]
+    names = [mistake.name for mistake in MISTAKES]
     assert len(set(names)) == len(names)
     assert len(names) - len(RANDOM_MISTAKES) >= 60 and len(RANDOM_MISTAKES) >= 20
 

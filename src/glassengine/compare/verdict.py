@@ -34,6 +34,8 @@ INTRODUCED_WRONG = 10.0
 # From here on the bound is worked out, for the record: how near to an alarm legitimate runs come.
 INTRODUCED_NOTED = 1.6
 
+TIE = "a tie: rounding cannot tell the values apart"
+
 _ETA = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-134, torch.float32: 2.0**-150, torch.float64: 0.0}
 
 
@@ -73,6 +75,10 @@ class Reference:
         dtype: Floating dtype in which the tensor is computed; the coarser one when the candidate's is coarser.
         valid: Bool mask that broadcasts against the tensor, or None when every element counts.
         relative_floor: Largest rms(D) / rms(P) seen for this site so far; keeps short decode rows from a lucky floor.
+
+    Attributes:
+        unstable: Of an integer or bool tensor: elements that rounding alone changes in some run; None where there are
+            none. Any value of these is a tie.
     """
 
     def __init__(
@@ -90,7 +96,11 @@ class Reference:
         self.valid = valid.expand(exact.shape) if valid is not None else None
         self._floor: list[torch.Tensor] | None = None
         self.relative_floor = relative_floor
+        self.unstable: torch.Tensor | None = None
         if not exact.is_floating_point():
+            differs = [run != exact for run in (native, *noisy) if run.shape == exact.shape]
+            found = torch.stack(differs).any(0) if differs else None
+            self.unstable = found if found is not None and bool(found.any()) else None
             return
         self._limit = _sentinel(dtype)
         # Where the reference is a mask sentinel or not finite, values are compared as a class, not by size.
@@ -198,9 +208,13 @@ class Reference:
         differs = candidate != self.exact.to(candidate.dtype)
         if self.valid is not None:
             differs = differs & self.valid
+        if not bool(differs.any()):
+            return Judgement("identical", 0.0, 0.0)
+        if self.unstable is not None:
+            differs = differs & ~self.unstable
         count = int(differs.sum())
         if not count:
-            return Judgement("identical", 0.0, 0.0)
+            return Judgement("rounding", None, None, TIE, is_tie=True)
         return Judgement("wrong", None, None, f"{count} of {differs.numel()} {candidate.dtype} elements differ")
 
 

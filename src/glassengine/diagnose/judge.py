@@ -57,8 +57,9 @@ def run_cases(
                 named |= empty_caches(program, named)
 
             def observe(node: Node, value: Reference, step: int = step, case: Case = case) -> None:
+                tied = value.unstable is not None
                 for score in scores:
-                    score.visit(node, value, case, step)
+                    tied |= score.visit(node, value, case, step, tied=tied)
 
             def valid(node: Node, value: torch.Tensor, inputs: Any = inputs) -> torch.Tensor | None:
                 if not isinstance(inputs, StepInputs):

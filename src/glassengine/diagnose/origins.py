@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from torch.fx import Node
 
+from glassengine.compare.verdict import TIE
 from glassengine.program.program import Program
 from glassengine.results import Verdict, worst
 
@@ -84,6 +85,7 @@ class OriginTracker:
         *,
         introduced: bool | None = None,
         tied: bool = False,
+        is_choice: bool = False,
         masked: bool = True,
         padding_differs: bool = False,
     ) -> Visited:
@@ -95,6 +97,7 @@ class OriginTracker:
             verdict: None when it was not observed.
             introduced: Whether a replay found that the op itself made the error; None when only the graph can tell.
             tied: Whether the op chose otherwise among values that rounding cannot tell apart.
+            is_choice: Whether the values are integers or bools: another one comes of a tie, where no op made an error.
             masked: Whether padding was left out of the verdict, or there is none.
             padding_differs: Whether what was left out is not the reference's.
         """
@@ -104,6 +107,8 @@ class OriginTracker:
         if trail.padding_differs and not masked:
             trail = replace(trail, is_tied=True)
         visited, blame = self._judged(node, step, verdict, introduced, trail)
+        if is_choice and introduced is False and not visited.inherited and visited.verdict != verdict:
+            visited, trail = Visited("rounding", reason=TIE), replace(trail, is_tied=True)
         self._trails[node.name] = _Trail(blame, trail.above | blame, trail.is_tied, padding_differs)
         return visited
 

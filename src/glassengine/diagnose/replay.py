@@ -33,7 +33,7 @@ from glassengine.compare.operation import (
     Operation,
     Roundoff,
 )
-from glassengine.compare.verdict import Judgement, Reference, unit_roundoff
+from glassengine.compare.verdict import TIE, Judgement, Reference, unit_roundoff
 from glassengine.diagnose.float64 import retarget, target_of
 from glassengine.diagnose.reference import NUM_NOISE_RUNS
 from glassengine.diagnose.rounding import noisy, rounds
@@ -228,7 +228,7 @@ class Replay:
             differs = differs & valid
         if bool(differs.any()):
             return found
-        return Judgement("rounding", None, None, "a tie: rounding cannot tell the values apart", is_tie=True)
+        return Judgement("rounding", None, None, TIE, is_tie=True)
 
     def _roundoff_of_inputs(self, op: Node) -> float:
         values = [self._values.get(source.name) for source in op.all_input_nodes]

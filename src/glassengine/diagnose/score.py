@@ -13,7 +13,7 @@ from glassengine.compare.hints import tensor_hints, weight_hints
 from glassengine.compare.measure import measure
 from glassengine.compare.operation import RANDOM
 from glassengine.compare.tolerance import tolerance
-from glassengine.compare.verdict import Judgement, Reference
+from glassengine.compare.verdict import TIE, Judgement, Reference
 from glassengine.diagnose.cases import Case
 from glassengine.diagnose.origins import OriginTracker
 from glassengine.diagnose.replay import Replay
@@ -59,17 +59,28 @@ class Score:
         self.side.begin(case)
         self._tracker = OriginTracker(self.program)
 
-    def visit(self, node: Node, reference: Reference, case: Case, step: int) -> None:
-        """Judge this side's values of `node`; the worst one counts for what comes after."""
+    def visit(self, node: Node, reference: Reference, case: Case, step: int, *, tied: bool) -> bool:
+        """Judge this side's values of `node`; the worst one counts for what comes after.
+
+        Args:
+            node: Of the baseline program.
+            reference: Of its value in this step.
+            case: What runs.
+            step: Of the case.
+            tied: Whether other sides, or rounding alone, chose otherwise here; counts where this side was not observed.
+
+        Returns:
+            Whether there is a tie here.
+        """
         assert self._tracker is not None
         if op_name(node) in RANDOM:
             # Drawn anew by every side, and the reference knows nothing of what follows: there only replay counts.
             self._tracker.visit(node, step, None, tied=True)
-            return
+            return True
         found = [(observed, self._judge(node, observed, reference)) for observed in self.side.observed(node.name)]
         if not found:
-            self._tracker.visit(node, step, None)
-            return
+            self._tracker.visit(node, step, None, tied=tied)
+            return tied
         observed, judged = max(found, key=lambda item: VERDICTS.index(item[1].judgement.verdict))
         judgement = judged.judgement
         visited = self._tracker.visit(
@@ -78,6 +89,7 @@ class Score:
             judgement.verdict,
             introduced=judged.introduced,
             tied=judgement.is_tie,
+            is_choice=not judged.tensor.is_floating_point(),
             masked=reference.valid is not None,
             padding_differs=_padding_differs(judged.tensor, reference),
         )
@@ -106,6 +118,7 @@ class Score:
         )
         if node.name in self._tracker.origins and flagged and not visited.inherited:
             self.divergences.setdefault(node.name, self._divergence(node, observed, judged, reference, step))
+        return judgement.is_tie or visited.reason == TIE
 
     def _judge(self, node: Node, observed: Observed, reference: Reference) -> _Judged:
         """Judge one observed value: by replay where the op's inputs were observed, else by the accumulated floor."""
