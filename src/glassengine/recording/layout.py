@@ -3,7 +3,8 @@
     recording.json            schema version, state (writing | complete | incomplete), metadata
     shard-NNNNN.part          HEADER_BYTES reserved, then raw tensor bytes, each start aligned to ALIGNMENT
     shard-NNNNN.safetensors   the same file sealed: the reserved bytes hold a safetensors header
-    index.log                 frames: one per tensor, then one per step after all bytes of the step
+    index.log                 frames: one per tensor, then one per step after all bytes of the step; before that the
+                              token ids of the step, where there are any
 
 A frame is: payload length (u32), CRC-32 of the payload (u32), JSON payload; little-endian. The offset of a tensor
 counts from the end of the shard's header. Shards are numbered, so that a site name never becomes a path.
@@ -15,6 +16,7 @@ import json
 import math
 import struct
 import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -31,6 +33,8 @@ MAX_NAME_BYTES = 1 << 14
 MAX_FRAME_BYTES = 1 << 20
 MAX_MANIFEST_BYTES = 1 << 28
 MAX_SHARD_NUMBER = 99_999
+MAX_ROWS = 1 << 20
+_TOKENS_PER_FRAME = 1 << 15
 
 _FRAME = struct.Struct("<II")
 
@@ -195,6 +199,49 @@ def entry_from(payload: dict[str, Any]) -> Entry:
     if shard > MAX_SHARD_NUMBER or offset % ALIGNMENT:
         raise ValueError("a location is impossible")
     return Entry(site, step, rank, dtype, tuple(shape), axes, node, nbytes, Location(shard, offset, checksum))
+
+
+def token_payloads(rows: Sequence[Sequence[int]]) -> Iterator[dict[str, Any]]:
+    """Yield the index payloads of one step's token ids: pieces of rows, each payload well below `MAX_FRAME_BYTES`."""
+    pieces: list[tuple[int, list[int]]] = []
+    room = _TOKENS_PER_FRAME
+    for row, ids in enumerate(rows):
+        left = list(ids)
+        while left:
+            pieces.append((row, left[:room]))
+            left = left[room:]
+            # One more, for the row's number and brackets.
+            room -= len(pieces[-1][1]) + 1
+            if room <= 0:
+                yield {"kind": "tokens", "rows": pieces}
+                pieces, room = [], _TOKENS_PER_FRAME
+    if pieces:
+        yield {"kind": "tokens", "rows": pieces}
+
+
+def tokens_from(payload: dict[str, Any]) -> list[tuple[int, list[int]]]:
+    """Inverse of one of `token_payloads`, which trusts nothing.
+
+    Raises:
+        ValueError: It is not a list of rows of token ids.
+    """
+    pieces = payload.get("rows")
+    if not isinstance(pieces, list):
+        raise ValueError("token ids are not rows")
+    for piece in pieces:
+        if not isinstance(piece, list) or len(piece) != 2 or not _is_size(piece[0]) or piece[0] >= MAX_ROWS:
+            raise ValueError("token ids are not in a row")
+        if not isinstance(piece[1], list) or not all(isinstance(token, int) for token in piece[1]):
+            raise ValueError("a token id is not a number")
+    return [(row, ids) for row, ids in pieces]
+
+
+def append_tokens(rows: list[list[int]], pieces: Iterable[tuple[int, Sequence[int]]]) -> None:
+    """Append each piece to its row of `rows`, which grows to hold it."""
+    for row, ids in pieces:
+        while len(rows) <= row:
+            rows.append([])
+        rows[row].extend(ids)
 
 
 def _is_size(value: object) -> bool:

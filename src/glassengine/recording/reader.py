@@ -32,7 +32,7 @@ class Recording:
 
     Attributes:
         path: Its directory.
-        metadata: What the writer was told about it.
+        metadata: What the writer was told about it; "token_ids" are those of the completed steps.
         complete: Whether it was closed regularly and every step that was begun was completed.
         incomplete_because: Why not, else None.
         steps: The completed steps, ascending.
@@ -45,6 +45,8 @@ class Recording:
     def __init__(self, path: Path, manifest: dict[str, Any], contents: IndexContents, shards: dict[int, Path]) -> None:
         self.path = path
         self.metadata: dict[str, Any] = manifest["metadata"]
+        if contents.token_ids:
+            self.metadata["token_ids"] = contents.token_ids
         self.incomplete_because = _incomplete_because(manifest, contents)
         self.complete = self.incomplete_because is None
         self.steps: list[int] = sorted(contents.steps)

@@ -10,15 +10,19 @@ from pathlib import Path
 from typing import BinaryIO
 
 from glassengine.errors import CorruptError
-from glassengine.recording.layout import Entry, entry_from, read_frame
+from glassengine.recording.layout import Entry, append_tokens, entry_from, read_frame, tokens_from
 
 
 @dataclass(frozen=True)
 class IndexContents:
-    """What an index proves: the completed steps in order of commit, their entries, and why reading stopped early."""
+    """What an index proves: the completed steps in order of commit, their entries, and why reading stopped early.
+
+    `token_ids` are those of the completed steps, by row of the batch.
+    """
 
     steps: tuple[int, ...]
     entries: tuple[Entry, ...]
+    token_ids: list[list[int]]
     damage: str | None
 
 
@@ -46,6 +50,8 @@ def read_index(file: BinaryIO, shard_bytes: Mapping[int, int]) -> IndexContents:
     steps: list[int] = []
     entries: list[Entry] = []
     pending: list[Entry] = []
+    tokens: list[list[int]] = []
+    pending_tokens: list[tuple[int, list[int]]] = []
     extents = _Extents(shard_bytes)
     damage = None
     try:
@@ -59,14 +65,17 @@ def read_index(file: BinaryIO, shard_bytes: Mapping[int, int]) -> IndexContents:
                 step = _committed(payload.get("step"), payload.get("num_tensors"), pending, steps)
                 steps.append(step)
                 entries += pending
-                pending = []
+                append_tokens(tokens, pending_tokens)
+                pending, pending_tokens = [], []
+            elif kind == "tokens":
+                pending_tokens += tokens_from(payload)
             else:
                 raise ValueError(f"unknown kind of record {kind!r}")
     except ValueError as error:
         damage = str(error)
     if damage is None and pending:
         damage = f"step {pending[0].step} was not completed"
-    return IndexContents(tuple(steps), tuple(entries), damage)
+    return IndexContents(tuple(steps), tuple(entries), tokens, damage)
 
 
 def _committed(step: object, num_tensors: object, pending: list[Entry], steps: list[int]) -> int:

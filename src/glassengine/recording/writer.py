@@ -10,7 +10,7 @@ import dataclasses
 import json
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -36,7 +36,8 @@ class RecordingWriter:
     is copied when it is not contiguous or not on the CPU.
 
     Attributes:
-        metadata: JSON-ready facts about the recording. Changes made until `close` are stored at the next commit.
+        metadata: JSON-ready facts about the recording, stored now and once more by `close`. What changes from step to
+            step belongs into the commit: the token ids are collected here from there.
 
     Raises:
         UsageError: The directory cannot be written, or exists and `overwrite` is false, or holds other files.
@@ -115,26 +116,33 @@ class RecordingWriter:
             raise self._failed(error) from error
         self._pending.setdefault(step, {})[site, rank] = entry
 
-    def commit(self, step: int) -> None:
+    def commit(self, step: int, *, token_ids: Sequence[Sequence[int]] = ()) -> None:
         """Complete `step`: from now on it survives the end of the process.
 
+        Args:
+            step: A step that is not committed.
+            token_ids: What each row of the batch was given in this step, without padding; `metadata["token_ids"]` is
+                the concatenation over the committed steps.
+
         Raises:
-            UsageError: The step is committed already, or `metadata` is not JSON-ready.
+            UsageError: The step is committed already.
             GlassError: The file cannot be written; the message says what is safe.
         """
         self._require_open()
         if step in self._steps:
             raise UsageError("a step is committed twice", got=f"step {step}")
-        manifest = self._manifest("writing")
         entries = list(self._pending.get(step, {}).values())
         frames = [layout.frame(layout.entry_payload(entry)) for entry in entries]
+        frames += [layout.frame(payload) for payload in layout.token_payloads(token_ids)]
         frames.append(layout.frame({"kind": "commit", "step": step, "num_tensors": len(entries)}))
         try:
-            self._save(manifest)
             write_all(self._index, b"".join(frames))
         except OSError as error:
             raise self._failed(error) from error
         self._steps.append(step)
+        if token_ids:
+            rows = self.metadata.setdefault("token_ids", [])
+            layout.append_tokens(rows, enumerate(token_ids))
         self._num_tensors += len(entries)
         self._pending.pop(step, None)
         self._identities.pop(step, None)
