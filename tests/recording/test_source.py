@@ -1,6 +1,7 @@
 """Foreign files: everything a user may have, and everything an attacker may send."""
 
 import io
+import os
 import pickle
 import struct
 import zipfile
@@ -189,8 +190,12 @@ def test_paths(tmp_path: Path) -> None:
     (tmp_path / "step0.pt").touch()
     with pytest.raises(UsageError, match=r"no such file(.|\n)*step0\.pt"):
         open_source(tmp_path / "step1.pt")
-    with pytest.raises(UsageError, match="not a recording"):
-        open_source(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="holds no tensors"):
+        open_source(tmp_path / "empty")
     (tmp_path / "x.onnx").touch()
     with pytest.raises(UsageError, match=r"kind of file(.|\n)*\.safetensors"):
         open_source(tmp_path / "x.onnx")
+    os.mkfifo(tmp_path / "pipe.pt")
+    with pytest.raises(UsageError, match="not a plain file"):
+        open_source(tmp_path / "pipe.pt")
