@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from glassengine.diagnose import check as check
     from glassengine.engine.build import build as build
     from glassengine.engine.engine import load as load
+    from glassengine.engine.step_files import StepFiles as StepFiles
     from glassengine.errors import BackendError as BackendError
     from glassengine.errors import CorruptError as CorruptError
     from glassengine.errors import GlassError as GlassError
@@ -41,6 +42,7 @@ _PUBLIC = {
     "IncomparableError": "glassengine.errors",
     "NetworkOutputs": "glassengine.taps",
     "Recording": "glassengine.recording.reader",
+    "StepFiles": "glassengine.engine.step_files",
     "UnknownNameError": "glassengine.errors",
     "UsageError": "glassengine.errors",
     "build": "glassengine.engine.build",
