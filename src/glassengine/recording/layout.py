@@ -3,8 +3,8 @@
     recording.json            schema version, state (writing | complete | incomplete), metadata
     shard-NNNNN.part          HEADER_BYTES reserved, then raw tensor bytes, each start aligned to ALIGNMENT
     shard-NNNNN.safetensors   the same file sealed: the reserved bytes hold a safetensors header
-    index.log                 frames: one per tensor, then one per step after all bytes of the step; before that the
-                              token ids of the step, where there are any
+    index.log                 frames: one per tensor, one per tensor whose values were left out, the token ids of the
+                              step where there are any, then the commit of the step, after all its bytes
 
 A frame is: payload length (u32), CRC-32 of the payload (u32), JSON payload; little-endian. The offset of a tensor
 counts from the end of the shard's header. Shards are numbered, so that a site name never becomes a path.
@@ -12,23 +12,27 @@ counts from the end of the shard's header. Shards are numbered, so that a site n
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, BinaryIO
 
 import torch
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MANIFEST = "recording.json"
 INDEX = "index.log"
 ALIGNMENT = 64
 
-# 8 length bytes and the header of one shard. A shard is sealed before its header outgrows them, so nothing moves.
+# 8 length bytes and the header of the first shard. A shard is sealed before its header outgrows them, so nothing
+# moves; every shard reserves twice as much as the one before, so that many small tensors do not make many files.
 HEADER_BYTES = 1 << 18
+MAX_HEADER_BYTES = 1 << 23
 MAX_NAME_BYTES = 1 << 14
 MAX_FRAME_BYTES = 1 << 20
 MAX_MANIFEST_BYTES = 1 << 28
@@ -104,6 +108,83 @@ class Entry:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
+@dataclass(frozen=True)
+class LightStatistics:
+    """What is cheap enough to take of every tensor while the model runs; over the finite elements, in float64.
+
+    Attributes:
+        min: None when nothing finite is left.
+        max: None when nothing finite is left.
+        norm: Root of the sum of squares; of complex elements the magnitude counts.
+        num_nonfinite: NaN and infinite elements.
+    """
+
+    min: float | None
+    max: float | None
+    norm: float
+    num_nonfinite: int
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A tensor that was seen and whose values are not in the recording.
+
+    Attributes:
+        site: Site name.
+        step: 0 is the prefill.
+        rank: Process that had the tensor.
+        reason: Why its values are not there.
+        dtype: torch dtype name; None where it is not a plain tensor.
+        shape: Sizes; None where unknown.
+        statistics: What was taken in place of the values, if anything.
+    """
+
+    site: str
+    step: int
+    rank: int
+    reason: str
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+    statistics: LightStatistics | None = None
+
+
+class Description:
+    """What the records of one tensor have in common in every step: made once, because records are made in thousands.
+
+    Attributes:
+        site: Site name.
+        dtype: torch dtype name.
+        shape: Sizes.
+        nbytes: Bytes of the values.
+        site_json: The site as JSON text, without its quotes.
+        header: Text of a safetensors header entry up to its offsets.
+    """
+
+    __slots__ = ("_fixed", "dtype", "header", "nbytes", "shape", "site", "site_json")
+
+    def __init__(
+        self, site: str, dtype: str, shape: tuple[int, ...], axes: Mapping[str, int] | None, node: str | None
+    ) -> None:
+        self.site = site
+        self.dtype = dtype
+        self.shape = shape
+        self.nbytes = num_bytes(dtype, shape)
+        self.site_json = json.dumps(site)[1:-1]
+        code, _, parts = STORED[dtype]
+        stored = [*shape, parts] if parts > 1 else list(shape)
+        self.header = f'":{{"dtype":"{code}","shape":{json.dumps(stored, separators=(",", ":"))},"data_offsets":['
+        fixed = {"dtype": dtype, "shape": shape, "axes": dict(axes or {}), "node": node, "nbytes": self.nbytes}
+        text = json.dumps(fixed, separators=(",", ":"))
+        self._fixed = f'{{"kind":"tensor","site":"{self.site_json}",{text[1:-1]},'
+
+    def frame(self, step: int, rank: int, location: Location) -> bytes:
+        """Return the index frame of the tensor."""
+        return text_frame(
+            f'{self._fixed}"step":{step},"rank":{rank},"shard":{location.shard},"offset":{location.offset},'
+            f'"checksum":{location.checksum}}}'
+        )
+
+
 def shard_name(number: int, *, sealed: bool) -> str:
     """Return the file name of a shard."""
     return f"shard-{number:05d}.{'safetensors' if sealed else 'part'}"
@@ -115,15 +196,15 @@ def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * stored.itemsize * parts
 
 
-def header_key(entry: Entry) -> str:
-    """Return the unique name of `entry` in the safetensors header of its shard."""
-    return f"step{entry.step}/rank{entry.rank}/{entry.site}"
-
-
 def frame(payload: dict[str, Any]) -> bytes:
     """Return the bytes of one index frame."""
-    text = json.dumps(payload, ensure_ascii=True, separators=(",", ":")).encode()
-    return _FRAME.pack(len(text), zlib.crc32(text)) + text
+    return text_frame(json.dumps(payload, ensure_ascii=True, allow_nan=False, separators=(",", ":")))
+
+
+def text_frame(text: str) -> bytes:
+    """Return the bytes of one index frame, of a payload that is JSON text already."""
+    data = text.encode()
+    return _FRAME.pack(len(data), zlib.crc32(data)) + data
 
 
 def read_frame(file: BinaryIO) -> dict[str, Any] | None:
@@ -154,27 +235,8 @@ def read_frame(file: BinaryIO) -> dict[str, Any] | None:
     return payload
 
 
-def entry_payload(entry: Entry) -> dict[str, Any]:
-    """Return the index payload of `entry`."""
-    assert entry.location is not None
-    return {
-        "kind": "tensor",
-        "site": entry.site,
-        "step": entry.step,
-        "rank": entry.rank,
-        "dtype": entry.dtype,
-        "shape": entry.shape,
-        "axes": entry.axes,
-        "node": entry.node,
-        "nbytes": entry.nbytes,
-        "shard": entry.location.shard,
-        "offset": entry.location.offset,
-        "checksum": entry.location.checksum,
-    }
-
-
 def entry_from(payload: dict[str, Any]) -> Entry:
-    """Inverse of `entry_payload`, which trusts nothing.
+    """Return the entry of a tensor's payload, trusting nothing.
 
     Raises:
         ValueError: A field is missing, of the wrong kind, or contradicts another.
@@ -199,6 +261,35 @@ def entry_from(payload: dict[str, Any]) -> Entry:
     if shard > MAX_SHARD_NUMBER or offset % ALIGNMENT:
         raise ValueError("a location is impossible")
     return Entry(site, step, rank, dtype, tuple(shape), axes, node, nbytes, Location(shard, offset, checksum))
+
+
+def left_out_payload(item: LeftOut) -> dict[str, Any]:
+    """Return the index payload of `item`."""
+    return {"kind": "left_out", **dataclasses.asdict(item)}
+
+
+def left_out_from(payload: dict[str, Any]) -> LeftOut:
+    """Inverse of `left_out_payload`, which trusts nothing.
+
+    Raises:
+        ValueError: A field is missing or of the wrong kind.
+    """
+    site, reason, dtype = payload.get("site"), payload.get("reason"), payload.get("dtype")
+    step, rank, shape, found = (payload.get(key) for key in ("step", "rank", "shape", "statistics"))
+    if not isinstance(site, str) or not isinstance(reason, str) or not (dtype is None or isinstance(dtype, str)):
+        raise ValueError("a name is not text")
+    if not _is_size(step) or not _is_size(rank):
+        raise ValueError("a number is missing or negative")
+    if not (shape is None or (isinstance(shape, list) and all(map(_is_size, shape)))):
+        raise ValueError("a shape is not a list of sizes")
+    statistics = None
+    if found is not None:
+        low, high, norm, count = (found.get(key) for key in ("min", "max", "norm", "num_nonfinite"))
+        if not all(isinstance(value, (float, int, NoneType)) for value in (low, high)) or not _is_size(count):
+            raise ValueError("statistics are not numbers")
+        statistics = LightStatistics(low, high, float(norm), count)
+    sizes = None if shape is None else tuple(shape)
+    return LeftOut(site, int(str(step)), int(str(rank)), reason, dtype, sizes, statistics)
 
 
 def token_payloads(rows: Sequence[Sequence[int]]) -> Iterator[dict[str, Any]]:

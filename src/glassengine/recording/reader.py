@@ -20,7 +20,7 @@ from torch import Tensor
 
 from glassengine.errors import CorruptError, UnknownNameError, UsageError
 from glassengine.recording import layout
-from glassengine.recording.layout import Entry, shard_name
+from glassengine.recording.layout import Entry, LeftOut, shard_name
 from glassengine.recording.recovery import IndexContents, open_regular, read_index
 from glassengine.recording.statistics import summarize
 from glassengine.results import Skipped, Summary
@@ -37,10 +37,10 @@ class Recording:
         incomplete_because: Why not, else None.
         steps: The completed steps, ascending.
         entries: The tensors, in recorded order within ascending steps.
-        skipped: Nothing, of a recording; foreign sources list here what is not a tensor.
+        left_out: Tensors that were seen and whose values are not in it.
+        stopped: Steps that ended before they were through -> what stopped them.
+        skipped: The same as `left_out`, in the words of a comparison.
     """
-
-    skipped: tuple[Skipped, ...] = ()
 
     def __init__(self, path: Path, manifest: dict[str, Any], contents: IndexContents, shards: dict[int, Path]) -> None:
         self.path = path
@@ -51,6 +51,9 @@ class Recording:
         self.complete = self.incomplete_because is None
         self.steps: list[int] = sorted(contents.steps)
         self.entries: tuple[Entry, ...] = tuple(sorted(contents.entries, key=lambda entry: entry.step))
+        self.left_out: tuple[LeftOut, ...] = tuple(sorted(contents.left_out, key=lambda item: item.step))
+        self.stopped = contents.stopped
+        self.skipped = tuple(Skipped(item.site, "both", item.reason, item.step) for item in self.left_out)
         self._by_key = {(entry.site, entry.step, entry.rank): entry for entry in self.entries}
         self._shards = shards
         self._maps: dict[int, tuple[mmap.mmap, int]] = {}
@@ -219,11 +222,10 @@ def _is_plain(file: Path) -> bool:
 
 
 def _header_bytes(file: Path) -> int:
-    """Return where the data of a shard begins; a sealed one says so itself."""
-    if file.suffix == ".part":
-        return layout.HEADER_BYTES
+    """Return where the data of a shard begins."""
     with open_regular(file) as opened:
-        return 8 + int.from_bytes(opened.read(8), "little")
+        # Written by an earlier version, a shard that was never sealed begins with zeros.
+        return 8 + (int.from_bytes(opened.read(8), "little") or layout.HEADER_BYTES - 8)
 
 
 def _incomplete_because(manifest: dict[str, Any], contents: IndexContents) -> str | None:

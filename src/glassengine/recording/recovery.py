@@ -7,21 +7,37 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from glassengine.errors import CorruptError
-from glassengine.recording.layout import Entry, append_tokens, entry_from, read_frame, tokens_from
+from glassengine.recording.layout import (
+    Entry,
+    LeftOut,
+    append_tokens,
+    entry_from,
+    left_out_from,
+    read_frame,
+    tokens_from,
+)
 
 
 @dataclass(frozen=True)
 class IndexContents:
-    """What an index proves: the completed steps in order of commit, their entries, and why reading stopped early.
+    """What an index proves.
 
-    `token_ids` are those of the completed steps, by row of the batch.
+    Attributes:
+        steps: Completed steps in order of commit.
+        entries: Their tensors.
+        left_out: Their tensors without values.
+        stopped: Steps that ended before they were through -> what stopped them.
+        token_ids: Of the completed steps, by row of the batch.
+        damage: Why reading stopped early.
     """
 
     steps: tuple[int, ...]
     entries: tuple[Entry, ...]
+    left_out: tuple[LeftOut, ...]
+    stopped: dict[int, str]
     token_ids: list[list[int]]
     damage: str | None
 
@@ -49,7 +65,10 @@ def read_index(file: BinaryIO, shard_bytes: Mapping[int, int]) -> IndexContents:
     """
     steps: list[int] = []
     entries: list[Entry] = []
+    left_out: list[LeftOut] = []
+    stopped: dict[int, str] = {}
     pending: list[Entry] = []
+    pending_left_out: list[LeftOut] = []
     tokens: list[list[int]] = []
     pending_tokens: list[tuple[int, list[int]]] = []
     extents = _Extents(shard_bytes)
@@ -62,11 +81,16 @@ def read_index(file: BinaryIO, shard_bytes: Mapping[int, int]) -> IndexContents:
                 extents.claim(entry)
                 pending.append(entry)
             elif kind == "commit":
-                step = _committed(payload.get("step"), payload.get("num_tensors"), pending, steps)
+                step = _committed(payload, pending, pending_left_out, steps)
                 steps.append(step)
+                if payload.get("stopped") is not None:
+                    stopped[step] = str(payload["stopped"])
                 entries += pending
+                left_out += pending_left_out
                 append_tokens(tokens, pending_tokens)
-                pending, pending_tokens = [], []
+                pending, pending_left_out, pending_tokens = [], [], []
+            elif kind == "left_out":
+                pending_left_out.append(left_out_from(payload))
             elif kind == "tokens":
                 pending_tokens += tokens_from(payload)
             else:
@@ -75,13 +99,17 @@ def read_index(file: BinaryIO, shard_bytes: Mapping[int, int]) -> IndexContents:
         damage = str(error)
     if damage is None and pending:
         damage = f"step {pending[0].step} was not completed"
-    return IndexContents(tuple(steps), tuple(entries), tokens, damage)
+    return IndexContents(tuple(steps), tuple(entries), tuple(left_out), stopped, tokens, damage)
 
 
-def _committed(step: object, num_tensors: object, pending: list[Entry], steps: list[int]) -> int:
+def _committed(payload: dict[str, Any], pending: list[Entry], left_out: list[LeftOut], steps: list[int]) -> int:
+    step = payload.get("step")
     if not isinstance(step, int) or isinstance(step, bool) or step < 0 or step in steps:
         raise ValueError(f"impossible step {step!r}")
-    if num_tensors != len(pending) or any(entry.step != step for entry in pending):
+    counts = (payload.get("num_tensors"), payload.get("num_left_out", 0))
+    if counts != (len(pending), len(left_out)) or any(
+        other != step for other in [*(entry.step for entry in pending), *(item.step for item in left_out)]
+    ):
         raise ValueError(f"the records of step {step} do not match its commit")
     if len({(entry.site, entry.rank) for entry in pending}) != len(pending):
         raise ValueError(f"step {step} names a tensor twice")

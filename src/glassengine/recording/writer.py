@@ -6,25 +6,35 @@ completed steps are readable, because nothing that was committed is ever written
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
-from glassengine import blocks
 from glassengine.errors import GlassError, UsageError
 from glassengine.recording import layout
-from glassengine.recording.layout import Entry, Location
+from glassengine.recording.layout import Description, LeftOut, Location
 from glassengine.recording.shard import Shard, write_all
+from glassengine.recording.values import bytes_of, describe
 
 SHARD_BYTES = 1 << 31
+
+
+@dataclass
+class _OpenStep:
+    """What was written of a step that is not committed."""
+
+    frames: list[bytes] = field(default_factory=list)
+    names: set[tuple[str, int]] = field(default_factory=set)
+    num_left_out: int = 0
+    # Place and bytes of a tensor -> what is stored, and the tensor itself: its storage cannot be reused meanwhile.
+    identities: dict[object, tuple[Description, Location, Tensor]] = field(default_factory=dict)
 
 
 class RecordingWriter:
@@ -46,13 +56,14 @@ class RecordingWriter:
     def __init__(self, path: str | Path, *, metadata: Mapping[str, Any], overwrite: bool = False) -> None:
         self.path = Path(path)
         self.metadata = dict(metadata)
-        self._steps: list[int] = []
-        self._pending: dict[int, dict[tuple[str, int], Entry]] = {}
-        self._identities: dict[int, dict[tuple[Any, ...], tuple[Entry, Tensor]]] = {}
+        self._steps: set[int] = set()
+        self._open: dict[int, _OpenStep] = {}
         self._shard: Shard | None = None
         self._next_shard = 0
+        self._header_bytes = layout.HEADER_BYTES
         self._num_tensors = 0
         self._failure: str | None = None
+        self._incomplete: str | None = None
         self._closed = False
         manifest = self._manifest("writing")
         self._make_directory(overwrite)
@@ -62,15 +73,18 @@ class RecordingWriter:
         except OSError as error:
             raise UsageError("cannot write the recording", got=_reason(error, self.path)) from error
 
+    @property
+    def num_steps(self) -> int:
+        """Number of committed steps."""
+        return len(self._steps)
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and self._failure is None:
-            self._failure = f"stopped by {type(error).__name__}"
-        self.close()
+        self.close(None if error is None else f"stopped by {type(error).__name__}")
 
     def write(
         self,
@@ -96,33 +110,85 @@ class RecordingWriter:
             UsageError: The name, step or tensor cannot be recorded.
             GlassError: The file cannot be written; the message says what is safe.
         """
+        description = describe(site, tensor, axes=axes, node=node)
         self._require_open()
-        self._check(site, step, rank, tensor)
+        self._begin(description, step, rank)
         tensor = tensor.detach()
+        data = bytes_of(tensor)
+        checksum = zlib.crc32(data)
+        same = self._open[step].identities
+        identity = _identity(tensor)
+        original, location, _ = same.get(identity, (None, None, None))
+        # The checksum catches a buffer that was refilled in between: kernels do that behind the version counter's back.
+        if original is not None and location is not None and location.checksum == checksum and data.nbytes:
+            self.alias(description, step, rank, original, location)
+            return
+        same[identity] = (description, self.store(description, step, rank, data, checksum), tensor)
+        self.flush()
+
+    def store(self, description: Description, step: int, rank: int, data: memoryview, checksum: int) -> Location:
+        """Take the bytes of a tensor, which must not change before `flush`, and return where they will be.
+
+        Raises:
+            UsageError: The step is committed, or has that site already.
+            GlassError: The file cannot be written; the message says what is safe.
+        """
+        self._begin(description, step, rank)
         try:
-            data = _bytes_of(tensor)
-            entry = Entry(
-                site=site,
-                step=step,
-                rank=rank,
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                shape=tuple(tensor.shape),
-                axes=dict(axes or {}),
-                node=node,
-                nbytes=data.nbytes,
-            )
-            entry = self._store(entry, data, tensor)
+            shard = self._shard_for(description)
+            location = Location(shard.number, shard.align(), checksum)
+            shard.append(data)
         except OSError as error:
             raise self._failed(error) from error
-        self._pending.setdefault(step, {})[site, rank] = entry
+        self._add(shard, description, step, rank, location)
+        return location
 
-    def commit(self, step: int, *, token_ids: Sequence[Sequence[int]] = ()) -> None:
+    def alias(self, description: Description, step: int, rank: int, original: Description, location: Location) -> None:
+        """Note that a tensor has the bytes of `original`, which this step has at `location`.
+
+        Raises:
+            UsageError: The step is committed, or has that site already.
+            GlassError: The file cannot be written; the message says what is safe.
+        """
+        self._begin(description, step, rank)
+        try:
+            shard = self._shard_for(description, original)
+        except OSError as error:
+            raise self._failed(error) from error
+        shard.add_alias(description, original, step, rank, layout.shard_name(location.shard, sealed=True))
+        self._note(description, step, rank, location)
+
+    def leave_out(self, item: LeftOut) -> None:
+        """Note a tensor of an open step whose values are not recorded.
+
+        Raises:
+            UsageError: The step is committed.
+        """
+        self._require_open()
+        opened = self._opened(item.site, item.step)
+        opened.frames.append(layout.frame(layout.left_out_payload(item)))
+        opened.num_left_out += 1
+
+    def flush(self) -> None:
+        """Write the bytes that were taken; a crash of this process loses none of them afterwards.
+
+        Raises:
+            GlassError: The file cannot be written; the message says what is safe.
+        """
+        if self._shard is not None:
+            try:
+                self._shard.flush()
+            except OSError as error:
+                raise self._failed(error) from error
+
+    def commit(self, step: int, *, token_ids: Sequence[Sequence[int]] = (), stopped: str | None = None) -> None:
         """Complete `step`: from now on it survives the end of the process.
 
         Args:
             step: A step that is not committed.
             token_ids: What each row of the batch was given in this step, without padding; `metadata["token_ids"]` is
                 the concatenation over the committed steps.
+            stopped: What ended the step before it was through, if something did; the recording then is incomplete.
 
         Raises:
             UsageError: The step is committed already.
@@ -131,24 +197,28 @@ class RecordingWriter:
         self._require_open()
         if step in self._steps:
             raise UsageError("a step is committed twice", got=f"step {step}")
-        entries = list(self._pending.get(step, {}).values())
-        frames = [layout.frame(layout.entry_payload(entry)) for entry in entries]
-        frames += [layout.frame(payload) for payload in layout.token_payloads(token_ids)]
-        frames.append(layout.frame({"kind": "commit", "step": step, "num_tensors": len(entries)}))
+        self.flush()
+        opened = self._open.get(step) or _OpenStep()
+        frames = [*opened.frames, *(layout.frame(payload) for payload in layout.token_payloads(token_ids))]
+        counts = {"num_tensors": len(opened.names), "num_left_out": opened.num_left_out}
+        frames.append(layout.frame({"kind": "commit", "step": step, **counts, "stopped": stopped}))
         try:
-            write_all(self._index, b"".join(frames))
+            write_all(self._index, [b"".join(frames)])
         except OSError as error:
             raise self._failed(error) from error
-        self._steps.append(step)
+        self._steps.add(step)
+        self._num_tensors += len(opened.names)
+        self._open.pop(step, None)
+        if stopped is not None and self._incomplete is None:
+            self._incomplete = f"step {step} was stopped by {stopped}"
         if token_ids:
-            rows = self.metadata.setdefault("token_ids", [])
-            layout.append_tokens(rows, enumerate(token_ids))
-        self._num_tensors += len(entries)
-        self._pending.pop(step, None)
-        self._identities.pop(step, None)
+            layout.append_tokens(self.metadata.setdefault("token_ids", []), enumerate(token_ids))
 
-    def close(self) -> None:
+    def close(self, reason: str | None = None) -> None:
         """Seal the recording; it is complete when every step that was written to was committed.
+
+        Args:
+            reason: Why it is incomplete all the same.
 
         Raises:
             GlassError: The file cannot be written; the message says what is safe.
@@ -156,13 +226,13 @@ class RecordingWriter:
         if self._closed:
             return
         self._closed = True
-        if self._pending and self._failure is None:
-            self._failure = f"written but not committed: step {', '.join(map(str, sorted(self._pending)))}"
-        self._pending.clear()
-        self._identities.clear()
+        self._incomplete = self._failure or reason or self._incomplete
+        if self._open and self._incomplete is None:
+            self._incomplete = f"written but not committed: step {', '.join(map(str, sorted(self._open)))}"
+        self._open.clear()
         try:
             self._seal_shard()
-            self._save(self._manifest("incomplete" if self._failure else "complete"))
+            self._save(self._manifest("incomplete" if self._incomplete else "complete"))
         except OSError as error:
             # Without the last manifest the recording stays readable and says "writing", which reads as incomplete.
             if self._failure is None:
@@ -172,52 +242,49 @@ class RecordingWriter:
             if self._shard is not None:
                 self._shard.close()
 
-    def _store(self, entry: Entry, data: memoryview, tensor: Tensor) -> Entry:
-        """Write `data` unless this step has it already, and return `entry` with its location."""
-        checksum = zlib.crc32(data)
-        same = self._identities.setdefault(entry.step, {})
-        identity = _identity(tensor)
-        original = same[identity][0] if identity in same and data.nbytes else None
-        # The checksum catches a buffer that was refilled in between: kernels do that behind the version counter's back.
-        if original is not None and original.location is not None and original.location.checksum == checksum:
-            self._shard_for(entry, original).add_alias(entry, original)
-            return dataclasses.replace(entry, location=original.location)
-        shard = self._shard_for(entry)
-        entry = dataclasses.replace(entry, location=Location(shard.number, shard.append(data), checksum))
-        shard.add(entry)
-        same[identity] = (entry, tensor)
-        return entry
+    def _add(self, shard: Shard, description: Description, step: int, rank: int, location: Location) -> None:
+        shard.add(description, step, rank, location)
+        self._note(description, step, rank, location)
 
-    def _shard_for(self, *entries: Entry) -> Shard:
-        if self._shard is not None and (self._shard.size >= SHARD_BYTES or not self._shard.has_room(*entries)):
+    def _note(self, description: Description, step: int, rank: int, location: Location) -> None:
+        opened = self._open[step]
+        opened.names.add((description.site, rank))
+        opened.frames.append(description.frame(step, rank, location))
+
+    def _begin(self, description: Description, step: int, rank: int) -> None:
+        """Open `step`, unless a tensor of that name cannot be part of it."""
+        opened = self._open.get(step)
+        if opened is None:
+            self._require_open()
+            opened = self._opened(description.site, step)
+        if (description.site, rank) in opened.names:
+            raise UsageError(
+                f"the tensor {description.site[:200]!r} cannot be recorded",
+                got=f"the same site twice in step {step}",
+                hint="give the second call its own name",
+            )
+
+    def _opened(self, site: str, step: int) -> _OpenStep:
+        what = f"the tensor {site[:200]!r} cannot be recorded"
+        if step < 0:
+            raise UsageError(what, got=f"step {step}", expected="numbers from 0 on")
+        if step in self._steps:
+            raise UsageError(what, got=f"step {step}, which is committed", expected="a step that is still open")
+        return self._open.setdefault(step, _OpenStep())
+
+    def _shard_for(self, *descriptions: Description) -> Shard:
+        if self._shard is not None and (self._shard.size >= SHARD_BYTES or not self._shard.has_room(*descriptions)):
             self._seal_shard()
         if self._shard is None:
-            self._shard = Shard(self.path, self._next_shard)
+            self._shard = Shard(self.path, self._next_shard, self._header_bytes)
             self._next_shard += 1
+            self._header_bytes = min(2 * self._header_bytes, layout.MAX_HEADER_BYTES)
         return self._shard
 
     def _seal_shard(self) -> None:
         if self._shard is not None:
             self._shard.seal()
             self._shard = None
-
-    def _check(self, site: str, step: int, rank: int, tensor: Tensor) -> None:
-        what = f"the tensor {site[:200]!r} cannot be recorded"
-        if len(site.encode(errors="surrogatepass")) > layout.MAX_NAME_BYTES:
-            raise UsageError(what, got="a longer name", expected=f"at most {layout.MAX_NAME_BYTES} bytes")
-        if step < 0 or rank < 0:
-            raise UsageError(what, got=f"step {step}, rank {rank}", expected="numbers from 0 on")
-        if step in self._steps:
-            raise UsageError(what, got=f"step {step}, which is committed", expected="a step that is still open")
-        if (site, rank) in self._pending.get(step, {}):
-            raise UsageError(what, got=f"the same site twice in step {step}", hint="give the second call its own name")
-        if tensor.layout != torch.strided or tensor.is_quantized:
-            kind = "a quantized tensor" if tensor.is_quantized else f"layout {tensor.layout}"
-            raise UsageError(what, got=kind, expected="a dense tensor", hint="record .to_dense() or .dequantize()")
-        if tensor.is_meta:
-            raise UsageError(what, got="a meta tensor, which has no values")
-        if str(tensor.dtype).removeprefix("torch.") not in layout.STORED:
-            raise UsageError(what, got=str(tensor.dtype), expected=list(layout.STORED))
 
     def _require_open(self) -> None:
         if self._closed:
@@ -239,7 +306,7 @@ class RecordingWriter:
             "schema_version": layout.SCHEMA_VERSION,
             "format": "glassengine recording",
             "state": state,
-            "reason": self._failure,
+            "reason": self._incomplete,
             "num_steps": len(self._steps),
             "num_tensors": self._num_tensors,
         }
@@ -283,12 +350,6 @@ def _identity(tensor: Tensor) -> tuple[object, ...]:
     """Return what tells two live tensors of one step apart; equal for views that have the same bytes."""
     place = (str(tensor.device), tensor.data_ptr(), tensor.numel() * tensor.element_size())
     return place if tensor.is_contiguous() else (*place, tensor.dtype, tensor.shape, tensor.stride())
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of `tensor` in row-major order; a copy only where the tensor is elsewhere or not contiguous."""
-    flat = blocks.flat(tensor.to("cpu").resolve_conj().resolve_neg())
-    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # a buffer at run time
 
 
 def _reason(error: OSError, path: Path) -> str:
