@@ -59,6 +59,14 @@ def command(
         list[str] | None,
         typer.Option("--pass", metavar="FILE.py:FN", help="Run a pass of yours over the graph. Repeatable."),
     ] = None,
+    artifacts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Write every stage of the build, the network and an index.html there; DEBUG_ARTIFACTS_DIR does, too.",
+            show_default=False,
+        ),
+    ] = None,
     max_batch_size: Annotated[int, typer.Option(help="Largest batch.")] = 8,
     max_seq_len: Annotated[
         int | None, typer.Option(help="Most tokens of a sequence; by default what the model allows.")
@@ -86,6 +94,7 @@ def command(
         "attn_implementation": attn_implementation,
         "trust_remote_code": trust_remote_code,
         "revision": revision,
+        "artifacts": artifacts,
     }
     directory = out_directory or output_dir
     if dry_run:
