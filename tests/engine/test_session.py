@@ -136,30 +136,32 @@ def test_debug_of_an_unknown_name(engine: Engine) -> None:
 
 @pytest.mark.parametrize("size", [0, 9])
 def test_batch_that_does_not_fit(engine: Engine, size: int) -> None:
-    with pytest.raises(UsageError, match="the batch does not fit") as caught:
+    with pytest.raises(UsageError, match="sequences") as caught:
         engine.session(size, 4)
     assert size == 0 or "--max-batch-size 9" in str(caught.value.hint)
 
 
 def test_length_that_does_not_fit(engine: Engine) -> None:
-    with pytest.raises(UsageError, match="longer than the engine was built for") as caught:
+    with pytest.raises(UsageError, match="prompt and new tokens are 129 tokens, at most 128") as caught:
         engine.session(1, 129)
     assert "--max-seq-len 129" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(
-    "ids",
+    ("ids", "problem"),
     [
-        torch.zeros((1, 2), dtype=torch.int64),
-        torch.zeros((2, 2), dtype=torch.int32),
-        torch.zeros((2, 0), dtype=torch.int64),
-        torch.zeros(2, dtype=torch.int64),
-        torch.zeros((2, 2), dtype=torch.int64, device="meta"),
+        (torch.zeros((1, 2), dtype=torch.int64), "1 sequences in a session of 2"),
+        (torch.zeros((2, 2), dtype=torch.int32), r"dtype must be int64 +pass \.to\(torch\.int64\)"),
+        (torch.zeros((2, 0), dtype=torch.int64), "0 tokens a sequence instead of at least 1"),
+        (torch.zeros(2, dtype=torch.int64), "1 dimensions instead of 2"),
+        (torch.zeros((2, 2), dtype=torch.int64, device="meta"), r"must be on the CPU +pass \.cpu\(\)"),
+        (torch.zeros((2, 5), dtype=torch.int64), "the cache of the session is full: 5 more tokens, 4 slots left"),
+        ([[1, 2], [3, 4]], "no tensor"),
     ],
-    ids=["batch", "dtype", "empty", "dimensions", "device"],
+    ids=["batch", "dtype", "empty", "dimensions", "device", "length", "list"],
 )
-def test_tokens_that_do_not_fit(engine: Engine, ids: torch.Tensor) -> None:
-    with pytest.raises(UsageError, match=r"expected: int64 \[2, tokens\] on the CPU"):
+def test_tokens_that_do_not_fit(engine: Engine, ids: Any, problem: str) -> None:
+    with pytest.raises(UsageError, match=r"input_ids .* int64 cpu \[2, 1\.\.4\], ids 0\.\.258 +" + problem):
         engine.session(2, 4).prefill(ids)
 
 
@@ -173,10 +175,25 @@ def test_tokens_outside_of_the_vocabulary(engine: Engine, token: int) -> None:
         session.decode(torch.tensor([token]))
 
 
-@pytest.mark.parametrize("mask", [[[1, 0]], [[1, 1, 1]]])
-def test_mask_that_does_not_fit(engine: Engine, mask: list[list[int]]) -> None:
-    with pytest.raises(UsageError, match="padding on the left"):
+@pytest.mark.parametrize(
+    ("mask", "problem"),
+    [
+        ([[1, 0]], "padding on the right +padding on the left"),
+        ([[1, 1, 1]], r"another shape than the token ids +pass \[1, 2\]"),
+        ([[1.0, 1.0]], "dtype must be a whole number or bool"),
+        ([[2, 1]], "values other than 0 and 1"),
+    ],
+    ids=["side", "shape", "dtype", "values"],
+)
+def test_mask_that_does_not_fit(engine: Engine, mask: Any, problem: str) -> None:
+    with pytest.raises(UsageError, match=rf"input_ids .* ok\n *attention_mask .*{problem}"):
         engine.session(1, 4).prefill(torch.tensor([[3, 4]]), torch.tensor(mask))
+
+
+def test_mask_of_booleans(engine: Engine) -> None:
+    ids, mask = pad_left(ROWS, 0)
+    a, b = engine.session(2, 8), engine.session(2, 8)
+    assert torch.equal(a.prefill(ids, mask.bool()), b.prefill(ids, mask))
 
 
 def test_order_of_calls(engine: Engine) -> None:
