@@ -40,7 +40,7 @@ def test_identical(tmp_path: Path) -> None:
     assert (result.ok, result.verdict, result.coverage, result.first_divergence) == (True, "identical", 1.0, None)
     assert result.counts == {
         "compared": 8, "identical": 8, "rounding": 0, "suspicious": 0, "wrong": 0, "inherited": 0,
-        "unmatched_baseline": 0, "unmatched_candidate": 0, "not_recorded": 0,
+        "unmatched_baseline": 0, "unmatched_candidate": 0, "not_recorded": 0, "missing_steps": 0,
     }  # fmt: skip
     assert {pair.judged_by for pair in result.pairs} == {"tolerance (uncalibrated)"}
     json.dumps(result.to_dict(), allow_nan=False)
@@ -91,7 +91,9 @@ def test_shapes_and_dtypes(tmp_path: Path) -> None:
     result = compare(x, y)
     found = {(p.step, p.site): p for p in result.pairs}
     assert (found[0, "a"].verdict, found[0, "a"].figures) == ("wrong", None)
-    assert found[0, "a"].reason == "shapes differ: [4, 6] and [6, 4]; the shapes agree when transposed"
+    assert found[0, "a"].reason == (
+        "shapes differ: [4, 6] and [6, 4] (dimensions 0, 1); they agree when transposed: --transpose 'a'"
+    )
     assert (found[0, "b"].verdict, found[0, "b"].reason) == ("rounding", "dtypes differ: float32 and bfloat16")
     first = result.first_divergence
     assert first is not None

@@ -13,7 +13,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from glassengine.compare.compare import severity
+from glassengine.compare.judging import severity
 from glassengine.results import VERDICTS, Comparison, Figures, Pair, Skipped, Summary
 
 _STYLES = {"identical": "green", "rounding": "green", "suspicious": "yellow", "wrong": "bold red"}
