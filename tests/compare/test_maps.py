@@ -190,7 +190,7 @@ def test_an_alias_file_that_cannot_be_resolved() -> None:
         pairs({"layers.*.mlp": "mlp"}, sites, ["mlp_0", "mlp_1"])
     with pytest.raises(UsageError, match=r"numbers of the alias 'mlp' cannot be told"):
         pairs({"layers.*.mlp": "mlp"}, sites[:2], ["mlp_0", "mlp_1", "mlp_2"])
-    with pytest.raises(UnknownNameError, match="unknown tensor in the map 'layers.*.atn'"):
+    with pytest.raises(UnknownNameError, match=r"unknown tensor in the map 'layers\.\*\.atn'"):
         pairs({"layers.*.atn": "attn"}, sites, ["mlp_0"])
     with pytest.raises(UnknownNameError, match="unknown alias in the map 'mpl'"):
         pairs({"layers.0.mlp": "mpl"}, sites, ["mlp"])
@@ -279,21 +279,16 @@ def test_a_map_matches_what_a_site_pattern_matches(pattern: str, name: str) -> N
 
 @settings(max_examples=200, deadline=None)
 @given(
-    paths=st.lists(
-        st.lists(st.text(st.sampled_from("ab01"), min_size=1, max_size=2), min_size=1, max_size=4), min_size=1
-    ),
+    paths=st.lists(st.lists(st.sampled_from(["a", "b0", "0", "1"]), min_size=1, max_size=4), min_size=1),
     prefixes=st.tuples(st.sampled_from(["", "model.", "x.y."]), st.sampled_from(["", "net.", "a.b."])),
 )
 def test_a_map_and_its_inverse_pair_every_name(paths: list[list[str]], prefixes: tuple[str, str]) -> None:
     middles = list(dict.fromkeys(".".join(path) for path in paths))
     ours = [f"{prefixes[0]}layers.{middle}.mlp" for middle in middles]
     theirs = [f"{prefixes[1]}h.{middle}.ffn" for middle in middles]
-    there = pairs(
-        {"rules": [{"baseline": f"{prefixes[0]}layers.*.mlp", "candidate": f"{prefixes[1]}h.*.ffn"}]}, ours, theirs
-    )
-    back = pairs(
-        {"rules": [{"baseline": f"{prefixes[1]}h.*.ffn", "candidate": f"{prefixes[0]}layers.*.mlp"}]}, theirs, ours
-    )
+    left, right = f"{prefixes[0]}layers.*.mlp", f"{prefixes[1]}h.*.ffn"
+    there = pairs({"rules": [{"baseline": left, "candidate": right}]}, ours, theirs)
+    back = pairs({"rules": [{"baseline": right, "candidate": left}]}, theirs, ours)
     assert there == list(zip(ours, theirs, strict=True))
     assert back == list(zip(theirs, ours, strict=True))
 
