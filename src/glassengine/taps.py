@@ -17,7 +17,7 @@ from glassengine.errors import UsageError
 T = TypeVar("T")
 Sink = Callable[[str, Any], None]
 
-_sink: ContextVar[Sink | None] = ContextVar("glassengine_tap_sink", default=None)
+_sinks: ContextVar[tuple[Sink, ...]] = ContextVar("glassengine_tap_sinks", default=())
 _installed: list[Sink] = []
 """Sinks of all contexts. torch.compile can trace a look at a list, and cannot trace one at a context variable."""
 
@@ -37,10 +37,11 @@ def tap(name: str, value: T) -> T:
     """
     if not _installed:
         return value
-    sink = _sink.get()
-    if sink is not None:
+    sinks = _sinks.get()
+    if sinks:
         _require_tensor(name, value)
-        sink(name, value)
+        for sink in sinks:
+            sink(name, value)
     return value
 
 
@@ -70,11 +71,11 @@ class NetworkOutputs:
 
 @contextlib.contextmanager
 def tap_sink(sink: Sink) -> Iterator[None]:
-    """Send every tap of this context (thread or task) to `sink(name, tensor)`."""
-    token = _sink.set(sink)
+    """Send every tap of this context (thread or task) to `sink(name, tensor)`, beside those that get them already."""
+    token = _sinks.set((*_sinks.get(), sink))
     _installed.append(sink)
     try:
         yield
     finally:
         _installed.remove(sink)
-        _sink.reset(token)
+        _sinks.reset(token)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -123,11 +123,20 @@ class RecordingWriter:
         if original is not None and location is not None and location.checksum == checksum and data.nbytes:
             self.alias(description, step, rank, original, location)
             return
-        same[identity] = (description, self.store(description, step, rank, data, checksum), tensor)
+        same[identity] = (description, self.store(description, step, rank, [data], checksum), tensor)
         self.flush()
 
-    def store(self, description: Description, step: int, rank: int, data: memoryview, checksum: int) -> Location:
-        """Take the bytes of a tensor, which must not change before `flush`, and return where they will be.
+    def store(
+        self, description: Description, step: int, rank: int, pieces: Iterable[memoryview], checksum: int | None
+    ) -> Location:
+        """Take the bytes of a tensor and return where they will be.
+
+        Args:
+            description: What the tensor is.
+            step: A step that is not committed.
+            rank: Process that has the tensor.
+            pieces: The bytes. With a checksum they must not change before `flush`, and without before the next one.
+            checksum: Their CRC-32, or None: then each piece is written before the next one is asked for.
 
         Raises:
             UsageError: The step is committed, or has that site already.
@@ -136,11 +145,21 @@ class RecordingWriter:
         self._begin(description, step, rank)
         try:
             shard = self._shard_for(description)
-            location = Location(shard.number, shard.align(), checksum)
-            shard.append(data)
+            offset, found = shard.align(), 0
+            try:
+                for data in pieces:
+                    shard.append(data)
+                    if checksum is None:
+                        found = zlib.crc32(data, found)
+                        shard.flush()
+            except BaseException:
+                shard.disown(offset)
+                raise
         except OSError as error:
             raise self._failed(error) from error
-        self._add(shard, description, step, rank, location)
+        location = Location(shard.number, offset, found if checksum is None else checksum)
+        shard.add(description, step, rank, location)
+        self._note(description, step, rank, location)
         return location
 
     def alias(self, description: Description, step: int, rank: int, original: Description, location: Location) -> None:
@@ -241,10 +260,6 @@ class RecordingWriter:
             self._index.close()
             if self._shard is not None:
                 self._shard.close()
-
-    def _add(self, shard: Shard, description: Description, step: int, rank: int, location: Location) -> None:
-        shard.add(description, step, rank, location)
-        self._note(description, step, rank, location)
 
     def _note(self, description: Description, step: int, rank: int, location: Location) -> None:
         opened = self._open[step]
