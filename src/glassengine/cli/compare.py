@@ -44,7 +44,7 @@ def command(
         ),
     ],
     candidates: Annotated[
-        list[str], typer.Argument(metavar="CANDIDATE...", help="What is judged: the same kinds.", show_default=False)
+        list[str], typer.Argument(metavar="CANDIDATE", help="What is judged: the same kinds.", show_default=False)
     ],
     transpose: Annotated[
         list[str] | None,
