@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from glassengine.compare.compare import compare as compare
     from glassengine.compare.many import compare_many as compare_many
     from glassengine.diagnose import check as check
+    from glassengine.diagnose.side_by_side import side_by_side as side_by_side
     from glassengine.engine.build import build as build
     from glassengine.engine.engine import load as load
     from glassengine.engine.step_files import StepFiles as StepFiles
@@ -58,6 +59,7 @@ _PUBLIC = {
     "named_network_outputs": "glassengine.capture.hooks",
     "record": "glassengine.capture.record",
     "register_network_output": "glassengine.taps",
+    "side_by_side": "glassengine.diagnose.side_by_side",
     "sites": "glassengine.program",
     "tap": "glassengine.taps",
 }

@@ -144,7 +144,7 @@ def command(
         )
     if do_sample is None and any(value is not None for value in (temperature, top_k, top_p)):
         do_sample = True
-    given = {
+    given: dict[str, Any] = {
         "prompt_file": input_file,
         "chat": chat,
         "prefill_chunk": prefill_chunk,
