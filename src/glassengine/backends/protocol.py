@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 from glassengine.program.listing import list_nodes, stage_of
 from glassengine.program.naming import op_name
 from glassengine.program.program import Program
+
+logger = logging.getLogger("glassengine")
 
 Run = Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
 Weights = Mapping[str, torch.Tensor]
@@ -84,6 +87,7 @@ class Network:
         outputs: Names of its outputs.
         note: One sentence: which form of the network this is.
         sources: File name -> text of code that the back-end generated.
+        optimized: The same network after fusions, where the back-end tells what it runs in the end.
     """
 
     layers: tuple[Layer, ...]
@@ -91,6 +95,7 @@ class Network:
     outputs: tuple[str, ...]
     note: str
     sources: dict[str, str] = field(default_factory=dict)
+    optimized: Network | None = None
 
 
 @runtime_checkable
@@ -110,10 +115,18 @@ def effective_options(backend: Backend, program: Program) -> dict[str, Any]:
 
 
 def describe_network(backend: Backend, program: Program, directory: Path) -> Network:
-    """Return the network of a back-end; the program's own graph where the back-end shows none."""
+    """Return the network of a back-end; the program's own graph, with the reason, where it cannot show one.
+
+    A listing is there to be read: one that fails must not take the engine with it.
+    """
+    reason = "it has no listing"
     if isinstance(backend, Describing):
-        return backend.network(program, directory)
-    return program_network(program, f"The back-end {backend.name} shows no network: this is the graph it was given.")
+        try:
+            return backend.network(program, directory)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            logger.warning("the network of back-end %s cannot be listed: %s", backend.name, reason)
+    return program_network(program, f"this is the graph it was given, not its own network ({reason}).")
 
 
 class Backend(Protocol):

@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any
 
 from glassengine import environment
-from glassengine.backends.protocol import Backend, describe_network, effective_options
+from glassengine.backends.protocol import Backend, describe_network, effective_options, program_network
 from glassengine.engine.manifest import hash_file
 from glassengine.errors import UsageError
 from glassengine.program.artifacts import FORMAT, MANIFEST, SCHEMA_VERSION, read_manifest
@@ -124,9 +124,13 @@ class ArtifactWriter:
         """Write what the back-end made of `program` in `directory`: its network and its fused and custom ops."""
         network = describe_network(backend, program, directory)
         sites = {node: [site.name for site in found] for node, found in program.sites.by_node.items()}
+        custom = [layer for layer in program_network(program, "").layers if layer.is_plugin]
         with self._writing():
             self._write(f"{backend.name}_network_def.py", network_text(network, backend.name, sites))
-            self._write("plugin.txt", plugin_text(network, sites))
+            if network.optimized is not None:
+                text = network_text(network.optimized, backend.name, sites)
+                self._write(f"{backend.name}_optimized_network_def.py", text)
+            self._write("plugin.txt", plugin_text(custom, network, sites))
             for name, text in network.sources.items():
                 self._write(name, text)
             self._save_manifest()

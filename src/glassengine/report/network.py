@@ -47,12 +47,24 @@ def network_text(network: Network, backend: str, sites: Mapping[str, Sequence[st
     return "".join(f"{line}\n" for line in lines)
 
 
-def plugin_text(network: Network, sites: Mapping[str, Sequence[str]]) -> str:
-    """Return what `plugin.txt` says of each fused or custom op: inputs, outputs, attributes; or that there is none."""
-    plugins = [layer for layer in network.layers if layer.is_plugin]
-    if not plugins:
-        return "none\n"
-    return "\n".join("".join(f"{line}\n" for line in _plugin_lines(layer, sites)) for layer in plugins)
+def plugin_text(custom: Sequence[Layer], network: Network, sites: Mapping[str, Sequence[str]]) -> str:
+    """Return the content of `plugin.txt`: inputs, outputs and attributes of each fused or custom op, or "none".
+
+    Args:
+        custom: Fused and custom ops of the program, as layers.
+        network: What the back-end made of it.
+        sites: FX node -> its sites.
+    """
+    blocks = []
+    for layer in custom:
+        parts = [other.name for other in network.layers if layer.name in other.nodes]
+        done_by = parts if parts != [layer.name] else []
+        blocks.append([*_plugin_lines(layer, sites), *([f"  carried out by {', '.join(done_by)}"] if done_by else [])])
+    known = {layer.name for layer in custom}
+    for layer in (network.optimized or network).layers:
+        if layer.is_plugin and layer.name not in known:
+            blocks.append(list(_plugin_lines(layer, sites)))
+    return "\n".join("".join(f"{line}\n" for line in block) for block in blocks) or "none\n"
 
 
 def _plugin_lines(layer: Layer, sites: Mapping[str, Sequence[str]]) -> Iterator[str]:
