@@ -105,9 +105,19 @@ def test_shapes_and_dtypes(tmp_path: Path) -> None:
 
 
 def test_transposing_a_vector_makes_no_sense(tmp_path: Path) -> None:
-    torch.save({"v": torch.ones(3)}, tmp_path / "v.pt")
+    torch.save({"v.weight": torch.ones(3), "w.weight": torch.ones(2, 3)}, tmp_path / "x.pt")
+    torch.save({"v.weight": torch.ones(3), "w.weight": torch.ones(3, 2)}, tmp_path / "y.pt")
     with pytest.raises(UsageError, match="cannot be transposed"):
-        compare(tmp_path / "v.pt", tmp_path / "v.pt", transpose=["v"])
+        compare(tmp_path / "x.pt", tmp_path / "y.pt", transpose=["v.weight"])
+    # A pattern leaves the vectors among what it names as they are.
+    assert compare(tmp_path / "x.pt", tmp_path / "y.pt", transpose=["*.weight"]).verdict == "identical"
+
+
+def test_what_is_transposed_is_in_the_baseline(tmp_path: Path) -> None:
+    torch.save({"x": torch.ones(2, 2)}, tmp_path / "x.pt")
+    torch.save({"y": torch.ones(2, 2)}, tmp_path / "y.pt")
+    with pytest.raises(UnknownNameError, match="unknown tensor 'y'"):
+        compare(tmp_path / "x.pt", tmp_path / "y.pt", transpose=["y"], map={"x": "y"})
 
 
 def test_integers_are_exact(tmp_path: Path) -> None:

@@ -56,7 +56,8 @@ def compare(
         map: Which names belong together and in which layout: a JSON file or what it holds (`compare.maps`).
         show_only: Site patterns (glob or `re:`): only these tensors are judged and shown, each with its statistics.
         floating_point_only: Leave out integers and bools.
-        transpose: Site patterns whose baseline tensor is transposed (its last two dimensions) first.
+        transpose: Site patterns whose baseline tensor is transposed (its last two dimensions) first; of what a pattern
+            names, vectors stay as they are.
         device: Where the arithmetic runs, e.g. "cuda"; it must know float64.
         fail_on: The mildest verdict that makes the result not ok.
         min_coverage: The result is not ok when a smaller share of the baseline's float-valued tensors was judged.
@@ -71,7 +72,8 @@ def compare(
     rules = None if map is None else load_map(map)
     left, right = (side if not isinstance(side, str | Path) else open_source(side) for side in (baseline, candidate))
     require_same_tokens(left, right)
-    require_names([*show_only, *transpose], left, right)
+    require_names(show_only, left, right)
+    require_names(transpose, left)
     not_tensors = [
         dataclasses.replace(item, side=name)
         for name, side in (("baseline", left), ("candidate", right))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from glassengine.compare.globs import NameIndex
 from glassengine.compare.matching import Match
 from glassengine.compare.measure import measure, summarize, summarize_errors
 from glassengine.compare.tolerance import Tolerance, tolerance
-from glassengine.errors import UsageError
+from glassengine.errors import UsageError, nearest
 from glassengine.recording.layout import Entry
 from glassengine.recording.source import TensorSource
 from glassengine.results import VERDICTS, Pair, Verdict
@@ -88,23 +89,48 @@ class Judge:
         if match.rule is not None:
             where = f"{match.baseline.site!r} and {match.candidate_site!r}, step {match.baseline.step}"
             try:
-                x = layouts.apply(match.rule.baseline_ops, x, lookup=_lookup(self.left, match.baseline))
-                lookup = _lookup(self.right, match.candidates[0])
-                parts = [layouts.apply(match.rule.candidate_ops, part, lookup=lookup) for part in parts]
+                lookups = (self._lookup(self.left, match.baseline), self._lookup(self.right, match.candidates[0]))
+                x = layouts.apply(match.rule.baseline_ops, x, lookup=lookups[0])
+                parts = [layouts.apply(match.rule.candidate_ops, part, lookup=lookups[1]) for part in parts]
                 parts = [_concatenate(parts, match.rule.concat_dim)]
             except UsageError as error:
                 raise UsageError(
                     f"the map does not fit {where}: {error.what}", got=error.got, expected=error.expected
                 ) from error
-        if any(matches(pattern, match.baseline.site) for pattern in self.transpose):
-            if x.ndim < 2:
-                raise UsageError(
-                    f"{match.baseline.site!r} cannot be transposed",
-                    got=match.baseline.describe(),
-                    expected="two dimensions or more",
-                )
+        if match.baseline.site in self.transpose and x.ndim < 2:
+            raise UsageError(
+                f"{match.baseline.site!r} cannot be transposed",
+                got=match.baseline.describe(),
+                expected="two dimensions or more",
+            )
+        # A pattern such as "*.weight" also names vectors, which have nothing to exchange.
+        if x.ndim > 1 and any(matches(pattern, match.baseline.site) for pattern in self.transpose):
             x = x.mT
         return x, parts[0]
+
+    def _lookup(self, side: TensorSource, near: Entry) -> layouts.Lookup:
+        """Return a function from a name to the tensor of that name on `side`, of the step and rank of `near`."""
+
+        def find(name: str) -> Tensor:
+            there = self._by_place[side is self.right].get((near.step, near.rank), {})
+            found = [name] if name in there else NameIndex(there).with_suffix(name)
+            if len(found) != 1:
+                raise UsageError(
+                    f"{len(found) or 'no'} tensors of step {near.step} are called {name!r}",
+                    expected=[f"one of {len(there)} names", *(found or nearest(name, there))],
+                )
+            return side.tensor(there[found[0]])
+
+        return find
+
+    @functools.cached_property
+    def _by_place(self) -> list[dict[tuple[int, int], dict[str, Entry]]]:
+        """Step and rank -> name -> entry, of each side."""
+        sides: list[dict[tuple[int, int], dict[str, Entry]]] = [{}, {}]
+        for side, table in zip((self.left, self.right), sides, strict=True):
+            for entry in side.entries:
+                table.setdefault((entry.step, entry.rank), {})[entry.site] = entry
+        return sides
 
     def _tolerance(self, match: Match, x: Tensor, y: Tensor) -> Tolerance:
         """Return the loosest tolerance of the dtypes involved: a cast does not undo the rounding of what it is from."""
@@ -130,20 +156,6 @@ def _concatenate(parts: list[Tensor], dim: int | None) -> Tensor:
     except (RuntimeError, IndexError) as error:
         got = ", ".join(str(list(part.shape)) for part in parts)
         raise UsageError(f"the candidates cannot be concatenated along dimension {dim}", got=got) from error
-
-
-def _lookup(side: TensorSource, near: Entry) -> Callable[[str], Tensor]:
-    def find(name: str) -> Tensor:
-        there = {entry.site: entry for entry in side.entries if (entry.step, entry.rank) == (near.step, near.rank)}
-        found = [name] if name in there else NameIndex(there).with_suffix(name)
-        if len(found) != 1:
-            raise UsageError(
-                f"{len(found) or 'no'} tensors of step {near.step} are called {name!r}",
-                expected=f"one of {len(there)} names",
-            )
-        return side.tensor(there[found[0]])
-
-    return find
 
 
 def _name(tensor: Tensor) -> str:

@@ -79,7 +79,7 @@ def apply(operations: Sequence[Operation], tensor: Tensor, *, lookup: Lookup) ->
     """Return `tensor` after `operations`, a view of it where torch can.
 
     Raises:
-        UsageError: An operation does not fit the shape.
+        UsageError: An operation does not fit the shape, or leaves nothing: comparing nothing is never a pass.
     """
     for operation in operations:
         before = tensor
@@ -89,6 +89,8 @@ def apply(operations: Sequence[Operation], tensor: Tensor, *, lookup: Lookup) ->
             shape = f"{str(before.dtype).removeprefix('torch.')}{list(before.shape)}"
             reason = str(error).splitlines()[0]
             raise UsageError(f"{operation} does not fit the tensor", got=f"{shape}: {reason}") from error
+        if before.numel() and not tensor.numel():
+            raise UsageError(f"{operation} leaves nothing to compare", got=str(list(before.shape)))
     return tensor
 
 
@@ -113,7 +115,8 @@ def _slice(x: Tensor, _: Lookup, given: Mapping[str, Any]) -> Tensor:
     dim = range(x.ndim)[given["dim"]]
     if given["step"] < 1:
         raise ValueError("a step is 1 or more")
-    if max(given["start"], given["end"] or 0) > x.shape[dim]:
+    # Python cuts a slice at the ends; one that reaches beyond them is a mistake in the map.
+    if any(abs(given[key] or 0) > x.shape[dim] for key in ("start", "end")):
         raise ValueError(f"dimension {given['dim']} has {x.shape[dim]} entries")
     return x[(slice(None),) * dim + (slice(given["start"], given["end"], given["step"]),)]
 

@@ -28,9 +28,9 @@ def require_same_tokens(left: TensorSource, right: TensorSource) -> None:
     )
 
 
-def require_names(patterns: Sequence[str], left: TensorSource, right: TensorSource) -> None:
-    """Raise an `UnknownNameError` where a pattern names a tensor of neither side."""
-    names = list(dict.fromkeys(entry.site for side in (left, right) for entry in side.entries))
+def require_names(patterns: Sequence[str], *sides: TensorSource) -> None:
+    """Raise an `UnknownNameError` where a pattern names no tensor of any of `sides`."""
+    names = list(dict.fromkeys(entry.site for side in sides for entry in side.entries))
     for pattern in patterns:
         if not any(matches(pattern, name) for name in names):
             raise UnknownNameError("tensor", pattern, names)
