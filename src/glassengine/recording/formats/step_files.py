@@ -39,7 +39,7 @@ class StepFiles:
         self.path = path
         self.metadata: dict[str, Any] = {}
         self._files: dict[tuple[int, int], Path] = {}
-        self._open: tuple[Path, TensorFile] | None = None
+        self._open: tuple[Path, TensorFile, frozenset[Entry]] | None = None
         skipped: list[Skipped] = []
         for name, file, step, rank in _listing(path):
             taken = self._files.get((step, rank)) if step is not None else None
@@ -51,7 +51,7 @@ class StepFiles:
                 self._files[step, rank] = file
         entries: list[Entry] = []
         for (step, rank), file in sorted(self._files.items()):
-            source = self._file(file)
+            source, _ = self._file(file)
             entries += [dataclasses.replace(entry, step=step, rank=rank) for entry in source.entries]
             skipped += [dataclasses.replace(item, step=step) for item in source.skipped]
         self.entries = tuple(entries)
@@ -63,19 +63,20 @@ class StepFiles:
     def tensor(self, entry: Entry) -> Tensor:
         """Return the values of one of `entries`, mapped where the format allows."""
         file = self._files[entry.step, entry.rank]
-        source = self._file(file)
+        source, there = self._file(file)
         plain = dataclasses.replace(entry, step=0, rank=0)
-        if plain not in source.entries:
+        if plain not in there:
             raise CorruptError("a file changed while it was being read", got=str(file))
         return source.tensor(plain)
 
-    def _file(self, path: Path) -> TensorFile:
+    def _file(self, path: Path) -> tuple[TensorFile, frozenset[Entry]]:
         # Tensors are asked for step by step: one open file bounds what is mapped, whatever the number of steps.
         if self._open is None or self._open[0] != path:
             if path.is_symlink() or not path.is_file():
                 raise CorruptError("not a plain file", got=str(path))
-            self._open = path, KINDS[path.suffix.lower()](path)
-        return self._open[1]
+            source = KINDS[path.suffix.lower()](path)
+            self._open = path, source, frozenset(source.entries)
+        return self._open[1:]
 
 
 def holds_step_files(path: Path) -> bool:
