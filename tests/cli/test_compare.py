@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from glassengine import build
 from glassengine.cli import options
 from glassengine.cli.errors import exit_status
 from glassengine.cli.main import load_command
@@ -198,6 +199,53 @@ def test_engines_side_by_side(engine_directory: Path, capsys: pytest.CaptureFixt
     assert len(document["token_ids"][0]) == 3
     assert glass("compare", engine_directory, engine_directory, "--map", "map.json") == 2
     assert "--map: only for tensors" in capsys.readouterr().err
+
+
+MODEL = """
+import torch
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.relu(self.linear(x))
+
+def model():
+    return Model()
+
+def inputs():
+    return {"x": torch.ones(2, 4)}
+
+def twice(graph_module):
+    for node in list(graph_module.graph.nodes):
+        if node.op == "call_function" and "relu" in str(node.target):
+            with graph_module.graph.inserting_after(node):
+                doubled = graph_module.graph.call_function(torch.ops.aten.mul.Tensor, (node, 2.0))
+            node.replace_all_uses_with(doubled, lambda user: user is not doubled)
+"""
+
+
+def test_build_artifacts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "made.py").write_text(MODEL)
+    for name, passes in {"a": [], "b": [f"{tmp_path}/made.py:twice"]}.items():
+        made = {"inputs": f"{tmp_path}/made.py:inputs", "passes": passes, "artifacts": tmp_path / name}
+        build(f"{tmp_path}/made.py:model", tmp_path / f"engine_{name}", backend="eager", **made)
+    assert glass("compare", tmp_path / "a", tmp_path / "a") == 0
+    capsys.readouterr()
+    assert glass("compare", tmp_path / "a", tmp_path / "b", "--json", "-") == 1
+    stages = {stage["name"]: stage["status"] for stage in json.loads(capsys.readouterr().out)["stages"]}
+    assert [name for name, status in stages.items() if status not in ("identical", "inherited")] == ["pass-twice"]
+    assert glass("compare", tmp_path / "a", tmp_path / "b", tmp_path / "b") == 2
+    assert glass("compare", tmp_path / "a", tmp_path / "b", "--show-only", "x") == 2
+    # A run with the same DEBUG_ARTIFACTS_DIR leaves its steps beside the artifacts of the build.
+    for name in "ab":
+        torch.save({"x": torch.ones(2)}, tmp_path / name / "step0.pt")
+    capsys.readouterr()
+    assert glass("compare", tmp_path / "a", tmp_path / "b") == 0
+    assert "manifest.json" in capsys.readouterr().err
+    assert glass("compare", tmp_path / "a" / "manifest.json", tmp_path / "b" / "manifest.json") == 1
 
 
 def test_sides_of_different_kinds_are_refused(
