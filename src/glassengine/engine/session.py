@@ -178,7 +178,7 @@ class Session:
             # To whoever looks, the inputs were those of the whole prompt.
             self._inputs = self._step_inputs(input_ids, 0)
             entries = {entry.name: entry.node for entry in self.engine.manifest.outputs}
-            self._outputs = PieceOutputs(kept, self.engine.sites, entries)
+            self._outputs = PieceOutputs(kept, self._batch_size, self.engine.sites, entries)
             self._complete_step()
         return outputs["logits"]
 
