@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,18 @@ import pytest
 import torch
 
 import glassengine as glass
-from glassengine.cli import foreign
-from glassengine.cli.main import load_command, main
+from glassengine.cli.main import main
 
 PROMPT = "Hey, are you conscious?"
+
+
+load_once = functools.cache(glass.load)
+
+
+@pytest.fixture(autouse=True)
+def engines_are_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading takes longer than generating a few tokens."""
+    monkeypatch.setattr(glass, "load", load_once)
 
 
 def run(*arguments: object) -> int:
@@ -38,48 +46,8 @@ def test_several_prompts_are_one_batch(engine_directory: Path, capsys: pytest.Ca
     assert captured.out == f"Input: {PROMPT}\nOutput: {texts[0]}\nInput: ab\nOutput: {texts[1]}\n"
 
 
-DOCUMENTED = """
-        --engine_dir {engine}
-        --tokenizer_dir {checkpoint}
-        --max_output_len 10
-        --input_text "Hey, are you conscious?"
-        --use_py_session
-        --debug_mode
-"""
-
-
 def step_files(directory: Path) -> set[str]:
     return {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
-
-
-def test_documented_command_line_writes_every_step(
-    engine_directory: Path,
-    checkpoint: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setenv("DEBUG_ARTIFACTS_DIR", str(tmp_path / "artifacts" / "ditto-run"))
-    assert run(*shlex.split(DOCUMENTED.format(engine=engine_directory, checkpoint=checkpoint))) == 0
-    captured = capsys.readouterr()
-    text = glass.load(engine_directory).generate(PROMPT, max_new_tokens=10)
-    assert text.texts is not None and captured.out == text.texts[0] + "\n"
-    directory = tmp_path / "artifacts" / "ditto-run"
-    assert f"the tensors of {text.num_steps} steps to {directory}" in captured.err
-    assert step_files(directory) == {f"step{i}.{suffix}" for i in range(text.num_steps) for suffix in ("pt", "txt")}
-    found = torch.load(directory / "step0.pt", weights_only=True)
-    assert list(found) == glass.load(engine_directory).debug_names and "model.layers.0.mlp" in found
-    assert "\nmodel.layers.0.mlp: float32 [1, " in (directory / "step1.txt").read_text()
-
-
-def test_documented_command_line_without_a_directory(
-    engine_directory: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("DEBUG_ARTIFACTS_DIR", raising=False)
-    assert run(*shlex.split(DOCUMENTED.format(engine=engine_directory, checkpoint=checkpoint))) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("dict_keys(['input_ids', 'logits', 'position_ids',") and "'past_key_0', 'past_value_0'" in out
-    assert "'model.layers.0.mlp'" in out and "\nInput: Hey, are you conscious?\nOutput: " in out
 
 
 def test_the_variable_of_a_build_does_not_make_a_run_write(
@@ -152,10 +120,9 @@ def test_synchronous(
     engine_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str | None
 ) -> None:
     found = []
-    load = glass.load
 
     def keep(directory: str) -> Any:
-        found.append(load(directory))
+        found.append(load_once.__wrapped__(directory))
         return found[-1]
 
     monkeypatch.setattr(glass, "load", keep)
@@ -169,55 +136,17 @@ def test_synchronous(
     assert not found[1].executable.synchronous
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("--max_output_len 8 --input_file prompts.txt", {"max_new_tokens": 8, "prompt_file": "prompts.txt"}),
-        (
-            "--max_output_len=8 --input_text a --streaming --top_k 5 --top_p 0.9 --temperature 0.7 --random_seed 3",
-            {"max_new_tokens": 8, "do_sample": True, "top_k": 5, "top_p": 0.9, "temperature": 0.7, "seed": 3},
-        ),
-        ("--input_text a --repetition_penalty 1.2", {"repetition_penalty": 1.2}),
-        ("--input-text a --top-k 5 --no-do-sample", {"top_k": 5, "do_sample": False}),
-        ("--chat chat.json --prefill-chunk 64 --seed 0", {"chat": "chat.json", "prefill_chunk": 64, "seed": 0}),
-        ("--input-text a --do-sample --max_new_tokens 3", {"do_sample": True, "max_new_tokens": 3}),
-    ],
-)
-def test_what_is_given_and_nothing_else_reaches_generate(
-    engine_directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    line: str,
-    expected: dict[str, object],
+def test_a_seed_that_was_drawn_is_printed_and_repeats_the_text(
+    engine_directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen: dict[str, Any] = {}
-    engine = glass.load(engine_directory)
-    plain = engine.generate("a", max_new_tokens=1)
-
-    def generate(prompts: object, **arguments: Any) -> Any:
-        seen.update(arguments)
-        return plain
-
-    monkeypatch.setattr(engine, "generate", generate)
-    monkeypatch.setattr(glass, "load", lambda _: engine)
-    assert run(*shlex.split(f"--engine_dir x {line}")) == 0
-    always = {"input_ids", "tokenizer", "debug", "on_step", "on_text", "record", "overwrite", "max_new_tokens"}
-    assert {name for name in seen if name not in always} == expected.keys() - always
-    assert {name: seen[name] for name in expected} == expected
-    assert seen["on_step"] is None and seen["debug"] is False
-
-
-def test_every_foreign_spelling_has_a_flag() -> None:
-    parameters = [*load_command("build").params, *load_command("run").params]
-    flags = {name.lstrip("-") for parameter in parameters for name in parameter.opts}
-    assert set(foreign.SPELLINGS.values()) <= flags
-    assert not set(foreign.SPELLINGS) & flags
-
-
-def test_alias_of_the_number_of_tokens(engine_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for flag in ("--max-new-tokens", "--max-output-len", "--max_output_len"):
-        assert run(engine_directory, "--input-text", "a", flag, 3, "--json") == 0
-        assert json.loads(capsys.readouterr().out)["num_steps"] <= 3
+    base = (engine_directory, "--input-text", PROMPT, "--temperature", 1.5, "--max-new-tokens", 12)
+    assert run(*base) == 0
+    first = capsys.readouterr()
+    seed = first.err.partition("sampled with --seed ")[2].split()[0]
+    assert run(*base, "--seed", seed) == 0
+    assert capsys.readouterr().out == first.out
+    assert run(engine_directory, "--input-text", PROMPT, "--max-new-tokens", 2) == 0
+    assert "--seed" not in capsys.readouterr().err
 
 
 def test_debug_prints_every_step(engine_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -272,6 +201,9 @@ def test_record(engine_directory: Path, tmp_path: Path, capsys: pytest.CaptureFi
         (["{engine}", "--input-text", "a", "--debug-dir", "{out}", "--debug-format", "csv"], "pt, txt, npy"),
         (["{engine}", "--input-text", "a", "--debug-dir", "{engine}/engine.json"], "cannot be written"),
         (["--engine_dir", "{engine}", "--input_text", "a", "b"], "each prompt has a flag of its own"),
+        (["{engine}", "--input-text", "a", "--prefill-chunk", "0"], "--prefill-chunk"),
+        (["{engine}", "--input-text", "a", "--top-p", "1.5"], "--top-p"),
+        (["{engine}", "--input-text", "a", "--temperature", "-1"], "temperature"),
         (["{engine}", *["--input-text", "a"] * 9], "--max-batch-size 9"),
     ],
 )

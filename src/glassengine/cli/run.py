@@ -36,7 +36,12 @@ def command(
             metavar="FILE", help="Token ids instead: .json (one list, or one per prompt), .npz, .pt, .safetensors."
         ),
     ] = None,
-    input_file: Annotated[str | None, typer.Option(metavar="FILE", help="A file of prompts instead.")] = None,
+    input_file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="A file of prompts instead: .txt with one a line, .json or .jsonl of strings."
+        ),
+    ] = None,
     chat: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="A .json file of messages instead, put through the model's chat template."),
@@ -51,7 +56,8 @@ def command(
         ),
     ] = None,
     prefill_chunk: Annotated[
-        int | None, typer.Option(metavar="N", help="Run the prompt in pieces of N tokens, which takes less memory.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Run the prompt in pieces of N tokens, which takes less memory."),
     ] = None,
     do_sample: Annotated[
         bool | None,
@@ -63,12 +69,18 @@ def command(
         ),
     ] = None,
     temperature: Annotated[float | None, typer.Option(help="As in transformers.", rich_help_panel=_SAMPLING)] = None,
-    top_k: Annotated[int | None, typer.Option(help="As in transformers.", rich_help_panel=_SAMPLING)] = None,
-    top_p: Annotated[float | None, typer.Option(help="As in transformers.", rich_help_panel=_SAMPLING)] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=0, help="As in transformers; 0 is all.", rich_help_panel=_SAMPLING)
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="As in transformers.", rich_help_panel=_SAMPLING)
+    ] = None,
     repetition_penalty: Annotated[
         float | None, typer.Option(help="As in transformers.", rich_help_panel=_SAMPLING)
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of sampling.", rich_help_panel=_SAMPLING)] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of sampling; by default a new one, which is printed.", rich_help_panel=_SAMPLING)
+    ] = None,
     debug: Annotated[
         list[str] | None,
         typer.Option(
@@ -243,6 +255,8 @@ def _print_notes(result: Any, files: glass.StepFiles | None) -> None:
         f"prefill {result.prefill_s * 1e3:.1f} ms, {result.num_steps - 1} decode steps, "
         f"{result.decode_s / steps * 1e3:.2f} ms each"
     )
+    if result.seed is not None:
+        err.print(f"sampled with --seed {result.seed}")
     if result.recording:
         err.print(f"recorded {Path(result.recording)}: glass show {result.recording}")
     if files is not None:
