@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from glassengine.compare import compare
 from glassengine.compare.globs import captures
+from glassengine.compare.layouts import _OPERATIONS
 from glassengine.compare.maps import Rule, load_map
 from glassengine.compare.rules import pair_names
 from glassengine.errors import UnknownNameError, UsageError
@@ -298,3 +299,21 @@ def test_numbered_wildcards() -> None:
         ("a.1.b.2", "c.2.1")
     ]
     assert str(Rule("a", ("b", "c"))) == "'a' -> 'b', 'c'"
+
+
+def test_the_maps_of_the_guide_are_maps(root: Path) -> None:
+    text = (root / "docs" / "comparing.md").read_text(encoding="utf-8")
+    blocks = [part.partition("```")[0] for part in text.split("```json\n")[1:]]
+    assert len(blocks) == 5
+    for block in blocks:
+        load_map(json.loads(block))
+    for name in _OPERATIONS:
+        assert f"`{name}`" in text
+
+
+def test_a_map_of_the_guide_works(tmp_path: Path, root: Path) -> None:
+    text = (root / "docs" / "comparing.md").read_text(encoding="utf-8")
+    fused = json.loads(text.split("```json\n")[2].partition("```")[0])
+    x = {f"layers.0.{name}_proj": torch.randn(2, width) for name, width in (("q", 64), ("k", 16), ("v", 16))}
+    result = run(tmp_path, x, {"h.0.qkv": torch.cat(list(x.values()), -1)}, map=fused)
+    assert (result.verdict, result.counts["compared"]) == ("identical", 3)

@@ -63,6 +63,7 @@ def test_what_is_not_a_step_file_is_listed(tmp_path: Path) -> None:
     (tmp_path / "step0.txt").write_text("logits")
     save_file({"logits": torch.zeros(1)}, tmp_path / "step0.safetensors")
     np.save(tmp_path / "logits-step0.npy", np.ones(1))
+    np.save(tmp_path / "ids-step0.npy", np.ones(1))
     (tmp_path / "graph.txt").write_text("graph")
     (tmp_path / "step9.pt").symlink_to(tmp_path / "outside" / "step7.pt")
     (tmp_path / "rank3").symlink_to(tmp_path / "outside")
@@ -72,7 +73,7 @@ def test_what_is_not_a_step_file_is_listed(tmp_path: Path) -> None:
     assert keys(source) == [(0, 0, "logits")]
     assert reasons(source) == {
         "graph.txt": "not a file of a step: step<i>.pt",
-        "logits-step0.npy": "an array of its own: where there are files of whole steps, those are read",
+        "*.npy": "2 arrays of their own: where there are files of whole steps, those are read",
         "outside": "a directory of another kind",
         "rank3": "a link, which could leave the directory",
         "step0.safetensors": "step 0 is read from step0.pt",

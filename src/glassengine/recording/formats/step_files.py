@@ -41,14 +41,21 @@ class StepFiles:
         self._files: dict[tuple[int, int], Path] = {}
         self._open: tuple[Path, TensorFile, frozenset[Entry]] | None = None
         skipped: list[Skipped] = []
+        num_arrays = 0
         for name, file, step, rank in _listing(path):
             taken = self._files.get((step, rank)) if step is not None else None
-            if step is None:
+            if step is None and file.suffix.lower() == ".npy" and not file.is_symlink():
+                num_arrays += 1
+            elif step is None:
                 skipped.append(Skipped(name, "both", _why_not(file)))
             elif taken is not None:
                 skipped.append(Skipped(name, "both", f"step {step} is read from {taken.name}", step=step))
             else:
                 self._files[step, rank] = file
+        if num_arrays:
+            # `--debug-format pt --debug-format npy` writes every tensor twice: one line says so.
+            reason = f"{num_arrays} arrays of their own: where there are files of whole steps, those are read"
+            skipped.append(Skipped("*.npy", "both", reason))
         entries: list[Entry] = []
         for (step, rank), file in sorted(self._files.items()):
             source, _ = self._file(file)
@@ -109,6 +116,4 @@ def _why_not(item: Path) -> str:
         return "a link, which could leave the directory"
     if item.is_dir():
         return "a directory of another kind"
-    if item.suffix.lower() == ".npy":
-        return "an array of its own: where there are files of whole steps, those are read"
     return "not a file of a step: step<i>.pt"
