@@ -22,7 +22,8 @@ from glassengine.backends.eager import EagerBackend
 from glassengine.engine import Engine, build_program, files
 from glassengine.engine.build import default_directory, plan_build
 from glassengine.engine.describe import Settings
-from glassengine.engine.outputs import BuildPlan, parse_request
+from glassengine.engine.outputs import BuildPlan
+from glassengine.engine.requests import parse_request
 from glassengine.errors import BackendError, UnknownNameError, UsageError
 from glassengine.program import Program
 from glassengine.testing import models
@@ -270,13 +271,19 @@ def test_batch_of_none(checkpoint: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("layers.0.mlp", ("layers.0.mlp", None)),
-        ("layers.0.mlp=mine", ("layers.0.mlp", "mine")),
-        ("re:(?=mlp)", ("re:(?=mlp)", None)),
-        ("re:(?=mlp)=x.y", ("re:(?=mlp)", "x.y")),
+        ("layers.0.mlp", ("layers.0.mlp", None, None)),
+        ("layers.0.mlp=mine", ("layers.0.mlp", "mine", None)),
+        ("re:(?=mlp)", ("re:(?=mlp)", None, None)),
+        ("re:(?=mlp)=x.y", ("re:(?=mlp)", "x.y", None)),
+        ("layers.0.mlp:float32", ("layers.0.mlp", None, "float32")),
+        ("layers.0.mlp=mine:bfloat16", ("layers.0.mlp", "mine", "bfloat16")),
+        ("layers.0.mlp:in[0]", ("layers.0.mlp:in[0]", None, None)),
+        ("layers.0:kv.key=k", ("layers.0:kv.key", "k", None)),
+        ("re:a=b:float64", ("re:a", "b", "float64")),
+        ("mlp:int8", ("mlp:int8", None, None)),
     ],
 )
-def test_request_is_split(text: str, parts: tuple[str, str | None]) -> None:
+def test_request_is_split(text: str, parts: tuple[str, str | None, str | None]) -> None:
     assert parse_request(text) == parts
 
 

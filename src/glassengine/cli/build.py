@@ -49,7 +49,8 @@ def command(
     add_output: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="SITE[=ALIAS]", help="Add a debug output: site, node, glob or re:. Repeatable; see glass sites."
+            metavar="SITE[=ALIAS][:DTYPE]",
+            help="Add a debug output: site, node, glob or re:; @FILE reads {name: alias}. Repeatable; see glass sites.",
         ),
     ] = None,
     inputs: Annotated[
@@ -128,4 +129,5 @@ def _print_outputs(outputs: Sequence[Any]) -> None:
     for entry in outputs:
         shape = ", ".join(map(str, entry.shape))
         note = "" if entry.name == entry.site else f"  ({entry.site})"
-        out.print(f"  output {entry.name}{note}  {entry.dtype}[{shape}]")
+        cast = f", cast from {entry.cast_from}" if entry.cast_from else ""
+        out.print(f"  output {entry.name}{note}  {entry.dtype}[{shape}]{cast}")

@@ -29,6 +29,7 @@ from glassengine.engine.describe import Settings, describe_engine
 from glassengine.engine.engine import Engine, load
 from glassengine.engine.manifest import write_manifest
 from glassengine.engine.outputs import BuildPlan
+from glassengine.engine.requests import read_requests, requests_from_environment
 from glassengine.errors import BackendError, UsageError
 from glassengine.executable.executable import compile_executable
 from glassengine.program import LoadedModel, Program, export_program, load_inputs, load_model
@@ -113,8 +114,9 @@ def build(
         dry_run: Return what would be built, and its bytes, instead of building.
         backend: Name of a back-end; None takes the default, or says which other one it had to take.
         dtype: "auto" (that of the checkpoint), "float32", "bfloat16", "float16" or "float64".
-        add_output: Debug outputs, each `SITE|NODE|GLOB[=ALIAS]`; those of TRTLLM_ADD_OUTPUT are added. Every tap of a
-            plain module is an output without being asked for.
+        add_output: Debug outputs, each `SITE|NODE|GLOB[=ALIAS][:DTYPE]` or `@FILE` with a JSON object of names and
+            aliases; those of TRTLLM_ADD_OUTPUT are added. An output keeps its own dtype, or is cast to DTYPE when it is
+            read. Every tap of a plain module is an output without being asked for.
         inputs: Keyword arguments to export a plain module with (a dict, one dict per step, or what `--inputs` takes). A
             causal language model needs none; with inputs it is built as a plain module.
         passes: User passes `file.py:function`, in order.
@@ -227,7 +229,10 @@ def build_program(
         model={"spec": str(program.metadata.get("model")), **program.metadata},
         notes=(note,) if note else (),
     )
-    return _build(program, Path(directory), settings, model)
+    engine = _build(program, Path(directory), settings, model)
+    # Reading it back would take seconds, and the caller holds it anyway.
+    engine.program = program
+    return engine
 
 
 def default_directory(spec: str) -> Path:
@@ -338,9 +343,9 @@ def _write_files(
 
 
 def _requested(program: Program, settings: Settings) -> list[outputs.Requested]:
-    requests = [outputs.parse_request(text) for text in settings.add_output]
+    requests = read_requests(settings.add_output)
     if settings.implicit_outputs:
-        requests += outputs.requests_from_environment()
+        requests += requests_from_environment()
         requests += outputs.tap_requests(program) if program.kind == "module" else []
     return outputs.resolve_requests(program, requests)
 
