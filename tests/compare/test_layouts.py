@@ -70,6 +70,13 @@ def test_a_squeezed_dimension_has_one_entry() -> None:
         run(X, {"op": "squeeze", "dim": 1})
 
 
+def test_a_cast_keeps_the_imaginary_part() -> None:
+    x = torch.tensor([1 + 2j])
+    assert run(x, {"op": "cast", "dtype": "complex128"}).dtype == torch.complex128
+    with pytest.raises(UsageError, match="has no imaginary part"):
+        run(x, {"op": "cast", "dtype": "float32"})
+
+
 def test_the_mask_of_a_decode_step_covers_the_cache() -> None:
     mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]])
     step = torch.tensor([[[1.0]], [[2.0]]])

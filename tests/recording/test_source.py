@@ -160,6 +160,8 @@ def test_hostile_numpy(tmp_path: Path) -> None:
         archive.writestr("absurd.npy", _member("{'descr':'<f8','fortran_order':False,'shape':(1099511627776,)}", b""))
         archive.writestr("code.npy", _member("{'descr':__import__('os'),'fortran_order':False,'shape':()}", b""))
         archive.writestr("readme.txt", "hello")
+        long = b"\x93NUMPY\x02\x00" + struct.pack("<I", 1 << 31) + bytes(1 << 16)
+        archive.writestr("long.npy", long, zipfile.ZIP_DEFLATED)
         good = io.BytesIO()
         np.save(good, np.ones(3))
         archive.writestr("../../good.npy", good.getvalue())
@@ -170,7 +172,8 @@ def test_hostile_numpy(tmp_path: Path) -> None:
     assert source.tensor(source.entries[1]).sum() == 3
     assert reasons(source)["../../good"] == "two entries have this name"
     assert "claims 8796093022208 bytes, the file has 0" in reasons(source)["absurd"]
-    assert set(reasons(source)) == {"absurd", "code", "readme.txt", "../../good"}
+    assert reasons(source)["long"] == "not an array: the header claims 2147483648 bytes"
+    assert set(reasons(source)) == {"absurd", "code", "readme.txt", "long", "../../good"}
     (tmp_path / "g.npz").write_bytes((tmp_path / "f.npz").read_bytes()[:-30])
     with pytest.raises(CorruptError, match=r"not an \.npz file"):
         open_source(tmp_path / "g.npz")

@@ -139,6 +139,13 @@ def _pack(x: Tensor, lookup: Lookup, given: Mapping[str, Any]) -> Tensor:
     return x[mask[:, mask.shape[1] - x.shape[1] :] != 0]
 
 
+def _cast(x: Tensor, _: Lookup, given: Mapping[str, Any]) -> Tensor:
+    dtype: torch.dtype = getattr(torch, given["dtype"])
+    if x.is_complex() and not dtype.is_complex:
+        raise ValueError(f"{given['dtype']} has no imaginary part")
+    return x.to(dtype)
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -187,7 +194,7 @@ _OPERATIONS: dict[str, tuple[dict[str, str], dict[str, Any], _Run]] = {
         _split,
     ),
     "pack": ({"mask": "a name or rows of 0 and 1"}, {}, _pack),
-    "cast": ({"dtype": "a dtype"}, {}, lambda x, _, given: x.to(getattr(torch, given["dtype"]))),
+    "cast": ({"dtype": "a dtype"}, {}, _cast),
 }
 
 
