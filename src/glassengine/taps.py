@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+import torch
+
 from glassengine.errors import UsageError
 
 T = TypeVar("T")
@@ -19,7 +21,7 @@ Sink = Callable[[str, Any], None]
 
 _sinks: ContextVar[tuple[Sink, ...]] = ContextVar("glassengine_tap_sinks", default=())
 _installed: list[Sink] = []
-"""Sinks of all contexts. torch.compile can trace a look at a list, and cannot trace one at a context variable."""
+"""Sinks of all contexts; a look at it is cheaper than one at a context variable."""
 
 
 def tap(name: str, value: T) -> T:
@@ -35,7 +37,8 @@ def tap(name: str, value: T) -> T:
     Raises:
         UsageError: While something listens: `name` is not an identifier, or `value` is not a tensor.
     """
-    if not _installed:
+    # First of all, so that code compiled now stays valid when something listens later.
+    if torch.compiler.is_dynamo_compiling() or not _installed:
         return value
     sinks = _sinks.get()
     if sinks:
@@ -46,8 +49,6 @@ def tap(name: str, value: T) -> T:
 
 
 def _require_tensor(name: str, value: object) -> None:
-    import torch
-
     if not name.isidentifier():
         raise UsageError("a tap needs a name that is a Python identifier", got=repr(name), hint='glass.tap("inter", x)')
     if not isinstance(value, torch.Tensor):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,6 +89,9 @@ class ModuleNames:
             module: Known(module, paths, module in wrapped, wrapped_by.get(module)) for module, paths in found.items()
         }
         self._logs: list[_AccessLog] = []
+        # Names by which shared modules were looked up and not called yet; those that never are are forgotten.
+        self._looked_up: dict[nn.Module, deque[tuple[nn.Module, str]]] = defaultdict(lambda: deque(maxlen=64))
+        self._last: dict[nn.Module, tuple[nn.Module | None, str]] = {}
 
     def enter(self, known: Known, forward: Forward) -> str | None:
         """Note a call and return its path with call; None where it passes on the call of its wrapper."""
@@ -106,7 +109,7 @@ class ModuleNames:
         shared = [known for known in self.known.values() if len(known.paths) > 1]
         holders = {self._holders[path] for known in shared for path in known.paths if path in self._holders}
         for holder in holders:
-            log = _AccessLog(holder)
+            log = _AccessLog(holder, self._looked_up)
             self._logs.append(log)
             holder.__dict__["_modules"] = log
 
@@ -118,12 +121,13 @@ class ModuleNames:
 
     def _alias(self, known: Known, forward: Forward) -> str:
         """Return the path that the running code used for a shared module."""
-        looked_up = [log for log in self._logs if log.last.get(known.module) is not None]
-        last = max(looked_up, key=lambda log: log.last[known.module][0], default=None)
+        # In `self.b(self.a(x))` both names are looked up before the first call: the last one not yet called is meant.
+        waiting = self._looked_up[known.module]
+        holder, name = waiting.pop() if waiting else self._last.get(known.module, (None, ""))
+        self._last[known.module] = (holder, name)
         paths = known.paths
-        if last is not None:
-            name = last.last[known.module][1]
-            mine = [p for p in paths if self._holders.get(p) is last.holder and p.rpartition(".")[2] == name]
+        if holder is not None:
+            mine = [p for p in paths if self._holders.get(p) is holder and p.rpartition(".")[2] == name]
             paths = mine or paths
         # Of a shared holder the alias that is being called.
         for _, where, _ in reversed(forward.open):
@@ -134,20 +138,17 @@ class ModuleNames:
 
 
 class _AccessLog(dict[str, Any]):
-    """The submodules of one module; remembers by which name each was last handed out."""
+    """The submodules of one module; remembers in which order and by which name they were handed out."""
 
-    def __init__(self, holder: nn.Module) -> None:
+    def __init__(self, holder: nn.Module, looked_up: dict[nn.Module, deque[tuple[nn.Module, str]]]) -> None:
         self.holder = holder
         self.original = holder.__dict__["_modules"]
-        self.last: dict[nn.Module, tuple[int, str]] = {}
+        self._looked_up = looked_up
         super().__init__(self.original)
-
-    _clock = 0
 
     def _note(self, name: str, module: Any) -> Any:
         if module is not None:
-            _AccessLog._clock += 1
-            self.last[module] = (_AccessLog._clock, name)
+            self._looked_up[module].append((self.holder, name))
         return module
 
     def __getitem__(self, name: str) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glassengine.errors import UsageError
 from glassengine.recording.layout import LeftOut
 from glassengine.recording.policy import NO_VALUES, OVER_BUDGET, Policy
 from glassengine.recording.statistics import light
@@ -40,14 +41,30 @@ class Intake:
         self._writer = writer
         self._policy = policy
         self._rank = rank
+        self._has_budget = policy.has_budget
+        self._known: dict[str, tuple[bool, bool]] = {}
         self._committed: set[int] = set()
         self._names: dict[int, set[str]] = {}
 
     def take(self, site: str, step: int, tensor: Tensor, *, axes: Mapping[str, int] | None = None) -> None:
         """Record `tensor` as it is now, if it is wanted; the parts of a tensor that is not plain each for itself."""
-        wanted, keeps = self._policy.wants(site)
-        if wanted:
-            self._take(site, step, tensor, keeps, axes)
+        wanted, keeps = self._known.get(site) or self._look(site)
+        if not wanted:
+            return
+        names = self._names.get(step)
+        # The short way of nearly all tensors; hooks run thousands of times a second.
+        if keeps and type(tensor) is Tensor and names is not None and site not in names and not self._has_budget:
+            try:
+                self._writer.write(site, step, tensor, rank=self._rank, axes=axes)
+                names.add(site)
+                return
+            except UsageError:
+                pass
+        self._take(site, step, tensor, keeps, axes)
+
+    def _look(self, site: str) -> tuple[bool, bool]:
+        found = self._known[site] = self._policy.wants(site)
+        return found
 
     def _take(self, site: str, step: int, tensor: Tensor, keeps: bool, axes: Mapping[str, int] | None) -> None:
         try:

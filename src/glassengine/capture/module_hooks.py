@@ -8,6 +8,8 @@ compiled code is the one it would be without them.
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import os
 import sys
 import threading
@@ -89,7 +91,12 @@ class ModuleHooks:
     def finish(self, stopped: str | None = None) -> None:
         """Complete every step that is still open; those whose forward has not ended are marked as stopped."""
         for forward in list(self._open.values()):
-            self._commit(forward, [], (stopped or "the end of the recording") if forward.open else None)
+            interrupted = bool(forward.open)
+            forward.open.clear()
+            # Its thread may have gone, and with it what was set up there.
+            with contextlib.suppress(ValueError):
+                forward.leave.close()
+            self._commit(forward, [], (stopped or "the end of the recording") if interrupted else None)
         for step in sorted(self._held):
             self._release(step)
 
@@ -237,8 +244,6 @@ class ModuleHooks:
 
 
 def _first_argument(root: nn.Module) -> str | None:
-    import inspect
-
     try:
         return next(iter(inspect.signature(root.forward).parameters), None)
     except (TypeError, ValueError):

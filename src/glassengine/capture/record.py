@@ -104,6 +104,11 @@ class Recorder:
         if problem is not None and error is None:
             raise problem
 
+    def wait(self) -> None:
+        """Wait until all that was recorded so far is in the file."""
+        if self._writer is not None:
+            self._writer.wait()
+
     def _detach(self) -> None:
         self._parameters.detach()
         self._hooks.detach()

@@ -70,6 +70,11 @@ class Policy:
         return [pattern for pattern in dict.fromkeys(patterns) if pattern not in self._matched]
 
     @property
+    def has_budget(self) -> bool:
+        """Whether bytes are limited."""
+        return self._left is not None
+
+    @property
     def nothing_matched(self) -> bool:
         """Whether patterns of `sites` were given and none of them matched anything."""
         return self._sites is not None and not self._matched.intersection(self._sites)

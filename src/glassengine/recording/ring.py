@@ -12,6 +12,12 @@ from torch import Tensor
 
 from glassengine.recording.layout import ALIGNMENT
 
+# Unlike ctypes.memmove this one keeps the interpreter lock: handing it over costs more than a small copy.
+_MEMMOVE = ctypes.PyDLL(None).memmove
+_MEMMOVE.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_MEMMOVE.restype = None
+_SMALL_COPY = 1 << 18
+
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux: map pages now, keep what is in them
 _POPULATE_STEP = 4 << 20
 WARM_BYTES = 64 << 20
@@ -85,7 +91,11 @@ class Ring:
 
     def fill(self, position: int, tensor: Tensor, num_bytes: int) -> None:
         """Copy the values of a dense CPU tensor that is contiguous into a slot."""
-        ctypes.memmove(self._address + position % self.num_bytes, tensor.data_ptr(), num_bytes)
+        target = self._address + position % self.num_bytes
+        if num_bytes <= _SMALL_COPY:
+            _MEMMOVE(target, tensor.data_ptr(), num_bytes)
+        else:
+            ctypes.memmove(target, tensor.data_ptr(), num_bytes)
 
     def fill_from(self, position: int, tensor: Tensor, num_bytes: int) -> None:
         """Copy the values of a dense tensor into a slot in row-major order, whatever its strides and device."""

@@ -32,9 +32,12 @@ RING_BYTES = 256 << 20
 
 # A larger tensor passes through the ring in pieces.
 _PIECES_OF_RING = 4
-# The thread is woken when this much waits, or a step ends: woken for each tensor it would fight for the interpreter.
-_WAKE_BYTES = 16 << 20
+# The thread looks for work this often, and is woken when half of the ring is in use: woken for every step it would
+# fight with the model for the interpreter.
+_PERIOD_S = 0.02
 _WRITE_BYTES = 32 << 20
+# Smaller tensors are stored again rather than searched for.
+_MIN_SHARED_BYTES = 1 << 16
 
 _log = logging.getLogger(__name__)
 
@@ -97,7 +100,7 @@ class BackgroundWriter:
         self._ring.warm()
         self._descriptions: dict[tuple[str, torch.dtype, torch.Size], Description] = {}
         self._lock = threading.Lock()
-        self._queue: deque[_Stored | _Streamed | _Piece | LeftOut | _Commit | None] = deque()
+        self._queue: deque[_Stored | _Streamed | _Piece | LeftOut | _Commit | threading.Event | None] = deque()
         self._wake = threading.Event()
         self._failure: BaseException | None = None
         # Of the steps that are not committed: size and hashes of stored bytes -> where they are.
@@ -143,7 +146,9 @@ class BackgroundWriter:
             return
         nbytes = description.nbytes
         ring = self._ring
-        plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_complex() and not tensor.is_neg()
+        # Attributes only: methods of torch that compute let go of the interpreter lock. A single element may be one
+        # that is to be negated when it is read.
+        plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.dtype.is_complex and nbytes > tensor.itemsize
         with self._lock:
             if nbytes > ring.num_bytes // _PIECES_OF_RING:
                 self._stream(_Streamed(description, step, rank), tensor)
@@ -154,7 +159,7 @@ class BackgroundWriter:
             else:
                 ring.fill_from(position, tensor, nbytes)
             self._queue.append(_Stored(description, step, rank, position))
-        if ring.in_use > _WAKE_BYTES:
+        if 2 * ring.in_use > ring.num_bytes:
             self._wake.set()
 
     def leave_out(self, item: LeftOut) -> None:
@@ -164,7 +169,14 @@ class BackgroundWriter:
     def commit(self, step: int, *, token_ids: Sequence[Sequence[int]] = (), stopped: str | None = None) -> None:
         """Complete `step` once all that was written before is on disk; see `RecordingWriter.commit`."""
         self._queue.append(_Commit(step, token_ids, stopped))
+
+    def wait(self) -> None:
+        """Wait until all that was given so far is in the file, or has failed to get there."""
+        done = threading.Event()
+        self._queue.append(done)
         self._wake.set()
+        while not done.wait(0.5) and self._thread.is_alive():
+            pass
 
     def close(self, reason: str | None = None) -> None:
         """Write what is left and seal the recording.
@@ -209,37 +221,31 @@ class BackgroundWriter:
 
     def _work(self) -> None:
         while True:
-            self._wake.wait()
+            self._wake.wait(_PERIOD_S)
             self._wake.clear()
-            waiting: list[tuple[int, int]] = []
+            end = num_bytes = 0
             while self._queue:
                 item = self._queue.popleft()
                 if item is None:
-                    self._flush()
+                    self._flush(end)
                     return
+                if isinstance(item, threading.Event):
+                    self._flush(end)
+                    item.set()
+                    continue
                 try:
                     self._handle(item)
                 except Exception as error:
                     self._fail(error)
-                end = self._end(item)
-                if end is not None:
-                    waiting.append(end)
                 # A slot is given back when its bytes are in the file.
-                if isinstance(item, _Commit) or sum(size for _, size in waiting) > _WRITE_BYTES:
-                    self._flush()
-                    if waiting:
-                        self._ring.release(waiting[-1][0])
-                    waiting.clear()
-            self._flush()
-            if waiting:
-                self._ring.release(waiting[-1][0])
+                if isinstance(item, _Stored):
+                    end = item.position + item.description.nbytes
+                    num_bytes += item.description.nbytes
+                    if num_bytes > _WRITE_BYTES:
+                        self._flush(end)
+                        num_bytes = 0
+            self._flush(end)
             self._ring.warm_more()
-
-    @staticmethod
-    def _end(item: object) -> tuple[int, int] | None:
-        if isinstance(item, _Stored):
-            return item.position + item.description.nbytes, item.description.nbytes
-        return None
 
     def _handle(self, item: _Stored | _Streamed | _Piece | LeftOut | _Commit) -> None:
         if isinstance(item, _Stored):
@@ -259,15 +265,17 @@ class BackgroundWriter:
         description = item.description
         data = self._ring.bytes_at(item.position, description.nbytes)
         checksum = zlib.crc32(data)
-        known = self._known.setdefault(item.step, {})
+        if description.nbytes < _MIN_SHARED_BYTES:
+            self._writer.store(description, item.step, item.rank, [data], checksum)
+            return
         # What one module returns another one is given: the same bytes, found by two hashes, are stored once.
         key = (description.nbytes, checksum, _second_hash(data))
+        known = self._known.setdefault(item.step, {})
         original = known.get(key)
-        if original is not None and description.nbytes:
+        if original is not None:
             self._writer.alias(description, item.step, item.rank, *original)
         else:
-            location = self._writer.store(description, item.step, item.rank, [data], checksum)
-            known[key] = (description, location)
+            known[key] = (description, self._writer.store(description, item.step, item.rank, [data], checksum))
 
     def _store_pieces(self, item: _Streamed) -> None:
         pieces = self._pieces()
@@ -295,11 +303,13 @@ class BackgroundWriter:
             yield self._ring.bytes_at(piece.position, piece.num_bytes)
             self._ring.release(piece.position + piece.num_bytes)
 
-    def _flush(self) -> None:
+    def _flush(self, end: int) -> None:
+        """Write what waits and give back the slots up to position `end`."""
         try:
             self._writer.flush()
         except Exception as error:
             self._fail(error)
+        self._ring.release(end)
 
     def _fail(self, error: Exception) -> None:
         if self._failure is None:
@@ -319,8 +329,6 @@ def _pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:
 
 def _second_hash(data: memoryview) -> int:
     """Return a hash that has nothing in common with CRC-32: together they are 64 bits."""
-    if data.nbytes <= 1 << 16:
-        return zlib.adler32(data)
     whole = data.nbytes // 8 * 8
     # Not torch: its threads belong to the model.
     return int(np.frombuffer(data[:whole], dtype=np.uint64).sum()) ^ zlib.adler32(data[whole:])
