@@ -17,7 +17,6 @@ from glassengine.engine.prompts import pad_left
 from glassengine.engine.sampling import FILE
 from glassengine.engine.stream import TextStream
 from glassengine.errors import UsageError
-from glassengine.testing import models
 from glassengine.testing.checkpoints import byte_tokenizer, save_checkpoint
 
 PROMPTS = ["Hey, are you conscious?", "Soyer trained as a"]
@@ -44,19 +43,6 @@ def test_tokens_and_text_of_transformers(engine: Engine, model: Any) -> None:
     assert result.prompts == tuple(PROMPTS) and result.prompt_token_ids == tuple(map(tuple, rows))
     assert result.num_steps == max(map(len, result.token_ids))
     assert result.prefill_s > 0 and result.decode_s > 0
-
-
-@pytest.mark.parametrize("backend", ["inductor", "onnxruntime"])
-@pytest.mark.parametrize("make", [models.gpt2, models.qwen3])
-def test_compiled_backends(make: Callable[[], Any], backend: str) -> None:
-    model = make()
-    engine = glass.build(model, backend=backend)
-    rows = [[5, 6, 7, 8, 9], [10, 11, 12]]
-    expected = transformers_tokens(model, rows, 16)
-    assert engine.generate(input_ids=rows, max_new_tokens=16).token_ids == tuple(until_end(r, 2) for r in expected)
-    assert engine.generate(input_ids=rows[1], max_new_tokens=8).token_ids[0] == until_end(
-        transformers_tokens(model, rows[1:], 8)[0], 2
-    )
 
 
 @pytest.mark.parametrize("backend", ["inductor", "onnxruntime"])

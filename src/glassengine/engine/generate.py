@@ -163,7 +163,8 @@ def _loop(
     stops = [prompt] * batch
     open_rows = torch.ones(batch, dtype=torch.bool)
     itemsize = getattr(torch, session.engine.manifest.dtype).itemsize
-    chunk = chunk or automatic_chunk(batch, session.engine.manifest.vocab_size, itemsize)
+    if chunk is None:
+        chunk = automatic_chunk(batch, session.engine.manifest.vocab_size, itemsize)
 
     start = time.perf_counter()
     logits = session.prefill(ids, mask, chunk=chunk, keep=bool(observers))

@@ -10,6 +10,7 @@ Shape legend: B batch, S tokens of the prefill, V vocabulary.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -83,11 +84,15 @@ class PieceOutputs(Mapping[str, torch.Tensor]):
             )
         values = [piece[name] for piece in self._pieces]
         site = self._sites.by_node[self._nodes.get(name, name.removeprefix(PREFIX))][0]
+        if site.op == "arange" and site.shape == ("sequence",):
+            # Each piece counts its own tokens; the mask code of transformers adds where it starts.
+            starts = itertools.accumulate((len(value) for value in values), initial=0)
+            return torch.cat([value + start for value, start in zip(values, starts, strict=False)])
         if "sequence" in site.axes:
             return torch.cat(values, dim=site.axes["sequence"])
         if _FLAT in site.shape and self._rows_are_batch_major:
             axis = site.shape.index(_FLAT)
-            split = [value.unflatten(axis, (self._batch_size, -1)) for value in values]
+            split = [torch.unflatten(value, axis, (self._batch_size, -1)) for value in values]
             return torch.cat(split, dim=axis + 1).flatten(axis, axis + 1)
         along_tokens = any("sequence" in str(size) for size in site.shape)
         if not along_tokens and ("cache" in site.axes or all(torch.equal(value, values[0]) for value in values[1:])):
