@@ -224,12 +224,17 @@ def test_a_long_run_shows_the_worst_step(release: Path, few_floors: None) -> Non
     result = run(release, release, max_new_tokens=12)
     figures = dataclasses.replace(result.columns[1].steps[10].figures, num_different=3, max_abs_diff=0.5)
     worst = dataclasses.replace(
-        result.columns[1].steps[10], agreement="within rounding", rounding_units=2.0, figures=figures
+        result.columns[1].steps[10], agreement="within rounding", rounding_units=2.0, rho=7.0, figures=figures
     )
     steps = (*result.columns[1].steps[:10], worst, result.columns[1].steps[11])
     column = dataclasses.replace(result.columns[1], steps=steps, agreement="within rounding")
     shown = draw(dataclasses.replace(result, columns=(result.columns[0], column)))
-    assert "worst of 12" in shown and "max abs 0.5, 2 roundings" in shown and "in step 10" in shown
+    assert "worst of 12" in shown and "max abs 0.5, 2 roundings, rho 7 (step 10)" in shown
+    # Two engines of one name are told apart by their directories, others have them in a row of their own.
+    assert f"logits against {release}" in shown and "directory" not in shown
+    first = dataclasses.replace(result.columns[0], engine="elsewhere/first")
+    shown = draw(dataclasses.replace(result, columns=(first, column)))
+    assert "logits against first" in shown and "directory" in shown and "elsewhere/first" in shown
 
 
 def test_refusals(release: Path, tmp_path: Path) -> None:

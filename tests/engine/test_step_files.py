@@ -190,6 +190,9 @@ def test_ranks_have_directories_of_their_own(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("RANK", "1")
     write(tmp_path, 0)
     assert {"rank1/step0.pt", "rank1/earlier-001/step0.pt"} <= names(tmp_path)
+    monkeypatch.setenv("RANK", "of another launcher")
+    write(tmp_path / "other", 0)
+    assert names(tmp_path / "other") == {"step0.pt"}
     # A rank without a known number of ranks cannot tell whose the other directories are.
     monkeypatch.delenv("WORLD_SIZE")
     monkeypatch.setenv("RANK", "0")

@@ -40,8 +40,8 @@ def require_one_model(engines: Sequence[Engine]) -> tuple[str, ...]:
         if not same_weights:
             # A fingerprint is of the values in their own dtype.
             notes.append(
-                f"not verified: that the {engine.manifest.dtype} weights of {engine.directory} are the "
-                f"{first.manifest.dtype} weights of {first.directory}, rounded"
+                f"not verified: that the weights of {engine.directory} ({engine.manifest.dtype}) and of "
+                f"{first.directory} ({first.manifest.dtype}) are the same but for rounding"
             )
     return tuple(notes)
 

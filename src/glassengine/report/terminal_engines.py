@@ -1,62 +1,61 @@
-"""Draws engines side by side on a terminal: one column each, then the logits step by step, then the verdict."""
+"""Draws engines side by side on a terminal: one column each, then the logits step by step, then changed tokens."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from glassengine.report.terminal_compare import number
+from glassengine.report.terminal_compare import new_table, number
 
 if TYPE_CHECKING:
     from glassengine.diagnose.logits import StepDifference
     from glassengine.diagnose.side_by_side import EngineColumn, SideBySide
 
 _STYLES = {"bitwise": "green", "within rounding": "green", "beyond": "bold red"}
+_WORDS = {"bitwise": "bitwise equal", "within rounding": "within rounding", "beyond": "beyond rounding"}
 _MAX_STEPS = 8
 _MAX_NAMES = 3
 
 
 def side_by_side(result: SideBySide) -> RenderableType:
-    """Return the answer for `glass compare ENGINE ENGINE ...`."""
-    lengths = ", ".join(str(len(row)) for row in result.prompt_token_ids)
-    taken = (
-        f"prompts of {lengths} tokens, {len(result.token_ids[0])} new tokens of the first engine given to all; "
-        f"medians of {result.rounds} alternating rounds, {result.num_threads} threads, {result.cpu}"
-    )
+    """Return the answer for `glass compare ENGINE ENGINE ...`: verdict, engines, logits, first other tokens, notes."""
+    titles = _titles([column.engine for column in result.columns])
     verdict = Text().append("ok" if result.ok else "NOT OK", style="bold green" if result.ok else "bold red")
     verdict.append(f"  logits {_WORDS[result.agreement]}", style=_STYLES[result.agreement])
     judged_by = ", ".join(dict.fromkeys(step.judged_by for column in result.columns for step in column.steps))
-    parts: list[RenderableType] = [verdict, Text(f"judged by {judged_by}"), Text(taken), Text()]
-    legend = "logits against the first engine (rounding: epsilon of the dtype times the position's largest logit)"
-    parts += [_engines(result), Text(), Text(legend), _steps(result)]
-    parts += [line for column in result.columns if (line := _token_line(column)) is not None]
-    return Group(*parts, *(Text(f"note: {note}", style="yellow") for note in result.notes))
+    lengths = ", ".join(str(len(row)) for row in result.prompt_token_ids)
+    lines = [
+        f"judged by {judged_by}; prompts of {lengths} tokens, {len(result.token_ids[0])} steps, all with the tokens "
+        f"that {titles[0]} chose",
+        f"times are medians of {result.rounds} alternating rounds, {result.num_threads} threads, {result.cpu}",
+    ]
+    if "model" not in result.columns[0].options:
+        lines.append(f"model {result.columns[0].model}")
+    parts: list[RenderableType] = [verdict, *map(Text, lines), Text(), _engines(result, titles), Text()]
+    parts += [Text(f"logits against {titles[0]}"), _steps(result, titles)]
+    found = [_token_line(title, column) for title, column in zip(titles, result.columns, strict=True)]
+    remarks = [line for line in found if line is not None]
+    remarks += [Text(f"note: {note}", style="yellow") for note in result.notes]
+    return Group(*parts, *([Text(), *remarks] if remarks else []))
 
 
-_WORDS = {
-    "bitwise": "bitwise equal",
-    "within rounding": "within rounding",
-    "beyond": "beyond rounding",
-}
-
-
-def _engines(result: SideBySide) -> Table:
-    table = _table("", *(column.engine for column in result.columns))
-    first = result.columns[0]
+def _engines(result: SideBySide, titles: list[str]) -> Table:
+    table = _table("", *titles)
 
     def row(title: str, *cells: str) -> None:
-        table.add_row(Text(title), *(Text(cell) for cell in cells))
+        table.add_row(Text(title), *map(Text, cells))
 
-    for title in ("model", "backend", "dtype"):
+    if titles != [column.engine for column in result.columns]:
+        row("directory", *(column.engine for column in result.columns))
+    for title in ("backend", "dtype"):
         row(title, *(str(getattr(column, title)) for column in result.columns))
     row("added outputs", *(_names(column.added_outputs) for column in result.columns))
-    for option in first.options:
-        if option != "model":
-            row(option, *(column.options[option] for column in result.columns))
+    for option in result.columns[0].options:
+        row(option, *(column.options[option] for column in result.columns))
     for title in ("total", "executable", "weights"):
         sizes = [getattr(column, f"{title}_bytes") for column in result.columns]
         row(f"{title} size", *(_with_ratio(_bytes(size), size, sizes[0]) for size in sizes))
@@ -69,39 +68,36 @@ def _engines(result: SideBySide) -> Table:
     return table
 
 
-def _steps(result: SideBySide) -> Table:
-    table = _table("step", *(column.engine for column in result.columns[1:]))
+def _steps(result: SideBySide, titles: list[str]) -> Table:
+    table = _table("step", *titles[1:])
     steps = list(zip(*(column.steps for column in result.columns[1:]), strict=True))
     for found in steps[:_MAX_STEPS]:
         table.add_row(Text(str(found[0].step)), *(_step(difference) for difference in found))
     if len(steps) > _MAX_STEPS:
-        worst = [max(column.steps, key=lambda difference: difference.rounding_units) for column in result.columns[1:]]
-        cells = (_step(difference).append(f", in step {difference.step}") for difference in worst)
+        worst = [max(column.steps, key=lambda step: step.rho or step.rounding_units) for column in result.columns[1:]]
+        cells = (_step(difference).append(f" (step {difference.step})") for difference in worst)
         table.add_row(Text(f"worst of {len(steps)}"), *cells)
     return table
 
 
 def _step(difference: StepDifference) -> Text:
+    """Return one cell: the size of the difference, in epsilons of the position's largest logit, and over the floor."""
     style = _STYLES[difference.agreement]
     if difference.agreement == "bitwise":
         return Text("bitwise equal", style=style)
-    figures = difference.figures
-    floor = "" if difference.rho is None else f", rho {number(difference.rho)}"
-    return Text(
-        f"max abs {number(figures.max_abs_diff)}, {number(difference.rounding_units)} roundings{floor}, "
-        f"{figures.num_different} of {figures.num_elements} differ",
-        style=style,
-    )
+    over = "" if difference.rho is None else f", rho {difference.rho:.2g}"
+    size = f"max abs {difference.figures.max_abs_diff:.3g}, {difference.rounding_units:.2g} roundings"
+    return Text(size + over, style=style)
 
 
-def _token_line(column: EngineColumn) -> Text | None:
+def _token_line(title: str, column: EngineColumn) -> Text | None:
     found = column.first_different_token
     if found is None:
         return None
-    margins = f"{number(found.candidate_margin)} here and behind by {number(found.baseline_margin)} in the first engine"
     return Text(
-        f"\n{column.engine}: first different token in step {found.step}, sequence {found.row}: "
-        f"{found.candidate} instead of {found.baseline}; its logit is ahead by {margins}"
+        f"{title}: first different token in step {found.step}, sequence {found.row}: {found.candidate} instead of "
+        f"{found.baseline}; its logit is ahead by {number(found.candidate_margin)} here and behind by "
+        f"{number(found.baseline_margin)} in the first engine"
     )
 
 
@@ -114,12 +110,18 @@ def _names(names: tuple[str, ...]) -> str:
     return f"{len(names)}: {', '.join(names[:_MAX_NAMES])}{more}" if names else "none"
 
 
-def _bytes(size: int) -> str:
+def _titles(directories: list[str]) -> list[str]:
+    """Return the names of the directories where these tell them apart, else the directories."""
+    names = [Path(directory).name for directory in directories]
+    return names if len(set(names)) == len(names) and all(names) else directories
+
+
+def _bytes(size: float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{number(size)} {unit}"
-        size /= 1024  # type: ignore[assignment]
-    return f"{size:.4g} GiB"
+        size /= 1024
+    return f"{number(size)} GiB"
 
 
 def _with_ratio(text: str, value: float, first: float | None) -> str:
@@ -127,7 +129,7 @@ def _with_ratio(text: str, value: float, first: float | None) -> str:
 
 
 def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 2, 0, 0), pad_edge=False)
-    for column in columns:
-        table.add_column(Text(column), overflow="fold")
+    table = new_table(*columns)
+    for column in table.columns:
+        column.justify, column.no_wrap = "left", False
     return table
