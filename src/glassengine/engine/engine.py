@@ -15,6 +15,7 @@ from glassengine.engine.checks import check_inputs
 from glassengine.engine.generate import Generation, StepCallback, generate
 from glassengine.engine.manifest import AddedOutput, Manifest, check_files, read_manifest, require_fit, require_intact
 from glassengine.engine.prompts import Chat, Request, TokenIds, load_tokenizer
+from glassengine.engine.requests import as_asked
 from glassengine.engine.session import Session
 from glassengine.engine.stream import TextCallback
 from glassengine.errors import CorruptError, UsageError
@@ -193,10 +194,11 @@ class Engine:
             derived = None
             for entry in self.manifest.added_outputs:
                 if entry.derived is None:
-                    results[entry.name] = outputs[PREFIX + entry.node]
+                    value = outputs[PREFIX + entry.node]
                 else:
                     derived = derived or self.derive(tensors, outputs)
-                    results[entry.name] = derived[entry.node].clone()
+                    value = derived[entry.node].clone()
+                results[entry.name] = as_asked(value, entry.cast)
         return results
 
     def derive(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> DerivedValues:

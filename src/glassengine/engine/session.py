@@ -19,6 +19,7 @@ from glassengine.engine.checks import mask_row, require_generating, size_rows, t
 from glassengine.engine.inputs_table import Row, refuse, render_tensors
 from glassengine.engine.kv_cache import KVCache
 from glassengine.engine.pieces import PieceOutputs
+from glassengine.engine.requests import as_asked
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.program.outputs import PREFIX, DerivedValues
 from glassengine.sites import matches
@@ -231,10 +232,10 @@ class Session:
             elif name in self.engine.past_of:
                 values[name] = self._cache.tensors[self.engine.past_of[name]]
             elif entries[name].derived is None:
-                values[name] = self._outputs[PREFIX + entries[name].node]
+                values[name] = as_asked(self._outputs[PREFIX + entries[name].node], entries[name].cast)
             else:
                 derived = derived or self._derive()
-                values[name] = derived[entries[name].node]
+                values[name] = as_asked(derived[entries[name].node], entries[name].cast)
         return values
 
     def _derive(self) -> DerivedValues:
