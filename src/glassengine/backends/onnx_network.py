@@ -52,7 +52,8 @@ def name_layers(graph: Any, converted: torch.fx.Graph, program: Program) -> None
     origin = {node.name: _handle(node.meta.get("stack_trace")) for node in converted.nodes}
     # A node may have become several; the last of them yields its value.
     last = {node: name for name, node in origin.items() if node in nodes}
-    yields = {name: node for node, name in last.items() if _same_kind(_value(converted, name), nodes[node].meta["val"])}
+    values = {node.name: node.meta.get("val") for node in converted.nodes}
+    yields = {name: node for node, name in last.items() if _same_kind(values[name], nodes[node].meta["val"])}
     counts: Counter[tuple[str, str]] = Counter()
     taken: set[str] = set()
     for layer in graph:
@@ -76,10 +77,6 @@ def _results(graph: torch.fx.Graph) -> list[torch.fx.Node]:
 def _handle(stack_trace: str | None) -> str | None:
     found = _HANDLE.search(stack_trace or "")
     return found[1] if found else None
-
-
-def _value(graph: torch.fx.Graph, name: str) -> Any:
-    return next(node for node in graph.nodes if node.name == name).meta.get("val")
 
 
 def _same_kind(one: Any, other: Any) -> bool:

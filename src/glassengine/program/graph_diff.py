@@ -1,8 +1,9 @@
 """What differs between two listings, node by node, whatever the nodes are called.
 
 Nodes are matched from strict to loose: equal fingerprints (the value is computed the same way from the same weights and
-inputs), then equal names or sites, then equal operations in order. A matched node is unchanged when it calls the same
-thing with the same literals on matched inputs, so that neither another numbering nor a change further up counts.
+inputs), equal calls on inputs that are matched already, equal sites or names, equal operations in order. A matched node
+is unchanged when it calls the same thing with the same literals on matched inputs, so neither another numbering nor
+a change further up counts.
 """
 
 from __future__ import annotations
@@ -60,6 +61,10 @@ def match_nodes(baseline: Sequence[NodeLine], candidate: Sequence[NodeLine]) -> 
         taken = set(found.values())
         left = [line for line in left if line.name not in found]
         right = [line for line in right if line.name not in taken]
+        _follow(left, right, found)
+    taken = set(found.values())
+    left = [line for line in left if line.name not in found]
+    right = [line for line in right if line.name not in taken]
     old, new = ([(line.op, line.target, line.literals, line.shape) for line in side] for side in (left, right))
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
     for block in matcher.get_matching_blocks():
@@ -110,6 +115,28 @@ def _pair_equal(
     for value, (old, new) in groups.items():
         if value is not None and len(old) == len(new):
             found.update(zip(old, new, strict=True))
+
+
+def _follow(left: Sequence[NodeLine], right: Sequence[NodeLine], found: dict[str, str]) -> None:
+    """Match nodes that do the same with inputs that are matched, and so on down the graph."""
+    calls: dict[Hashable, list[NodeLine]] = defaultdict(list)
+    for line in left:
+        calls[line.target, line.literals, line.dtype, line.shape].append(line)
+    origin = {new: old for old, new in found.items()}
+
+    def fits(old: NodeLine, new: NodeLine) -> bool:
+        pairs = [(found.get(a), b if b in origin else None) for a, b in zip(old.inputs, new.inputs, strict=True)]
+        return all(a == b for a, b in pairs) and any(a is not None for a, _ in pairs)
+
+    for new in right:
+        if new.name in origin:
+            continue
+        same_call = calls[new.target, new.literals, new.dtype, new.shape]
+        fitting = [old for old in same_call if old.name not in found and fits(old, new)]
+        old = next((old for old in fitting if old.sites == new.sites), fitting[0] if len(fitting) == 1 else None)
+        if old is not None:
+            found[old.name] = new.name
+            origin[new.name] = old.name
 
 
 def _is_same(old: NodeLine, new: NodeLine, matched: dict[str, str]) -> bool:
