@@ -143,6 +143,20 @@ def test_what_the_map_does_not_name_pairs_by_name(tmp_path: Path) -> None:
     assert [s.reason for s in result.skipped] == ["the candidate has no 'h.1.ffn', as the map calls it"]
 
 
+def test_a_mapped_tensor_does_not_fall_back_to_its_namesake(tmp_path: Path) -> None:
+    for side, second in {"x": "a", "y": "b"}.items():
+        (tmp_path / side).mkdir()
+        torch.save({second: torch.ones(2), "c": torch.ones(2)}, tmp_path / side / "step0.pt")
+    torch.save({"a": torch.ones(2)}, tmp_path / "x" / "step1.pt")
+    torch.save({"a": torch.zeros(2)}, tmp_path / "y" / "step1.pt")
+    result = compare(tmp_path / "x", tmp_path / "y", map={"rules": [{"baseline": "a", "candidate": "b"}]})
+    assert [(p.step, p.site, p.candidate_site) for p in result.pairs] == [(0, "a", "b"), (0, "c", "c")]
+    assert [(s.step, s.site, s.side, s.reason) for s in result.skipped] == [
+        (1, "a", "baseline", "the candidate has no 'b', as the map calls it"),
+        (1, "a", "candidate", "the baseline has no tensor of this name, step and rank"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
@@ -260,6 +274,8 @@ def test_a_map_that_is_not_there(tmp_path: Path) -> None:
         ("attn:out[0]", "h.attn:out[0]", ()),
         ("attn:out[?]", "h.attn:out[1]", ("1",)),
         ("[!)]x", "ax", ("a",)),
+        ("[!]x]y", "ay", ("a",)),
+        ("[[0]", "[0]", ("[",)),
         ("mlp/*.*", "h.0.mlp/mul.0", ("mul", "0")),
         (r"re:layers\.(\d+)\.(\w+)", "model.layers.12.mlp", ("12", "mlp")),
     ],
@@ -269,7 +285,7 @@ def test_what_wildcards_stand_for(pattern: str, name: str, expected: tuple[str, 
     assert matches(pattern, name)
 
 
-NAMES = st.text(st.sampled_from("ab.*/[0]?:"), max_size=8)
+NAMES = st.text(st.sampled_from("ab.*/[0]?:!-"), max_size=8)
 
 
 @settings(max_examples=500, deadline=None)

@@ -91,20 +91,15 @@ def _regex(pattern: str) -> re.Pattern[str]:
 @functools.lru_cache(maxsize=256)
 def _globs(pattern: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
     """Return two expressions with a group per wildcard: within a component of a path, and across components."""
+    # As in `glassengine.sites`: the brackets of `[0]`, `[?]` and `[*]` are those of a port.
+    pattern = re.sub(r"\[(\d+|[*?])\]", r"[[]\1]", pattern)
     tight, loose = "", ""
     i = 0
     while i < len(pattern):
-        port = re.compile(r"\[(\d+|[*?])\]").match(pattern, i)
-        if port is not None:
-            # The brackets of `[0]`, `[?]` and `[*]` are those of a port.
-            inside = {"*": "(.*)", "?": "(.)"}.get(port[1], port[1])
-            tight, loose = tight + rf"\[{inside}\]", loose + rf"\[{inside}\]"
-            i = port.end()
-            continue
-        end = pattern.find("]", i + 2) if pattern[i] == "[" else -1
+        # The first character of a class is never its end.
+        end = pattern.find("]", i + (3 if pattern[i + 1 : i + 2] == "!" else 2)) if pattern[i] == "[" else -1
         if end > 0:
-            whole = fnmatch.translate(pattern[i : end + 1])
-            one = f"({whole[whole.index(':') + 1 : whole.rindex(')')]})"
+            one = _class(pattern[i : end + 1])
             tight, loose = tight + one, loose + one
             i = end + 1
             continue
@@ -112,3 +107,11 @@ def _globs(pattern: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
         loose += {"*": "(.*)", "?": "(.)"}.get(pattern[i], re.escape(pattern[i]))
         i += 1
     return re.compile(tight, re.DOTALL), re.compile(loose, re.DOTALL)
+
+
+def _class(text: str) -> str:
+    """Return the expression of `[seq]`: a wildcard, except `[[]`, which is one bracket."""
+    if text == "[[]":
+        return r"\["
+    whole = fnmatch.translate(text)
+    return f"({whole[whole.index(':') + 1 : whole.rindex(')')]})"

@@ -76,10 +76,11 @@ def match(left: TensorSource, right: TensorSource, rules: TensorMap | None = Non
         used.update(_place(other) for one in found for other in one.candidates)
         if not found:
             baseline_only.append(entry)
+    expected = missing | {site: " + ".join(pairs[0][1]) for site, pairs in by_map.items()}
     steps = [{entry.step for entry in side.entries} for side in (left, right)]
     return Matching(
         tuple(matches),
-        tuple((entry, _why(entry, "candidate", steps[1], missing.get(entry.site))) for entry in baseline_only),
+        tuple((entry, _why(entry, "candidate", steps[1], expected.get(entry.site))) for entry in baseline_only),
         tuple((entry, _why(entry, "baseline", steps[0], None)) for place, entry in theirs.items() if place not in used),
     )
 
@@ -110,8 +111,7 @@ def _by_alias(left: TensorSource, right: TensorSource) -> dict[str, str]:
     for alias in {**our_aliases, **their_aliases}:
         here = alias if alias in ours else our_aliases.get(alias)
         there = alias if alias in theirs else their_aliases.get(alias)
-        # What has a namesake pairs with it.
-        if here in ours - theirs and there in theirs - ours:
+        if here in ours and there in theirs:
             found.setdefault(str(here), str(there))
     return found
 
