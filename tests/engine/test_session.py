@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from glassengine.engine import Engine
+from glassengine.engine import Engine, build_program
+from glassengine.engine import session as session_module
 from glassengine.engine.prompts import pad_left
 from glassengine.errors import UnknownNameError, UsageError
+from glassengine.program import Program
 
 ROWS = [[5, 6, 7, 8, 9, 10], [11, 12, 13]]
 
@@ -214,3 +218,82 @@ def test_engine_of_a_module_has_no_session(tmp_path: Path) -> None:
     module = glass.build(torch.nn.Linear(2, 2), backend="eager", inputs={"input": torch.zeros(3, 2)})
     with pytest.raises(UsageError, match="no prefill and decode"):
         module.session(1, 4)
+
+
+def test_ring_of_the_last_steps(engine: Engine) -> None:
+    session = engine.session(1, 8, debug=["logits", "layers.0.mlp"], keep_steps=3)
+    session.prefill(torch.tensor([[5, 6]]))
+    seen = [session.debug_buffers]
+    for token in (7, 8, 9, 10):
+        session.decode(torch.tensor([token]))
+        seen.append(session.debug_buffers)
+    assert [step for step, _ in session.debug_history] == [2, 3, 4]
+    assert all(buffers is seen[step] for step, buffers in session.debug_history)
+    assert list(session.debug_history[0][1]) == ["logits", "model.layers.0.mlp"]
+    # what was dropped is gone from memory, once nobody else holds it
+    dropped = weakref.ref(seen[0]["logits"])
+    seen.clear()
+    assert dropped() is None
+
+
+def test_ring_is_off_by_default(engine: Engine) -> None:
+    session = engine.session(1, 4, debug=True)
+    session.prefill(torch.tensor([[5, 6]]))
+    assert len(session.debug_history) == 0
+
+
+def test_ring_reaches_an_observer(engine: Engine) -> None:
+    steps: list[list[int]] = []
+    engine.generate(
+        input_ids=[[5]], max_new_tokens=4, eos_token_id=None, debug=["logits"], keep_steps=2,
+        on_step=lambda session: steps.append([step for step, _ in session.debug_history]),
+    )  # fmt: skip
+    assert steps == [[0], [0, 1], [1, 2], [2, 3]]
+
+
+@pytest.mark.parametrize("arguments", [{"keep_steps": 2}, {"keep_steps": -1, "debug": True}])
+def test_ring_of_nothing(engine: Engine, arguments: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="--debug PATTERN"):
+        engine.session(1, 4, **arguments)
+
+
+def test_only_what_was_asked_for_is_copied(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[torch.Size] = []
+    copy = session_module._copy
+    monkeypatch.setattr(session_module, "_copy", lambda tensor: (copied.append(tensor.shape), copy(tensor))[1])
+    session = engine.session(1, 4, debug=["layers.1.mlp"])
+    session.prefill(torch.tensor([[5, 6]]))
+    assert copied == [(1, 2, 64)]
+
+
+def test_inputs_of_each_step_are_logged(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "glassengine"):
+        session = engine.session(1, 4)
+        session.prefill(torch.tensor([[5, 6]]))
+        session.decode(torch.tensor([7]))
+    tables = [record.getMessage() for record in caplog.records if record.getMessage().startswith("inputs of step")]
+    assert [table.splitlines()[0] for table in tables] == ["inputs of step 0:", "inputs of step 1:"]
+    lines = [line.split() for line in tables[1].splitlines()]
+    assert ["input_ids", "int64", "cpu", "[1,", "1]"] in lines
+    assert ["past_key_0", "float32", "cpu", "[1,", "2,", "4,", "16]"] in lines
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "glassengine"):
+        engine.session(1, 4).prefill(torch.tensor([[5, 6]]))
+    assert caplog.text == ""
+
+
+def test_casts_on_reading(program: Program, tmp_path: Path) -> None:
+    outputs = ["model.layers.0.mlp=own", "model.layers.0.mlp=wide:float64"]
+    engine = build_program(program, tmp_path / "e", backend="eager", outputs=outputs)
+    session = engine.session(1, 4, debug=["own", "wide"])
+    session.prefill(torch.tensor([[5, 6]]))
+    own, wide = session.debug_buffers["own"], session.debug_buffers["wide"]
+    assert (own.dtype, wide.dtype) == (torch.float32, torch.float64) and torch.equal(own.double(), wide)
+
+
+def test_an_engine_keeps_the_program_it_was_built_from(program: Program, tmp_path: Path) -> None:
+    engine = build_program(program, tmp_path / "e", backend="eager", outputs=["re:^model.layers.0.self_attn/view"])
+    (tmp_path / "e" / "program.pt2").unlink()  # nothing is read back
+    session = engine.session(1, 4, debug=["self_attn/view.*"])
+    session.prefill(torch.tensor([[5, 6]]))
+    assert session.debug_buffers and engine.program is program

@@ -231,11 +231,14 @@ class Session:
                 values[name] = self._outputs[name]
             elif name in self.engine.past_of:
                 values[name] = self._cache.tensors[self.engine.past_of[name]]
-            elif entries[name].derived is None:
-                values[name] = as_asked(self._outputs[PREFIX + entries[name].node], entries[name].cast)
             else:
-                derived = derived or self._derive()
-                values[name] = as_asked(derived[entries[name].node], entries[name].cast)
+                entry = entries[name]
+                if entry.derived is None:
+                    value = self._outputs[PREFIX + entry.node]
+                else:
+                    derived = derived or self._derive()
+                    value = derived[entry.node]
+                values[name] = as_asked(value, entry.cast)
         return values
 
     def _derive(self) -> DerivedValues:
