@@ -72,14 +72,17 @@ def _divergence(result: Comparison) -> Iterator[Text]:
     found = result.first_divergence
     if found is None:
         return
-    yield Text(f"\nfirst divergence: step {found.step}, {found.site}", style="bold")
+    pair = next(
+        (p for p in result.pairs if (p.step, p.site) == (found.step, found.site) and p.verdict == "wrong"), None
+    )
+    rank = f" (rank {pair.rank})" if pair is not None and pair.rank else ""
+    yield Text(f"\nfirst divergence: step {found.step}, {found.site}{rank}", style="bold")
+    if found.candidate_site != found.site:
+        yield Text(f"  in the candidate  {found.candidate_site}")
     if found.node:
         yield Text(f"  node    {found.node}")
     if found.source:
         yield Text(f"  source  {found.source}")
-    pair = next(
-        (p for p in result.pairs if (p.step, p.site) == (found.step, found.site) and p.verdict == "wrong"), None
-    )
     if pair is not None and pair.figures is not None and pair.figures.worst_index is not None:
         yield Text(f"  worst   {_worst(pair.figures)}")
     elif pair is not None and pair.reason:
