@@ -71,11 +71,13 @@ def _engines(result: SideBySide, titles: list[str]) -> Table:
 def _steps(result: SideBySide, titles: list[str]) -> Table:
     table = _table("step", *titles[1:])
     steps = list(zip(*(column.steps for column in result.columns[1:]), strict=True))
-    for found in steps[:_MAX_STEPS]:
-        table.add_row(Text(str(found[0].step)), *(_step(difference) for difference in found))
+    for row in steps[:_MAX_STEPS]:
+        table.add_row(Text(str(row[0].step)), *(_step(found) for found in row))
     if len(steps) > _MAX_STEPS:
         worst = [max(column.steps, key=lambda step: step.rho or step.rounding_units) for column in result.columns[1:]]
-        cells = (_step(difference).append(f" (step {difference.step})") for difference in worst)
+        cells = (
+            _step(found).append("" if found.agreement == "bitwise" else f" (step {found.step})") for found in worst
+        )
         table.add_row(Text(f"worst of {len(steps)}"), *cells)
     return table
 
