@@ -13,8 +13,8 @@ import torch
 
 from glassengine.errors import CorruptError, GlassError, UsageError
 from glassengine.recording import layout
-from glassengine.recording.layout import frame
 from glassengine.recording.reader import Recording
+from glassengine.recording.records import frame
 from glassengine.recording.writer import RecordingWriter
 
 

@@ -143,7 +143,10 @@ class ModuleHooks:
         if where is None or not forward.records:
             return
         self._called.add(module)
-        self._deliver(forward, where, ":in", args)
+        if len(args) == 1 and type(args[0]) is Tensor and not self._gradients:
+            self._intake.take(where + ":in[0]", forward.step, args[0])
+        else:
+            self._deliver(forward, where, ":in", args)
         if kwargs:
             self._deliver(forward, where, ":in", kwargs)
 
@@ -155,7 +158,11 @@ class ModuleHooks:
         error = sys.exc_info()[1] if result is None else None
         failed = error is not None and error is not forward.handled
         if forward.records and not passed_on and not failed:
-            self._deliver(forward, where, ":out", result)
+            # The short way of most modules: one tensor goes in, one comes out.
+            if type(result) is Tensor and not self._gradients:
+                self._intake.take(where, forward.step, result)
+            else:
+                self._deliver(forward, where, ":out", result)
         if forward.open:
             return
         forward.leave.close()

@@ -143,14 +143,15 @@ class Recording:
             return torch.empty(entry.shape, dtype=dtype)
         mapped, data_start = self._map(location.shard)
         start = data_start + location.offset
-        if (location.shard, location.offset) not in self._verified:
+        offset, size = location.block or (location.offset, entry.nbytes)
+        if (location.shard, offset) not in self._verified:
             with memoryview(mapped) as view:
-                if zlib.crc32(view[start : start + entry.nbytes]) != location.checksum:
+                if zlib.crc32(view[data_start + offset : data_start + offset + size]) != location.checksum:
                     raise CorruptError(
                         "recorded values are damaged",
                         got=f"{entry.site!r}, step {entry.step}, rank {entry.rank}: the checksum does not match",
                     )
-            self._verified.add((location.shard, location.offset))
+            self._verified.add((location.shard, offset))
         raw = torch.frombuffer(mapped, dtype=torch.uint8, count=entry.nbytes, offset=start)
         # Through the element type of the file: a view straight to a complex dtype is not defined for all of them.
         flat = raw.view(stored)

@@ -10,15 +10,20 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from glassengine.errors import CorruptError
-from glassengine.recording.layout import (
-    Entry,
-    LeftOut,
+from glassengine.recording.layout import Entry, LeftOut, Location
+from glassengine.recording.records import (
     append_tokens,
     entry_from,
+    group_from,
     left_out_from,
+    location_from,
     read_frame,
+    sizes_of,
     tokens_from,
 )
+
+# A block record of a hundred bytes stands for up to 512 tensors; what they take in memory has a limit.
+MAX_ENTRIES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,7 @@ def read_index(file: BinaryIO, shard_bytes: Mapping[int, int]) -> IndexContents:
     entries: list[Entry] = []
     left_out: list[LeftOut] = []
     stopped: dict[int, str] = {}
+    groups: dict[int, list[Entry]] = {}
     pending: list[Entry] = []
     pending_left_out: list[LeftOut] = []
     tokens: list[list[int]] = []
@@ -78,7 +84,8 @@ def read_index(file: BinaryIO, shard_bytes: Mapping[int, int]) -> IndexContents:
             kind = payload.get("kind")
             if kind == "tensor":
                 entry = entry_from(payload)
-                extents.claim(entry)
+                assert entry.location is not None
+                extents.claim(entry.location, entry.nbytes, f"{entry.site[:200]!r} (step {entry.step})")
                 pending.append(entry)
             elif kind == "commit":
                 step = _committed(payload, pending, pending_left_out, steps)
@@ -89,6 +96,13 @@ def read_index(file: BinaryIO, shard_bytes: Mapping[int, int]) -> IndexContents:
                 left_out += pending_left_out
                 append_tokens(tokens, pending_tokens)
                 pending, pending_left_out, pending_tokens = [], [], []
+            elif kind == "group":
+                (number,) = sizes_of(payload, "group")
+                groups[number] = group_from(payload)
+            elif kind == "block":
+                pending += _block(payload, groups, extents)
+                if len(entries) + len(pending) > MAX_ENTRIES:
+                    raise ValueError(f"more than {MAX_ENTRIES} tensors")
             elif kind == "left_out":
                 pending_left_out.append(left_out_from(payload))
             elif kind == "tokens":
@@ -116,6 +130,38 @@ def _committed(payload: dict[str, Any], pending: list[Entry], left_out: list[Lef
     return step
 
 
+def _block(payload: dict[str, Any], groups: dict[int, list[Entry]], extents: _Extents) -> list[Entry]:
+    """Return the tensors of a block."""
+    number, step = sizes_of(payload, "group", "step")
+    if number not in groups:
+        raise ValueError(f"group {number} is not described")
+    tensors = groups[number]
+    place = location_from(payload)
+    last = tensors[-1]
+    assert last.location is not None
+    nbytes = last.location.offset + last.nbytes
+    extents.claim(place, nbytes, f"group {number} (step {step})")
+    block = (place.offset, nbytes)
+    found = []
+    for tensor in tensors:
+        assert tensor.location is not None
+        location = Location(place.shard, place.offset + tensor.location.offset, place.checksum, block)
+        found.append(
+            Entry(
+                tensor.site,
+                step,
+                tensor.rank,
+                tensor.dtype,
+                tensor.shape,
+                tensor.axes,
+                tensor.node,
+                tensor.nbytes,
+                location,
+            )
+        )
+    return found
+
+
 class _Extents:
     """Which bytes of which shard belong to a tensor: ranges are equal (shared values) or apart, never overlapping."""
 
@@ -124,19 +170,18 @@ class _Extents:
         self._starts: dict[int, list[int]] = {}
         self._found: dict[tuple[int, int], tuple[int, int]] = {}
 
-    def claim(self, entry: Entry) -> None:
-        assert entry.location is not None
-        shard, start, checksum = entry.location.shard, entry.location.offset, entry.location.checksum
-        end = start + entry.nbytes
+    def claim(self, location: Location, nbytes: int, what: str) -> None:
+        shard, start, checksum = location.shard, location.offset, location.checksum
+        end = start + nbytes
         if end > self._shard_bytes.get(shard, -1):
-            raise ValueError(f"the bytes of {entry.site[:200]!r} (step {entry.step}) are not on file")
-        if entry.nbytes == 0 or self._found.get((shard, start)) == (end, checksum):
+            raise ValueError(f"the bytes of {what} are not on file")
+        if nbytes == 0 or self._found.get((shard, start)) == (end, checksum):
             return
         starts = self._starts.setdefault(shard, [])
         place = bisect.bisect_left(starts, start)
         if (place > 0 and self._found[shard, starts[place - 1]][0] > start) or (
             place < len(starts) and starts[place] < end
         ):
-            raise ValueError(f"the bytes of {entry.site[:200]!r} (step {entry.step}) overlap another tensor's")
+            raise ValueError(f"the bytes of {what} overlap another tensor's")
         starts.insert(place, start)
         self._found[shard, start] = (end, checksum)

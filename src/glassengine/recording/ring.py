@@ -44,6 +44,7 @@ class Ring:
         self._head = 0
         self._tail = 0
         self._most = 0
+        self._skipped = self._skipped_to = 0
         self._populated = 0
         self._has_room = threading.Event()
 
@@ -61,8 +62,12 @@ class Ring:
                 head += -head % self.num_bytes
                 self._tail = head
             start = head
-            if start % self.num_bytes + rounded > self.num_bytes:
-                start += -start % self.num_bytes
+            offset = start % self.num_bytes
+            if offset + rounded > self._populated:
+                # Back to the beginning, where pages are mapped, if that is free; at the end there is no choice.
+                again = start - offset + self.num_bytes
+                if offset + rounded > self.num_bytes or again + rounded - self._tail <= self.num_bytes:
+                    start = again
             if start + rounded - self._tail <= self.num_bytes:
                 break
             self._has_room.clear()
@@ -70,8 +75,10 @@ class Ring:
             if start + rounded - self._tail > self.num_bytes:
                 on_wait()
                 self._has_room.wait(0.05)
+        if start > head:
+            self._skipped, self._skipped_to = start - head, start
         self._head = start + rounded
-        self._most = max(self._most, self._head - self._tail)
+        self._most = max(self._most, self.in_use)
         return start
 
     def release(self, end: int) -> None:
@@ -82,7 +89,7 @@ class Ring:
     @property
     def in_use(self) -> int:
         """Bytes that are reserved."""
-        return self._head - self._tail
+        return self._head - self._tail - (self._skipped if self._tail < self._skipped_to else 0)
 
     def bytes_at(self, position: int, num_bytes: int) -> memoryview:
         """Return the bytes of a slot."""

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
 
-from glassengine.recording.layout import ALIGNMENT, Description, Location, shard_name
+from glassengine.recording.description import Description, Group
+from glassengine.recording.layout import ALIGNMENT, Location, shard_name
 
 PAD_PREFIX = "__pad__/"
 
@@ -39,7 +40,8 @@ class Shard:
         self._entries: list[str] = []
         self._aliases: list[str] = []
         self._waiting: list[bytes | memoryview] = []
-        self._written = (0, 0, 0)
+        self._blocks: list[tuple[Group, int, int]] = []
+        self._written = (0, 0, 0, 0)
         self._file = (directory / shard_name(number, sealed=False)).open("xb", buffering=0)
         try:
             # Written, not skipped: a disk that fills up later must still be able to take the header.
@@ -48,9 +50,9 @@ class Shard:
             self._file.close()
             raise
 
-    def has_room(self, *descriptions: Description) -> bool:
+    def has_room(self, *added: Description | Group) -> bool:
         """Return whether the header can take an entry, or alias, of these as well."""
-        return self._used + sum(map(_most_bytes, descriptions)) <= self._room
+        return self._used + sum(item.most_header_bytes for item in added) <= self._room
 
     def align(self) -> int:
         """Fill up to the next aligned offset and return it."""
@@ -68,10 +70,12 @@ class Shard:
 
     def add(self, description: Description, step: int, rank: int, location: Location) -> None:
         """Give the bytes at `location`, just appended, their name in the header."""
-        start = location.offset
-        text = f'"{_key(description, step, rank)}{description.header}{start},{start + description.nbytes}]}}'
-        self._entries.append(text)
-        self._used += len(text) + 1
+        self._used += self._name(description, step, rank, location.offset)
+
+    def add_block(self, group: Group, step: int, location: Location) -> None:
+        """Give the bytes of a block at `location`, just appended, their names; they become text when it is sealed."""
+        self._blocks.append((group, step, location.offset))
+        self._used += group.most_header_bytes
 
     def add_alias(self, description: Description, original: Description, step: int, rank: int, file: str) -> None:
         """Note in the header's metadata that a tensor has the bytes of another one of its step, which are in `file`."""
@@ -94,15 +98,18 @@ class Shard:
             try:
                 write_all(self._file, waiting)
             except OSError:
-                self.size, num_entries, num_aliases = self._written
+                self.size, num_entries, num_aliases, num_blocks = self._written
                 del self._entries[num_entries:]
                 del self._aliases[num_aliases:]
+                del self._blocks[num_blocks:]
                 raise
-        self._written = (self.size, len(self._entries), len(self._aliases))
+        self._written = (self.size, len(self._entries), len(self._aliases), len(self._blocks))
 
     def seal(self) -> None:
         """Write the header and rename the file; it then is a safetensors file."""
         self.flush()
+        for block in self._blocks:
+            self._name_block(*block)
         aliases = f"{{{','.join(self._aliases)}}}"
         entries = "".join(f",{text}" for text in self._entries)
         text = f'{{"__metadata__":{{"format":"pt","aliases":"{aliases}"}}{entries}}}'.encode()
@@ -119,6 +126,19 @@ class Shard:
         """Close the file without sealing it."""
         self._waiting.clear()
         self._file.close()
+
+    def _name(self, description: Description, step: int, rank: int, start: int) -> int:
+        text = f'"{_key(description, step, rank)}{description.header}{start},{start + description.nbytes}]}}'
+        self._entries.append(text)
+        return len(text) + 1
+
+    def _name_block(self, group: Group, step: int, offset: int) -> None:
+        end = offset
+        for description, start in zip(group.descriptions, group.starts, strict=True):
+            if offset + start > end:
+                self._pad(end, offset + start)
+            self._name(description, step, group.rank, offset + start)
+            end = offset + start + description.nbytes
 
     def _pad(self, start: int, end: int) -> None:
         text = f'"{PAD_PREFIX}{start}":{{"dtype":"U8","shape":[{end - start}],"data_offsets":[{start},{end}]}}'
@@ -143,8 +163,3 @@ def write_all(file: FileIO, buffers: Sequence[bytes | memoryview]) -> None:
 
 def _key(description: Description, step: int, rank: int) -> str:
     return f"step{step}/rank{rank}/{description.site_json}"
-
-
-def _most_bytes(description: Description) -> int:
-    # Twice: the aliases are JSON within JSON, where each escape of a name grows once more.
-    return 2 * len(description.site_json) + len(description.header) + 220

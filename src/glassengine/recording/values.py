@@ -10,7 +10,7 @@ from torch import Tensor
 from glassengine import blocks
 from glassengine.errors import UsageError
 from glassengine.recording import layout
-from glassengine.recording.layout import Description
+from glassengine.recording.description import Description
 
 
 def describe(

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from glassengine import blocks
 from glassengine.errors import GlassError
-from glassengine.recording.layout import Description, LeftOut, Location
+from glassengine.recording.description import Description
+from glassengine.recording.layout import ALIGNMENT, MAX_GROUP_TENSORS, LeftOut, Location
 from glassengine.recording.ring import Ring
 from glassengine.recording.values import describe
 from glassengine.recording.writer import RecordingWriter
@@ -36,8 +37,10 @@ _PIECES_OF_RING = 4
 # fight with the model for the interpreter.
 _PERIOD_S = 0.02
 _WRITE_BYTES = 32 << 20
-# Smaller tensors are stored again rather than searched for.
+# Smaller tensors are written in blocks, and stored again rather than searched for.
 _MIN_SHARED_BYTES = 1 << 16
+_BLOCK_BYTES = 1 << 20
+_BLOCK_HEADER_BYTES = 1 << 16
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +53,27 @@ class _Stored:
     step: int
     rank: int
     position: int
+
+    @property
+    def end(self) -> int:
+        return self.position + self.description.nbytes
+
+
+@dataclass(slots=True)
+class _Block:
+    """Small tensors of one step that lie behind one another in the ring.
+
+    `is_new` says that they were seen for the first time: what differs from step to step is kept apart from what does
+    not, so that the descriptions of blocks repeat.
+    """
+
+    step: int
+    rank: int
+    is_new: bool
+    position: int
+    end: int
+    descriptions: list[Description]
+    most_header_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -100,7 +124,8 @@ class BackgroundWriter:
         self._ring.warm()
         self._descriptions: dict[tuple[str, torch.dtype, torch.Size], Description] = {}
         self._lock = threading.Lock()
-        self._queue: deque[_Stored | _Streamed | _Piece | LeftOut | _Commit | threading.Event | None] = deque()
+        self._block: _Block | None = None
+        self._queue: deque[_Stored | _Block | _Streamed | _Piece | LeftOut | _Commit | threading.Event | None] = deque()
         self._wake = threading.Event()
         self._failure: BaseException | None = None
         # Of the steps that are not committed: size and hashes of stored bytes -> where they are.
@@ -140,6 +165,7 @@ class BackgroundWriter:
         """
         key = (site, tensor.dtype, tensor.shape)
         description = self._descriptions.get(key)
+        is_new = description is None
         if description is None or tensor.layout is not torch.strided:
             description = self._descriptions[key] = describe(site, tensor, axes=axes, node=node)
         if self._failure is not None:
@@ -158,9 +184,37 @@ class BackgroundWriter:
                 ring.fill(position, tensor, nbytes)
             else:
                 ring.fill_from(position, tensor, nbytes)
-            self._queue.append(_Stored(description, step, rank, position))
+            if 0 < nbytes < _MIN_SHARED_BYTES:
+                self._add_to_block(description, step, rank, position, is_new)
+            else:
+                self._publish()
+                self._queue.append(_Stored(description, step, rank, position))
         if 2 * ring.in_use > ring.num_bytes:
             self._wake.set()
+
+    def _add_to_block(self, description: Description, step: int, rank: int, position: int, is_new: bool) -> None:
+        block = self._block
+        if (
+            block is None
+            or block.step != step
+            or block.rank != rank
+            or block.is_new is not is_new
+            or position != -(-block.end // ALIGNMENT) * ALIGNMENT
+            or position - block.position > _BLOCK_BYTES
+            or len(block.descriptions) == MAX_GROUP_TENSORS
+            or block.most_header_bytes > _BLOCK_HEADER_BYTES
+        ):
+            self._publish()
+            block = self._block = _Block(step, rank, is_new, position, position, [])
+        block.descriptions.append(description)
+        block.most_header_bytes += description.most_header_bytes
+        block.end = position + description.nbytes
+
+    def _publish(self) -> None:
+        """Hand the current block to the thread; called with the lock."""
+        if self._block is not None:
+            self._queue.append(self._block)
+            self._block = None
 
     def leave_out(self, item: LeftOut) -> None:
         """Note a tensor whose values are not recorded."""
@@ -168,12 +222,16 @@ class BackgroundWriter:
 
     def commit(self, step: int, *, token_ids: Sequence[Sequence[int]] = (), stopped: str | None = None) -> None:
         """Complete `step` once all that was written before is on disk; see `RecordingWriter.commit`."""
-        self._queue.append(_Commit(step, token_ids, stopped))
+        with self._lock:
+            self._publish()
+            self._queue.append(_Commit(step, token_ids, stopped))
 
     def wait(self) -> None:
         """Wait until all that was given so far is in the file, or has failed to get there."""
         done = threading.Event()
-        self._queue.append(done)
+        with self._lock:
+            self._publish()
+            self._queue.append(done)
         self._wake.set()
         while not done.wait(0.5) and self._thread.is_alive():
             pass
@@ -187,7 +245,9 @@ class BackgroundWriter:
         Raises:
             GlassError: Something could not be written; the message says what is safe.
         """
-        self._queue.append(None)
+        with self._lock:
+            self._publish()
+            self._queue.append(None)
         self._wake.set()
         self._thread.join()
         if self._failure is not None:
@@ -198,6 +258,7 @@ class BackgroundWriter:
 
     def _stream(self, item: _Streamed, tensor: Tensor) -> None:
         most = self._ring.num_bytes // _PIECES_OF_RING // blocks.BLOCK_ELEMENTS * blocks.BLOCK_ELEMENTS
+        self._publish()
         self._queue.append(item)
         last = _Piece(0, 0, cut=True)
         try:
@@ -213,6 +274,7 @@ class BackgroundWriter:
             self._wake.set()
 
     def _on_wait(self) -> None:
+        self._publish()
         self._wake.set()
         if not self._thread.is_alive():
             raise GlassError("the recording cannot go on", got="its thread has ended")
@@ -238,23 +300,25 @@ class BackgroundWriter:
                 except Exception as error:
                     self._fail(error)
                 # A slot is given back when its bytes are in the file.
-                if isinstance(item, _Stored):
-                    end = item.position + item.description.nbytes
-                    num_bytes += item.description.nbytes
+                if isinstance(item, (_Stored, _Block)):
+                    start, end = item.position, item.end
+                    num_bytes += end - start
                     if num_bytes > _WRITE_BYTES:
                         self._flush(end)
                         num_bytes = 0
             self._flush(end)
             self._ring.warm_more()
 
-    def _handle(self, item: _Stored | _Streamed | _Piece | LeftOut | _Commit) -> None:
-        if isinstance(item, _Stored):
-            if self._failure is None:
-                self._store(item)
-        elif isinstance(item, _Streamed):
+    def _handle(self, item: _Stored | _Block | _Streamed | _Piece | LeftOut | _Commit) -> None:
+        if isinstance(item, _Streamed):
             self._store_pieces(item)
         elif self._failure is not None:
             return
+        elif isinstance(item, _Block):
+            data = self._ring.bytes_at(item.position, item.end - item.position)
+            self._writer.store_block(tuple(item.descriptions), item.step, item.rank, data, zlib.crc32(data))
+        elif isinstance(item, _Stored):
+            self._store(item)
         elif isinstance(item, _Commit):
             self._known.pop(item.step, None)
             self._writer.commit(item.step, token_ids=item.token_ids, stopped=item.stopped)
@@ -265,14 +329,11 @@ class BackgroundWriter:
         description = item.description
         data = self._ring.bytes_at(item.position, description.nbytes)
         checksum = zlib.crc32(data)
-        if description.nbytes < _MIN_SHARED_BYTES:
-            self._writer.store(description, item.step, item.rank, [data], checksum)
-            return
         # What one module returns another one is given: the same bytes, found by two hashes, are stored once.
         key = (description.nbytes, checksum, _second_hash(data))
         known = self._known.setdefault(item.step, {})
         original = known.get(key)
-        if original is not None:
+        if original is not None and data.nbytes:
             self._writer.alias(description, item.step, item.rank, *original)
         else:
             known[key] = (description, self._writer.store(description, item.step, item.rank, [data], checksum))

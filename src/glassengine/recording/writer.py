@@ -7,7 +7,6 @@ completed steps are readable, because nothing that was committed is ever written
 from __future__ import annotations
 
 import json
-import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,12 +17,15 @@ from typing import Any, Self
 from torch import Tensor
 
 from glassengine.errors import GlassError, UsageError
-from glassengine.recording import layout
-from glassengine.recording.layout import Description, LeftOut, Location
+from glassengine.recording import layout, records
+from glassengine.recording.description import Description, Group
+from glassengine.recording.directory import make_directory, reason_of, save_manifest
+from glassengine.recording.layout import LeftOut, Location
 from glassengine.recording.shard import Shard, write_all
 from glassengine.recording.values import bytes_of, describe
 
 SHARD_BYTES = 1 << 31
+_MAX_GROUPS = 256
 
 
 @dataclass
@@ -32,6 +34,7 @@ class _OpenStep:
 
     frames: list[bytes] = field(default_factory=list)
     names: set[tuple[str, int]] = field(default_factory=set)
+    groups: list[Group] = field(default_factory=list)
     num_left_out: int = 0
     # Place and bytes of a tensor -> what is stored, and the tensor itself: its storage cannot be reused meanwhile.
     identities: dict[object, tuple[Description, Location, Tensor]] = field(default_factory=dict)
@@ -61,17 +64,20 @@ class RecordingWriter:
         self._shard: Shard | None = None
         self._next_shard = 0
         self._header_bytes = layout.HEADER_BYTES
+        self._groups: dict[tuple[int, tuple[Description, ...]], Group] = {}
+        self._described: set[int] = set()
+        self._num_groups = 0
         self._num_tensors = 0
         self._failure: str | None = None
         self._incomplete: str | None = None
         self._closed = False
         manifest = self._manifest("writing")
-        self._make_directory(overwrite)
+        make_directory(self.path, overwrite)
         try:
             self._index = (self.path / layout.INDEX).open("xb", buffering=0)
-            self._save(manifest)
+            save_manifest(self.path, manifest)
         except OSError as error:
-            raise UsageError("cannot write the recording", got=_reason(error, self.path)) from error
+            raise UsageError("cannot write the recording", got=reason_of(error, self.path)) from error
 
     @property
     def num_steps(self) -> int:
@@ -162,6 +168,41 @@ class RecordingWriter:
         self._note(description, step, rank, location)
         return location
 
+    def store_block(
+        self, descriptions: tuple[Description, ...], step: int, rank: int, data: memoryview, checksum: int
+    ) -> None:
+        """Take the bytes of several small tensors that lie behind one another as `layout.block_starts` says.
+
+        Args:
+            descriptions: What the tensors are; each has at least one byte.
+            step: A step that is not committed.
+            rank: Process that has them.
+            data: All their bytes, which must not change before `flush`.
+            checksum: CRC-32 of `data`.
+
+        Raises:
+            UsageError: The step is committed, or has one of the sites already.
+            GlassError: The file cannot be written; the message says what is safe.
+        """
+        group = self._groups.get((rank, descriptions))
+        if group is None:
+            group = self._new_group(descriptions, rank)
+        opened = self._open.get(step)
+        if opened is None or not opened.names.isdisjoint(group.names):
+            for description in descriptions:
+                opened = self._begin(description, step, rank)
+        assert opened is not None
+        try:
+            shard = self._shard_for(group)
+        except OSError as error:
+            raise self._failed(error) from error
+        location = Location(shard.number, shard.align(), checksum)
+        shard.append(data)
+        shard.add_block(group, step, location)
+        opened.names |= group.names
+        opened.groups.append(group)
+        opened.frames.append(group.block_frame(step, location))
+
     def alias(self, description: Description, step: int, rank: int, original: Description, location: Location) -> None:
         """Note that a tensor has the bytes of `original`, which this step has at `location`.
 
@@ -185,7 +226,7 @@ class RecordingWriter:
         """
         self._require_open()
         opened = self._opened(item.site, item.step)
-        opened.frames.append(layout.frame(layout.left_out_payload(item)))
+        opened.frames.append(records.frame(records.left_out_payload(item)))
         opened.num_left_out += 1
 
     def flush(self) -> None:
@@ -218,20 +259,24 @@ class RecordingWriter:
             raise UsageError("a step is committed twice", got=f"step {step}")
         self.flush()
         opened = self._open.get(step) or _OpenStep()
-        frames = [*opened.frames, *(layout.frame(payload) for payload in layout.token_payloads(token_ids))]
+        # A step that is never committed must not be the one that describes a group others use.
+        new = {group.number: group for group in opened.groups if group.number not in self._described}
+        frames = [group.frame() for group in new.values()]
+        frames += [*opened.frames, *(records.frame(payload) for payload in records.token_payloads(token_ids))]
         counts = {"num_tensors": len(opened.names), "num_left_out": opened.num_left_out}
-        frames.append(layout.frame({"kind": "commit", "step": step, **counts, "stopped": stopped}))
+        frames.append(records.frame({"kind": "commit", "step": step, **counts, "stopped": stopped}))
         try:
             write_all(self._index, [b"".join(frames)])
         except OSError as error:
             raise self._failed(error) from error
         self._steps.add(step)
+        self._described |= new.keys()
         self._num_tensors += len(opened.names)
         self._open.pop(step, None)
         if stopped is not None and self._incomplete is None:
             self._incomplete = f"step {step} was stopped by {stopped}"
         if token_ids:
-            layout.append_tokens(self.metadata.setdefault("token_ids", []), enumerate(token_ids))
+            records.append_tokens(self.metadata.setdefault("token_ids", []), enumerate(token_ids))
 
     def close(self, reason: str | None = None) -> None:
         """Seal the recording; it is complete when every step that was written to was committed.
@@ -251,7 +296,7 @@ class RecordingWriter:
         self._open.clear()
         try:
             self._seal_shard()
-            self._save(self._manifest("incomplete" if self._incomplete else "complete"))
+            save_manifest(self.path, self._manifest("incomplete" if self._incomplete else "complete"))
         except OSError as error:
             # Without the last manifest the recording stays readable and says "writing", which reads as incomplete.
             if self._failure is None:
@@ -266,7 +311,14 @@ class RecordingWriter:
         opened.names.add((description.site, rank))
         opened.frames.append(description.frame(step, rank, location))
 
-    def _begin(self, description: Description, step: int, rank: int) -> None:
+    def _new_group(self, descriptions: tuple[Description, ...], rank: int) -> Group:
+        while len(self._groups) >= _MAX_GROUPS:
+            del self._groups[next(iter(self._groups))]
+        group = self._groups[rank, descriptions] = Group(self._num_groups, descriptions, rank)
+        self._num_groups += 1
+        return group
+
+    def _begin(self, description: Description, step: int, rank: int) -> _OpenStep:
         """Open `step`, unless a tensor of that name cannot be part of it."""
         opened = self._open.get(step)
         if opened is None:
@@ -278,6 +330,7 @@ class RecordingWriter:
                 got=f"the same site twice in step {step}",
                 hint="give the second call its own name",
             )
+        return opened
 
     def _opened(self, site: str, step: int) -> _OpenStep:
         what = f"the tensor {site[:200]!r} cannot be recorded"
@@ -287,8 +340,8 @@ class RecordingWriter:
             raise UsageError(what, got=f"step {step}, which is committed", expected="a step that is still open")
         return self._open.setdefault(step, _OpenStep())
 
-    def _shard_for(self, *descriptions: Description) -> Shard:
-        if self._shard is not None and (self._shard.size >= SHARD_BYTES or not self._shard.has_room(*descriptions)):
+    def _shard_for(self, *added: Description | Group) -> Shard:
+        if self._shard is not None and (self._shard.size >= SHARD_BYTES or not self._shard.has_room(*added)):
             self._seal_shard()
         if self._shard is None:
             self._shard = Shard(self.path, self._next_shard, self._header_bytes)
@@ -308,7 +361,7 @@ class RecordingWriter:
             raise GlassError("the recording cannot go on", got=self._failure)
 
     def _failed(self, error: OSError) -> GlassError:
-        self._failure = _reason(error, self.path)
+        self._failure = reason_of(error, self.path)
         safe = f"{len(self._steps)} completed steps are safe" if self._steps else "no step was completed"
         return GlassError(
             "the recording cannot be written",
@@ -332,40 +385,8 @@ class RecordingWriter:
                 raise UsageError("recording metadata is not JSON", got=f"{key!r}: {error}") from error
         return json.dumps({**document, "metadata": self.metadata}, indent=1).encode()
 
-    def _save(self, manifest: bytes) -> None:
-        aside = self.path / f"{layout.MANIFEST}.tmp"
-        aside.write_bytes(manifest)
-        aside.replace(self.path / layout.MANIFEST)
-
-    def _make_directory(self, overwrite: bool) -> None:
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            names = [item.name for item in self.path.iterdir()]
-            if not names:
-                return
-            if layout.MANIFEST not in names:
-                raise UsageError(
-                    "the output directory holds other files", got=str(self.path), hint="name a new or empty directory"
-                )
-            if not overwrite:
-                raise UsageError("the recording exists already", got=str(self.path), hint="replace it with --overwrite")
-            # The manifest goes last, so that a half-removed recording can still be overwritten.
-            for name in sorted(filter(_is_ours, names), key=lambda name: name == layout.MANIFEST):
-                (self.path / name).unlink()
-        except OSError as error:
-            raise UsageError("cannot write the recording", got=_reason(error, self.path)) from error
-
-
-def _is_ours(name: str) -> bool:
-    own = (layout.MANIFEST, f"{layout.MANIFEST}.tmp", layout.INDEX)
-    return name in own or re.fullmatch(r"shard-\d{5}\.(part|safetensors)", name) is not None
-
 
 def _identity(tensor: Tensor) -> tuple[object, ...]:
     """Return what tells two live tensors of one step apart; equal for views that have the same bytes."""
     place = (str(tensor.device), tensor.data_ptr(), tensor.numel() * tensor.element_size())
     return place if tensor.is_contiguous() else (*place, tensor.dtype, tensor.shape, tensor.stride())
-
-
-def _reason(error: OSError, path: Path) -> str:
-    return f"{error.strerror or error} ({error.filename or path})"
