@@ -212,7 +212,7 @@ def test_without_weights_the_tolerance_stands_in(release: Path, debug: Path, mon
 def test_prompts_of_every_kind(release: Path, tmp_path: Path, few_floors: None) -> None:
     made_up = run(release, release, prompts=None, max_new_tokens=1)
     assert [len(row) for row in made_up.prompt_token_ids] == [16] and made_up.columns[0].decode_ms is None
-    assert made_up.prompt_token_ids == run(release, release, prompts=None, max_new_tokens=1).prompt_token_ids
+    assert made_up.prompt_token_ids == run(release, release, prompts=[], max_new_tokens=1).prompt_token_ids
     assert len(run(release, release, prompts=None, max_new_tokens=125).prompt_token_ids[0]) == 3  # of 128 slots
     (tmp_path / "ids.json").write_text("[[5, 6, 7], [8]]")
     for ids in (tmp_path / "ids.json", [[5, 6, 7], [8]]):

@@ -132,7 +132,7 @@ def side_by_side(
         raise UsageError("side by side are two engines or more", got=f"{len(engines)}")
     if max_new_tokens < 1 or rounds < 1:
         raise UsageError("nothing would be run", got=f"{max_new_tokens} tokens, {rounds} rounds", expected="at least 1")
-    if prompts is not None and input_ids is not None:
+    if prompts and input_ids is not None:
         raise UsageError("text and token ids were both given", hint="give one of them")
     loaded = [load(path) for path in engines]
     notes = require_one_model(loaded)
@@ -164,7 +164,7 @@ def side_by_side(
 def _rows(
     engines: Sequence[Engine], prompts: Sequence[str] | None, input_ids: Any, max_new_tokens: int
 ) -> list[list[int]]:
-    if prompts is not None:
+    if prompts:
         with_tokenizer = next((engine for engine in engines if engine.manifest.tokenizer), engines[0])
         return encode(with_tokenizer.tokenizer, list(prompts))
     if input_ids is not None:
