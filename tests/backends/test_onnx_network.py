@@ -17,6 +17,21 @@ from glassengine.program.program import Program
 from glassengine.testing import models
 
 
+@pytest.fixture(scope="module")
+def converted(program_of: Callable[..., Program], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function: name of a model -> its ONNX file; each is converted once."""
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            directory = tmp_path_factory.mktemp(name)
+            export_onnx(program_of(name), directory)
+            made[name] = directory / MODEL_FILE
+        return made[name]
+
+    return make
+
+
 def inputs_of(program: Program, name: str) -> dict[str, torch.Tensor]:
     if program.layout is None:
         made: dict[str, torch.Tensor] = getattr(models, f"{name}_inputs")(2)
@@ -58,16 +73,15 @@ def values_of_layers(path: Path, network: Network, inputs: dict[str, torch.Tenso
     [("llama", 120), ("vision", 12), pytest.param("mixtral", 150, marks=pytest.mark.slow)],
 )
 def test_layer_called_like_a_node_yields_its_value(
-    program_of: Callable[..., Program], tmp_path: Path, name: str, least: int
+    program_of: Callable[..., Program], converted: Callable[[str], Path], name: str, least: int
 ) -> None:
     program = program_of(name)
-    export_onnx(program, tmp_path)
-    network = list_network(tmp_path / MODEL_FILE, program)
+    network = list_network(converted(name), program)
     assert len({layer.name for layer in network.layers}) == len(network.layers)
     inputs = inputs_of(program, name)
     expected: dict[str, Any] = {}
     run_program(program, inputs, lambda node, value: expected.__setitem__(node.name, value))
-    found = values_of_layers(tmp_path / MODEL_FILE, network, inputs)
+    found = values_of_layers(converted(name), network, inputs)
     judged = 0
     for layer in network.layers:
         value = expected.get(layer.name)
@@ -83,16 +97,16 @@ def test_layer_called_like_a_node_yields_its_value(
     assert judged >= least
 
 
-def test_handles_stay_out_of_the_program(program_of: Callable[..., Program], tmp_path: Path) -> None:
+def test_handles_stay_out_of_the_program(program_of: Callable[..., Program], converted: Callable[[str], Path]) -> None:
     program = program_of("vision")
-    export_onnx(program, tmp_path)
+    assert b"glass node conv2d" in converted("vision").read_bytes()
     assert not any("glass node" in (node.meta.get("stack_trace") or "") for node in program.graph.nodes)
 
 
-def test_sizes_have_the_names_of_the_program(program_of: Callable[..., Program], tmp_path: Path) -> None:
-    program = program_of("llama")
-    export_onnx(program, tmp_path)
-    network = list_network(tmp_path / MODEL_FILE, program)
+def test_sizes_have_the_names_of_the_program(
+    program_of: Callable[..., Program], converted: Callable[[str], Path]
+) -> None:
+    network = list_network(converted("llama"), program_of("llama"))
     shapes = {tensor.name: tensor.shape for layer in network.layers for tensor in layer.outputs}
     assert shapes["logits"] == "[batch, sequence, 256]"
     assert network.optimized is not None and network.optimized.layers

@@ -268,6 +268,12 @@ def test_without_the_variable_nothing_is_written(tmp_path: Path, monkeypatch: py
     assert [path.name for path in tmp_path.iterdir()] == ["e"]
 
 
+def test_directory_within_the_engine(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot lie in the engine"):
+        mlp(tmp_path, artifacts=tmp_path / "e" / "artifacts")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_dry_run_writes_none(tmp_path: Path) -> None:
     glass.build(MLP(), tmp_path / "e", backend="eager", inputs=INPUTS, artifacts=tmp_path / "a", dry_run=True)
     assert list(tmp_path.iterdir()) == []

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import glassengine as glass
+from glassengine import environment
 from glassengine.cli import foreign
 from glassengine.cli.options import out, progress, write_json
 from glassengine.errors import UsageError
@@ -121,6 +123,9 @@ def command(
     _print_outputs(manifest.added_outputs)
     for name, reason in manifest.left_out.items():
         out.print(f"  left out {name}: {reason}")
+    where = Path(artifacts) if artifacts is not None else environment.debug_artifacts_dir()
+    if where is not None:
+        out.print(f"  artifacts {where / 'index.html'}")
     return 0
 
 

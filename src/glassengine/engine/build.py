@@ -169,6 +169,10 @@ def build(
     if note:
         logger.warning("%s", note)
     where = Path(artifacts) if artifacts is not None else environment.debug_artifacts_dir()
+    if where is not None and target is not None and where.absolute().is_relative_to(target.absolute()):
+        raise UsageError(
+            "artifacts cannot lie in the engine", got=str(where), hint="another directory: --artifacts DIR"
+        )
     writer = None if dry_run or where is None else ArtifactWriter(where, _about(loaded, chosen, passes))
     with writer or contextlib.nullcontext():
         logger.info("exporting %s", loaded.spec)
