@@ -10,7 +10,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-SUITES = {"decode": "tokens per second of both compiled back-ends against transformers.generate"}
+SUITES = {
+    "decode": "tokens per second of both compiled back-ends against transformers.generate",
+    "debug": "decode time against the number of tensors looked at",
+}
 
 
 def main(arguments: list[str]) -> int:

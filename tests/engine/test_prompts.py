@@ -31,13 +31,13 @@ def written(directory: Path, name: str, text: str) -> Path:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("a.txt", "Hey, you\r\n\n  \n caf\u00e9\u2028x\n"),
-        ("a.json", json.dumps(["Hey, you", {"prompt": " caf\u00e9\u2028x"}])),
-        ("a.jsonl", '"Hey, you"\n\n{"text": " caf\u00e9\u2028x", "id": 7}\n'),
+        ("a.txt", "Hey, you\r\n\n  \n \u00fcber\u2028x\n"),
+        ("a.json", json.dumps(["Hey, you", {"prompt": " \u00fcber\u2028x"}])),
+        ("a.jsonl", '"Hey, you"\n\n{"text": " \u00fcber\u2028x", "id": 7}\n'),
     ],
 )
 def test_prompt_files(tmp_path: Path, name: str, text: str) -> None:
-    assert read_prompt_file(written(tmp_path, name, text)) == ("Hey, you", " caf\u00e9\u2028x")
+    assert read_prompt_file(written(tmp_path, name, text)) == ("Hey, you", " \u00fcber\u2028x")
 
 
 def test_prompt_file_is_generated_from(engine: Engine, tmp_path: Path) -> None:

@@ -225,8 +225,8 @@ def test_settings_of_how_a_model_runs(engine: Engine, name: str) -> None:
 
 
 def test_unknown_setting(engine: Engine) -> None:
-    with pytest.raises(UnknownNameError, match=r"'temprature'[\s\S]*nearest: temperature"):
-        engine.generate(input_ids=ROWS, temprature=0.5)
+    with pytest.raises(UnknownNameError, match=r"'temperatures'[\s\S]*nearest: temperature"):
+        engine.generate(input_ids=ROWS, temperatures=0.5)
     with pytest.raises(UnknownNameError, match="'topk'"):
         engine.generate(input_ids=ROWS, generation_config={"topk": 5})
 
