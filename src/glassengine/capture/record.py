@@ -27,6 +27,7 @@ class Recorder:
     """A recording in progress; made by `record`, a context manager.
 
     Attributes:
+        model: The model that is observed.
         path: Directory of the recording.
     """
 
@@ -42,7 +43,7 @@ class Recorder:
         overwrite: bool,
     ) -> None:
         self.path = Path(path)
-        self._model = model
+        self.model = model
         self._policy = policy
         self._gradients = gradients
         self._optimizer = optimizer
@@ -58,9 +59,9 @@ class Recorder:
         self._writer = writer
         self._intake = Intake(writer, self._policy, rank)
         holds = self._gradients or self._optimizer is not None
-        self._hooks = ModuleHooks(self._model, self._intake, self._policy, gradients=self._gradients, holds_steps=holds)
+        self._hooks = ModuleHooks(self.model, self._intake, self._policy, gradients=self._gradients, holds_steps=holds)
         self._parameters = ParameterHooks(
-            self._model,
+            self.model,
             self._intake,
             lambda: self._hooks.current_step,
             gradients=self._gradients,

@@ -10,7 +10,7 @@ from typing import Self
 
 from glassengine import environment
 from glassengine.engine.session import Session
-from glassengine.recording.writer import RecordingWriter
+from glassengine.recording.worker import BackgroundWriter
 from glassengine.sites import Site
 
 
@@ -53,7 +53,7 @@ class SessionRecorder:
             "aliases": {entry.name: entry.site for entry in manifest.added_outputs if entry.name != entry.site},
             "left_out": dict(manifest.left_out),
         }
-        self._writer = RecordingWriter(path, metadata=metadata, overwrite=overwrite)
+        self._writer = BackgroundWriter(path, metadata=metadata, overwrite=overwrite)
 
     def __call__(self, session: Session) -> None:
         """Record the step that just ran."""
@@ -65,13 +65,12 @@ class SessionRecorder:
         self._writer.commit(session.step, token_ids=tokens)
 
     def __enter__(self) -> Self:
-        self._writer.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._writer.__exit__(kind, error, trace)
+        self._writer.close(None if error is None else f"stopped by {type(error).__name__}")
 
 
 def _node_of(engine: object, output: str) -> str:

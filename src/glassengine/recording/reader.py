@@ -1,7 +1,7 @@
 """Reads a recording: the index says what there is, the shards are mapped into memory, nothing is copied.
 
 The directory may still be written to, or its writer may have been killed: what was committed is readable, and
-`complete` is false. Reading changes nothing on disk.
+`complete` is false. Reading changes nothing on disk but the statistics that are kept for the next time.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from glassengine.recording import layout
 from glassengine.recording.layout import Entry, LeftOut, shard_name
 from glassengine.recording.recovery import IndexContents, open_regular, read_index
 from glassengine.recording.statistics import summarize
+from glassengine.recording.statistics_cache import StatisticsCache
 from glassengine.results import Skipped, Summary
 from glassengine.sites import matches
 
@@ -56,6 +57,7 @@ class Recording:
         self.skipped = tuple(Skipped(item.site, "both", item.reason, item.step) for item in self.left_out)
         self._by_key = {(entry.site, entry.step, entry.rank): entry for entry in self.entries}
         self._shards = shards
+        self._statistics = StatisticsCache(path, writable=manifest["state"] != "writing")
         self._maps: dict[int, tuple[mmap.mmap, int]] = {}
         self._verified: set[tuple[int, int]] = set()
 
@@ -117,6 +119,17 @@ class Recording:
             raise UnknownNameError("site", pattern, self.sites())
         return found
 
+    def find(self, pattern: str) -> tuple[list[Entry], list[LeftOut]]:
+        """Return the entries, and the tensors without values, whose site matches `pattern`.
+
+        Raises:
+            UnknownNameError: Nothing matches.
+        """
+        left_out = [item for item in self.left_out if matches(pattern, item.site)]
+        return (
+            [entry for entry in self.entries if matches(pattern, entry.site)] if left_out else self.select(pattern)
+        ), left_out
+
     def tensor(self, entry: Entry | str, step: int | None = None, rank: int = 0) -> Tensor:
         """Return the values of one tensor, without a copy.
 
@@ -158,8 +171,12 @@ class Recording:
         return (flat if parts == 1 else torch.view_as_complex(flat.view(-1, parts))).reshape(entry.shape)
 
     def summary(self, entry: Entry) -> Summary:
-        """Return the statistics of one tensor."""
-        return summarize(self.tensor(entry))
+        """Return the statistics of one tensor, computed when they are first asked for."""
+        found = self._statistics.get(entry)
+        if found is None:
+            found = summarize(self.tensor(entry))
+            self._statistics.put(entry, found)
+        return found
 
     def _only_step(self, site: str, rank: int) -> int:
         steps = [entry.step for entry in self.entries if (entry.site, entry.rank) == (site, rank)]
