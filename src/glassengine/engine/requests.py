@@ -25,7 +25,7 @@ MAX_BYTES = 16 << 20
 # The alias part cannot be mistaken for the rest of a regular expression such as "re:(?=x)".
 _REQUEST = re.compile(rf"(?P<pattern>.+?)(=(?P<alias>[\w.-]+))?(:(?P<dtype>{'|'.join(CASTS)}))?", re.DOTALL)
 _PART = re.compile(r"(?P<node>\w+)/[A-Z]\w*_\d+")
-_KERNEL = re.compile(r"(cpp|triton)_\w*fused\w*(:\d+)?|aoti_torch_\w+(:\d+)?|(triton|cpp)_fused\w*")
+_KERNEL = re.compile(r"((cpp|triton)_\w*fused|aoti_torch_)\w*(:\d+)?")
 
 
 class Request(NamedTuple):

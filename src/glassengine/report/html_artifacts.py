@@ -32,7 +32,12 @@ def index_page(directory: Path, manifest: Mapping[str, Any]) -> str:
         is_whole = not path.is_file() or path.stat().st_size <= _MAX_DIFF_BYTES
         stages.append({**entry, "rows": diff_rows(text), "is_whole": is_whole})
     top = [name for name in manifest["files"] if "/" not in name]
-    earlier = sorted(path.name for path in directory.glob("earlier-*") if path.is_dir())
+    # A build that was killed has no page.
+    earlier = {
+        path.name: next((name for name in ("index.html", "manifest.json") if (path / name).is_file()), "")
+        for path in sorted(directory.glob("earlier-*"))
+        if path.is_dir()
+    }
     return environment.get_template("artifacts.html.j2").render(
         manifest=manifest, stages=stages, files=top, earlier=earlier
     )
