@@ -55,14 +55,15 @@ class Case:
         """Return what the engine generates."""
         return self.engine.generate(input_ids=rows, max_new_tokens=NEW, eos_token_id=None, **options).token_ids
 
-    def agrees(self, prompt: list[int], actual: tuple[int, ...], expected: list[int]) -> None:
-        """Assert equal tokens; the first that differs may only be a tie, as the model itself sees it."""
-        assert len(actual) == len(expected) == NEW
-        first = next((i for i in range(NEW) if actual[i] != expected[i]), None)
-        if first is not None:
-            with torch.no_grad():
-                logits = self.model(input_ids=torch.tensor([prompt + expected[:first]])).logits[0, -1]
-            assert abs(float(logits[actual[first]] - logits[expected[first]])) < MARGIN, f"token {first}"
+
+def agrees(model: Any, prompt: list[int], actual: tuple[int, ...], expected: list[int]) -> None:
+    """Assert equal tokens; the first that differs may only be a tie, as the model itself sees it."""
+    assert len(actual) == len(expected) == NEW
+    first = next((i for i in range(NEW) if actual[i] != expected[i]), None)
+    if first is not None:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + expected[:first]])).logits[0, -1]
+        assert abs(float(logits[actual[first]] - logits[expected[first]])) < MARGIN, f"token {first}"
 
 
 @pytest.fixture(scope="module", params=BUILDS)
@@ -77,9 +78,9 @@ def test_left_padded_batch(case: Case, chunk: int | None) -> None:
     actual = case.made(case.rows, prefill_chunk=chunk)
     together = case.expected(case.rows)
     for row, prompt in enumerate(case.rows):
-        case.agrees(prompt, actual[row], together[row])
-        case.agrees(prompt, actual[row], case.expected([prompt])[0])
-        case.agrees(prompt, case.made([prompt])[0], together[row])
+        agrees(case.model, prompt, actual[row], together[row])
+        agrees(case.model, prompt, actual[row], case.expected([prompt])[0])
+        agrees(case.model, prompt, case.made([prompt])[0], together[row])
 
 
 def test_pieces_are_one_step_to_whoever_looks(case: Case) -> None:
@@ -102,3 +103,19 @@ def test_pieces_are_one_step_to_whoever_looks(case: Case) -> None:
     decoded = [session.decode(torch.tensor([9, 8, 7])) for session in sessions]
     torch.testing.assert_close(decoded[1], decoded[0], rtol=1e-4, atol=1e-4)
     assert sessions[1].debug_buffers["logits"].shape == (3, 1, 256)
+
+
+def test_another_token_is_no_tie() -> None:
+    # Planted: one token of 64 is the second best instead of the best.
+    model: Any = models.llama()
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        made = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, eos_token_id=None,
+            output_logits=True, return_dict_in_generate=True, pad_token_id=0,
+        )  # fmt: skip
+    expected = made.sequences[0, 3:].tolist()
+    agrees(model, [5, 6, 7], tuple(expected), expected)
+    wrong = [*expected[:40], int(made.logits[40][0].topk(2).indices[1]), *expected[41:]]
+    with pytest.raises(AssertionError, match="token 40"):
+        agrees(model, [5, 6, 7], tuple(wrong), expected)

@@ -160,7 +160,7 @@ def _loop(
     """Return (generated tokens per sequence, seconds of the prefill, seconds of the decode steps)."""
     batch, prompt = ids.shape
     history = torch.cat([ids, torch.zeros((batch, sampler.max_new_tokens), dtype=torch.int64)], dim=1)
-    stops = [prompt] * batch
+    stops = torch.full((batch,), prompt)
     open_rows = torch.ones(batch, dtype=torch.bool)
     itemsize = getattr(torch, session.engine.manifest.dtype).itemsize
     if chunk is None:
@@ -175,8 +175,7 @@ def _loop(
         with torch.inference_mode():
             tokens = sampler.choose(history[:, : stop - 1], logits[:, -1])
             history[:, stop - 1] = torch.where(open_rows, tokens, sampler.pad_token_id)
-            for row in open_rows.nonzero():
-                stops[row] = stop
+            stops += open_rows
             open_rows &= ~sampler.ended(history[:, :stop])
             going_on = bool(open_rows.any()) and stop < history.shape[1]
         if stream is not None:
@@ -186,5 +185,5 @@ def _loop(
         logits = session.advance(history[:, stop - 1 : stop])
     if stream is not None:
         stream.end(history[0, prompt : stops[0]].tolist())
-    made = tuple(tuple(history[row, prompt:stop].tolist()) for row, stop in enumerate(stops))
+    made = tuple(tuple(history[row, prompt:stop].tolist()) for row, stop in enumerate(stops.tolist()))
     return made, prefilled - start, time.perf_counter() - prefilled
