@@ -12,6 +12,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 SUITES = {
     "decode": "tokens per second of both compiled back-ends against transformers.generate",
+    "debug": "decode time against the number of tensors looked at",
     "measure": "bytes per second of measuring two tensors against each other",
 }
 LONG = {"verdict": "false alarms, mistakes found and ops named over a corpus; takes options of its own (--help)"}

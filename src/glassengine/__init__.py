@@ -15,10 +15,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from glassengine.backends.registry import list_backends as list_backends
     from glassengine.capture.hooks import named_network_outputs as named_network_outputs
+    from glassengine.capture.record import record as record
     from glassengine.compare.compare import compare as compare
+    from glassengine.compare.many import compare_many as compare_many
     from glassengine.diagnose import check as check
+    from glassengine.diagnose.side_by_side import side_by_side as side_by_side
     from glassengine.engine.build import build as build
     from glassengine.engine.engine import load as load
+    from glassengine.engine.step_files import StepFiles as StepFiles
     from glassengine.errors import BackendError as BackendError
     from glassengine.errors import CorruptError as CorruptError
     from glassengine.errors import GlassError as GlassError
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
     from glassengine.errors import UnknownNameError as UnknownNameError
     from glassengine.errors import UsageError as UsageError
     from glassengine.program import sites as sites
+    from glassengine.program.artifacts import compare_artifacts as compare_artifacts
     from glassengine.recording.reader import Recording as Recording
     from glassengine.taps import NetworkOutputs as NetworkOutputs
     from glassengine.taps import register_network_output as register_network_output
@@ -41,15 +46,20 @@ _PUBLIC = {
     "IncomparableError": "glassengine.errors",
     "NetworkOutputs": "glassengine.taps",
     "Recording": "glassengine.recording.reader",
+    "StepFiles": "glassengine.engine.step_files",
     "UnknownNameError": "glassengine.errors",
     "UsageError": "glassengine.errors",
     "build": "glassengine.engine.build",
     "check": "glassengine.diagnose",
     "compare": "glassengine.compare.compare",
+    "compare_artifacts": "glassengine.program.artifacts",
+    "compare_many": "glassengine.compare.many",
     "list_backends": "glassengine.backends.registry",
     "load": "glassengine.engine.engine",
     "named_network_outputs": "glassengine.capture.hooks",
+    "record": "glassengine.capture.record",
     "register_network_output": "glassengine.taps",
+    "side_by_side": "glassengine.diagnose.side_by_side",
     "sites": "glassengine.program",
     "tap": "glassengine.taps",
 }

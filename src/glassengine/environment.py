@@ -137,6 +137,26 @@ def add_output_json() -> str | None:
     return os.environ.get("TRTLLM_ADD_OUTPUT") or None
 
 
+def rank() -> int:
+    """Return the rank of this process in a distributed run, from RANK; 0 outside of one."""
+    value = os.environ.get("RANK", "")
+    return int(value) if value.isdecimal() else 0
+
+
+def num_ranks() -> int | None:
+    """Return the number of ranks of this run, from WORLD_SIZE; 1 outside of one, None where only RANK is set."""
+    value = os.environ.get("WORLD_SIZE", "")
+    if value.isdecimal():
+        return int(value)
+    return None if os.environ.get("RANK") else 1
+
+
+def synchronous() -> bool:
+    """Return whether GLASS_SYNCHRONOUS or CUDA_LAUNCH_BLOCKING asks to wait for the device after each execution."""
+    names = ("GLASS_SYNCHRONOUS", "CUDA_LAUNCH_BLOCKING")
+    return any(os.environ.get(name, "").lower() not in ("", "0", "false") for name in names)
+
+
 def in_ci() -> bool:
     """Return whether CI says that no person is watching."""
     return os.environ.get("CI", "").lower() not in ("", "0", "false")

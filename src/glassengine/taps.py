@@ -12,14 +12,16 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+import torch
+
 from glassengine.errors import UsageError
 
 T = TypeVar("T")
 Sink = Callable[[str, Any], None]
 
-_sink: ContextVar[Sink | None] = ContextVar("glassengine_tap_sink", default=None)
+_sinks: ContextVar[tuple[Sink, ...]] = ContextVar("glassengine_tap_sinks", default=())
 _installed: list[Sink] = []
-"""Sinks of all contexts. torch.compile can trace a look at a list, and cannot trace one at a context variable."""
+"""Sinks of all contexts; a look at it is cheaper than one at a context variable."""
 
 
 def tap(name: str, value: T) -> T:
@@ -35,18 +37,18 @@ def tap(name: str, value: T) -> T:
     Raises:
         UsageError: While something listens: `name` is not an identifier, or `value` is not a tensor.
     """
-    if not _installed:
+    # First of all, so that code compiled now stays valid when something listens later.
+    if torch.compiler.is_dynamo_compiling() or not _installed:
         return value
-    sink = _sink.get()
-    if sink is not None:
+    sinks = _sinks.get()
+    if sinks:
         _require_tensor(name, value)
-        sink(name, value)
+        for sink in sinks:
+            sink(name, value)
     return value
 
 
 def _require_tensor(name: str, value: object) -> None:
-    import torch
-
     if not name.isidentifier():
         raise UsageError("a tap needs a name that is a Python identifier", got=repr(name), hint='glass.tap("inter", x)')
     if not isinstance(value, torch.Tensor):
@@ -70,11 +72,11 @@ class NetworkOutputs:
 
 @contextlib.contextmanager
 def tap_sink(sink: Sink) -> Iterator[None]:
-    """Send every tap of this context (thread or task) to `sink(name, tensor)`."""
-    token = _sink.set(sink)
+    """Send every tap of this context (thread or task) to `sink(name, tensor)`, beside those that get them already."""
+    token = _sinks.set((*_sinks.get(), sink))
     _installed.append(sink)
     try:
         yield
     finally:
         _installed.remove(sink)
-        _sink.reset(token)
+        _sinks.reset(token)

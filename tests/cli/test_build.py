@@ -46,6 +46,20 @@ def test_documented_command_line(checkpoint: Path, tmp_path: Path) -> None:
     assert [e.name for e in glass.load(tmp_path / "e").manifest.added_outputs] == ["mm_default", "gpt_attention_plugin"]
 
 
+def test_artifacts_and_alias_file(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "names.json").write_text('{"mm_default": "q"}')
+    names = ("--add-output", f"@{tmp_path / 'names.json'}", "--add-output", "layers.0.mlp=h:bfloat16")
+    assert build(checkpoint, tmp_path / "e", *names, "--artifacts", tmp_path / "a") == 0
+    text = capsys.readouterr().out
+    assert "output q  (model.layers.0.self_attn.q_proj/linear.0)  float32[batch, sequence, 64]\n" in text
+    assert "output h  (model.layers.0.mlp)  bfloat16[batch, sequence, 64], cast from float32" in text
+    assert f"artifacts {tmp_path / 'a' / 'index.html'}" in text
+    manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
+    assert manifest["complete"] and (tmp_path / "a" / "index.html").is_file()
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "a")]) == 0
+    assert "identical" in capsys.readouterr().out
+
+
 def test_dry_run(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = (checkpoint, tmp_path / "e", "--dry-run", "--add-output", "layers.0.mlp", "--max-seq-len", 10)
     assert build(*arguments) == 0

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from glassengine import build
 from glassengine.cli import options
 from glassengine.cli.errors import exit_status
 from glassengine.cli.main import load_command
@@ -113,6 +114,149 @@ def test_json(dumps: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert glass("compare", dumps / "x.pt", dumps / "bad.pt", "--json", dumps / "out.json") == 1
     assert capsys.readouterr().out.startswith("NOT OK")
     assert json.loads((dumps / "out.json").read_text()) == document
+
+
+def test_the_documents_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # ditto compare a/step0.pt b/step0.pt --transpose mm_default --show-only ... --floating-point-only --device cpu
+    x = {"input_ids": torch.arange(4), "mm_default": torch.randn(3, 4), "logits": torch.randn(2, 5)}
+    y = {**x, "mm_default": x["mm_default"].T.contiguous(), "input_ids": torch.arange(4) + 1}
+    for name, tensors in {"a": x, "b": y}.items():
+        (tmp_path / name).mkdir()
+        torch.save(tensors, tmp_path / name / "step0.pt")
+    files = (tmp_path / "a" / "step0.pt", tmp_path / "b" / "step0.pt")
+    assert glass("compare", *files) == 1
+    flags = ("--transpose", "mm_default", "--floating-point-only", "--device", "cpu")
+    assert glass("compare", *files, *flags) == 0
+    capsys.readouterr()
+    assert glass("compare", *files, *flags, "--show-only", "mm_default", "--show-only", "logits") == 0
+    shown = capsys.readouterr().out
+    for name in ("mm_default", "logits"):
+        assert f"step 0, {name} (x baseline, y candidate): allclose(rtol=1.3e-06, atol=1e-05) pass, equal pass" in shown
+    assert shown.count("abs error") == shown.count("rel error") == 2
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> Path:
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        for step in range(5):
+            tensors = {site: torch.full((2, 3), step + 1.0) for site in ("logits", "mm_default")}
+            if (name, step) == ("b", 3):
+                tensors["mm_default"][1, 2] = 9
+            if (name, step) != ("c", 4):
+                torch.save(tensors, tmp_path / name / f"step{step}.pt")
+    return tmp_path
+
+
+def test_two_directories_of_steps(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert glass("compare", steps / "a", steps / "b") == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("NOT OK  verdict wrong  10 compared: 1 wrong, 9 identical")
+    assert "first divergence: step 3, mm_default" in lines
+    assert [line.split()[:5] for line in lines if line.startswith("wrong")] == [
+        ["wrong", "fail", "fail", "3", "mm_default"]
+    ]
+    assert glass("compare", steps / "a", steps / "c") == 4
+    assert "2 of the baseline: the candidate has no step 4: logits, mm_default" in capsys.readouterr().out
+    assert glass("compare", steps / "a", steps / "c", "--min-coverage", "0.8") == 0
+
+
+@pytest.mark.parametrize(("candidates", "status"), [("aa", 0), ("ab", 1), ("ca", 4), ("cb", 1)])
+def test_several_candidates(steps: Path, candidates: str, status: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert glass("compare", steps / "a", *(steps / name for name in candidates)) == status
+    assert "2 candidates" in capsys.readouterr().out
+    assert glass("compare", steps / "a", *(steps / name for name in candidates), "--json", "-") == status
+    document = json.loads(capsys.readouterr().out)
+    assert document["ok"] == (status == 0)
+    assert [one["candidate"] for one in document["comparisons"]] == [str(steps / name) for name in candidates]
+
+
+def test_a_map_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    x = torch.randn(2, 5, 12)
+    torch.save({f"layers.{i}.q": x + i for i in range(2)}, tmp_path / "x.pt")
+    torch.save({f"h.{i}.qkv": torch.cat([x + i, x, x], -1) for i in range(2)}, tmp_path / "y.pt")
+    rule = {
+        "baseline": "layers.*.q",
+        "candidate": "h.*.qkv",
+        "candidate_ops": [{"op": "split", "dim": -1, "parts": 3, "index": 0}],
+    }
+    (tmp_path / "map.json").write_text(json.dumps({"rules": [rule]}))
+    assert glass("compare", tmp_path / "x.pt", tmp_path / "y.pt") == 4
+    assert "--map FILE" in capsys.readouterr().err
+    assert glass("compare", tmp_path / "x.pt", tmp_path / "y.pt", "--map", tmp_path / "map.json") == 0
+    assert "by map: h.1.qkv" in capsys.readouterr().out
+    (tmp_path / "map.json").write_text(json.dumps({"rules": [{**rule, "baseline": "layers.*.qq"}]}))
+    assert glass("compare", tmp_path / "x.pt", tmp_path / "y.pt", "--map", tmp_path / "map.json") == 2
+    assert "layers.0.q" in capsys.readouterr().err
+    assert glass("compare", tmp_path / "x.pt", tmp_path / "y.pt", "--map", tmp_path / "none.json") == 2
+
+
+def test_engines_side_by_side(engine_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--input-text", "the first", "--max-new-tokens", "3")
+    assert glass("compare", engine_directory, engine_directory, *flags, "--json", "-") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["agreement"], len(document["columns"])) == ("bitwise", 2)
+    assert len(document["token_ids"][0]) == 3
+    assert glass("compare", engine_directory, engine_directory, "--map", "map.json") == 2
+    assert "--map: only for tensors" in capsys.readouterr().err
+
+
+MODEL = """
+import torch
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.relu(self.linear(x))
+
+def model():
+    return Model()
+
+def inputs():
+    return {"x": torch.ones(2, 4)}
+
+def twice(graph_module):
+    for node in list(graph_module.graph.nodes):
+        if node.op == "call_function" and "relu" in str(node.target):
+            with graph_module.graph.inserting_after(node):
+                doubled = graph_module.graph.call_function(torch.ops.aten.mul.Tensor, (node, 2.0))
+            node.replace_all_uses_with(doubled, lambda user: user is not doubled)
+"""
+
+
+def test_build_artifacts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "made.py").write_text(MODEL)
+    for name, passes in {"a": [], "b": [f"{tmp_path}/made.py:twice"]}.items():
+        made = {"inputs": f"{tmp_path}/made.py:inputs", "passes": passes, "artifacts": tmp_path / name}
+        build(f"{tmp_path}/made.py:model", tmp_path / f"engine_{name}", backend="eager", **made)
+    assert glass("compare", tmp_path / "a", tmp_path / "a") == 0
+    capsys.readouterr()
+    assert glass("compare", tmp_path / "a", tmp_path / "b", "--json", "-") == 1
+    stages = {stage["name"]: stage["status"] for stage in json.loads(capsys.readouterr().out)["stages"]}
+    assert [name for name, status in stages.items() if status not in ("identical", "inherited")] == ["pass-twice"]
+    assert glass("compare", tmp_path / "a", tmp_path / "b", tmp_path / "b") == 2
+    assert glass("compare", tmp_path / "a", tmp_path / "b", "--show-only", "x") == 2
+    # A run with the same DEBUG_ARTIFACTS_DIR leaves its steps beside the artifacts of the build.
+    for name in "ab":
+        torch.save({"x": torch.ones(2)}, tmp_path / name / "step0.pt")
+    capsys.readouterr()
+    assert glass("compare", tmp_path / "a", tmp_path / "b") == 0
+    assert "manifest.json" in capsys.readouterr().err
+    assert glass("compare", tmp_path / "a" / "manifest.json", tmp_path / "b" / "manifest.json") == 1
+
+
+def test_sides_of_different_kinds_are_refused(
+    engine_directory: Path, dumps: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert glass("compare", engine_directory, dumps / "x.pt") == 2
+    shown = capsys.readouterr().err
+    assert f"{engine_directory}: an engine; {dumps / 'x.pt'}: tensors" in shown.replace("\n", " ")
+    assert glass("compare", dumps / "x.pt", dumps / "x.pt", "--input-text", "a", "--max-new-tokens", "2") == 2
+    assert "--input-text, --max-new-tokens: only for an engine" in capsys.readouterr().err
+    assert glass("compare", dumps / "x.pt") == 2
 
 
 @pytest.fixture

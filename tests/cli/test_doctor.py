@@ -57,6 +57,27 @@ def test_machine_that_tells_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 @pytest.mark.usefixtures("backends")
+@pytest.mark.parametrize("name", ["GLASS_SYNCHRONOUS", "CUDA_LAUNCH_BLOCKING"])
+def test_synchronous_mode_and_what_it_means(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    for variable in ("GLASS_SYNCHRONOUS", "CUDA_LAUNCH_BLOCKING"):
+        monkeypatch.delenv(variable, raising=False)
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert "none waits for its device" in shown and f"\n{name} " not in shown
+    for part in (f"{name}=1", "glass run --synchronous", "dtypes and sizes an engine was built for", "on its device"):
+        assert part in shown
+    monkeypatch.setenv(name, "1")
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert "each waits for its device" in shown and f"\n{name} " in shown
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["synchronous"] is True and found["variables"][name] == "1" and len(found["advice"]) == 2
+
+
+@pytest.mark.usefixtures("backends")
 def test_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("HF_TOKEN", "s3cr3t")
     for arguments in (["doctor"], ["doctor", "--json"]):

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import glassengine as glass
-from glassengine.cli import foreign
-from glassengine.cli.main import load_command, main
+from glassengine.cli.main import main
 
 PROMPT = "Hey, are you conscious?"
+
+
+load_once = functools.cache(glass.load)
+
+
+@pytest.fixture(autouse=True)
+def engines_are_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading takes longer than generating a few tokens."""
+    monkeypatch.setattr(glass, "load", load_once)
 
 
 def run(*arguments: object) -> int:
@@ -36,32 +46,107 @@ def test_several_prompts_are_one_batch(engine_directory: Path, capsys: pytest.Ca
     assert captured.out == f"Input: {PROMPT}\nOutput: {texts[0]}\nInput: ab\nOutput: {texts[1]}\n"
 
 
-def test_documented_command_line(engine_directory: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = f"""
-        --engine_dir {engine_directory}
-        --tokenizer_dir {checkpoint}
-        --max_output_len 10
-        --input_text "Hey, are you conscious?"
-        --use_py_session
-        --debug_mode
-    """
-    assert run(*shlex.split(line)) == 0
+def step_files(directory: Path) -> set[str]:
+    return {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_the_variable_of_a_build_does_not_make_a_run_write(
+    engine_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DEBUG_ARTIFACTS_DIR", str(tmp_path / "a"))
+    assert run(engine_directory, "--input-text", "a", "--max-new-tokens", 1) == 0
+    assert run(engine_directory, "--input-text", "a", "--max-new-tokens", 1, "--debug", "logits") == 0
+    assert "0 logits tensor(" in capsys.readouterr().out and not (tmp_path / "a").exists()
+
+
+def test_files_of_chosen_tensors(engine_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = (engine_directory, "--input-text", "a", "--max-new-tokens", 2, "--debug-dir", tmp_path)
+    assert run(*base, "--debug", "layers.*.mlp", "--debug", "logits") == 0
+    assert "tensor(" not in capsys.readouterr().out
+    found = torch.load(tmp_path / "step1.pt", weights_only=True)
+    assert list(found) == ["logits", "model.layers.0.mlp", "model.layers.1.mlp"]
+    assert run(*base, "--debug", "re:.*mlp", "--debug-format", "npy", "--debug-format", "txt", "--json") == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["debug_dir"] == str(tmp_path)
+    assert "earlier-001" in captured.err
+    assert {name for name in step_files(tmp_path) if not name.startswith("earlier-001/")} == {
+        "npy-names.json",
+        *(f"step{i}.txt" for i in (0, 1)),
+        *(f"model.layers.{layer}.mlp-step{i}.npy" for layer in (0, 1) for i in (0, 1)),
+    }
+
+
+def test_printing_as_the_document_does(engine_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = (engine_directory, "--input-text", "abc", "--max-new-tokens", 2, "--print-tensors", "-q")
+    assert run(*base) == 0
     out = capsys.readouterr().out
-    assert out.startswith("['input_ids', 'logits', 'position_ids',") and "'past_key_0', 'past_value_0'" in out
-    assert "'model.layers.0.mlp'" in out and "\nInput: Hey, are you conscious?\nOutput: " in out
+    names = glass.load(engine_directory).debug_names
+    assert out.startswith(f"dict_keys({names})\n0 input_ids tensor([[")
+    for step in (0, 1):
+        for name in names:
+            assert f"\n{step} {name} tensor(" in out
+    assert run(*base, "--debug", "layers.1.mlp") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("dict_keys(['model.layers.1.mlp'])\n0 model.layers.1.mlp tensor([[[")
+    assert out.count(" tensor(") == 2 and "\n1 model.layers.1.mlp tensor([[[" in out
+    assert out.endswith(
+        f"Input: abc\nOutput: {glass.load(engine_directory).generate('abc', max_new_tokens=2).texts[0]}\n"
+    )
 
 
-def test_every_foreign_spelling_has_a_flag() -> None:
-    parameters = [*load_command("build").params, *load_command("run").params]
-    flags = {name.lstrip("-") for parameter in parameters for name in parameter.opts}
-    assert set(foreign.SPELLINGS.values()) <= flags
-    assert not set(foreign.SPELLINGS) & flags
+def test_printing_and_files_at_once(engine_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--print-tensors", "--debug", "logits", "--debug-dir", tmp_path, "--debug-format", "pt")
+    assert run(engine_directory, "--input-text", "abc", "--max-new-tokens", 1, *flags) == 0
+    assert "0 logits tensor(" in capsys.readouterr().out and step_files(tmp_path) == {"step0.pt"}
 
 
-def test_alias_of_the_number_of_tokens(engine_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for flag in ("--max-new-tokens", "--max-output-len", "--max_output_len"):
-        assert run(engine_directory, "--input-text", "a", flag, 3, "--json") == 0
-        assert json.loads(capsys.readouterr().out)["num_steps"] <= 3
+def test_a_disk_that_fills_up_does_not_cost_the_text(
+    engine_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", fail)
+    flags = ("--max-new-tokens", 3, "--debug-dir", tmp_path, "--debug-format", "pt")
+    assert run(engine_directory, "--input-text", PROMPT, *flags) == 2
+    captured = capsys.readouterr()
+    expected = glass.load(engine_directory).generate(PROMPT, max_new_tokens=3).texts
+    assert expected is not None and captured.out == expected[0] + "\n"
+    assert "No space left" in captured.err and "--debug-dir" in captured.err
+
+
+@pytest.mark.parametrize("variable", [None, "GLASS_SYNCHRONOUS", "CUDA_LAUNCH_BLOCKING"])
+def test_synchronous(
+    engine_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str | None
+) -> None:
+    found = []
+
+    def keep(directory: str) -> Any:
+        found.append(load_once.__wrapped__(directory))
+        return found[-1]
+
+    monkeypatch.setattr(glass, "load", keep)
+    if variable:
+        monkeypatch.setenv(variable, "1")
+    flags = () if variable else ("--synchronous",)
+    assert run(engine_directory, "--input-text", "a", "--max-new-tokens", 1, *flags) == 0
+    assert found[0].executable.synchronous
+    monkeypatch.delenv(variable or "GLASS_SYNCHRONOUS", raising=False)
+    assert run(engine_directory, "--input-text", "a", "--max-new-tokens", 1) == 0
+    assert not found[1].executable.synchronous
+
+
+def test_a_seed_that_was_drawn_is_printed_and_repeats_the_text(
+    engine_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = (engine_directory, "--input-text", PROMPT, "--temperature", 1.5, "--max-new-tokens", 12)
+    assert run(*base) == 0
+    first = capsys.readouterr()
+    seed = first.err.partition("sampled with --seed ")[2].split()[0]
+    assert run(*base, "--seed", seed) == 0
+    assert capsys.readouterr().out == first.out
+    assert run(engine_directory, "--input-text", PROMPT, "--max-new-tokens", 2) == 0
+    assert "--seed" not in capsys.readouterr().err
 
 
 def test_debug_prints_every_step(engine_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,6 +196,14 @@ def test_record(engine_directory: Path, tmp_path: Path, capsys: pytest.CaptureFi
         (["{engine}", "--input-text", "a", "--debug", "layrs.0.mlp"], "nearest"),
         (["{engine}", "--input-text", "a", "--debug", "re:("], "regular expression"),
         (["{engine}", "--input-text", "a", "--debug", "mlp", "--json"], "--record DIR"),
+        (["{engine}", "--input-text", "a", "--print-tensors", "--json"], "--debug-dir DIR"),
+        (["{engine}", "--input-text", "a", "--debug-format", "pt"], "DEBUG_ARTIFACTS_DIR"),
+        (["{engine}", "--input-text", "a", "--debug-dir", "{out}", "--debug-format", "csv"], "pt, txt, npy"),
+        (["{engine}", "--input-text", "a", "--debug-dir", "{engine}/engine.json"], "cannot be written"),
+        (["--engine_dir", "{engine}", "--input_text", "a", "b"], "each prompt has a flag of its own"),
+        (["{engine}", "--input-text", "a", "--prefill-chunk", "0"], "--prefill-chunk"),
+        (["{engine}", "--input-text", "a", "--top-p", "1.5"], "--top-p"),
+        (["{engine}", "--input-text", "a", "--temperature", "-1"], "temperature"),
         (["{engine}", *["--input-text", "a"] * 9], "--max-batch-size 9"),
     ],
 )

@@ -40,7 +40,7 @@ def test_identical(tmp_path: Path) -> None:
     assert (result.ok, result.verdict, result.coverage, result.first_divergence) == (True, "identical", 1.0, None)
     assert result.counts == {
         "compared": 8, "identical": 8, "rounding": 0, "suspicious": 0, "wrong": 0, "inherited": 0,
-        "unmatched_baseline": 0, "unmatched_candidate": 0, "not_recorded": 0,
+        "unmatched_baseline": 0, "unmatched_candidate": 0, "not_recorded": 0, "missing_steps": 0,
     }  # fmt: skip
     assert {pair.judged_by for pair in result.pairs} == {"tolerance (uncalibrated)"}
     json.dumps(result.to_dict(), allow_nan=False)
@@ -91,7 +91,9 @@ def test_shapes_and_dtypes(tmp_path: Path) -> None:
     result = compare(x, y)
     found = {(p.step, p.site): p for p in result.pairs}
     assert (found[0, "a"].verdict, found[0, "a"].figures) == ("wrong", None)
-    assert found[0, "a"].reason == "shapes differ: [4, 6] and [6, 4]; the shapes agree when transposed"
+    assert found[0, "a"].reason == (
+        "shapes differ: [4, 6] and [6, 4] (dimensions 0, 1); they agree when transposed: --transpose 'a'"
+    )
     assert (found[0, "b"].verdict, found[0, "b"].reason) == ("rounding", "dtypes differ: float32 and bfloat16")
     first = result.first_divergence
     assert first is not None
@@ -103,9 +105,19 @@ def test_shapes_and_dtypes(tmp_path: Path) -> None:
 
 
 def test_transposing_a_vector_makes_no_sense(tmp_path: Path) -> None:
-    torch.save({"v": torch.ones(3)}, tmp_path / "v.pt")
+    torch.save({"v.weight": torch.ones(3), "w.weight": torch.ones(2, 3)}, tmp_path / "x.pt")
+    torch.save({"v.weight": torch.ones(3), "w.weight": torch.ones(3, 2)}, tmp_path / "y.pt")
     with pytest.raises(UsageError, match="cannot be transposed"):
-        compare(tmp_path / "v.pt", tmp_path / "v.pt", transpose=["v"])
+        compare(tmp_path / "x.pt", tmp_path / "y.pt", transpose=["v.weight"])
+    # A pattern leaves the vectors among what it names as they are.
+    assert compare(tmp_path / "x.pt", tmp_path / "y.pt", transpose=["*.weight"]).verdict == "identical"
+
+
+def test_what_is_transposed_is_in_the_baseline(tmp_path: Path) -> None:
+    torch.save({"x": torch.ones(2, 2)}, tmp_path / "x.pt")
+    torch.save({"y": torch.ones(2, 2)}, tmp_path / "y.pt")
+    with pytest.raises(UnknownNameError, match="unknown tensor 'y'"):
+        compare(tmp_path / "x.pt", tmp_path / "y.pt", transpose=["y"], map={"x": "y"})
 
 
 def test_integers_are_exact(tmp_path: Path) -> None:

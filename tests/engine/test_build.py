@@ -22,7 +22,8 @@ from glassengine.backends.eager import EagerBackend
 from glassengine.engine import Engine, build_program, files
 from glassengine.engine.build import default_directory, plan_build
 from glassengine.engine.describe import Settings
-from glassengine.engine.outputs import BuildPlan, parse_request
+from glassengine.engine.outputs import BuildPlan
+from glassengine.engine.requests import parse_request
 from glassengine.errors import BackendError, UnknownNameError, UsageError
 from glassengine.program import Program
 from glassengine.testing import models
@@ -270,13 +271,19 @@ def test_batch_of_none(checkpoint: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("layers.0.mlp", ("layers.0.mlp", None)),
-        ("layers.0.mlp=mine", ("layers.0.mlp", "mine")),
-        ("re:(?=mlp)", ("re:(?=mlp)", None)),
-        ("re:(?=mlp)=x.y", ("re:(?=mlp)", "x.y")),
+        ("layers.0.mlp", ("layers.0.mlp", None, None)),
+        ("layers.0.mlp=mine", ("layers.0.mlp", "mine", None)),
+        ("re:(?=mlp)", ("re:(?=mlp)", None, None)),
+        ("re:(?=mlp)=x.y", ("re:(?=mlp)", "x.y", None)),
+        ("layers.0.mlp:float32", ("layers.0.mlp", None, "float32")),
+        ("layers.0.mlp=mine:bfloat16", ("layers.0.mlp", "mine", "bfloat16")),
+        ("layers.0.mlp:in[0]", ("layers.0.mlp:in[0]", None, None)),
+        ("layers.0:kv.key=k", ("layers.0:kv.key", "k", None)),
+        ("re:a=b:float64", ("re:a", "b", "float64")),
+        ("mlp:int8", ("mlp:int8", None, None)),
     ],
 )
-def test_request_is_split(text: str, parts: tuple[str, str | None]) -> None:
+def test_request_is_split(text: str, parts: tuple[str, str | None, str | None]) -> None:
     assert parse_request(text) == parts
 
 
@@ -395,3 +402,54 @@ def test_pass_is_applied_and_recorded(checkpoint: Path, engine: Engine, tmp_path
     ids = torch.tensor([[5, 6, 7]])
     a, b = engine.session(1, 4).prefill(ids), changed.session(1, 4).prefill(ids)
     assert not torch.allclose(a, b)
+
+
+GPT = """
+import glassengine as glass
+from glassengine.testing import models
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+class Layer(LlamaDecoderLayer, glass.NetworkOutputs):
+    def forward(self, hidden_states, position_embeddings=None, **kwargs):
+        residual = hidden_states
+        hidden_states = self.input_layernorm(hidden_states)
+        attention_output, _ = self.self_attn(hidden_states, position_embeddings=position_embeddings, **kwargs)
+        hidden_states = residual + attention_output
+
+        residual = hidden_states
+        hidden_states = self.post_attention_layernorm(hidden_states)
+
+        hidden_states = self.mlp(hidden_states)
+        # register as model output
+        # ------------------------------------------------------
+        self.register_network_output('mlp_output', hidden_states)
+        # ------------------------------------------------------
+
+        hidden_states = residual + hidden_states
+        return hidden_states
+
+def model():
+    model = models.llama()
+    for layer in model.model.layers:
+        layer.__class__ = Layer
+    return model
+"""
+
+
+def test_documented_taps_of_all_layers(tmp_path: Path) -> None:
+    # The model code is the user's: the document's four lines within a decoder layer.
+    (tmp_path / "gpt.py").write_text(GPT)
+    spec = f"{tmp_path / 'gpt.py'}:model"
+    engine = glass.build(spec, tmp_path / "e", backend="eager", add_output=["layers.*.mlp_output", "layers.*.mlp"])
+    names = ["model.layers.0.mlp_output", "model.layers.1.mlp_output"]
+    assert list(engine.added_outputs)[:2] == names
+    session = engine.session(1, 8, debug=True)
+    session.prefill(torch.tensor([[5, 6, 7]]))
+    for name in names:
+        assert session.debug_buffers[name].shape == (1, 3, 64)
+        assert torch.equal(session.debug_buffers[name], session.debug_buffers[name.removesuffix("_output")])
+    # The release build of the same code has none of it.
+    release = glass.build(spec, tmp_path / "r", backend="eager")
+    assert list(release.added_outputs) == []
+    targets = {str(node.target) for node in release.program.graph.nodes}
+    assert targets and not any("mark" in target for target in targets)

@@ -110,9 +110,12 @@ def call(engine: Engine, **inputs: Any) -> str:
 @pytest.mark.parametrize(
     ("tensor", "row"),
     [
-        (torch.zeros(3, 4, dtype=torch.float64), r"hidden_states  float64 \[3, 4\] cpu .* pass \.to\(torch\.float32\)"),
-        (torch.zeros(3, 4, device="meta"), r"float32 \[3, 4\] meta .* pass \.cpu\(\)"),
-        (torch.zeros(3, 5), r"dimension 1 must be 4: give --inputs two steps that differ in it"),
+        (
+            torch.zeros(3, 4, dtype=torch.float64),
+            r"hidden_states  float64  cpu +\[3, 4\] .* dtype must be float32 +pass \.to\(torch\.float32\)",
+        ),
+        (torch.zeros(3, 4, device="meta"), r"float32  meta +\[3, 4\] .* must be on the CPU +pass \.cpu\(\)"),
+        (torch.zeros(3, 5), r"dimension 1 must be 4  build with --inputs of two steps that differ in it"),
         (torch.zeros(1, 4), r"dimension 0 must be 2 to any"),
         (torch.zeros(4), r"pass 2 dimensions"),
     ],
@@ -121,14 +124,14 @@ def call(engine: Engine, **inputs: Any) -> str:
 def test_input_that_does_not_fit(module_engine: Engine, tensor: torch.Tensor, row: str) -> None:
     message = call(module_engine, hidden_states=tensor, scale=2.0)
     assert re.search(row, message), message
-    assert "built for" in message and "float32 [2.., 4] cpu" in message
+    assert "built for" in message and "float32 cpu [2.., 4]" in message
 
 
 def test_missing_and_unknown_inputs_share_one_table(module_engine: Engine) -> None:
     message = call(module_engine, hidden=torch.zeros(3, 4))
     lines = [line.split() for line in message.splitlines()]
-    assert any(line[:2] == ["hidden_states", "missing"] for line in lines)
-    assert any(line[:1] == ["hidden"] and line[-3:] == ["not", "an", "input"] for line in lines)
+    assert any(line[:1] == ["hidden_states"] and "missing" in line for line in lines)
+    assert any(line[:1] == ["hidden"] and line[-6:-3] == ["not", "an", "input"] for line in lines)
 
 
 def test_value_that_was_built_in(module_engine: Engine) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,10 @@ import torch
 
 import glassengine as glass
 from glassengine.engine import Engine
-from glassengine.engine.generate import _TextStream
 from glassengine.engine.prompts import pad_left
-from glassengine.engine.sampling import FILE, GenerationSettings
-from glassengine.errors import CorruptError, UsageError
-from glassengine.testing import models
+from glassengine.engine.sampling import FILE
+from glassengine.engine.stream import TextStream
+from glassengine.errors import UsageError
 from glassengine.testing.checkpoints import byte_tokenizer, save_checkpoint
 
 PROMPTS = ["Hey, are you conscious?", "Soyer trained as a"]
@@ -48,19 +46,6 @@ def test_tokens_and_text_of_transformers(engine: Engine, model: Any) -> None:
 
 
 @pytest.mark.parametrize("backend", ["inductor", "onnxruntime"])
-@pytest.mark.parametrize("make", [models.gpt2, models.qwen3])
-def test_compiled_backends(make: Callable[[], Any], backend: str) -> None:
-    model = make()
-    engine = glass.build(model, backend=backend)
-    rows = [[5, 6, 7, 8, 9], [10, 11, 12]]
-    expected = transformers_tokens(model, rows, 16)
-    assert engine.generate(input_ids=rows, max_new_tokens=16).token_ids == tuple(until_end(r, 2) for r in expected)
-    assert engine.generate(input_ids=rows[1], max_new_tokens=8).token_ids[0] == until_end(
-        transformers_tokens(model, rows[1:], 8)[0], 2
-    )
-
-
-@pytest.mark.parametrize("backend", ["inductor", "onnxruntime"])
 def test_bundled_model(backend: str, root: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -78,7 +63,7 @@ def test_bundled_model(backend: str, root: Path, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def configured(model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+def configured(engine: Engine, model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     """Return a function (generation settings) -> model with them; engines then read them as well."""
 
     def make(**settings: Any) -> Any:
@@ -86,8 +71,8 @@ def configured(model: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> C
         changed.generation_config = copy.deepcopy(model.generation_config)
         changed.generation_config.update(**settings)
         changed.generation_config.to_json_file(tmp_path / FILE, use_diff=True)
-        read = GenerationSettings.read
-        monkeypatch.setattr(GenerationSettings, "read", lambda _: read(tmp_path))
+        assert engine.tokenizer  # read from where it really is
+        monkeypatch.setattr(engine, "directory", tmp_path)
         return changed
 
     return make
@@ -126,22 +111,8 @@ def test_penalties_of_the_generation_config(
     assert [list(row) for row in made] == [full[: len(row)] for full, row in zip(expected, made, strict=True)]
 
 
-def test_settings_that_are_not_applied_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / FILE).write_text('{"num_beams": 4, "temperature": 0.7}')
-    with caplog.at_level(logging.WARNING, "glassengine"):
-        GenerationSettings.read(tmp_path)
-    assert "num_beams = 4 is not applied" in caplog.text and "temperature" not in caplog.text
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"eos_token_id": "x"}'])
-def test_damaged_generation_config(tmp_path: Path, text: str) -> None:
-    (tmp_path / FILE).write_text(text)
-    with pytest.raises(CorruptError, match=FILE):
-        GenerationSettings.read(tmp_path)
-
-
 def test_default_number_of_tokens(engine: Engine, configured: Callable[..., Any]) -> None:
-    assert GenerationSettings.read(engine.directory).max_new_tokens == 20
+    assert engine.generate(input_ids=[[5, 6]], eos_token_id=None).num_steps == 20
     configured(max_new_tokens=3)
     assert engine.generate(input_ids=[[5, 6]]).num_steps == 3
 
@@ -156,7 +127,7 @@ def test_unfinished_characters_are_held_back() -> None:
     tokenizer = byte_tokenizer()
     tokens = tokenizer("a \u20ac b")["input_ids"]
     pieces: list[str] = []
-    stream = _TextStream(tokenizer, pieces.append)
+    stream = TextStream(tokenizer, pieces.append)
     for count in range(1, len(tokens) + 1):
         stream.put(tokens[:count])
     stream.end(tokens)
@@ -241,9 +212,13 @@ def test_token_ids_file_that_is_missing(engine: Engine, tmp_path: Path) -> None:
         engine.generate(input_ids=tmp_path / "nothing.json")
 
 
-@pytest.mark.parametrize("arguments", [{}, {"prompts": "a", "input_ids": [[1]]}])
+@pytest.mark.parametrize(
+    "arguments", [{}, {"prompts": "a", "input_ids": [[1]]}, {"prompt_file": "a.txt", "chat": "b.json"}]
+)
 def test_one_kind_of_prompt(engine: Engine, arguments: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="--input-text TEXT, or --input-ids FILE"):
+    with pytest.raises(
+        UsageError, match="--input-text TEXT, or --input-ids FILE, or --input-file FILE, or --chat FILE"
+    ):
         engine.generate(**arguments)
 
 

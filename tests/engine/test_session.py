@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from glassengine.engine import Engine
+from glassengine.engine import Engine, build_program
+from glassengine.engine import session as session_module
 from glassengine.engine.prompts import pad_left
 from glassengine.errors import UnknownNameError, UsageError
+from glassengine.program import Program
 
 ROWS = [[5, 6, 7, 8, 9, 10], [11, 12, 13]]
 
@@ -136,30 +140,32 @@ def test_debug_of_an_unknown_name(engine: Engine) -> None:
 
 @pytest.mark.parametrize("size", [0, 9])
 def test_batch_that_does_not_fit(engine: Engine, size: int) -> None:
-    with pytest.raises(UsageError, match="the batch does not fit") as caught:
+    with pytest.raises(UsageError, match="sequences") as caught:
         engine.session(size, 4)
     assert size == 0 or "--max-batch-size 9" in str(caught.value.hint)
 
 
 def test_length_that_does_not_fit(engine: Engine) -> None:
-    with pytest.raises(UsageError, match="longer than the engine was built for") as caught:
+    with pytest.raises(UsageError, match="prompt and new tokens are 129 tokens, at most 128") as caught:
         engine.session(1, 129)
     assert "--max-seq-len 129" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(
-    "ids",
+    ("ids", "problem"),
     [
-        torch.zeros((1, 2), dtype=torch.int64),
-        torch.zeros((2, 2), dtype=torch.int32),
-        torch.zeros((2, 0), dtype=torch.int64),
-        torch.zeros(2, dtype=torch.int64),
-        torch.zeros((2, 2), dtype=torch.int64, device="meta"),
+        (torch.zeros((1, 2), dtype=torch.int64), "1 sequences in a session of 2"),
+        (torch.zeros((2, 2), dtype=torch.int32), r"dtype must be int64 +pass \.to\(torch\.int64\)"),
+        (torch.zeros((2, 0), dtype=torch.int64), "0 tokens a sequence instead of at least 1"),
+        (torch.zeros(2, dtype=torch.int64), "1 dimensions instead of 2"),
+        (torch.zeros((2, 2), dtype=torch.int64, device="meta"), r"must be on the CPU +pass \.cpu\(\)"),
+        (torch.zeros((2, 5), dtype=torch.int64), "the cache of the session is full: 5 more tokens, 4 slots left"),
+        ([[1, 2], [3, 4]], "no tensor"),
     ],
-    ids=["batch", "dtype", "empty", "dimensions", "device"],
+    ids=["batch", "dtype", "empty", "dimensions", "device", "length", "list"],
 )
-def test_tokens_that_do_not_fit(engine: Engine, ids: torch.Tensor) -> None:
-    with pytest.raises(UsageError, match=r"expected: int64 \[2, tokens\] on the CPU"):
+def test_tokens_that_do_not_fit(engine: Engine, ids: Any, problem: str) -> None:
+    with pytest.raises(UsageError, match=r"input_ids .* int64 cpu \[2, 1\.\.4\], ids 0\.\.258 +" + problem):
         engine.session(2, 4).prefill(ids)
 
 
@@ -173,10 +179,25 @@ def test_tokens_outside_of_the_vocabulary(engine: Engine, token: int) -> None:
         session.decode(torch.tensor([token]))
 
 
-@pytest.mark.parametrize("mask", [[[1, 0]], [[1, 1, 1]]])
-def test_mask_that_does_not_fit(engine: Engine, mask: list[list[int]]) -> None:
-    with pytest.raises(UsageError, match="padding on the left"):
+@pytest.mark.parametrize(
+    ("mask", "problem"),
+    [
+        ([[1, 0]], "padding on the right +padding on the left"),
+        ([[1, 1, 1]], r"another shape than the token ids +pass \[1, 2\]"),
+        ([[1.0, 1.0]], "dtype must be a whole number or bool"),
+        ([[2, 1]], "values other than 0 and 1"),
+    ],
+    ids=["side", "shape", "dtype", "values"],
+)
+def test_mask_that_does_not_fit(engine: Engine, mask: Any, problem: str) -> None:
+    with pytest.raises(UsageError, match=rf"input_ids .* ok\n *attention_mask .*{problem}"):
         engine.session(1, 4).prefill(torch.tensor([[3, 4]]), torch.tensor(mask))
+
+
+def test_mask_of_booleans(engine: Engine) -> None:
+    ids, mask = pad_left(ROWS, 0)
+    a, b = engine.session(2, 8), engine.session(2, 8)
+    assert torch.equal(a.prefill(ids, mask.bool()), b.prefill(ids, mask))
 
 
 def test_order_of_calls(engine: Engine) -> None:
@@ -197,3 +218,82 @@ def test_engine_of_a_module_has_no_session(tmp_path: Path) -> None:
     module = glass.build(torch.nn.Linear(2, 2), backend="eager", inputs={"input": torch.zeros(3, 2)})
     with pytest.raises(UsageError, match="no prefill and decode"):
         module.session(1, 4)
+
+
+def test_ring_of_the_last_steps(engine: Engine) -> None:
+    session = engine.session(1, 8, debug=["logits", "layers.0.mlp"], keep_steps=3)
+    session.prefill(torch.tensor([[5, 6]]))
+    seen = [session.debug_buffers]
+    for token in (7, 8, 9, 10):
+        session.decode(torch.tensor([token]))
+        seen.append(session.debug_buffers)
+    assert [step for step, _ in session.debug_history] == [2, 3, 4]
+    assert all(buffers is seen[step] for step, buffers in session.debug_history)
+    assert list(session.debug_history[0][1]) == ["logits", "model.layers.0.mlp"]
+    # what was dropped is gone from memory, once nobody else holds it
+    dropped = weakref.ref(seen[0]["logits"])
+    seen.clear()
+    assert dropped() is None
+
+
+def test_ring_is_off_by_default(engine: Engine) -> None:
+    session = engine.session(1, 4, debug=True)
+    session.prefill(torch.tensor([[5, 6]]))
+    assert len(session.debug_history) == 0
+
+
+def test_ring_reaches_an_observer(engine: Engine) -> None:
+    steps: list[list[int]] = []
+    engine.generate(
+        input_ids=[[5]], max_new_tokens=4, eos_token_id=None, debug=["logits"], keep_steps=2,
+        on_step=lambda session: steps.append([step for step, _ in session.debug_history]),
+    )  # fmt: skip
+    assert steps == [[0], [0, 1], [1, 2], [2, 3]]
+
+
+@pytest.mark.parametrize("arguments", [{"keep_steps": 2}, {"keep_steps": -1, "debug": True}])
+def test_ring_of_nothing(engine: Engine, arguments: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="--debug PATTERN"):
+        engine.session(1, 4, **arguments)
+
+
+def test_only_what_was_asked_for_is_copied(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[torch.Size] = []
+    copy = session_module._copy
+    monkeypatch.setattr(session_module, "_copy", lambda tensor: (copied.append(tensor.shape), copy(tensor))[1])
+    session = engine.session(1, 4, debug=["layers.1.mlp"])
+    session.prefill(torch.tensor([[5, 6]]))
+    assert copied == [(1, 2, 64)]
+
+
+def test_inputs_of_each_step_are_logged(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "glassengine"):
+        session = engine.session(1, 4)
+        session.prefill(torch.tensor([[5, 6]]))
+        session.decode(torch.tensor([7]))
+    tables = [record.getMessage() for record in caplog.records if record.getMessage().startswith("inputs of step")]
+    assert [table.splitlines()[0] for table in tables] == ["inputs of step 0:", "inputs of step 1:"]
+    lines = [line.split() for line in tables[1].splitlines()]
+    assert ["input_ids", "int64", "cpu", "[1,", "1]"] in lines
+    assert ["past_key_0", "float32", "cpu", "[1,", "2,", "4,", "16]"] in lines
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "glassengine"):
+        engine.session(1, 4).prefill(torch.tensor([[5, 6]]))
+    assert caplog.text == ""
+
+
+def test_casts_on_reading(program: Program, tmp_path: Path) -> None:
+    outputs = ["model.layers.0.mlp=own", "model.layers.0.mlp=wide:float64"]
+    engine = build_program(program, tmp_path / "e", backend="eager", outputs=outputs)
+    session = engine.session(1, 4, debug=["own", "wide"])
+    session.prefill(torch.tensor([[5, 6]]))
+    own, wide = session.debug_buffers["own"], session.debug_buffers["wide"]
+    assert (own.dtype, wide.dtype) == (torch.float32, torch.float64) and torch.equal(own.double(), wide)
+
+
+def test_an_engine_keeps_the_program_it_was_built_from(program: Program, tmp_path: Path) -> None:
+    engine = build_program(program, tmp_path / "e", backend="eager", outputs=["re:^model.layers.0.self_attn/view"])
+    (tmp_path / "e" / "program.pt2").unlink()  # nothing is read back
+    session = engine.session(1, 4, debug=["self_attn/view.*"])
+    session.prefill(torch.tensor([[5, 6]]))
+    assert session.debug_buffers and engine.program is program

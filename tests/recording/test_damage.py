@@ -13,8 +13,8 @@ import torch
 
 from glassengine.errors import CorruptError, GlassError, UsageError
 from glassengine.recording import layout
-from glassengine.recording.layout import frame
 from glassengine.recording.reader import Recording
+from glassengine.recording.records import frame
 from glassengine.recording.writer import RecordingWriter
 
 
@@ -90,17 +90,18 @@ def test_an_uncommitted_step_makes_it_incomplete(tmp_path: Path) -> None:
 def test_an_open_recording_can_be_read(tmp_path: Path) -> None:
     with RecordingWriter(tmp_path / "r", metadata={}) as w:
         w.write("a", 0, torch.ones(3))
-        w.commit(0)
-        w.metadata["token_ids"] = [[1, 2]]
+        w.commit(0, token_ids=[[1, 2], [5]])
         w.write("a", 1, torch.ones(3))
         r = Recording.open(tmp_path / "r")
         assert (r.steps, r.incomplete_because) == ([0], "it was never closed")
+        assert r.metadata == {"token_ids": [[1, 2], [5]]}
         assert r.tensor("a").sum() == 3
-        w.commit(1)
+        w.commit(1, token_ids=[[3], [6]])
         r = Recording.open(tmp_path / "r")
     assert not (tmp_path / "r" / "shard-00000.part").exists()
     assert r.tensor("a", 1).sum() == 3
-    assert Recording.open(tmp_path / "r").metadata == {"token_ids": [[1, 2]]}
+    assert Recording.open(tmp_path / "r").metadata == {"token_ids": [[1, 2, 3], [5, 6]]}
+    assert json.loads((tmp_path / "r" / layout.MANIFEST).read_text())["metadata"] == r.metadata
 
 
 def test_a_full_disk_says_what_is_safe(tmp_path: Path) -> None:
@@ -310,22 +311,44 @@ def test_misuse_of_the_writer(tmp_path: Path) -> None:
             (lambda: w.commit(0), "committed twice"),
             (lambda: w.write("b", -1, torch.ones(1)), "numbers from 0 on"),
             (lambda: w.write("b" * 20_000, 1, torch.ones(1)), "a longer name"),
-            (lambda: w.write("b", 1, torch.ones(2).to_sparse()), "a dense tensor"),
+            (lambda: w.write("b", 1, torch.ones(2).to_sparse()), r"sparse_coo(.|\n)*a dense tensor"),
             (lambda: w.write("b", 1, torch.ones(2, device="meta")), "meta"),
             (lambda: w.write("b", 1, torch.ones(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)), "float4"),
         ):
             with pytest.raises(UsageError, match=message):
                 call()
-        w.metadata["bad"] = torch.ones(1)
-        with pytest.raises(UsageError, match=r"metadata is not JSON(.|\n)*'bad'"):
-            w.commit(1)
-        del w.metadata["bad"]
     assert Recording.open(tmp_path / "r").complete
     with pytest.raises(UsageError, match="closed"):
         w.write("a", 3, torch.ones(1))
     with pytest.raises(UsageError, match="not JSON"):
         RecordingWriter(tmp_path / "x", metadata={"a": float("nan")})
     assert not (tmp_path / "x").exists()
+    w = RecordingWriter(tmp_path / "y", metadata={})
+    w.metadata["bad"] = torch.ones(1)
+    with pytest.raises(UsageError, match=r"metadata is not JSON(.|\n)*'bad'"):
+        w.close()
+    assert Recording.open(tmp_path / "y").incomplete_because == "it was never closed"
+
+
+def test_long_prompts_and_many_rows(tmp_path: Path) -> None:
+    rows = [list(range(200_000)), [], *([i] for i in range(5000))]
+    with RecordingWriter(tmp_path / "r", metadata={}) as w:
+        w.commit(0, token_ids=rows)
+        w.commit(1, token_ids=[[-1]] * len(rows))
+    r = Recording.open(tmp_path / "r")
+    assert r.metadata["token_ids"] == [[*row, -1] for row in rows]
+
+
+TOKENS = [{}, {"rows": 1}, {"rows": [[1]]}, {"rows": [[-1, []]]}, {"rows": [[1 << 40, []]]}, {"rows": [[0, ["1"]]]}]
+
+
+@pytest.mark.parametrize("payload", TOKENS)
+def test_hostile_token_ids_are_refused(tmp_path: Path, payload: dict[str, object]) -> None:
+    path = make(tmp_path / "r", steps=1)
+    index = path / layout.INDEX
+    index.write_bytes(frame({"kind": "tokens", **payload}) + index.read_bytes())
+    with pytest.raises(CorruptError, match="token id"):
+        Recording.open(path)
 
 
 def test_nothing_can_be_written_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

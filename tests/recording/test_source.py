@@ -1,6 +1,7 @@
 """Foreign files: everything a user may have, and everything an attacker may send."""
 
 import io
+import os
 import pickle
 import struct
 import zipfile
@@ -159,6 +160,8 @@ def test_hostile_numpy(tmp_path: Path) -> None:
         archive.writestr("absurd.npy", _member("{'descr':'<f8','fortran_order':False,'shape':(1099511627776,)}", b""))
         archive.writestr("code.npy", _member("{'descr':__import__('os'),'fortran_order':False,'shape':()}", b""))
         archive.writestr("readme.txt", "hello")
+        long = b"\x93NUMPY\x02\x00" + struct.pack("<I", 1 << 31) + bytes(1 << 16)
+        archive.writestr("long.npy", long, zipfile.ZIP_DEFLATED)
         good = io.BytesIO()
         np.save(good, np.ones(3))
         archive.writestr("../../good.npy", good.getvalue())
@@ -169,7 +172,8 @@ def test_hostile_numpy(tmp_path: Path) -> None:
     assert source.tensor(source.entries[1]).sum() == 3
     assert reasons(source)["../../good"] == "two entries have this name"
     assert "claims 8796093022208 bytes, the file has 0" in reasons(source)["absurd"]
-    assert set(reasons(source)) == {"absurd", "code", "readme.txt", "../../good"}
+    assert reasons(source)["long"] == "not an array: the header claims 2147483648 bytes"
+    assert set(reasons(source)) == {"absurd", "code", "readme.txt", "long", "../../good"}
     (tmp_path / "g.npz").write_bytes((tmp_path / "f.npz").read_bytes()[:-30])
     with pytest.raises(CorruptError, match=r"not an \.npz file"):
         open_source(tmp_path / "g.npz")
@@ -189,8 +193,12 @@ def test_paths(tmp_path: Path) -> None:
     (tmp_path / "step0.pt").touch()
     with pytest.raises(UsageError, match=r"no such file(.|\n)*step0\.pt"):
         open_source(tmp_path / "step1.pt")
-    with pytest.raises(UsageError, match="not a recording"):
-        open_source(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="holds no tensors"):
+        open_source(tmp_path / "empty")
     (tmp_path / "x.onnx").touch()
     with pytest.raises(UsageError, match=r"kind of file(.|\n)*\.safetensors"):
         open_source(tmp_path / "x.onnx")
+    os.mkfifo(tmp_path / "pipe.pt")
+    with pytest.raises(UsageError, match="not a plain file"):
+        open_source(tmp_path / "pipe.pt")

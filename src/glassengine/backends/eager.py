@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from glassengine.backends.protocol import Availability, Capabilities, Run, Weights
+from glassengine.backends.protocol import Availability, Capabilities, Network, Run, Weights, program_network
 from glassengine.capture.interpreter import run_program
 from glassengine.program.program import Program, load_program, save_program
 
@@ -39,3 +40,11 @@ class EagerBackend:
             return run_program(program, inputs)
 
         return run
+
+    def options(self, program: Program) -> dict[str, Any]:
+        """Return nothing: there is nothing to choose."""
+        return {}
+
+    def network(self, program: Program, directory: Path) -> Network:
+        """Return the graph: each node is a layer."""
+        return program_network(program, "Interpreted as it is: each layer is a node of the graph.")

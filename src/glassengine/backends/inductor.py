@@ -17,7 +17,8 @@ import torch
 
 from glassengine import environment
 from glassengine.backends.io import read_io, write_io
-from glassengine.backends.protocol import Availability, Capabilities, Run, Weights
+from glassengine.backends.kernels import list_kernels
+from glassengine.backends.protocol import Availability, Capabilities, Network, Run, Weights
 from glassengine.program.program import Program
 
 FREEZE_LIMIT_BYTES = 2 << 30
@@ -43,10 +44,7 @@ class InductorBackend:
 
     def build(self, program: Program, directory: Path) -> None:
         """Compile; no_grad, or freezing would be ignored."""
-        frozen = self.keeps_weights(program)
-        options: dict[str, Any] = {"freezing": frozen}
-        if not frozen:
-            options["aot_inductor.package_constants_in_so"] = False
+        options = self._choices(program)
         with torch.no_grad(), _quiet():
             torch._inductor.aoti_compile_and_package(
                 program.exported, package_path=str(directory / _PACKAGE), inductor_configs=options
@@ -73,6 +71,28 @@ class InductorBackend:
             return dict(zip(order.outputs, results, strict=True))
 
         return run
+
+    def options(self, program: Program) -> dict[str, Any]:
+        """Return every setting of Inductor that is a plain value, those of this back-end put in."""
+        settings = {**torch._inductor.config.get_config_copy(), **self._choices(program)}
+        # Paths are of this machine, and change nothing of what is computed.
+        return {
+            name: value
+            for name, value in sorted(settings.items())
+            if isinstance(value, (bool, int, float, str, type(None))) and not str(value).startswith("/")
+        }
+
+    def network(self, program: Program, directory: Path) -> Network:
+        """Return the kernels and library calls in the order of the generated code."""
+        return list_kernels(program, directory / _PACKAGE)
+
+    def _choices(self, program: Program) -> dict[str, Any]:
+        frozen = self.keeps_weights(program)
+        # Which nodes a kernel came from is written beside the code, and changes nothing of it but comments.
+        choices: dict[str, Any] = {"freezing": frozen, "trace.provenance_tracking_level": 1}
+        if not frozen:
+            choices["aot_inductor.package_constants_in_so"] = False
+        return choices
 
 
 @contextlib.contextmanager

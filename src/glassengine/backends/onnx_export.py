@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from glassengine.backends.onnx_network import mark_nodes, name_layers
 from glassengine.errors import BackendError
 from glassengine.program.outputs import functional_form, result_names
 from glassengine.program.program import Program
@@ -31,7 +32,7 @@ MODEL_FILE = "model.onnx"
 IN_PLACE_KEY = "glassengine.in_place"
 """Key of the model's metadata: the cache inputs whose buffer may also receive the updated cache, space-separated."""
 
-_OPSET = 20
+OPSET = 20
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 
@@ -46,6 +47,7 @@ def export_onnx(program: Program, directory: Path) -> None:
     """
     functional = functional_form(program)
     _refuse_dropout(functional)
+    mark_nodes(functional.graph)
     inputs = [port.name for port in functional.inputs]
     # A state that is written in place has one name as input and as result; ONNX has one name space.
     updated = {name: f"updated:{name}" if name in inputs else name for name in result_names(functional)}
@@ -57,13 +59,14 @@ def export_onnx(program: Program, directory: Path) -> None:
             input_names=inputs,
             # Renamed below: a result may be called like an inner value ("linear"), and ONNX has one name space.
             output_names=[f"output:{index}" for index in range(len(outputs))],
-            opset_version=_OPSET,
+            opset_version=OPSET,
             custom_translation_table=_translations(),
             optimize=True,  # without it output names are ignored for values that are passed through
             verbose=False,
         )
-    assert converted is not None
+    assert converted is not None and converted.exported_program is not None
     graph = converted.model.graph
+    name_layers(graph, converted.exported_program.graph, functional)
     _rename_outputs(graph, inputs, outputs)
     _check_inputs(functional, graph)
     caches = {past: updated[present] for past, present in program.caches.items()}

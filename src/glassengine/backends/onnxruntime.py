@@ -15,12 +15,14 @@ from typing import Any
 import torch
 
 from glassengine.backends.io import read_io, write_io
-from glassengine.backends.onnx_export import IN_PLACE_KEY, MODEL_FILE, export_onnx
-from glassengine.backends.protocol import Availability, Capabilities, Run, Weights
+from glassengine.backends.onnx_export import IN_PLACE_KEY, MODEL_FILE, OPSET, export_onnx
+from glassengine.backends.onnx_network import list_network
+from glassengine.backends.protocol import Availability, Capabilities, Network, Run, Weights
 from glassengine.errors import BackendError
 from glassengine.program.outputs import functional_form
 from glassengine.program.program import Program
 
+_PROVIDERS = ["CPUExecutionProvider"]
 _INSTALL = "pip install 'glassengine[onnx]'"
 
 # ONNX element types (TensorProto.DataType) of what a program may take or return.
@@ -79,6 +81,20 @@ class OnnxRuntimeBackend:
             raise BackendError("back-end 'onnxruntime' cannot be used here", got=str(error), hint=_INSTALL) from error
         return _Session(onnxruntime, directory).run
 
+    def options(self, program: Program) -> dict[str, Any]:
+        """Return how the program is converted and run; threads are chosen when the engine is loaded."""
+        return {
+            "opset": OPSET,
+            "optimize": True,
+            "providers": _PROVIDERS,
+            "graph_optimization_level": "all",
+            "inter_op_num_threads": 1,
+        }
+
+    def network(self, program: Program, directory: Path) -> Network:
+        """Return the ONNX graph; its layers are called like the nodes whose values they yield."""
+        return list_network(directory / MODEL_FILE, program)
+
 
 class _Session:
     """A loaded graph and how its inputs and outputs are bound."""
@@ -88,9 +104,7 @@ class _Session:
         options.intra_op_num_threads = torch.get_num_threads()
         options.inter_op_num_threads = 1
         options.log_severity_level = 3  # errors; warnings are about the optimiser's own choices
-        self._session = onnxruntime.InferenceSession(
-            str(directory / MODEL_FILE), options, providers=["CPUExecutionProvider"]
-        )
+        self._session = onnxruntime.InferenceSession(str(directory / MODEL_FILE), options, providers=_PROVIDERS)
         self._graph_outputs = [value.name for value in self._session.get_outputs()]
         in_place = self._session.get_modelmeta().custom_metadata_map[IN_PLACE_KEY].split()
         self._order = read_io(directory)

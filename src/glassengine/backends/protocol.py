@@ -1,15 +1,20 @@
-"""What a back-end is: availability, capabilities, build, load."""
+"""What a back-end is: availability, capabilities, build, load; and, where it can tell, options and network."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from glassengine.program.listing import list_nodes, stage_of
+from glassengine.program.naming import op_name
 from glassengine.program.program import Program
+
+logger = logging.getLogger("glassengine")
 
 Run = Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
 Weights = Mapping[str, torch.Tensor]
@@ -42,6 +47,91 @@ class Availability:
     install: str = ""
 
 
+@dataclass(frozen=True)
+class NetworkTensor:
+    """A tensor of a back-end's network; dtype and shape as text, "" where the back-end does not say."""
+
+    name: str
+    dtype: str = ""
+    shape: str = ""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One operation of a back-end's network.
+
+    Attributes:
+        name: Its name. Where the layer is all of an FX node, or ends it, this is the name of the node; a layer within
+            the expansion of a node is called `<node>/<operation>_<n>`.
+        operation: What the back-end calls it, e.g. "MatMul".
+        nodes: FX nodes that it computes, or is a part of.
+        inputs: Names of the tensors it reads.
+        outputs: The tensors it writes.
+        attributes: Its settings.
+        is_plugin: Whether it is fused or custom: no plain operation of the back-end's standard set.
+    """
+
+    name: str
+    operation: str
+    nodes: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[NetworkTensor, ...]
+    attributes: dict[str, Any] = field(default_factory=dict)
+    is_plugin: bool = False
+
+
+@dataclass(frozen=True)
+class Network:
+    """What a back-end made of a program.
+
+    Attributes:
+        layers: In execution order.
+        inputs: Inputs of the network, weights excluded.
+        outputs: Names of its outputs.
+        note: One sentence: which form of the network this is.
+        sources: File name -> text of code that the back-end generated.
+        optimized: The same network after fusions, where the back-end tells what it runs in the end.
+    """
+
+    layers: tuple[Layer, ...]
+    inputs: tuple[NetworkTensor, ...]
+    outputs: tuple[str, ...]
+    note: str
+    sources: dict[str, str] = field(default_factory=dict)
+    optimized: Network | None = None
+
+
+@runtime_checkable
+class Describing(Protocol):
+    """A back-end that can show what it builds; a third party may leave this out."""
+
+    def options(self, program: Program) -> dict[str, Any]:
+        """Return every option in effect for `program`, as JSON values."""
+
+    def network(self, program: Program, directory: Path) -> Network:
+        """Return what `build` made of `program` in `directory`."""
+
+
+def effective_options(backend: Backend, program: Program) -> dict[str, Any]:
+    """Return the options of a back-end that are in effect; its capabilities where it tells no more."""
+    return backend.options(program) if isinstance(backend, Describing) else asdict(backend.capabilities)
+
+
+def describe_network(backend: Backend, program: Program, directory: Path) -> Network:
+    """Return the network of a back-end; the program's own graph, with the reason, where it cannot show one.
+
+    A listing is there to be read: one that fails must not take the engine with it.
+    """
+    reason = "it has no listing"
+    if isinstance(backend, Describing):
+        try:
+            return backend.network(program, directory)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            logger.warning("the network of back-end %s cannot be listed: %s", backend.name, reason)
+    return program_network(program, f"this is the graph it was given, not its own network ({reason}).")
+
+
 class Backend(Protocol):
     """A back-end. Third parties register a class under the entry-point group `glassengine.backends`."""
 
@@ -64,3 +154,31 @@ class Backend(Protocol):
             directory: What `build` wrote.
             weights: Qualified name -> tensor where `keeps_weights` is false; must stay alive as long as the result.
         """
+
+
+# Operations that are one node in the program and a fused kernel or a plugin in most runtimes.
+_FUSED = frozenset({"scaled_dot_product_attention"})
+_STANDARD = frozenset({"aten", "prim", "prims", "higher_order"})
+
+
+def is_custom(node: torch.fx.Node) -> bool:
+    """Whether a node is a fused operation (attention) or an op that no part of torch defines."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return node.target.namespace not in _STANDARD or op_name(node) in _FUSED
+
+
+def program_network(program: Program, note: str) -> Network:
+    """Return the graph of a program as a network of one layer per node."""
+    lines = {line.name: line for line in list_nodes(stage_of(program, ""))}
+    by_node = {node: name for name, node in program.output_nodes.items()}
+    layers = []
+    for node in program.graph.nodes:
+        if node.op != "call_function":
+            continue
+        line = lines[node.name]
+        result = NetworkTensor(node.name, line.dtype, line.shape)
+        arguments = {"arguments": line.args}
+        layers.append(Layer(node.name, line.target, (node.name,), line.inputs, (result,), arguments, is_custom(node)))
+    inputs = tuple(NetworkTensor(p.node, p.dtype, f"[{', '.join(map(str, p.shape))}]") for p in program.inputs)
+    return Network(tuple(layers), inputs, tuple(by_node), note)

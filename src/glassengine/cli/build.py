@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import glassengine as glass
+from glassengine import environment
 from glassengine.cli import foreign
 from glassengine.cli.options import out, progress, write_json
 from glassengine.errors import UsageError
@@ -49,7 +51,8 @@ def command(
     add_output: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="SITE[=ALIAS]", help="Add a debug output: site, node, glob or re:. Repeatable; see glass sites."
+            metavar="SITE[=ALIAS][:DTYPE]",
+            help="Add a debug output: site, node, glob or re:; @FILE reads {name: alias}. Repeatable; see glass sites.",
         ),
     ] = None,
     inputs: Annotated[
@@ -58,6 +61,14 @@ def command(
     passes: Annotated[
         list[str] | None,
         typer.Option("--pass", metavar="FILE.py:FN", help="Run a pass of yours over the graph. Repeatable."),
+    ] = None,
+    artifacts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Write every stage of the build, the network and an index.html there; DEBUG_ARTIFACTS_DIR does, too.",
+            show_default=False,
+        ),
     ] = None,
     max_batch_size: Annotated[int, typer.Option(help="Largest batch.")] = 8,
     max_seq_len: Annotated[
@@ -86,6 +97,7 @@ def command(
         "attn_implementation": attn_implementation,
         "trust_remote_code": trust_remote_code,
         "revision": revision,
+        "artifacts": artifacts,
     }
     directory = out_directory or output_dir
     if dry_run:
@@ -111,6 +123,9 @@ def command(
     _print_outputs(manifest.added_outputs)
     for name, reason in manifest.left_out.items():
         out.print(f"  left out {name}: {reason}")
+    where = Path(artifacts) if artifacts is not None else environment.debug_artifacts_dir()
+    if where is not None:
+        out.print(f"  artifacts {where / 'index.html'}")
     return 0
 
 
@@ -119,4 +134,5 @@ def _print_outputs(outputs: Sequence[Any]) -> None:
     for entry in outputs:
         shape = ", ".join(map(str, entry.shape))
         note = "" if entry.name == entry.site else f"  ({entry.site})"
-        out.print(f"  output {entry.name}{note}  {entry.dtype}[{shape}]")
+        cast = f", cast from {entry.cast_from}" if entry.cast_from else ""
+        out.print(f"  output {entry.name}{note}  {entry.dtype}[{shape}]{cast}")

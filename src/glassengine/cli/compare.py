@@ -1,14 +1,21 @@
-"""`glass compare`: judge two records of tensors without their models."""
+"""`glass compare`: judge records of tensors without their models; engines and build artifacts side by side."""
 
 from __future__ import annotations
 
+import json as json_format
+import re
 from enum import StrEnum
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import glassengine as glass
-from glassengine.cli.options import out, write_json
+from glassengine.cli.options import err, out, write_json
+from glassengine.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class FailOn(StrEnum):
@@ -19,15 +26,31 @@ class FailOn(StrEnum):
     wrong = "wrong"
 
 
-_SEVERITY = ("identical", "rounding", "suspicious", "wrong")
+_ARTIFACTS = "build artifacts"
+_ENGINES = "an engine"
+_TENSORS = "tensors"
+
+_MAX_MANIFEST_BYTES = 64 << 20
+_TENSOR_FILE = re.compile(r"step\d+\.(pt|pth|safetensors|npz)|.+\.npy|recording\.json|tllm_debug|PP_\d+")
 
 
 def command(
-    baseline: Annotated[str, typer.Argument(help="Recording, .pt, .safetensors or .npz to trust.", show_default=False)],
-    candidate: Annotated[str, typer.Argument(help="The same kinds: what is judged.", show_default=False)],
+    baseline: Annotated[
+        str,
+        typer.Argument(
+            help="To trust: recording, .pt, .safetensors, .npz, .npy, directory of step<i>.pt or <name>-step<i>.npy; "
+            "or an engine, or build artifacts.",
+            show_default=False,
+        ),
+    ],
+    candidates: Annotated[
+        list[str], typer.Argument(metavar="CANDIDATE", help="What is judged: the same kinds.", show_default=False)
+    ],
     transpose: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Transpose this tensor of the baseline first. Repeatable."),
+        typer.Option(
+            metavar="NAME", help="Transpose (the last two dimensions of) this tensor of the baseline. Repeatable."
+        ),
     ] = None,
     show_only: Annotated[
         list[str] | None,
@@ -36,37 +59,150 @@ def command(
     floating_point_only: Annotated[
         bool, typer.Option("--floating-point-only", help="Leave out integers and bools.")
     ] = False,
+    map: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="JSON: which names belong together, in which layout.", show_default=False),
+    ] = None,
     rtol: Annotated[float | None, typer.Option(help="Relative tolerance instead of the dtype's own.")] = None,
     atol: Annotated[float | None, typer.Option(help="Absolute tolerance instead of the dtype's own.")] = None,
     device: Annotated[str, typer.Option(help="Where the arithmetic runs.")] = "cpu",
     fail_on: Annotated[FailOn, typer.Option(help="The mildest verdict that is not ok.")] = FailOn.wrong,
     min_coverage: Annotated[float, typer.Option(help="Share of the baseline that must be judged.")] = 0.9,
+    input_text: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="Engines: a prompt. Repeatable.", show_default=False)
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="Engines: how many tokens to generate.", show_default=False)
+    ] = None,
     json: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write the result as one JSON document; - is stdout.")
     ] = None,
 ) -> int:
-    """Compare two recordings or tensor files, tensor by tensor.
+    """Compare recordings, tensor files or dumps, tensor by tensor; or engines, or build artifacts.
 
     Exit status: 0 ok, 1 some tensor is as bad as --fail-on, 4 nothing or too little could be compared.
     """
-    result = glass.compare(
-        baseline,
-        candidate,
-        rtol=rtol,
-        atol=atol,
-        show_only=show_only or (),
-        floating_point_only=floating_point_only,
-        transpose=transpose or (),
-        device=device,
-        fail_on=fail_on.value,
-        min_coverage=min_coverage,
-    )
-    if json is not None:
-        write_json(result.to_dict(), json)
+    for_tensors: dict[str, Any] = {
+        "rtol": rtol,
+        "atol": atol,
+        "map": map,
+        "show_only": tuple(show_only or ()),
+        "floating_point_only": floating_point_only,
+        "transpose": tuple(transpose or ()),
+        "device": device,
+        "fail_on": fail_on.value,
+        "min_coverage": min_coverage,
+    }
+    for_engines: dict[str, Any] = {"input_text": input_text or None, "max_new_tokens": max_new_tokens}
+    sides = [baseline, *candidates]
+    kind = _common_kind(sides)
+    defaults = {"device": "cpu", "fail_on": FailOn.wrong.value, "min_coverage": 0.9, "floating_point_only": False}
+    given = [name for name, value in for_tensors.items() if value != defaults.get(name) and value != ()]
+    _refuse(kind, _TENSORS, given)
+    _refuse(kind, _ENGINES, [name for name, value in for_engines.items() if value is not None])
+    if kind == _ENGINES:
+        return _engines(sides, for_engines, json)
+    if kind == _ARTIFACTS:
+        return _artifacts(sides, json)
+    return _tensors(baseline, candidates, for_tensors, json)
+
+
+def _tensors(baseline: str, candidates: Sequence[str], options: dict[str, Any], json: str | None) -> int:
+    if len(candidates) == 1:
+        one = glass.compare(baseline, candidates[0], **options)
+        _write(one.to_dict(), json)
+        if json != "-":
+            from glassengine.report.terminal_compare import comparison
+
+            out.print(comparison(one))
+        return 0 if one.ok else 4 if one.too_little else 1
+    many = glass.compare_many(baseline, candidates, **options)
+    _write(many.to_dict(), json)
     if json != "-":
-        from glassengine.report.terminal_compare import comparison
+        from glassengine.report.terminal_many import comparisons
+
+        out.print(comparisons(many))
+    return 0 if many.ok else 4 if many.too_little else 1
+
+
+def _engines(sides: Sequence[str], options: dict[str, Any], json: str | None) -> int:
+    steps = {"max_new_tokens": options["max_new_tokens"]} if options["max_new_tokens"] is not None else {}
+    result = glass.side_by_side(sides, prompts=options["input_text"], **steps)
+    _write(result.to_dict(), json)
+    if json != "-":
+        from glassengine.report.terminal_engines import side_by_side
+
+        out.print(side_by_side(result))
+    return 0 if result.ok else 1
+
+
+def _artifacts(sides: Sequence[str], json: str | None) -> int:
+    if len(sides) != 2:
+        raise UsageError("build artifacts are compared two at a time", got=f"{len(sides)} sides")
+    # The manifest stands for its directory, where that holds tensors as well.
+    directories = [Path(side).parent if Path(side).is_file() else Path(side) for side in sides]
+    result = glass.compare_artifacts(*directories)
+    _write(result.to_dict(), json)
+    if json != "-":
+        from glassengine.report.terminal_artifacts import comparison
 
         out.print(comparison(result))
-    if result.ok:
-        return 0
-    return 1 if _SEVERITY.index(result.verdict) >= _SEVERITY.index(fail_on) else 4
+    return 0 if result.ok else 1
+
+
+def _write(document: dict[str, Any], json: str | None) -> None:
+    if json is not None:
+        write_json(document, json)
+
+
+def _common_kind(sides: Sequence[str]) -> str:
+    """Return what all sides are.
+
+    Raises:
+        UsageError: They are of different kinds.
+    """
+    kinds = [_kinds(Path(side)) for side in sides]
+    common = [kind for kind in (_TENSORS, _ENGINES, _ARTIFACTS) if all(kind in found for found in kinds)]
+    if not common:
+        raise UsageError(
+            "the sides are of different kinds",
+            got="; ".join(f"{side}: {' and '.join(found)}" for side, found in zip(sides, kinds, strict=True)),
+            expected="tensors, engines, or build artifacts on every side",
+        )
+    if len(common) > 1 and _ARTIFACTS in common:
+        err.print(
+            f"the directories hold build artifacts too: {common[0]} are compared; name their manifest.json for those"
+        )
+    return common[0]
+
+
+def _kinds(side: Path) -> list[str]:
+    """Return everything that `side` is; tensors where nothing else is known of it."""
+    if side.is_file():
+        return [_ARTIFACTS] if side.name == "manifest.json" and _is_artifact_manifest(side) else [_TENSORS]
+    if not side.is_dir():
+        return [_TENSORS]
+    found = []
+    if any(_TENSOR_FILE.fullmatch(item.name) for item in side.iterdir()):
+        found.append(_TENSORS)
+    if (side / "engine.json").is_file():
+        found.append(_ENGINES)
+    if _is_artifact_manifest(side / "manifest.json"):
+        found.append(_ARTIFACTS)
+    return found or [_TENSORS]
+
+
+def _is_artifact_manifest(path: Path) -> bool:
+    try:
+        if path.stat().st_size > _MAX_MANIFEST_BYTES:
+            return False
+        data = json_format.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(data, dict) and data.get("format") == "glassengine artifacts"
+
+
+def _refuse(kind: str, belongs_to: str, given: Sequence[str]) -> None:
+    if given and kind != belongs_to:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UsageError(f"{flags}: only for {belongs_to}", got=f"sides that are {kind}")

@@ -17,6 +17,16 @@ from glassengine.cli.options import out, write_json
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
 
 
+# What the reference documents advise when an execution fails, and what becomes of it here.
+_ADVICE = (
+    "Inputs must have the names, dtypes and sizes an engine was built for and lie on its device; each run checks them "
+    "first and shows those that do not fit in one table, with the flag to build with.",
+    "An accelerator reports an error when it is next waited for, perhaps in a later execution. With "
+    "GLASS_SYNCHRONOUS=1, CUDA_LAUNCH_BLOCKING=1 or glass run --synchronous each execution waits, and the error names "
+    "the executable and the execution that failed. On the CPU there is nothing to wait for.",
+)
+
+
 def command(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> int:
@@ -50,6 +60,8 @@ def examine() -> dict[str, Any]:
         ],
         "caches": {name: str(path) for name, path in environment.cache_dirs().items()},
         "variables": environment.variables(),
+        "synchronous": environment.synchronous(),
+        "advice": list(_ADVICE),
     }
 
 
@@ -66,6 +78,7 @@ def _print(found: dict[str, Any]) -> None:
         *((name, version or "not installed") for name, version in found["versions"].items()),
         *((f"{name} cache", path) for name, path in found["caches"].items()),
         *found["variables"].items(),
+        ("executions", f"{'each waits' if found['synchronous'] else 'none waits'} for its device to finish"),
     ]
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
@@ -76,6 +89,9 @@ def _print(found: dict[str, Any]) -> None:
         out.print(f"  {backend['name']:<14} {state}")
         if not backend["available"] and backend["install"]:
             out.print(f"  {'':<14} {backend['install']}")
+    out.print("\nwhen an execution fails")
+    for advice in found["advice"]:
+        out.print(f"  - {advice}")
 
 
 def _gib(num_bytes: int | None) -> str:

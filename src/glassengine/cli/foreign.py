@@ -8,18 +8,24 @@ from __future__ import annotations
 
 from typing import Any
 
-# Spelling in TensorRT-LLM's and Ditto's documents -> ours, without dashes.
+# Spelling in TensorRT-LLM's and Ditto's documents and scripts -> ours, without dashes.
 SPELLINGS = {
     "add_output": "add-output",
     "debug_mode": "debug-mode",
     "engine_dir": "engine-dir",
+    "input_file": "input-file",
     "input_text": "input-text",
     "max-output-len": "max-new-tokens",
     "max_batch_size": "max-batch-size",
+    "max_new_tokens": "max-new-tokens",
     "max_output_len": "max-new-tokens",
     "max_seq_len": "max-seq-len",
     "output_dir": "output-dir",
+    "random_seed": "seed",
+    "repetition_penalty": "repetition-penalty",
     "tokenizer_dir": "tokenizer",
+    "top_k": "top-k",
+    "top_p": "top-p",
     "use_py_session": "use-py-session",
 }
 

@@ -1,19 +1,25 @@
-"""`glass run`: generate with an engine, look at its tensors on the way, record them."""
+"""`glass run`: generate with an engine, look at its tensors on the way, write or record them."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 import glassengine as glass
+from glassengine import environment
 from glassengine.cli import foreign
 from glassengine.cli.options import err, out, settings, write_json
 from glassengine.errors import UsageError
 
 CONTEXT_SETTINGS = foreign.CONTEXT_SETTINGS
+
+_SAMPLING = "Sampling"
+_DEBUGGING = "Debugging"
 
 
 def command(
@@ -30,6 +36,16 @@ def command(
             metavar="FILE", help="Token ids instead: .json (one list, or one per prompt), .npz, .pt, .safetensors."
         ),
     ] = None,
+    input_file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="A file of prompts instead: .txt with one a line, .json or .jsonl of strings."
+        ),
+    ] = None,
+    chat: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="A .json file of messages instead, put through the model's chat template."),
+    ] = None,
     tokenizer: Annotated[str | None, typer.Option(metavar="DIR", help="Tokenizer instead of the engine's own.")] = None,
     max_new_tokens: Annotated[
         int | None,
@@ -39,14 +55,83 @@ def command(
             help="Most tokens to generate (also --max-output-len); by default the model's own setting, else 20.",
         ),
     ] = None,
+    prefill_chunk: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Run the prompt in pieces of N tokens, which takes less memory."),
+    ] = None,
+    do_sample: Annotated[
+        bool | None,
+        typer.Option(
+            "--do-sample/--no-do-sample",
+            help="Sample, or take the likeliest token; by default the model's own setting, and sampling where "
+            "--temperature, --top-k or --top-p is given.",
+            rich_help_panel=_SAMPLING,
+        ),
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="As in transformers.", rich_help_panel=_SAMPLING)] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=0, help="As in transformers; 0 is all.", rich_help_panel=_SAMPLING)
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="As in transformers.", rich_help_panel=_SAMPLING)
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="As in transformers.", rich_help_panel=_SAMPLING)
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of sampling; by default a new one, which is printed.", rich_help_panel=_SAMPLING)
+    ] = None,
     debug: Annotated[
         list[str] | None,
-        typer.Option(metavar="PATTERN", help="Print these tensors of every step: name, site, glob or re:. Repeatable."),
+        typer.Option(
+            metavar="PATTERN",
+            help="Look at these tensors of every step: name, site, glob or re:. Repeatable. They are printed, unless "
+            "they are written to files.",
+            rich_help_panel=_DEBUGGING,
+        ),
+    ] = None,
+    print_tensors: Annotated[
+        bool,
+        typer.Option(
+            "--print-tensors",
+            help="Print the names of the tensors, then step, name and tensor; all of them without --debug.",
+            rich_help_panel=_DEBUGGING,
+        ),
+    ] = False,
+    debug_dir: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Write every input and output of every step (or those of --debug) to DIR/step0.pt, DIR/step0.txt, ...",
+            rich_help_panel=_DEBUGGING,
+        ),
+    ] = None,
+    debug_format: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FORMAT", help="pt, txt or npy. Repeatable; by default pt and txt.", rich_help_panel=_DEBUGGING
+        ),
     ] = None,
     debug_mode: Annotated[
-        bool, typer.Option("--debug-mode", help="Print the names of all tensors of a step first.", hidden=True)
+        bool,
+        typer.Option(
+            "--debug-mode",
+            help="Write files as --debug-dir does into the directory that DEBUG_ARTIFACTS_DIR names; without it, print "
+            "the names of the tensors.",
+            rich_help_panel=_DEBUGGING,
+        ),
+    ] = False,
+    synchronous: Annotated[
+        bool,
+        typer.Option(
+            "--synchronous",
+            help="Wait for the device after each execution, so that an error names the one that failed "
+            "(also GLASS_SYNCHRONOUS=1 and CUDA_LAUNCH_BLOCKING=1).",
+            rich_help_panel=_DEBUGGING,
+        ),
     ] = False,
     use_py_session: Annotated[bool, typer.Option("--use-py-session", hidden=True)] = False,
+    streaming: Annotated[bool, typer.Option("--streaming", hidden=True)] = False,
     record: Annotated[
         str | None, typer.Option(metavar="DIR", help="Record the added outputs and logits of every step.")
     ] = None,
@@ -54,42 +139,84 @@ def command(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> int:
     """Generate text with an engine; print or record its tensors."""
-    # Every session of ours is one of Python, so --use_py_session changes nothing.
-    del use_py_session
-    if (engine is None) == (engine_dir is None):
-        raise UsageError("give one engine", hint="glass run ENGINE --input-text TEXT")
-    if json and (debug or debug_mode):
-        raise UsageError("--json prints one document, --debug many lines", hint="record the tensors: --record DIR")
-    loaded = glass.load(str(engine or engine_dir))
-    observes = bool(debug or debug_mode)
-    streams = len(input_text or ()) == 1 and not json and not observes
-    result = loaded.generate(
-        list(input_text) if input_text else None,
-        input_ids=input_ids,
-        tokenizer=tokenizer,
-        max_new_tokens=max_new_tokens,
-        debug=list(debug) if debug else debug_mode,
-        on_step=_printer(debug_mode, bool(debug)) if observes else None,
-        on_text=_write if streams else None,
-        record=record,
-        overwrite=overwrite,
-    )
-    if json:
-        write_json({"schema_version": 1, "engine": str(loaded.directory), **result.to_dict()}, "-")
-        return 0
-    if streams:
-        _write("\n")
-    else:
-        _print_texts(result)
-    if not settings.quiet:
-        steps = max(result.num_steps - 1, 1)
-        err.print(
-            f"prefill {result.prefill_s * 1e3:.1f} ms, {result.num_steps - 1} decode steps, "
-            f"{result.decode_s / steps * 1e3:.2f} ms each"
+    # Every session of ours is one of Python, and a single prompt is always streamed.
+    del use_py_session, streaming
+    if engine is not None and engine_dir is not None:
+        raise UsageError(
+            "give one engine", got=f"{engine} and {engine_dir}", hint="each prompt has a flag of its own: --input-text"
         )
-        if result.recording:
-            err.print(f"recorded {Path(result.recording)}: glass show {result.recording}")
+    if engine is None and engine_dir is None:
+        raise UsageError("give one engine", hint="glass run ENGINE --input-text TEXT")
+    files = _step_files(debug_dir, debug_format or (), debug_mode)
+    names = print_tensors or (debug_mode and files is None)
+    prints = print_tensors or (bool(debug) and files is None)
+    if json and (names or prints):
+        raise UsageError(
+            "--json prints one document, --debug many lines", hint="write the tensors: --debug-dir DIR or --record DIR"
+        )
+    if do_sample is None and any(value is not None for value in (temperature, top_k, top_p)):
+        do_sample = True
+    given: dict[str, Any] = {
+        "prompt_file": input_file,
+        "chat": chat,
+        "prefill_chunk": prefill_chunk,
+        "do_sample": do_sample,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+    }
+    loaded = glass.load(str(engine or engine_dir))
+    if synchronous:
+        loaded.executable.synchronous = True
+    observers = [_printer(names, prints)] if names or prints else []
+    streams = len(input_text or ()) == 1 and not json and not observers
+    with files if files is not None else contextlib.nullcontext():
+        result = loaded.generate(
+            list(input_text) if input_text else None,
+            input_ids=input_ids,
+            tokenizer=tokenizer,
+            max_new_tokens=max_new_tokens,
+            debug=list(debug) if debug else prints or files is not None,
+            on_step=_each([*observers, files] if files is not None else observers),
+            on_text=_write if streams else None,
+            record=record,
+            overwrite=overwrite,
+            **{name: value for name, value in given.items() if value is not None},
+        )
+        if json:
+            document = {"schema_version": 1, "engine": str(loaded.directory), **result.to_dict()}
+            write_json({**document, **({"debug_dir": str(files.directory)} if files is not None else {})}, "-")
+            return 0
+        if streams:
+            _write("\n")
+        else:
+            _print_texts(result)
+        if not settings.quiet:
+            _print_notes(result, files)
     return 0
+
+
+def _step_files(directory: str | None, formats: Sequence[str], debug_mode: bool) -> glass.StepFiles | None:
+    """Return what writes the files of the steps; None where none were asked for."""
+    named = environment.debug_artifacts_dir() if debug_mode or formats else None
+    target = directory or named
+    if target is None and formats:
+        raise UsageError(
+            "--debug-format needs a directory", hint="--debug-dir DIR, or the variable DEBUG_ARTIFACTS_DIR"
+        )
+    if target is None:
+        return None
+    return glass.StepFiles(target, formats=formats) if formats else glass.StepFiles(target)
+
+
+def _each(observers: Sequence[Callable[[Any], None]]) -> Callable[[Any], None] | None:
+    def call(session: Any) -> None:
+        for observe in observers:
+            observe(session)
+
+    return call if observers else None
 
 
 def _write(text: str) -> None:
@@ -97,12 +224,13 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def _printer(names: bool, tensors: bool) -> Any:
+def _printer(names: bool, tensors: bool) -> Callable[[Any], None]:
     """Return what prints a step as the documents do: the names once, then `step name tensor`."""
 
     def show(session: Any) -> None:
         if names and session.step == 0:
-            out.print(str(session.engine.debug_names))
+            # As Python prints the keys of `debug_buffers`, without making copies where nothing else is asked for.
+            out.print(f"dict_keys({list(session.debug_buffers) or session.engine.debug_names})")
         if tensors:
             for name, tensor in session.debug_buffers.items():
                 out.print(f"{session.step} {name} {tensor}")
@@ -119,3 +247,17 @@ def _print_texts(result: Any) -> None:
     for prompt, text in zip(prompts, result.texts, strict=True):
         # Not through the console, which would drop control characters.
         _write(f"Input: {prompt}\nOutput: {text}\n")
+
+
+def _print_notes(result: Any, files: glass.StepFiles | None) -> None:
+    steps = max(result.num_steps - 1, 1)
+    err.print(
+        f"prefill {result.prefill_s * 1e3:.1f} ms, {result.num_steps - 1} decode steps, "
+        f"{result.decode_s / steps * 1e3:.2f} ms each"
+    )
+    if result.seed is not None:
+        err.print(f"sampled with --seed {result.seed}")
+    if result.recording:
+        err.print(f"recorded {Path(result.recording)}: glass show {result.recording}")
+    if files is not None:
+        err.print(f"wrote the tensors of {files.num_steps} steps to {files.directory}")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import math
+from typing import Annotated, Any
 
 import typer
 
 import glassengine as glass
-from glassengine.cli.options import out, progress, write_json
+from glassengine.cli.options import err, out, progress, settings, write_json
+from glassengine.errors import UsageError
 
 
 def command(
@@ -15,39 +17,104 @@ def command(
     pattern: Annotated[
         str | None, typer.Argument(help="Show only these sites: name, glob or re:.", show_default=False)
     ] = None,
+    step: Annotated[
+        list[int] | None, typer.Option(help="Show only this step. Repeatable. Without PATTERN, the first one.")
+    ] = None,
+    rank: Annotated[int | None, typer.Option(help="Show only this rank.", show_default=False)] = None,
+    nonfinite: Annotated[bool, typer.Option("--nonfinite", help="Show only tensors with NaN or Inf.")] = False,
+    values: Annotated[bool, typer.Option("--values", help="Print the values, the edges of large tensors.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Print all values.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> int:
     """Show the tensors of a recording and their statistics."""
+    from glassengine.report import terminal_recording
+    from glassengine.report.terminal_compare import recording as table
+
     opened = glass.Recording.open(recording)
-    entries = opened.entries if pattern is None else opened.select(pattern)
+    wanted = set(step or ())
+    missing = sorted(wanted - set(opened.steps))
+    if missing:
+        raise UsageError(f"step {missing[0]} is not recorded", expected=", ".join(map(str, opened.steps)) or "no steps")
+    if not wanted and pattern is None and not json:
+        wanted = set(opened.steps[:1])
+
+    def shown(item: Any) -> bool:
+        return (not wanted or item.step in wanted) and rank in (None, item.rank)
+
+    found_entries, found_left_out = (opened.entries, opened.left_out) if pattern is None else opened.find(pattern)
+    entries = [entry for entry in found_entries if shown(entry)]
+    left_out = [item for item in found_left_out if shown(item)]
+    if values or full:
+        for entry in entries:
+            title = f"step {entry.step}, rank {entry.rank}, {entry.site}: {entry.describe()}"
+            out.print(terminal_recording.values(opened.tensor(entry), title, full=full))
+        return 0
     rows = []
     with progress("statistics", total=len(entries)) as advance:
         for entry in entries:
             rows.append((entry, opened.summary(entry)))
             advance(1)
+    if nonfinite:
+        rows = [(entry, found) for entry, found in rows if found.num_nan or found.num_inf]
+        left_out = [item for item in left_out if item.statistics is not None and item.statistics.num_nonfinite]
     if json:
-        tensors = [
-            {"step": entry.step, "rank": entry.rank, "site": entry.site, "node": entry.node, **found.to_dict()}
-            for entry, found in rows
-        ]
-        document = {
-            "schema_version": 1,
-            "recording": str(opened.path),
-            "complete": opened.complete,
-            "incomplete_because": opened.incomplete_because,
-            "steps": opened.steps,
-            "metadata": opened.metadata,
-            "tensors": tensors,
-        }
-        write_json(document, "-")
+        write_json(_document(opened, rows, left_out), "-")
         return 0
-    from glassengine.report.terminal_compare import recording as table
-
+    if pattern is not None:
+        cells = ((entry.step, entry.rank, entry.site, found) for entry, found in rows)
+        out.print(table(cells, complete=opened.complete, reason=opened.incomplete_because))
+        for item in left_out:
+            out.print(f"step {item.step}, rank {item.rank}, {item.site}: not recorded: {item.reason}")
+        return 0
+    if not opened.complete:
+        out.print(f"incomplete: {opened.incomplete_because}")
+    all_rows = [terminal_recording.Row(entry, found) for entry, found in rows]
     out.print(
-        table(
-            ((entry.step, entry.rank, entry.site, found) for entry, found in rows),
-            complete=opened.complete,
-            reason=opened.incomplete_because,
+        terminal_recording.tree(
+            [*all_rows, *map(terminal_recording.Row, left_out)], _modules(opened.metadata.get("modules"))
         )
     )
+    if not settings.quiet and len(opened.steps) > len(wanted):
+        err.print(f"{len(wanted)} of {len(opened.steps)} steps; others with --step, all of one site with PATTERN")
     return 0
+
+
+def _modules(known: Any) -> dict[str, str]:
+    return {str(path): str(name) for path, name in known.items()} if isinstance(known, dict) else {}
+
+
+def _document(opened: Any, rows: list[Any], left_out: list[Any]) -> dict[str, Any]:
+    def plain(value: float | None) -> float | str | None:
+        return value if value is None or math.isfinite(value) else str(value)
+
+    tensors = [
+        {"step": entry.step, "rank": entry.rank, "site": entry.site, "node": entry.node, **found.to_dict()}
+        for entry, found in rows
+    ]
+    others = []
+    for item in left_out:
+        light = item.statistics
+        numbers = {} if light is None else {"min": light.min, "max": light.max, "norm": light.norm}
+        others.append(
+            {
+                "step": item.step,
+                "rank": item.rank,
+                "site": item.site,
+                "reason": item.reason,
+                "dtype": item.dtype,
+                "shape": item.shape,
+                **{name: plain(value) for name, value in numbers.items()},
+                **({} if light is None else {"num_nonfinite": light.num_nonfinite}),
+            }
+        )
+    return {
+        "schema_version": 1,
+        "recording": str(opened.path),
+        "complete": opened.complete,
+        "incomplete_because": opened.incomplete_because,
+        "steps": opened.steps,
+        "stopped": {str(step): reason for step, reason in opened.stopped.items()},
+        "metadata": opened.metadata,
+        "tensors": tensors,
+        "left_out": others,
+    }

@@ -6,6 +6,7 @@ does not end well.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import re
@@ -19,16 +20,20 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
+from glassengine import environment
 from glassengine.backends.protocol import Backend
 from glassengine.backends.registry import choose_backend
 from glassengine.engine import files, outputs
+from glassengine.engine.artifacts import ArtifactWriter
 from glassengine.engine.describe import Settings, describe_engine
 from glassengine.engine.engine import Engine, load
 from glassengine.engine.manifest import write_manifest
 from glassengine.engine.outputs import BuildPlan
+from glassengine.engine.requests import read_requests, requests_from_environment
 from glassengine.errors import BackendError, UsageError
 from glassengine.executable.executable import compile_executable
 from glassengine.program import LoadedModel, Program, export_program, load_inputs, load_model
+from glassengine.program.listing import stage_of
 from glassengine.program.outputs import add_outputs
 from glassengine.program.program import save_program
 from glassengine.sites import port_leaves
@@ -59,6 +64,7 @@ def build(
     trust_remote_code: bool = ...,
     revision: str | None = ...,
     byte_budget: int | None = ...,
+    artifacts: str | Path | None = ...,
 ) -> Engine: ...
 @overload
 def build(
@@ -78,6 +84,7 @@ def build(
     trust_remote_code: bool = ...,
     revision: str | None = ...,
     byte_budget: int | None = ...,
+    artifacts: str | Path | None = ...,
 ) -> BuildPlan: ...
 def build(
     model: str | Path | nn.Module,
@@ -96,6 +103,7 @@ def build(
     trust_remote_code: bool = False,
     revision: str | None = None,
     byte_budget: int | None = None,
+    artifacts: str | Path | None = None,
 ) -> Engine | BuildPlan:
     """Build an engine and load it.
 
@@ -106,8 +114,9 @@ def build(
         dry_run: Return what would be built, and its bytes, instead of building.
         backend: Name of a back-end; None takes the default, or says which other one it had to take.
         dtype: "auto" (that of the checkpoint), "float32", "bfloat16", "float16" or "float64".
-        add_output: Debug outputs, each `SITE|NODE|GLOB[=ALIAS]`; those of TRTLLM_ADD_OUTPUT are added. Every tap of a
-            plain module is an output without being asked for.
+        add_output: Debug outputs, each `SITE|NODE|GLOB[=ALIAS][:DTYPE]` or `@FILE` with a JSON object of names and
+            aliases; those of TRTLLM_ADD_OUTPUT are added. An output keeps its own dtype, or is cast to DTYPE when it is
+            read. Every tap of a plain module is an output without being asked for.
         inputs: Keyword arguments to export a plain module with (a dict, one dict per step, or what `--inputs` takes). A
             causal language model needs none; with inputs it is built as a plain module.
         passes: User passes `file.py:function`, in order.
@@ -119,6 +128,8 @@ def build(
         revision: Of a hub id.
         byte_budget: Most bytes of debug outputs in one decode step at the largest batch and length; the largest
             outputs are left out first and listed in the manifest with the reason.
+        artifacts: Directory to write what the build goes through to, stage by stage; by default what
+            DEBUG_ARTIFACTS_DIR names, and nothing without it. A dry run writes none.
 
     Raises:
         UsageError: The request cannot be carried out; nothing was written.
@@ -157,20 +168,27 @@ def build(
     )
     if note:
         logger.warning("%s", note)
-    logger.info("exporting %s", loaded.spec)
-    program = export_program(loaded, inputs=steps, passes=passes)
-    if dry_run:
-        return plan_build(program, target or Path(tempfile.gettempdir()), settings)
-    if target is not None:
-        return _build(program, target, settings, loaded)
-    temporary = Path(tempfile.mkdtemp(prefix="glassengine-"))
-    try:
-        engine = _build(program, temporary / type(loaded.module).__name__, settings, loaded)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    weakref.finalize(engine, shutil.rmtree, temporary, ignore_errors=True)
-    return engine
+    where = Path(artifacts) if artifacts is not None else environment.debug_artifacts_dir()
+    if where is not None and target is not None and where.absolute().is_relative_to(target.absolute()):
+        raise UsageError(
+            "artifacts cannot lie in the engine", got=str(where), hint="another directory: --artifacts DIR"
+        )
+    writer = None if dry_run or where is None else ArtifactWriter(where, _about(loaded, chosen, passes))
+    with writer or contextlib.nullcontext():
+        logger.info("exporting %s", loaded.spec)
+        program = export_program(loaded, inputs=steps, passes=passes, on_stage=writer.stage if writer else None)
+        if dry_run:
+            return plan_build(program, target or Path(tempfile.gettempdir()), settings)
+        if target is not None:
+            return _build(program, target, settings, loaded, writer)
+        temporary = Path(tempfile.mkdtemp(prefix="glassengine-"))
+        try:
+            engine = _build(program, temporary / type(loaded.module).__name__, settings, loaded, writer)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        weakref.finalize(engine, shutil.rmtree, temporary, ignore_errors=True)
+        return engine
 
 
 def build_program(
@@ -215,7 +233,10 @@ def build_program(
         model={"spec": str(program.metadata.get("model")), **program.metadata},
         notes=(note,) if note else (),
     )
-    return _build(program, Path(directory), settings, model)
+    engine = _build(program, Path(directory), settings, model)
+    # Reading it back would take seconds, and the caller holds it anyway.
+    engine.program = program
+    return engine
 
 
 def default_directory(spec: str) -> Path:
@@ -251,7 +272,13 @@ def plan_build(program: Program, target: Path, settings: Settings) -> BuildPlan:
     )
 
 
-def _build(program: Program, target: Path, settings: Settings, model: LoadedModel | None) -> Engine:
+def _build(
+    program: Program,
+    target: Path,
+    settings: Settings,
+    model: LoadedModel | None,
+    artifacts: ArtifactWriter | None = None,
+) -> Engine:
     backend, _ = choose_backend(settings.backend)
     requested = _requested(program, settings)
     sizes = {"batch": settings.max_batch_size, "cache": settings.max_seq_len or 1}
@@ -259,10 +286,15 @@ def _build(program: Program, target: Path, settings: Settings, model: LoadedMode
     for name, reason in left_out.items():
         logger.warning("output %s is left out: %s", name, reason)
     executed = add_outputs(program, decided.added) if decided.added else program
+    if artifacts is not None:
+        artifacts.stage(stage_of(executed, "outputs"))
+        artifacts.options(backend, executed, _options(settings))
     with files.written_aside(target, overwrite=settings.overwrite) as aside:
         (aside / files.MAIN).mkdir()
         logger.info("compiling %s with %s", target.name, backend.name)
         compile_executable(f"{target.name}/main", lambda path: backend.build(executed, path), aside / files.MAIN)
+        if artifacts is not None:
+            artifacts.network(backend, executed, aside / files.MAIN)
         write_all = not (backend.keeps_weights(program) and settings.reloadable)
         has_tokenizer = _write_files(program, aside, model, settings, write_all=write_all)
         manifest = describe_engine(
@@ -281,6 +313,24 @@ def _build(program: Program, target: Path, settings: Settings, model: LoadedMode
     return load(target)
 
 
+def _about(model: LoadedModel, backend: Backend, passes: Sequence[str]) -> dict[str, Any]:
+    """What the manifest of the artifacts says of a build before it has begun."""
+    return {
+        "model": model.spec,
+        "fingerprint": model.metadata.get("fingerprint"),
+        "kind": model.kind,
+        "dtype": model.dtype,
+        "backend": backend.name,
+        "passes": list(passes),
+    }
+
+
+def _options(settings: Settings) -> dict[str, Any]:
+    """The options of a build that shape its executable."""
+    names = ("max_batch_size", "max_seq_len", "byte_budget", "fixed_inputs")
+    return {"add_output": list(settings.add_output), **{name: getattr(settings, name) for name in names}}
+
+
 def _write_files(
     program: Program, directory: Path, model: LoadedModel | None, settings: Settings, *, write_all: bool
 ) -> bool:
@@ -297,9 +347,9 @@ def _write_files(
 
 
 def _requested(program: Program, settings: Settings) -> list[outputs.Requested]:
-    requests = [outputs.parse_request(text) for text in settings.add_output]
+    requests = read_requests(settings.add_output)
     if settings.implicit_outputs:
-        requests += outputs.requests_from_environment()
+        requests += requests_from_environment()
         requests += outputs.tap_requests(program) if program.kind == "module" else []
     return outputs.resolve_requests(program, requests)
 

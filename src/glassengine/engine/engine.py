@@ -12,9 +12,12 @@ import torch
 from glassengine.backends.registry import find_backend
 from glassengine.engine import files
 from glassengine.engine.checks import check_inputs
-from glassengine.engine.generate import Generation, StepCallback, TextCallback, generate
+from glassengine.engine.generate import Generation, StepCallback, generate
 from glassengine.engine.manifest import AddedOutput, Manifest, check_files, read_manifest, require_fit, require_intact
+from glassengine.engine.prompts import Chat, Request, TokenIds, load_tokenizer
+from glassengine.engine.requests import as_asked
 from glassengine.engine.session import Session
+from glassengine.engine.stream import TextCallback
 from glassengine.errors import CorruptError, UsageError
 from glassengine.executable.executable import Executable, load_executable
 from glassengine.program import Program, load_model
@@ -73,13 +76,13 @@ class Engine:
             raise UsageError(
                 f"the engine {self.manifest.name!r} has no tokenizer", hint="give one with --tokenizer DIRECTORY"
             )
-        from glassengine.engine.prompts import load_tokenizer
-
         return load_tokenizer(self.directory)
 
     @functools.cached_property
     def program(self) -> Program:
         """The stored program with weights: from the engine, or from the checkpoint it was built from.
+
+        Whoever has just built the engine from a program may assign that one, and nothing is read.
 
         Raises:
             UsageError: The checkpoint is not where it was.
@@ -87,31 +90,75 @@ class Engine:
         """
         return load_program(self.directory, self._weights)
 
-    def session(self, batch_size: int, length: int, *, debug: bool | Sequence[str] = False) -> Session:
+    def session(
+        self, batch_size: int, length: int, *, debug: bool | Sequence[str] = False, keep_steps: int = 0
+    ) -> Session:
         """Return a session for `batch_size` sequences of at most `length` tokens; see `Session`."""
-        return Session(self, batch_size, length, debug=debug)
+        return Session(self, batch_size, length, debug=debug, keep_steps=keep_steps)
 
     def generate(
         self,
         prompts: str | Sequence[str] | None = None,
         *,
-        input_ids: str | Path | torch.Tensor | Sequence[Sequence[int]] | None = None,
+        input_ids: TokenIds | None = None,
+        prompt_file: str | Path | None = None,
+        chat: Chat | None = None,
         tokenizer: str | Path | None = None,
         max_new_tokens: int | None = None,
+        generation_config: Any = None,
+        seed: int | None = None,
+        prefill_chunk: int | None = None,
         debug: bool | Sequence[str] = False,
+        keep_steps: int = 0,
         on_step: StepCallback | None = None,
         on_text: TextCallback | None = None,
         record: str | Path | None = None,
         overwrite: bool = False,
+        **settings: Any,
     ) -> Generation:
-        """Generate greedily; see `glassengine.engine.generate.generate`."""
+        """Generate as `transformers.generate` does with the same settings.
+
+        Args:
+            prompts: One text or several.
+            input_ids: Token ids instead: a file (.json, .npz, .pt, .safetensors), a tensor, or one list per sequence,
+                which may differ in length.
+            prompt_file: A file of texts instead: .txt with one a line, or .json or .jsonl of strings or of objects with
+                "prompt" or "text".
+            chat: Messages instead, each {"role", "content"}: a list, several lists, or a .json or .jsonl file of them;
+                they go through the tokenizer's chat template.
+            tokenizer: Directory of a tokenizer; None takes the engine's own.
+            max_new_tokens: Most tokens to generate; None takes the settings below, else 20.
+            generation_config: A `transformers.GenerationConfig`, a dict, or a file, laid over generation_config.json of
+                the engine, which decides by itself when None (whether to sample, too).
+            seed: Of sampling, the same tokens as `torch.manual_seed(seed)` gives transformers; None draws one, which
+                the result states. Other random numbers of the process are left alone.
+            prefill_chunk: Most tokens of a piece of the prefill; None takes as many as keep the logits of a piece
+                within 512 MiB. Either way the prefill is one step to everything that looks at it.
+            debug: As in `Session`.
+            keep_steps: As in `Session`.
+            on_step: Called after each step with the session.
+            on_text: Called with each new piece of text; for a single sequence.
+            record: Directory in which to record every added output and the logits of every step.
+            overwrite: Replace a recording that exists.
+            **settings: Fields of `transformers.GenerationConfig`, laid over all others: do_sample, temperature, top_k,
+                top_p, repetition_penalty, eos_token_id, stop_strings, num_return_sequences, ...
+
+        Raises:
+            UsageError: Prompt, tokenizer or settings do not fit the engine, or the recording cannot be written.
+            UnknownNameError: No setting has this name.
+        """
+        request = Request(prompts=prompts, input_ids=input_ids, prompt_file=prompt_file, chat=chat, tokenizer=tokenizer)
+        if max_new_tokens is not None:
+            settings["max_new_tokens"] = max_new_tokens
         return generate(
             self,
-            prompts,
-            input_ids=input_ids,
-            tokenizer=tokenizer,
-            max_new_tokens=max_new_tokens,
+            request,
+            generation_config=generation_config,
+            settings=settings,
+            seed=seed,
+            prefill_chunk=prefill_chunk,
             debug=debug,
+            keep_steps=keep_steps,
             on_step=on_step,
             on_text=on_text,
             record=record,
@@ -147,10 +194,11 @@ class Engine:
             derived = None
             for entry in self.manifest.added_outputs:
                 if entry.derived is None:
-                    results[entry.name] = outputs[PREFIX + entry.node]
+                    value = outputs[PREFIX + entry.node]
                 else:
                     derived = derived or self.derive(tensors, outputs)
-                    results[entry.name] = derived[entry.node].clone()
+                    value = derived[entry.node].clone()
+                results[entry.name] = as_asked(value, entry.cast)
         return results
 
     def derive(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> DerivedValues:
@@ -161,6 +209,8 @@ class Engine:
     @functools.cached_property
     def _graph(self) -> Program:
         """The stored program without weights, for values that need none."""
+        if "program" in vars(self):
+            return self.program
         exported = load_graph(self.directory)
         return load_program(self.directory, {**exported.state_dict, **exported.constants})
 

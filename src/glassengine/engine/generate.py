@@ -1,19 +1,22 @@
-"""Generate text on an engine: tokenize, prefill, decode, stop; stream, observe and record on the way."""
+"""Generate on an engine: tokenize, prefill, decode, stop; stream, observe and record on the way."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from glassengine.engine.prompts import as_rows, choose_tokenizer, encode, pad_left, read_input_ids
+from glassengine.engine.checks import check_prompts, require_generating
+from glassengine.engine.pieces import automatic_chunk
+from glassengine.engine.prompts import Request, pad_left
 from glassengine.engine.record import SessionRecorder
-from glassengine.engine.sampling import GenerationSettings, make_chooser
+from glassengine.engine.sampling import Sampler, read_settings
+from glassengine.engine.stream import TextCallback, TextStream
 from glassengine.errors import UsageError
 from glassengine.results import Result
 
@@ -22,12 +25,11 @@ if TYPE_CHECKING:
     from glassengine.engine.session import Session
 
 StepCallback = Callable[["Session"], None]
-TextCallback = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Generation(Result):
-    """What was generated.
+    """What was generated; every field of several entries has one per sequence.
 
     Attributes:
         prompts: Prompts as text; empty where token ids were given.
@@ -38,6 +40,7 @@ class Generation(Result):
         prefill_s: Seconds of the prefill.
         decode_s: Seconds of all decode steps.
         recording: Directory of the recording, if one was made.
+        seed: Of the random numbers; None where decoding was greedy.
     """
 
     prompts: tuple[str, ...]
@@ -48,74 +51,90 @@ class Generation(Result):
     prefill_s: float
     decode_s: float
     recording: str | None = None
+    seed: int | None = None
 
 
 def generate(
     engine: Engine,
-    prompts: str | Sequence[str] | None,
+    request: Request,
     *,
-    input_ids: str | Path | torch.Tensor | Sequence[Sequence[int]] | None,
-    tokenizer: str | Path | None,
-    max_new_tokens: int | None,
+    generation_config: Any,
+    settings: Mapping[str, Any],
+    seed: int | None,
+    prefill_chunk: int | None,
     debug: bool | Sequence[str],
+    keep_steps: int,
     on_step: StepCallback | None,
     on_text: TextCallback | None,
     record: str | Path | None,
     overwrite: bool,
 ) -> Generation:
-    """Generate greedily: the tokens of `transformers.generate(do_sample=False)`.
+    """Generate; `Engine.generate` describes the arguments.
 
     Args:
         engine: The engine.
-        prompts: One text or several; or None, and `input_ids`.
-        input_ids: Token ids: a file (.json, .npz, .pt, .safetensors), a tensor, or one list per sequence, which may
-            differ in length.
-        tokenizer: Directory of a tokenizer; None takes the engine's own.
-        max_new_tokens: Most tokens to generate; None takes generation_config.json, else 20.
+        request: What to generate from.
+        generation_config: Settings.
+        settings: Fields of `GenerationConfig` by name, laid over it.
+        seed: Of sampling.
+        prefill_chunk: Most tokens of a piece of the prefill.
         debug: As in `Session`.
-        on_step: Called after each step with the session.
-        on_text: Called with each new piece of text; for a single prompt.
-        record: Directory in which to record every added output and the logits of every step.
-        overwrite: Replace a recording that exists.
+        keep_steps: As in `Session`.
+        on_step: Called after each step.
+        on_text: Called with each new piece of text.
+        record: Directory of a recording.
+        overwrite: Replace it.
 
     Raises:
-        UsageError: The prompt or tokenizer does not fit the engine, or the recording cannot be written.
+        UsageError: Something does not fit the engine.
+        UnknownNameError: No setting has this name.
     """
-    if (prompts is None) == (input_ids is None):
+    manifest = engine.manifest
+    require_generating(manifest)
+    budget = settings.get("max_new_tokens")
+    if isinstance(budget, int) and budget < 1:
+        raise _nothing(f"--max-new-tokens {budget}")
+    chosen = read_settings(
+        engine.directory,
+        generation_config,
+        settings,
+        max_length=manifest.max_seq_len or 1,
+        vocab_size=manifest.vocab_size,
+    )
+    read = request.read(engine).repeated(chosen.config.num_return_sequences or 1)
+    if on_text is not None and len(read.rows) != 1:
         raise UsageError(
-            "nothing to generate from" if prompts is None else "text and token ids were both given",
-            hint="--input-text TEXT, or --input-ids FILE",
+            "text is streamed for a single sequence", got=f"{len(read.rows)} sequences", hint="leave on_text out"
         )
-    settings = GenerationSettings.read(engine.directory)
-    texts = () if prompts is None else (prompts,) if isinstance(prompts, str) else tuple(prompts)
-    decoder = None
-    if texts or tokenizer is not None or engine.manifest.tokenizer:
-        decoder = choose_tokenizer(engine, tokenizer)
-    if texts:
-        rows = encode(decoder, texts)
-    else:
-        is_file = isinstance(input_ids, (str, Path))
-        rows = read_input_ids(Path(input_ids)) if is_file else as_rows(input_ids, "input_ids")  # type: ignore[arg-type]
-    budget = settings.max_new_tokens if max_new_tokens is None else max_new_tokens
-    if budget < 1:
-        raise UsageError("nothing would be generated", got=f"--max-new-tokens {budget}", expected="at least 1")
-    ids, mask = pad_left(rows, settings.pad_token_id)
-    session = engine.session(len(rows), ids.shape[1] + budget, debug=debug)
-    with _recorder(record, session, rows, overwrite) as recorder:
-        stream = _TextStream(decoder, on_text) if on_text is not None and decoder is not None else None
-        made, prefill_s, decode_s = _loop(session, ids, mask, budget, settings, stream, [recorder, on_step])
+    ids, mask = pad_left(read.rows, chosen.pad_token_id)
+    sampler = chosen.sampler(ids, mask, seed=seed, tokenizer=read.tokenizer)
+    length = ids.shape[1] + max(sampler.max_new_tokens, 1)
+    check_prompts(manifest, ids, mask, length=length)
+    if sampler.max_new_tokens < 1:
+        raise _nothing(f"a prompt of {ids.shape[1]} tokens and max_length={chosen.config.max_length}")
+    session = engine.session(len(read.rows), length, debug=debug, keep_steps=keep_steps)
+    with _recorder(record, session, read.rows, overwrite) as recorder:
+        stream = TextStream(read.tokenizer, on_text) if on_text is not None and read.tokenizer is not None else None
+        observers = [observer for observer in (recorder, on_step) if observer is not None]
+        made, prefill_s, decode_s = _loop(session, ids, mask, sampler, prefill_chunk, stream, observers)
+    texts = None
+    if read.tokenizer is not None:
+        texts = tuple(read.tokenizer.batch_decode([list(row) for row in made], skip_special_tokens=True))
     return Generation(
-        prompts=texts,
-        prompt_token_ids=tuple(tuple(row) for row in rows),
+        prompts=read.texts,
+        prompt_token_ids=tuple(tuple(row) for row in read.rows),
         token_ids=made,
-        texts=None
-        if decoder is None
-        else tuple(decoder.batch_decode([list(t) for t in made], skip_special_tokens=True)),
+        texts=texts,
         num_steps=session.step + 1,
         prefill_s=prefill_s,
         decode_s=decode_s,
         recording=None if record is None else str(record),
+        seed=sampler.seed,
     )
+
+
+def _nothing(got: str) -> UsageError:
+    return UsageError("nothing would be generated", got=got, expected="at least 1 new token", hint="--max-new-tokens N")
 
 
 @contextlib.contextmanager
@@ -133,72 +152,38 @@ def _loop(
     session: Session,
     ids: torch.Tensor,
     mask: torch.Tensor,
-    budget: int,
-    settings: GenerationSettings,
-    stream: _TextStream | None,
-    observers: Sequence[Callable[[Session], None] | None],
+    sampler: Sampler,
+    chunk: int | None,
+    stream: TextStream | None,
+    observers: Sequence[Callable[[Session], None]],
 ) -> tuple[tuple[tuple[int, ...], ...], float, float]:
     """Return (generated tokens per sequence, seconds of the prefill, seconds of the decode steps)."""
-    watching = [observer for observer in observers if observer is not None]
     batch, prompt = ids.shape
-    choose = make_chooser(settings, prompt)
-    history = torch.cat([ids, torch.zeros((batch, budget), dtype=torch.int64)], dim=1)
-    made: list[list[int]] = [[] for _ in range(batch)]
-    open_rows = set(range(batch))
-    ends = frozenset(settings.eos_token_ids)
-    tokens = ids
+    history = torch.cat([ids, torch.zeros((batch, sampler.max_new_tokens), dtype=torch.int64)], dim=1)
+    stops = torch.full((batch,), prompt)
+    open_rows = torch.ones(batch, dtype=torch.bool)
+    itemsize = getattr(torch, session.engine.manifest.dtype).itemsize
+    if chunk is None:
+        chunk = automatic_chunk(batch, session.engine.manifest.vocab_size, itemsize)
 
     start = time.perf_counter()
-    logits = session.prefill(ids, mask)
+    logits = session.prefill(ids, mask, chunk=chunk, keep=bool(observers))
     prefilled = time.perf_counter()
-    for index in range(budget):
-        if index:
-            logits = session.advance(tokens)
-        for observe in watching:
+    for stop in range(prompt + 1, history.shape[1] + 1):
+        for observe in observers:
             observe(session)
         with torch.inference_mode():
-            tokens = choose(history[:, : prompt + index], logits[:, -1])
-            chosen = tokens.tolist()
-            for row, token in enumerate(chosen):
-                if row in open_rows:
-                    made[row].append(token)
-                    if token in ends:
-                        open_rows.discard(row)
-                else:
-                    tokens[row] = settings.pad_token_id
-            tokens = tokens.reshape(-1, 1)
-            history[:, prompt + index : prompt + index + 1] = tokens
+            tokens = sampler.choose(history[:, : stop - 1], logits[:, -1])
+            history[:, stop - 1] = torch.where(open_rows, tokens, sampler.pad_token_id)
+            stops += open_rows
+            open_rows &= ~sampler.ended(history[:, :stop])
+            going_on = bool(open_rows.any()) and stop < history.shape[1]
         if stream is not None:
-            stream.put(made[0])
-        if not open_rows:
+            stream.put(history[0, prompt : stops[0]].tolist())
+        if not going_on:
             break
+        logits = session.advance(history[:, stop - 1 : stop])
     if stream is not None:
-        stream.end(made[0])
-    return tuple(tuple(row) for row in made), prefilled - start, time.perf_counter() - prefilled
-
-
-class _TextStream:
-    """Turns tokens into pieces of text that never have to be taken back."""
-
-    def __init__(self, tokenizer: Any, on_text: TextCallback) -> None:
-        self._tokenizer, self._on_text = tokenizer, on_text
-        self._sent = ""
-
-    def put(self, tokens: list[int]) -> None:
-        """Send what is certain: an unfinished character or trailing space may still change."""
-        text = self._text(tokens)
-        if not text.endswith("\ufffd"):
-            self._send(text.rstrip(" "))
-
-    def end(self, tokens: list[int]) -> None:
-        """Send the rest."""
-        self._send(self._text(tokens))
-
-    def _text(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
-
-    def _send(self, text: str) -> None:
-        if len(text) > len(self._sent) and text.startswith(self._sent):
-            self._on_text(text[len(self._sent) :])
-            self._sent = text
+        stream.end(history[0, prompt : stops[0]].tolist())
+    made = tuple(tuple(history[row, prompt:stop].tolist()) for row, stop in enumerate(stops.tolist()))
+    return made, prefilled - start, time.perf_counter() - prefilled

@@ -57,10 +57,11 @@ class AddedOutput(Result):
         site: Its site.
         node: FX node behind it.
         derived: Where its value comes from when it is computed on reading; None when the executable returns it.
-        dtype: torch dtype name.
+        dtype: torch dtype name, after the cast where one was asked for.
         shape: Sizes, ints or names.
         axes: Position of "batch", "sequence" and "cache".
         source: "file:line: code".
+        cast_from: dtype that it is computed in where a cast on reading was asked for, else None.
     """
 
     name: str
@@ -71,6 +72,12 @@ class AddedOutput(Result):
     shape: tuple[int | str, ...]
     axes: dict[str, int]
     source: str | None
+    cast_from: str | None = None
+
+    @property
+    def cast(self) -> str | None:
+        """The dtype to cast it to when it is read, or None."""
+        return None if self.cast_from is None else self.dtype
 
 
 @dataclass(frozen=True)
@@ -335,7 +342,9 @@ def _typed(kind: Any, value: Any) -> Any:
         if not isinstance(value, dict):
             raise TypeError(f"{kind.__name__} is {type(value).__name__}")
         hints = typing.get_type_hints(kind)
-        return kind(**{field.name: _typed(hints[field.name], value[field.name]) for field in dataclasses.fields(kind)})
+        # What a later version of the same schema has added may be missing, where it has a default.
+        given = [f for f in dataclasses.fields(kind) if f.name in value or f.default is dataclasses.MISSING]
+        return kind(**{field.name: _typed(hints[field.name], value[field.name]) for field in given})
     if origin is types.UnionType:
         if value is None and type(None) in arguments:
             return None

@@ -1,36 +1,32 @@
 """What `--add-output` and TRTLLM_ADD_OUTPUT ask for, resolved to sites before anything is built.
 
-`SITE|NODE|GLOB[=ALIAS]`: an alias of a pattern that matches several tensors gets an index, `ALIAS_0`, `ALIAS_1`, ... in
-graph order. Without an alias an output is called by its site, or, where one other name of it was given (an FX node, or
-a name of the reference documents such as `mm_default`), by that name.
+`SITE|NODE|GLOB[=ALIAS][:DTYPE]`: an alias of a pattern that matches several tensors gets an index, `ALIAS_0`,
+`ALIAS_1`, ... in graph order. Without an alias an output is called by its site, or, where another name was given
+(an FX node, or a name of the reference documents such as `mm_default`), by that name. An output keeps the dtype that it
+is computed in; a DTYPE asks for a cast when it is read.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from glassengine import environment
 from glassengine.engine.manifest import AddedOutput
+from glassengine.engine.requests import Request, find_sites
 from glassengine.errors import UsageError
 from glassengine.program.outputs import OutputPlan, plan_outputs
 from glassengine.program.program import Program
 from glassengine.results import Result
 from glassengine.sites import Site
 
-# The alias part cannot be mistaken for the rest of a regular expression such as "re:(?=x)".
-_REQUEST = re.compile(r"(?P<pattern>.+)=(?P<alias>[\w.-]+)", re.DOTALL)
-
 
 @dataclass(frozen=True)
 class Requested:
-    """One output asked for: the name to give it, and its site."""
+    """One output asked for: the name to give it, its site, and the dtype to cast it to on reading."""
 
     name: str
     site: Site
+    cast: str | None = None
 
 
 @dataclass(frozen=True)
@@ -64,33 +60,7 @@ class BuildPlan(Result):
     notes: tuple[str, ...]
 
 
-def parse_request(text: str) -> tuple[str, str | None]:
-    """Split `PATTERN[=ALIAS]`."""
-    found = _REQUEST.fullmatch(text)
-    return (found["pattern"], found["alias"]) if found else (text, None)
-
-
-def requests_from_environment() -> list[tuple[str, str | None]]:
-    """Return what TRTLLM_ADD_OUTPUT asks for.
-
-    Raises:
-        UsageError: It is not a JSON object of strings.
-    """
-    text = environment.add_output_json()
-    if text is None:
-        return []
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise UsageError(
-            "TRTLLM_ADD_OUTPUT is not JSON", got=str(error), hint="""TRTLLM_ADD_OUTPUT='{"SITE": "ALIAS"}'"""
-        ) from error
-    if not isinstance(data, dict) or not all(isinstance(alias, str) for alias in data.values()):
-        raise UsageError("TRTLLM_ADD_OUTPUT is not a JSON object of strings", hint='{"SITE": "ALIAS"}')
-    return list(data.items())
-
-
-def resolve_requests(program: Program, requests: Iterable[tuple[str, str | None]]) -> list[Requested]:
+def resolve_requests(program: Program, requests: Iterable[Request]) -> list[Requested]:
     """Return the outputs that `requests` name, in the order asked for.
 
     Raises:
@@ -99,14 +69,14 @@ def resolve_requests(program: Program, requests: Iterable[tuple[str, str | None]
     """
     taken = {port.name for port in program.inputs} | set(program.output_nodes)
     found: dict[str, Requested] = {}
-    for pattern, alias in requests:
-        sites = program.sites.resolve([pattern])
+    for pattern, alias, cast in requests:
+        sites = find_sites(program.sites, pattern)
         for index, site in enumerate(sites):
             if alias is not None:
                 name = alias if len(sites) == 1 else f"{alias}_{index}"
             else:
                 name = pattern if len(sites) == 1 and pattern in site.aliases else site.name
-            if name in found and found[name].site.node != site.node:
+            if name in found and (found[name].site.node, found[name].cast) != (site.node, cast):
                 raise UsageError(
                     f"two outputs would be called {name!r}",
                     got=f"{found[name].site.name} and {site.name}",
@@ -117,7 +87,7 @@ def resolve_requests(program: Program, requests: Iterable[tuple[str, str | None]
                     f"an output cannot be called {name!r}: an input or result has this name",
                     hint=f"give it another name: --add-output {site.name}=ALIAS",
                 )
-            found[name] = Requested(name, site)
+            found[name] = Requested(name, site, cast)
     return list(found.values())
 
 
@@ -145,8 +115,10 @@ def plan(
             continue
         derived = decided.derived.get(site.node)
         shape = tuple(site.shape)
+        dtype, axes = request.cast or site.dtype, dict(site.axes)
+        cast_from = site.dtype if request.cast else None
         added.append(
-            AddedOutput(request.name, site.name, site.node, derived, site.dtype, shape, dict(site.axes), site.source)
+            AddedOutput(request.name, site.name, site.node, derived, dtype, shape, axes, site.source, cast_from)
         )
     return decided, tuple(added), left_out
 
@@ -156,6 +128,6 @@ def output_bytes(program: Program, nodes: Sequence[str], **sizes: int) -> int:
     return plan_outputs(program, nodes, sizes=sizes).num_bytes if nodes else 0
 
 
-def tap_requests(program: Program) -> list[tuple[str, Any]]:
+def tap_requests(program: Program) -> list[Request]:
     """Return a request for every tap of the program."""
-    return [(site.name, None) for site in program.sites if site.kind == "tap"]
+    return [Request(site.name) for site in program.sites if site.kind == "tap"]

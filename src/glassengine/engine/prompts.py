@@ -1,9 +1,11 @@
-"""Prompts: text or token ids of several lengths -> one left-padded batch; and tokenizers that fit the model."""
+"""Prompts: texts, files, chats or token ids of several lengths -> one left-padded batch; and tokenizers that fit."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,78 @@ from glassengine.program import load_inputs
 
 if TYPE_CHECKING:
     from glassengine.engine.engine import Engine
+
+TokenIds = str | Path | torch.Tensor | Sequence[int] | Sequence[Sequence[int]]
+Message = Mapping[str, Any]
+Chat = str | Path | Sequence[Message] | Sequence[Sequence[Message]]
+
+MAX_BYTES = 64 << 20
+"""Of a file of prompts; more would not fit any batch."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What a request came to, one entry per sequence.
+
+    Attributes:
+        texts: Prompts as text; empty where token ids were given.
+        rows: Token ids without padding.
+        tokenizer: Of the model; None where there is none and none is needed.
+    """
+
+    texts: tuple[str, ...]
+    rows: list[list[int]]
+    tokenizer: Any
+
+    def repeated(self, count: int) -> Prompts:
+        """Return each prompt `count` times in a row, as transformers does for `num_return_sequences`."""
+        texts = tuple(text for text in self.texts for _ in range(count))
+        return dataclasses.replace(self, texts=texts, rows=[row for row in self.rows for _ in range(count)])
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to generate from: exactly one of the first four; `Engine.generate` describes them."""
+
+    prompts: str | Sequence[str] | None = None
+    input_ids: TokenIds | None = None
+    prompt_file: str | Path | None = None
+    chat: Chat | None = None
+    tokenizer: str | Path | None = None
+
+    def read(self, engine: Engine) -> Prompts:
+        """Return the prompts as token ids.
+
+        Raises:
+            UsageError: None was given, or several; a file cannot be read; or the tokenizer does not fit.
+        """
+        sources = {
+            "text": self.prompts, "token ids": self.input_ids, "a prompt file": self.prompt_file, "a chat": self.chat
+        }  # fmt: skip
+        given = [name for name, source in sources.items() if source is not None]
+        if len(given) != 1:
+            raise UsageError(
+                f"{' and '.join(given)} were both given" if given else "nothing to generate from",
+                hint="--input-text TEXT, or --input-ids FILE, or --input-file FILE, or --chat FILE",
+            )
+        tokenizer = None
+        if self.input_ids is None or self.tokenizer is not None or engine.manifest.tokenizer:
+            tokenizer = choose_tokenizer(engine, self.tokenizer)
+        if self.input_ids is not None:
+            is_file = isinstance(self.input_ids, (str, Path))
+            rows = read_input_ids(Path(self.input_ids)) if is_file else as_rows(self.input_ids, "input_ids")  # type: ignore[arg-type]
+            return Prompts((), rows, tokenizer)
+        if self.chat is not None:
+            texts = apply_chat_template(tokenizer, read_chat(self.chat))
+            return Prompts(texts, encode(tokenizer, texts, add_special_tokens=False), tokenizer)
+        if self.prompt_file is not None:
+            texts = read_prompt_file(Path(self.prompt_file))
+        else:
+            assert self.prompts is not None
+            texts = (self.prompts,) if isinstance(self.prompts, str) else tuple(self.prompts)
+        if not texts:
+            raise UsageError("nothing to generate from", hint="--input-text TEXT")
+        return Prompts(texts, encode(tokenizer, texts), tokenizer)
 
 
 def load_tokenizer(directory: str | Path) -> Any:
@@ -105,17 +179,127 @@ def as_rows(data: Any, origin: str) -> list[list[int]]:
     return [list(row) for row in rows]
 
 
-def encode(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]:
-    """Tokenize as transformers does by default, special tokens included.
+def read_prompt_file(path: Path) -> tuple[str, ...]:
+    """Read texts: .txt with one a line (empty lines are skipped), .json or .jsonl of strings or objects with "prompt"
+    or "text".
+
+    Raises:
+        UsageError: It cannot be read, holds something else, or no prompt at all.
+    """
+    if path.suffix == ".txt":
+        texts = [line.rstrip("\r") for line in _text_of(path).split("\n") if line.strip()]
+    else:
+        texts = [_prompt_of(item, path) for item in _items_of(path)]
+    if not texts:
+        raise UsageError(f"{path} has no prompts", expected="one prompt per line")
+    return tuple(texts)
+
+
+def read_chat(chat: Chat) -> list[list[Message]]:
+    """Return one list of messages per conversation.
+
+    Args:
+        chat: Messages, conversations, or a file of them: .json, or .jsonl with a conversation a line (or a message a
+            line, all of one conversation). A conversation may be an object with "messages".
+
+    Raises:
+        UsageError: It cannot be read, or holds something else.
+    """
+    origin = str(chat) if isinstance(chat, (str, Path)) else "chat"
+    items = _items_of(Path(chat)) if isinstance(chat, (str, Path)) else list(chat)
+    if items and all(isinstance(item, Mapping) and "messages" not in item for item in items):
+        items = [items]
+    conversations: list[list[Message]] = []
+    for item in items:
+        messages = item["messages"] if isinstance(item, Mapping) and "messages" in item else item
+        if (
+            not isinstance(messages, (list, tuple))
+            or not messages
+            or not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) and len(m) > 1 for m in messages)
+        ):
+            raise UsageError(
+                "this is no chat",
+                got=f"{type(messages).__name__} in {origin}",
+                expected='messages, each {"role": "user", "content": "..."}, or a list of such lists',
+            )
+        conversations.append([dict(message) for message in messages])
+    if not conversations:
+        raise UsageError(f"{origin} has no messages", expected='[{"role": "user", "content": "..."}]')
+    return conversations
+
+
+def apply_chat_template(tokenizer: Any, conversations: Sequence[Sequence[Message]]) -> tuple[str, ...]:
+    """Return the text of each conversation as the model expects it, up to where the answer begins.
+
+    Raises:
+        UsageError: The tokenizer has no chat template, or the template refuses the messages.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise UsageError(
+            "the tokenizer has no chat template",
+            expected="a model that was trained on chats",
+            hint="write the prompt as text: --input-text TEXT; or give another --tokenizer DIRECTORY",
+        )
+    try:
+        return tuple(
+            tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            for messages in conversations
+        )
+    except Exception as error:
+        raise UsageError("the chat template refuses the messages", got=f"{type(error).__name__}: {error}") from error
+
+
+def encode(tokenizer: Any, prompts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+    """Tokenize as transformers does.
+
+    Args:
+        tokenizer: Of the model.
+        prompts: Texts.
+        add_special_tokens: False for text that has them already, as a chat template writes it.
 
     Raises:
         UsageError: A prompt has no tokens at all.
     """
-    rows = [list(tokenizer(text)["input_ids"]) for text in prompts]
+    rows = [list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]) for text in prompts]
     for text, row in zip(prompts, rows, strict=True):
         if not row:
             raise UsageError("the prompt has no tokens", got=repr(text), hint="--input-text TEXT")
     return rows
+
+
+def _text_of(path: Path) -> str:
+    try:
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise ValueError(f"{size} bytes, at most {MAX_BYTES}")
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read", got=f"{type(error).__name__}: {error}") from error
+
+
+def _items_of(path: Path) -> list[Any]:
+    """Return the entries of a .json list or the lines of a .jsonl file."""
+    if path.suffix not in (".json", ".jsonl"):
+        raise UsageError(f"{path} is no file of prompts", expected=".txt, .json or .jsonl")
+    text = _text_of(path)
+    try:
+        if path.suffix == ".jsonl":
+            return [json.loads(line) for line in text.split("\n") if line.strip()]
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} cannot be read", got=f"{type(error).__name__}: {error}") from error
+    return data if isinstance(data, list) else [data]
+
+
+def _prompt_of(item: Any, path: Path) -> str:
+    text = item.get("prompt", item.get("text")) if isinstance(item, Mapping) else item
+    if not isinstance(text, str):
+        raise UsageError(
+            f"{path} holds something else than prompts",
+            got=type(item).__name__,
+            expected='strings, or objects with "prompt" or "text"',
+        )
+    return text
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:

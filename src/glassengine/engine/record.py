@@ -10,7 +10,7 @@ from typing import Self
 
 from glassengine import environment
 from glassengine.engine.session import Session
-from glassengine.recording.writer import RecordingWriter
+from glassengine.recording.worker import BackgroundWriter
 from glassengine.sites import Site
 
 
@@ -35,8 +35,7 @@ class SessionRecorder:
         # One site may have been asked for under two names.
         sites = {site.name: (name, site) for name, site in by_name.items() if site is not None}
         self._sites = {**sites, logits.name: ("logits", logits)}
-        self._rows = [list(row) for row in rows]
-        self._last = 0
+        self._prompts = [list(row) for row in rows]
         metadata = {
             "kind": "engine",
             "model": dict(manifest.model),
@@ -50,32 +49,28 @@ class SessionRecorder:
             "command_line": environment.without_secrets(sys.argv),
             "prompt_lengths": [len(row) for row in rows],
             "padding": "left",
-            "token_ids": self._rows,
             "sources": {name: site.source for name, (_, site) in self._sites.items() if site.source},
             "aliases": {entry.name: entry.site for entry in manifest.added_outputs if entry.name != entry.site},
             "left_out": dict(manifest.left_out),
         }
-        self._writer = RecordingWriter(path, metadata=metadata, overwrite=overwrite)
+        self._writer = BackgroundWriter(path, metadata=metadata, overwrite=overwrite)
 
     def __call__(self, session: Session) -> None:
         """Record the step that just ran."""
         names = [name for name, _ in self._sites.values()]
         values = session.read(names)
-        if session.step:
-            for row, token in zip(self._rows, session.read(["input_ids"])["input_ids"][:, 0].tolist(), strict=True):
-                row.append(token)
+        tokens = session.read(["input_ids"])["input_ids"][:, :1].tolist() if session.step else self._prompts
         for site_name, (name, site) in self._sites.items():
             self._writer.write(site_name, session.step, values[name], axes=site.axes, node=site.node)
-        self._writer.commit(session.step)
+        self._writer.commit(session.step, token_ids=tokens)
 
     def __enter__(self) -> Self:
-        self._writer.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._writer.__exit__(kind, error, trace)
+        self._writer.close(None if error is None else f"stopped by {type(error).__name__}")
 
 
 def _node_of(engine: object, output: str) -> str:

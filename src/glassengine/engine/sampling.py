@@ -1,130 +1,295 @@
-"""How the next token is chosen: greedily, with the penalties of generation_config.json, as transformers does.
+"""How the next token is chosen and when a sequence ends: by transformers' own generation settings and classes.
+
+Nothing of a setting is interpreted here: its meaning (defaults, order of the processors, stopping) is that of the
+installed transformers, whose `GenerationMixin` builds the objects. What it would do in another loop than that of greedy
+decoding and sampling (beams, assistants) is refused by name.
 
 Shape legend: B batch, S tokens so far, V vocabulary.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig, PretrainedConfig
 
-from glassengine.errors import CorruptError
+from glassengine.errors import CorruptError, UnknownNameError, UsageError
 
 logger = logging.getLogger("glassengine")
 
 FILE = "generation_config.json"
+MAX_BYTES = 16 << 20
+"""Of a file of settings."""
 
-DEFAULT_MAX_NEW_TOKENS = 20
-"""What transformers generates when nothing says how much."""
+# Settings that make transformers choose tokens in another loop than ours, with the values that mean "off".
+_OTHER_LOOPS: dict[str, tuple[Any, ...]] = {
+    "num_beams": (None, 1),
+    "num_beam_groups": (None, 1),
+    "penalty_alpha": (None, 0, 0.0),
+    "dola_layers": (None,),
+    "constraints": (None,),
+    "force_words_ids": (None,),
+    "prompt_lookup_num_tokens": (None,),
+    "assistant_early_exit": (None,),
+    "is_assistant": (None, False),
+    "use_mtp": (None, False),
+    "speculation_type": (None,),
+    "guidance_scale": (None, 1, 1.0),
+    "token_healing": (None, False),
+}
+# Settings of how transformers runs the model or what it returns. In a file they change no token and say nothing to us.
+_NOT_OURS = {
+    "use_cache": "a session always has a cache",
+    "cache_implementation": "the engine has its own static cache",
+    "cache_config": "the engine has its own static cache",
+    "max_cache_len": "the engine has its own static cache",
+    "output_attentions": "look at tensors with debug=PATTERNS",
+    "output_hidden_states": "look at tensors with debug=PATTERNS",
+    "output_scores": "look at tensors with debug=['logits']",
+    "output_logits": "look at tensors with debug=['logits']",
+    "return_dict_in_generate": "the result is always a Generation",
+    "compile_config": "the engine is compiled already",
+    "disable_compile": "the engine is compiled already",
+    "continuous_batching_config": "one batch is run at a time",
+    "prefill_chunk_size": "prefill in pieces with prefill_chunk=N",
+}
+_BOOKKEEPING = {"transformers_version"}
+# Settings of sampling, with the values that change nothing.
+_SAMPLING = {
+    "temperature": 1.0,
+    "top_k": 50,
+    "top_p": 1.0,
+    "min_p": None,
+    "top_h": None,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+}
 
-# Settings that change greedy decoding in transformers, with the value that means "off".
-_PENALTIES = {
-    "repetition_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "min_new_tokens": 0,
-    "suppress_tokens": None,
-    "begin_suppress_tokens": None,
-    "bad_words_ids": None,
-}
-_UNSUPPORTED = {
-    "num_beams": 1,
-    "encoder_no_repeat_ngram_size": 0,
-    "encoder_repetition_penalty": 1.0,
-    "exponential_decay_length_penalty": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "guidance_scale": None,
-    "min_length": 0,
-    "sequence_bias": None,
-    "watermarking_config": None,
-}
+Choose = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Ended = Callable[[torch.Tensor], torch.Tensor]
+
+
+@functools.cache
+def _host_class() -> Any:
+    # Half a second to import, and needed only where something is generated.
+    from transformers import GenerationMixin
+
+    class Host(GenerationMixin):  # type: ignore[misc]
+        """Stands in for a model where transformers builds processors and criteria: they ask for no more than this."""
+
+        def __init__(self, generation_config: GenerationConfig, max_length: int, vocab_size: int | None) -> None:
+            self.generation_config = generation_config
+            self.config = PretrainedConfig()
+            self.config.max_position_embeddings = max_length
+            self.config.vocab_size = vocab_size
+            self.device = torch.device("cpu")
+
+    return Host
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """The choices of one generation.
+
+    Attributes:
+        max_new_tokens: Most tokens to generate.
+        pad_token_id: What a finished sequence is fed.
+        seed: Of the random numbers; None where decoding is greedy.
+        choose: (token ids [B, S], logits [B, V]) -> next tokens [B] int64.
+        ended: token ids [B, S] -> whether each sequence ends with its last token, bool [B].
+    """
+
+    max_new_tokens: int
+    pad_token_id: int
+    seed: int | None
+    choose: Choose
+    ended: Ended
 
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """What generation_config.json says.
+    """Settings of transformers, read and checked.
 
     Attributes:
-        eos_token_ids: Tokens that end a sequence.
-        pad_token_id: What a finished sequence is fed.
-        max_new_tokens: Where nothing else says how many.
-        penalties: Settings of `transformers.GenerationConfig` that change greedy decoding.
+        config: All of them.
+        length_is_default: Nothing said how much to generate.
     """
 
-    eos_token_ids: tuple[int, ...]
-    pad_token_id: int
-    max_new_tokens: int
-    penalties: dict[str, Any]
+    config: Any
+    length_is_default: bool
+    _host: Any
 
-    @classmethod
-    def read(cls, directory: Path) -> GenerationSettings:
-        """Read the file in an engine; all defaults where there is none.
+    @property
+    def pad_token_id(self) -> int:
+        """What fills shorter prompts and finished sequences: the pad token, else the first end token, else 0."""
+        ends = self.config.eos_token_id
+        first = ends[0] if isinstance(ends, (list, tuple)) and ends else ends
+        chosen = self.config.pad_token_id if self.config.pad_token_id is not None else first
+        return chosen if isinstance(chosen, int) else 0
+
+    def sampler(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, *, seed: int | None, tokenizer: Any
+    ) -> Sampler:
+        """Return what chooses tokens for these prompts.
+
+        Args:
+            input_ids: [B, S] int64, left-padded.
+            attention_mask: [B, S] int64.
+            seed: Of sampling; None draws one.
+            tokenizer: For stop strings; None where there is none.
 
         Raises:
-            CorruptError: It is no JSON object.
+            UsageError: A setting has a value that transformers refuses, or nothing would be generated.
         """
-        path = directory / FILE
-        try:
-            data = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-            eos = data.get("eos_token_id")
-            ends = () if eos is None else tuple(int(e) for e in (eos if isinstance(eos, list) else [eos]))
-            pad = data.get("pad_token_id")
-            length = int(data.get("max_new_tokens") or DEFAULT_MAX_NEW_TOKENS)
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise CorruptError(f"{FILE} cannot be read", got=f"{type(error).__name__}: {error}") from error
-        for key, off in _UNSUPPORTED.items():
-            if data.get(key, off) not in (off, None):
-                logger.warning("%s: %s = %s is not applied; decoding is greedy", FILE, key, data[key])
-        penalties = {k: data[k] for k, off in _PENALTIES.items() if data.get(k) is not None and data[k] != off}
-        return cls(ends, int(pad) if pad is not None else (ends[0] if ends else 0), length, penalties)
+        from transformers import StoppingCriteriaList
+
+        config, host, prompt = self.config, self._host, input_ids.shape[1]
+        with _refusals():
+            host._prepare_special_tokens(config, True, device="cpu", batch_size=input_ids.shape[0])
+            host._prepare_generated_length(config, self.length_is_default, True, "input_ids", prompt, input_ids)
+            # transformers drops a mask without padding before it gets here.
+            mask = None if bool(attention_mask.all()) else attention_mask
+            processors = host._get_logits_processor(
+                config, prompt, encoder_input_ids=input_ids, device="cpu", model_kwargs={"attention_mask": mask}
+            )
+            criteria = host._get_stopping_criteria(config, StoppingCriteriaList(), tokenizer)
+        generator = None
+        if config.do_sample:
+            generator = torch.Generator()
+            seed = generator.seed() if seed is None else seed
+            generator.manual_seed(seed)
+
+        def choose(token_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            # As transformers does: scores in float32, a copy because some processors write into it.
+            if processors:
+                logits = processors(token_ids, logits.to(torch.float32, copy=True))
+            if generator is None:
+                return logits.argmax(-1)
+            return torch.multinomial(logits.float().softmax(-1), 1, generator=generator).squeeze(1)
+
+        return Sampler(
+            max_new_tokens=config.max_length - prompt,
+            pad_token_id=self.pad_token_id,
+            seed=seed if config.do_sample else None,
+            choose=choose,
+            ended=lambda token_ids: criteria(token_ids, None),
+        )
 
 
-def make_chooser(
-    settings: GenerationSettings, prompt_length: int
-) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return a function (token ids [B, S], logits [B, V]) -> next tokens [B].
+def read_settings(
+    directory: Path,
+    given: Any,
+    settings: Mapping[str, Any],
+    *,
+    max_length: int,
+    vocab_size: int | None,
+) -> GenerationSettings:
+    """Lay settings over one another as transformers' `generate` does: those given by name win, then `given`, then
+    generation_config.json of the engine, then transformers' defaults.
 
     Args:
-        settings: Of the engine.
-        prompt_length: Tokens of the padded prompts.
+        directory: Of the engine.
+        given: A `GenerationConfig`, a mapping, a file or directory with one, or None.
+        settings: Fields of `GenerationConfig` by name.
+        max_length: Most tokens of a sequence that the engine was built for.
+        vocab_size: Of the model.
+
+    Raises:
+        UnknownNameError: No setting has this name.
+        UsageError: A setting cannot be carried out here, or has a value that transformers refuses.
+        CorruptError: generation_config.json of the engine is damaged.
     """
-    processors = _processors(settings, prompt_length)
+    path = directory / FILE
+    try:
+        own = _from_file(path) if path.exists() else GenerationConfig()
+    except UsageError as error:
+        raise CorruptError(error.what, got=error.got, hint="build the engine again with --overwrite") from error
+    names = {name for name in vars(GenerationConfig()) if not name.startswith("_")} - _BOOKKEEPING
+    base = _given(given, names)
+    for name in settings:
+        _require_known(name, names)
+    asked = {**(_differences(base, names) if base is not None else {}), **settings}
+    for name in sorted(asked.keys() & _NOT_OURS.keys()):
+        raise UsageError(
+            f"{name!r} is a setting of how transformers runs a model", got=f"{name}={asked[name]!r}",
+            hint=f"leave it out: {_NOT_OURS[name]}",
+        )  # fmt: skip
+    host = _host_class()(own, max_length, vocab_size)
+    with _refusals():
+        config, _ = host._prepare_generation_config(base, **settings)
+    for name, off in _OTHER_LOOPS.items():
+        value = getattr(config, name, None)
+        if not any(value is each or (each is not None and value == each) for each in off):
+            where = "" if name in asked else f" in {FILE} of the engine"
+            raise UsageError(
+                f"the setting {name!r} needs another loop than greedy decoding or sampling",
+                got=f"{name}={value!r}{where}",
+                expected=f"{name}={off[-1]!r}",
+                hint=f"generate with {name}={off[-1]!r}" if off[-1] is not None else f"leave {name} out",
+            )
+    idle = [name for name, off in _SAMPLING.items() if name in asked and asked[name] not in (off, None)]
+    if idle and not config.do_sample:
+        logger.warning("%s: without effect while decoding is greedy; do_sample=True samples", ", ".join(idle))
+    default = (
+        all(source is None or source.max_length is None for source in (base, own)) and "max_length" not in settings
+    )
+    return GenerationSettings(config, default, host)
 
-    def choose(token_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        if processors:
-            # As transformers does: scores in float32.
-            logits = logits.to(torch.float32)
-            for process in processors:
-                logits = process(token_ids, logits)
-        return logits.argmax(-1)
 
-    return choose
+def _given(given: Any, names: set[str]) -> Any:
+    if given is None or isinstance(given, GenerationConfig):
+        return given
+    if isinstance(given, Mapping):
+        for name in given:
+            _require_known(name, names)
+        with _refusals():
+            return GenerationConfig(**given)
+    path = Path(given)
+    return _from_file(path / FILE if path.is_dir() else path)
 
 
-def _processors(settings: GenerationSettings, prompt_length: int) -> list[Any]:
-    wanted = settings.penalties
-    if not wanted:
-        return []
-    from transformers.generation import logits_process as lp
+def _from_file(path: Path) -> Any:
+    """Read a file of settings; names that this version of transformers does not know are left to it, as it does."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ValueError(f"more than {MAX_BYTES} bytes")
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(data, dict):
+            raise TypeError(f"a {type(data).__name__} instead of an object")
+        for name in ("eos_token_id", "pad_token_id", "max_new_tokens", "max_length"):
+            values = data.get(name)
+            for value in values if isinstance(values, list) and name == "eos_token_id" else [values]:
+                if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+                    raise TypeError(f"{name} is {value!r}")
+        return GenerationConfig.from_dict(data)
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise UsageError(f"{path.name} cannot be read", got=f"{type(error).__name__}: {error}") from error
 
-    ends: Any = list(settings.eos_token_ids)
-    made: list[Any] = []
-    if "repetition_penalty" in wanted:
-        made.append(lp.RepetitionPenaltyLogitsProcessor(penalty=wanted["repetition_penalty"]))
-    if "no_repeat_ngram_size" in wanted:
-        made.append(lp.NoRepeatNGramLogitsProcessor(wanted["no_repeat_ngram_size"]))
-    if "bad_words_ids" in wanted:
-        made.append(lp.NoBadWordsLogitsProcessor(wanted["bad_words_ids"], ends))
-    if "min_new_tokens" in wanted and ends:
-        made.append(lp.MinNewTokensLengthLogitsProcessor(prompt_length, wanted["min_new_tokens"], ends))
-    if "suppress_tokens" in wanted:
-        made.append(lp.SuppressTokensLogitsProcessor(wanted["suppress_tokens"]))
-    if "begin_suppress_tokens" in wanted:
-        made.append(lp.SuppressTokensAtBeginLogitsProcessor(wanted["begin_suppress_tokens"], prompt_length))
-    return made
+
+def _require_known(name: str, names: set[str]) -> None:
+    if name not in names:
+        raise UnknownNameError(
+            "generation setting", name, sorted(names), hint="a field of transformers.GenerationConfig"
+        )
+
+
+def _differences(config: Any, names: set[str]) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(config, name, None)) is not None}
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Turn what transformers raises about a value into a message without a traceback."""
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UsageError("a generation setting is refused by transformers", got=str(error)) from error

@@ -8,20 +8,26 @@ Shape legend: B batch, S new tokens, T cache length, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from glassengine.engine.checks import mask_row, require_generating, size_rows, token_row
+from glassengine.engine.inputs_table import Row, refuse, render_tensors
 from glassengine.engine.kv_cache import KVCache
+from glassengine.engine.pieces import PieceOutputs
+from glassengine.engine.requests import as_asked
 from glassengine.errors import UnknownNameError, UsageError
-from glassengine.program.outputs import PREFIX
+from glassengine.program.outputs import PREFIX, DerivedValues
 from glassengine.sites import matches
 
 if TYPE_CHECKING:
     from glassengine.engine.engine import Engine
 
-STEP_INPUTS = ("input_ids", "attention_mask", "position_ids", "cache_position")
+logger = logging.getLogger("glassengine")
 
 
 class Session:
@@ -33,6 +39,7 @@ class Session:
         length: Cache slots T: tokens of the longest prompt and those to generate.
         debug: True keeps every input and output of each step in `debug_buffers`; names or patterns keep those alone;
             False costs nothing.
+        keep_steps: How many of the last steps `debug_history` keeps.
 
     Attributes:
         step: The last step that ran: 0 after the prefill, -1 before.
@@ -40,33 +47,31 @@ class Session:
         debug_buffers: Of the last step, in the order of the documents: input_ids, logits, position_ids, attention_mask,
             cache_position, past_key_0 (before the step), past_value_0, present_key_0, present_value_0, ..., then the
             added outputs by alias or site. Copies, safe to keep.
+        debug_history: (step, its debug buffers) of the last `keep_steps` steps, oldest first; older ones are dropped.
 
     Raises:
-        UsageError: The engine was built for a smaller batch or shorter sequences, or has no cache.
+        UsageError: The engine was built for a smaller batch or shorter sequences, or has no cache; or steps are to be
+            kept without saying which tensors.
         UnknownNameError: A pattern of `debug` names nothing that the engine returns.
     """
 
-    def __init__(self, engine: Engine, batch_size: int, length: int, *, debug: bool | Sequence[str] = False) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        batch_size: int,
+        length: int,
+        *,
+        debug: bool | Sequence[str] = False,
+        keep_steps: int = 0,
+    ) -> None:
         manifest = engine.manifest
-        if manifest.kind != "causal_lm" or manifest.max_batch_size is None or manifest.max_seq_len is None:
+        require_generating(manifest)
+        refuse(manifest.name, size_rows(manifest, batch_size, length))
+        if keep_steps < 0 or (keep_steps and debug is False):
             raise UsageError(
-                f"the engine {manifest.name!r} has no prefill and decode",
-                got=f"kind {manifest.kind}",
-                hint="call it: engine(**inputs)",
-            )
-        if batch_size < 1 or batch_size > manifest.max_batch_size:
-            raise UsageError(
-                "the batch does not fit the engine",
-                got=f"{batch_size} sequences",
-                expected=f"1 to {manifest.max_batch_size}",
-                hint=f"build with --max-batch-size {batch_size}" if batch_size > 0 else "give at least one prompt",
-            )
-        if length > manifest.max_seq_len:
-            raise UsageError(
-                "prompt and new tokens are longer than the engine was built for",
-                got=f"{length} tokens",
-                expected=f"at most {manifest.max_seq_len}",
-                hint=f"build with --max-seq-len {length}, shorten the prompt, or lower --max-new-tokens",
+                "steps can be kept only of tensors that are looked at",
+                got=f"keep_steps={keep_steps}, debug={debug}",
+                hint="debug=True, or names or patterns of tensors (--debug PATTERN)",
             )
         # Sizes of 1 were never traced: export assumes at least 2 slots.
         length = max(length, 2)
@@ -74,27 +79,39 @@ class Session:
         self.step = -1
         self.position = 0
         self.debug_buffers: dict[str, torch.Tensor] = {}
+        self.debug_history: deque[tuple[int, dict[str, torch.Tensor]]] = deque(maxlen=keep_steps)
         self._names = self._selected(debug)
         self._pasts = [name for name in manifest.caches if name in self._names]
-        self._batch_size, self._length, self._vocab_size = batch_size, length, manifest.vocab_size
+        self._batch_size, self._length = batch_size, length
         self._cache = KVCache(manifest, batch_size, length)
         self._mask = torch.zeros((batch_size, length), dtype=torch.int64)
         self._positions = torch.zeros((batch_size, length), dtype=torch.int64)
         self._slots = torch.arange(length)
         self._inputs: dict[str, torch.Tensor] = {}
-        self._outputs: dict[str, torch.Tensor] = {}
+        self._outputs: Mapping[str, torch.Tensor] = {}
         self._before: dict[str, torch.Tensor] = {}
         self._run = engine.executable.run
 
-    def prefill(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Run the prompts.
+    def prefill(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        chunk: int | None = None,
+        keep: bool = True,
+    ) -> torch.Tensor:
+        """Run the prompts: step 0, in however many pieces.
 
         Args:
             input_ids: [B, S] int64; padding on the left.
             attention_mask: [B, S], 1 for tokens and 0 for padding; None means no padding.
+            chunk: Most tokens of a piece; None runs the prompts in one.
+            keep: Keep the outputs of every piece, so that `read` has those of the whole step. Without, a prefill in
+                pieces never takes more memory than one piece, and `debug` must be off.
 
         Returns:
-            Logits [B, S, V] in the engine's dtype, valid until the next step.
+            Logits [B, S, V] in the engine's dtype, valid until the next step; of the last piece alone where the prompts
+            ran in several.
 
         Raises:
             UsageError: Wrong shape, dtype or device, tokens outside of the vocabulary, padding on the right, or a
@@ -102,23 +119,24 @@ class Session:
         """
         if self.step >= 0:
             raise UsageError("a session is prefilled once", got=f"step {self.step}", hint="make a new session")
-        self._check_tokens(input_ids, None)
+        if chunk is not None and chunk < 1:
+            raise UsageError(
+                "a piece of the prefill has at least 1 token", got=f"{chunk}", hint="--prefill-chunk N, or leave it out"
+            )
+        rows = [self._token_row(input_ids, None)]
+        if attention_mask is not None and not rows[0].problem:
+            rows.append(mask_row(attention_mask, input_ids))
+        refuse(self.engine.manifest.name, rows)
         new = input_ids.shape[1]
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(torch.int64)
-        if mask.shape != input_ids.shape or bool((mask[:, -1] == 0).any()):
-            raise UsageError(
-                "the attention mask does not fit",
-                got=f"shape {tuple(mask.shape)}, padding on the right"
-                if mask.shape == input_ids.shape
-                else f"shape {tuple(mask.shape)}",
-                expected=f"shape {tuple(input_ids.shape)}, padding on the left",
-            )
         self._mask[:, :new] = mask
         real = (mask.cumsum(-1) - 1).clamp_(min=0)
         self._positions[:, :new] = real
         # From here on every slot holds a token.
         self._positions[:, new:] = real[:, -1:] + torch.arange(1, self._length - new + 1)
-        return self.advance(input_ids)
+        if chunk is None or chunk >= new:
+            return self.advance(input_ids)
+        return self._prefill_pieces(input_ids, chunk, keep or bool(self._names))
 
     def decode(self, tokens: torch.Tensor) -> torch.Tensor:
         """Run one step with given tokens (those just chosen, or forced ones).
@@ -134,33 +152,67 @@ class Session:
         """
         if self.step < 0:
             raise UsageError("decode comes after prefill", hint="session.prefill(input_ids)")
-        tokens = tokens.reshape(-1, 1) if tokens.dim() == 1 else tokens
-        self._check_tokens(tokens, 1)
-        self._mask[:, self.position] = 1
+        if isinstance(tokens, torch.Tensor) and tokens.dim() == 1:
+            tokens = tokens.reshape(-1, 1)
+        refuse(self.engine.manifest.name, [self._token_row(tokens, 1)])
         return self.advance(tokens)
 
     def advance(self, tokens: torch.Tensor) -> torch.Tensor:
         """Run [B, S] tokens into the next S slots, unchecked; `prefill` and `decode` check."""
-        start, stop = self.position, self.position + tokens.shape[1]
+        start = self.position
         with torch.inference_mode():
             if start:
-                self._mask[:, start] = 1
-            inputs = self._inputs = {
-                "input_ids": tokens,
-                "attention_mask": self._mask,
-                "position_ids": self._positions[:, start:stop],
-                "cache_position": self._slots[start:stop],
-                **self._cache.tensors,
-            }
-            if self._pasts:
-                self._before = {name: _copy(inputs[name]) for name in self._pasts}
-            outputs = self._outputs = self._run(inputs)
-            self._cache.update(outputs)
-            self.position = stop
-            self.step += 1
-            if self._names:
-                self.debug_buffers = self._collect(self._names)
+                self._mask[:, start : start + tokens.shape[1]] = 1
+            self._keep_pasts()
+            outputs = self._outputs = self._execute(tokens)
+            self._complete_step()
         return outputs["logits"]
+
+    def _prefill_pieces(self, input_ids: torch.Tensor, chunk: int, keep: bool) -> torch.Tensor:
+        kept: list[Mapping[str, torch.Tensor]] = []
+        with torch.inference_mode():
+            self._keep_pasts()
+            for piece in torch.split(input_ids, chunk, dim=1):
+                outputs = self._execute(piece)
+                if keep:
+                    kept.append(outputs)
+            # To whoever looks, the inputs were those of the whole prompt.
+            self._inputs = self._step_inputs(input_ids, 0)
+            entries = {entry.name: entry.node for entry in self.engine.manifest.outputs}
+            self._outputs = PieceOutputs(kept, self._batch_size, self.engine.sites, entries)
+            self._complete_step()
+        return outputs["logits"]
+
+    def _step_inputs(self, tokens: torch.Tensor, start: int) -> dict[str, torch.Tensor]:
+        stop = start + tokens.shape[1]
+        return {
+            "input_ids": tokens,
+            "attention_mask": self._mask,
+            "position_ids": self._positions[:, start:stop],
+            "cache_position": self._slots[start:stop],
+            **self._cache.tensors,
+        }
+
+    def _execute(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Run the executable once; the tokens' slots of the mask are set already."""
+        inputs = self._inputs = self._step_inputs(tokens, self.position)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("inputs of step %d:\n%s", self.step + 1, render_tensors(inputs))
+        outputs = self._run(inputs)
+        self._cache.update(outputs)
+        self.position += tokens.shape[1]
+        return outputs
+
+    def _keep_pasts(self) -> None:
+        """A step overwrites the caches, so whoever asked for `past_*` gets copies made before it."""
+        if self._pasts:
+            self._before = {name: _copy(self._cache.tensors[name]) for name in self._pasts}
+
+    def _complete_step(self) -> None:
+        self.step += 1
+        if self._names:
+            self.debug_buffers = self._collect(self._names)
+            self.debug_history.append((self.step, self.debug_buffers))
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return tensors of the last step by name, not copied: valid until the next step.
@@ -179,12 +231,19 @@ class Session:
                 values[name] = self._outputs[name]
             elif name in self.engine.past_of:
                 values[name] = self._cache.tensors[self.engine.past_of[name]]
-            elif entries[name].derived is None:
-                values[name] = self._outputs[PREFIX + entries[name].node]
             else:
-                derived = derived or self.engine.derive({**self._inputs, **self._cache.tensors}, self._outputs)
-                values[name] = derived[entries[name].node]
+                entry = entries[name]
+                if entry.derived is None:
+                    value = self._outputs[PREFIX + entry.node]
+                else:
+                    derived = derived or self._derive()
+                    value = derived[entry.node]
+                values[name] = as_asked(value, entry.cast)
         return values
+
+    def _derive(self) -> DerivedValues:
+        outputs = self._outputs.joinable() if isinstance(self._outputs, PieceOutputs) else self._outputs
+        return self.engine.derive({**self._inputs, **self._cache.tensors}, outputs)
 
     def _collect(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         copies: dict[int, torch.Tensor] = {}
@@ -200,32 +259,10 @@ class Session:
             return names if debug else []
         return select_names(self.engine, debug)
 
-    def _check_tokens(self, tokens: torch.Tensor, new: int | None) -> None:
-        expected = f"int64 [{self._batch_size}, {new or 'tokens'}] on the CPU"
-        if (
-            tokens.dim() != 2
-            or tokens.shape[0] != self._batch_size
-            or tokens.shape[1] != (new or max(tokens.shape[1], 1))
-            or tokens.dtype != torch.int64
-            or tokens.device.type != "cpu"
-        ):
-            got = f"{str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)} on {tokens.device}"
-            raise UsageError("the token ids do not fit the session", got=got, expected=expected)
-        if self.position + tokens.shape[1] > self._length:
-            raise UsageError(
-                "the cache of the session is full",
-                got=f"{self.position} slots in use and {tokens.shape[1]} more tokens",
-                expected=f"at most {self._length}",
-                hint="make the session longer, or lower --max-new-tokens",
-            )
-        low, high = int(tokens.min()), int(tokens.max())
-        if self._vocab_size is not None and not 0 <= low <= high < self._vocab_size:
-            raise UsageError(
-                "token ids outside of the model's vocabulary",
-                got=f"ids from {low} to {high}",
-                expected=f"0 to {self._vocab_size - 1}",
-                hint="use the tokenizer that belongs to the model: --tokenizer DIRECTORY",
-            )
+    def _token_row(self, tokens: torch.Tensor, new: int | None) -> Row:
+        room = self._length - self.position
+        name = "tokens" if new else "input_ids"
+        return token_row(self.engine.manifest, tokens, batch_size=self._batch_size, room=room, new=new, name=name)
 
 
 def select_names(engine: Engine, patterns: Sequence[str]) -> list[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from glassengine import environment
 from glassengine.errors import BackendError, GlassError
 
 logger = logging.getLogger("glassengine")
@@ -31,12 +32,16 @@ class Executable:
         run_graph: Inputs by name -> outputs by name; mutates cache inputs where the back-end does.
         num_executions: Completed runs.
         execute_s: Seconds spent in them.
+        synchronous: Whether a run ends when its devices have finished. An accelerator reports an error when it is next
+            waited for, by default in a later execution, perhaps of another executable. Costs the overlap of host and
+            device; nothing on the CPU.
     """
 
     name: str
     run_graph: Run
     num_executions: int = 0
     execute_s: float = 0.0
+    synchronous: bool = field(default_factory=environment.synchronous)
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> Tensors:
         """Run once.
@@ -47,18 +52,37 @@ class Executable:
         start = time.perf_counter()
         try:
             outputs = self.run_graph(inputs)
+            if self.synchronous:
+                for device in _accelerators(inputs):
+                    torch.accelerator.synchronize(device)
         except GlassError:
             raise
         except Exception as error:
-            shapes = ", ".join(f"{k}: {v.dtype} {tuple(v.shape)}" for k, v in list(inputs.items())[:6])
+            shapes = ", ".join(f"{name}: {_spell(tensor)}" for name, tensor in list(inputs.items())[:6])
+            late = not self.synchronous and bool(_accelerators(inputs))
             raise BackendError(
-                f"executable {self.name!r} failed in execution {self.num_executions}",
+                f"executable {self.name!r} failed in execution {self.num_executions}"
+                + (", or one before it" if late else ""),
                 got=f"{type(error).__name__}: {error}",
-                expected=f"inputs that fit the built ranges; these were {shapes}",
+                expected=f"inputs that fit the built ranges, on the right device; these were {shapes}",
+                hint="wait for the device after each execution: --synchronous, or GLASS_SYNCHRONOUS=1"
+                if late
+                else None,
             ) from error
         self.execute_s += time.perf_counter() - start
         self.num_executions += 1
         return outputs
+
+
+def _accelerators(tensors: Mapping[str, torch.Tensor]) -> list[torch.device]:
+    """Return the devices of `tensors` that work on their own time."""
+    found = {tensor.device: None for tensor in tensors.values()}
+    return [device for device in found if device.type not in ("cpu", "meta")]
+
+
+def _spell(tensor: torch.Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype}[{','.join(map(str, tensor.shape))}]@{tensor.device}"
 
 
 @dataclass

@@ -8,6 +8,7 @@ from typing import Any
 
 from glassengine.errors import UsageError
 from glassengine.program.export import export_causal_lm, export_module
+from glassengine.program.listing import OnStage, stage_of
 from glassengine.program.load import LoadedModel, load_inputs, load_model
 from glassengine.program.passes import apply_pass
 from glassengine.program.program import Program, load_names
@@ -21,14 +22,21 @@ def export_program(
     *,
     inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     passes: Sequence[str] = (),
+    on_stage: OnStage | None = None,
 ) -> Program:
     """Export a loaded model once and run user passes over it.
+
+    Args:
+        model: From `load_model`.
+        inputs: Inputs of a plain module; see `export_module`.
+        passes: `file.py:function`, in order.
+        on_stage: Called with each stage as it is reached: "exported" (as traced), "functional", "pass-<function>".
 
     Raises:
         UsageError: It cannot be traced; or it is a plain module and no inputs were given.
     """
     if model.kind == "causal_lm":
-        program = export_causal_lm(model.module, metadata=model.metadata)
+        program = export_causal_lm(model.module, metadata=model.metadata, on_stage=on_stage)
     elif inputs is None:
         raise UsageError(
             f"{model.spec} is not a causal language model, so its inputs must be given",
@@ -36,9 +44,13 @@ def export_program(
             hint="--inputs file.py:factory, which returns a dict of keyword arguments",
         )
     else:
-        program = export_module(model.module, inputs, metadata=model.metadata)
+        program = export_module(model.module, inputs, metadata=model.metadata, on_stage=on_stage)
+    if on_stage is not None:
+        on_stage(stage_of(program, "functional"))
     for spec in passes:
         program = apply_pass(program, spec)
+        if on_stage is not None:
+            on_stage(stage_of(program, f"pass-{spec.rpartition(':')[2]}"))
     return program
 
 

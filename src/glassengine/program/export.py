@@ -16,14 +16,22 @@ from torch.utils import _pytree as pytree
 
 from glassengine.errors import UsageError
 from glassengine.program import causal_lm
+from glassengine.program.listing import OnStage, Stage
 from glassengine.program.marks import collect_marks, marking
 from glassengine.program.naming import Paths, build_sites, describe_shape
 from glassengine.program.program import CALLED_AS, Port, Program, rebuilt
 from glassengine.sites import port_leaves
 
 
-def export_causal_lm(model: nn.Module, *, metadata: dict[str, Any] | None = None) -> Program:
+def export_causal_lm(
+    model: nn.Module, *, metadata: dict[str, Any] | None = None, on_stage: OnStage | None = None
+) -> Program:
     """Export a Hugging Face causal LM (in evaluation mode) to the one program of design section 3.
+
+    Args:
+        model: The model.
+        metadata: Kept in the program.
+        on_stage: Called with the graph as it was traced, before it is made functional.
 
     Raises:
         UsageError: The model has no plain key/value cache, or torch.export cannot trace it.
@@ -48,6 +56,7 @@ def export_causal_lm(model: nn.Module, *, metadata: dict[str, Any] | None = None
             output_names=["logits"],
             layout=layout,
             metadata=metadata or {},
+            on_stage=on_stage,
         )
 
 
@@ -56,6 +65,7 @@ def export_module(
     inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     *,
     metadata: dict[str, Any] | None = None,
+    on_stage: OnStage | None = None,
 ) -> Program:
     """Export any module for the given keyword arguments.
 
@@ -64,6 +74,7 @@ def export_module(
         inputs: A dict of keyword arguments, or one dict per step; a dimension whose size differs between steps becomes
             dynamic, everything else is fixed.
         metadata: Kept in the program.
+        on_stage: As in `export_causal_lm`.
 
     Raises:
         UsageError: The steps do not fit together, torch.export cannot trace the module, or it changes its buffers.
@@ -82,6 +93,7 @@ def export_module(
         output_names=None,
         layout=None,
         metadata=metadata or {},
+        on_stage=on_stage,
     )
 
 
@@ -143,10 +155,13 @@ def _export(
     output_names: list[str] | None,
     layout: causal_lm.KVLayout | None,
     metadata: dict[str, Any],
+    on_stage: OnStage | None,
 ) -> Program:
     try:
         with torch.no_grad(), _quiet(), marking(getattr(module, prefix) if prefix else module):
             exported = torch.export.export(module, (), kwargs=inputs, dynamic_shapes=dynamic, strict=False)
+        if on_stage is not None:
+            on_stage(_traced_stage(exported, input_names, output_names or _result_names(exported), kind))
         with torch.no_grad(), _quiet():
             exported = exported.run_decompositions({})
     except UsageError:
@@ -164,8 +179,7 @@ def _export(
     signature = exported.graph_signature
     _require_unchanged_buffers(signature.output_specs, type(module).__name__)
     placeholders = {node.name: node for node in graph.find_nodes(op="placeholder")}
-    user = [s.arg.name for s in signature.input_specs if s.kind is InputKind.USER_INPUT and s.arg.name in placeholders]
-    user = [name for name in user if isinstance(placeholders[name].meta.get("val"), torch.Tensor)]
+    user = _user_inputs(exported)
     symbols = _symbols(placeholders, user) if kind == "causal_lm" else {}
     ports = []
     for node_name, name in zip(user, input_names, strict=True):
@@ -202,6 +216,21 @@ def _export(
     if paths.called_as:
         metadata = {**metadata, CALLED_AS: paths.called_as}
     return Program(exported, sites, kind, tuple(ports), outputs, caches, layout, metadata)
+
+
+def _user_inputs(exported: ExportedProgram) -> list[str]:
+    """Return the placeholders of tensors that are given at run time, in order."""
+    placeholders = {node.name: node for node in exported.graph.find_nodes(op="placeholder")}
+    specs = exported.graph_signature.input_specs
+    user = [spec.arg.name for spec in specs if spec.kind is InputKind.USER_INPUT and spec.arg.name in placeholders]
+    return [name for name in user if isinstance(placeholders[name].meta.get("val"), torch.Tensor)]
+
+
+def _traced_stage(exported: ExportedProgram, input_names: Sequence[str], results: Sequence[str], kind: str) -> Stage:
+    user = _user_inputs(exported)
+    placeholders = {node.name: node for node in exported.graph.find_nodes(op="placeholder")}
+    symbols = _symbols(placeholders, user) if kind == "causal_lm" else {}
+    return Stage("exported", exported, dict(zip(user, input_names, strict=True)), tuple(results), {}, symbols)
 
 
 def _tensor_results_only(exported: ExportedProgram, names: list[str]) -> ExportedProgram:

@@ -1,9 +1,12 @@
-"""The layout of a recording on disk: names, numbers and the bytes of `index.log`. No file is touched here.
+"""The layout of a recording on disk: names, numbers, and what there is to know about a tensor.
 
+    statistics.log            statistics that were computed on reading, kept for the next time; may be removed
     recording.json            schema version, state (writing | complete | incomplete), metadata
     shard-NNNNN.part          HEADER_BYTES reserved, then raw tensor bytes, each start aligned to ALIGNMENT
     shard-NNNNN.safetensors   the same file sealed: the reserved bytes hold a safetensors header
-    index.log                 frames: one per tensor, then one per step after all bytes of the step
+    index.log                 frames: one per tensor, or per block of small tensors that lie behind one another, of a
+                              group that was described before; one per tensor whose values were left out; the token
+                              ids of the step where there are any; then the commit of the step, after all its bytes
 
 A frame is: payload length (u32), CRC-32 of the payload (u32), JSON payload; little-endian. The offset of a tensor
 counts from the end of the shard's header. Shards are numbered, so that a site name never becomes a path.
@@ -11,28 +14,28 @@ counts from the end of the shard's header. Shards are numbered, so that a site n
 
 from __future__ import annotations
 
-import json
 import math
-import struct
-import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
 
 import torch
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MANIFEST = "recording.json"
 INDEX = "index.log"
+STATISTICS = "statistics.log"
 ALIGNMENT = 64
 
-# 8 length bytes and the header of one shard. A shard is sealed before its header outgrows them, so nothing moves.
+# 8 length bytes and the header of the first shard. A shard is sealed before its header outgrows them, so nothing
+# moves; every shard reserves twice as much as the one before, so that many small tensors do not make many files.
 HEADER_BYTES = 1 << 18
+MAX_HEADER_BYTES = 1 << 23
 MAX_NAME_BYTES = 1 << 14
 MAX_FRAME_BYTES = 1 << 20
 MAX_MANIFEST_BYTES = 1 << 28
 MAX_SHARD_NUMBER = 99_999
-
-_FRAME = struct.Struct("<II")
+MAX_ROWS = 1 << 20
+MAX_GROUP_TENSORS = 512
 
 # torch dtype name -> (safetensors code, torch dtype of the stored elements, stored elements per element)
 STORED: dict[str, tuple[str, torch.dtype, int]] = {
@@ -62,11 +65,19 @@ STORED: dict[str, tuple[str, torch.dtype, int]] = {
 
 @dataclass(frozen=True)
 class Location:
-    """Where the bytes of a tensor are: shard number, offset after the shard's header, CRC-32 of the bytes."""
+    """Where the bytes of a tensor are.
+
+    Attributes:
+        shard: Number of the shard.
+        offset: Behind the shard's header.
+        checksum: CRC-32 of the bytes, or of the block.
+        block: Offset and size of the block the tensor is part of, if it is part of one.
+    """
 
     shard: int
     offset: int
     checksum: int
+    block: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -100,102 +111,61 @@ class Entry:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 
 
+@dataclass(frozen=True)
+class LightStatistics:
+    """What is cheap enough to take of every tensor while the model runs; over the finite elements, in float64.
+
+    Attributes:
+        min: None when nothing finite is left.
+        max: None when nothing finite is left.
+        norm: Root of the sum of squares; of complex elements the magnitude counts.
+        num_nonfinite: NaN and infinite elements.
+    """
+
+    min: float | None
+    max: float | None
+    norm: float
+    num_nonfinite: int
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A tensor that was seen and whose values are not in the recording.
+
+    Attributes:
+        site: Site name.
+        step: 0 is the prefill.
+        rank: Process that had the tensor.
+        reason: Why its values are not there.
+        dtype: torch dtype name; None where it is not a plain tensor.
+        shape: Sizes; None where unknown.
+        statistics: What was taken in place of the values, if anything.
+    """
+
+    site: str
+    step: int
+    rank: int
+    reason: str
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+    statistics: LightStatistics | None = None
+
+
 def shard_name(number: int, *, sealed: bool) -> str:
     """Return the file name of a shard."""
     return f"shard-{number:05d}.{'safetensors' if sealed else 'part'}"
+
+
+def block_starts(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Return where tensors of these sizes begin in a block, each aligned, and the size of the block."""
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(-(-end // ALIGNMENT) * ALIGNMENT)
+        end = starts[-1] + size
+    return starts, end
 
 
 def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     """Return the stored bytes of a tensor."""
     _, stored, parts = STORED[dtype]
     return math.prod(shape) * stored.itemsize * parts
-
-
-def header_key(entry: Entry) -> str:
-    """Return the unique name of `entry` in the safetensors header of its shard."""
-    return f"step{entry.step}/rank{entry.rank}/{entry.site}"
-
-
-def frame(payload: dict[str, Any]) -> bytes:
-    """Return the bytes of one index frame."""
-    text = json.dumps(payload, ensure_ascii=True, separators=(",", ":")).encode()
-    return _FRAME.pack(len(text), zlib.crc32(text)) + text
-
-
-def read_frame(file: BinaryIO) -> dict[str, Any] | None:
-    """Read the next frame; None at the end of the file.
-
-    Raises:
-        ValueError: The frame is cut, damaged or not a JSON object. At most `MAX_FRAME_BYTES` are read.
-    """
-    head = file.read(_FRAME.size)
-    if not head:
-        return None
-    if len(head) < _FRAME.size:
-        raise ValueError("the file ends inside a record")
-    length, checksum = _FRAME.unpack(head)
-    if length > MAX_FRAME_BYTES:
-        raise ValueError(f"a record claims {length} bytes")
-    text = file.read(length)
-    if len(text) < length:
-        raise ValueError("the file ends inside a record")
-    if zlib.crc32(text) != checksum:
-        raise ValueError("the checksum of a record does not match")
-    try:
-        payload = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError("a record is not JSON") from error
-    if not isinstance(payload, dict):
-        raise ValueError("a record is not an object")
-    return payload
-
-
-def entry_payload(entry: Entry) -> dict[str, Any]:
-    """Return the index payload of `entry`."""
-    assert entry.location is not None
-    return {
-        "kind": "tensor",
-        "site": entry.site,
-        "step": entry.step,
-        "rank": entry.rank,
-        "dtype": entry.dtype,
-        "shape": entry.shape,
-        "axes": entry.axes,
-        "node": entry.node,
-        "nbytes": entry.nbytes,
-        "shard": entry.location.shard,
-        "offset": entry.location.offset,
-        "checksum": entry.location.checksum,
-    }
-
-
-def entry_from(payload: dict[str, Any]) -> Entry:
-    """Inverse of `entry_payload`, which trusts nothing.
-
-    Raises:
-        ValueError: A field is missing, of the wrong kind, or contradicts another.
-    """
-    shape = payload.get("shape")
-    axes = payload.get("axes")
-    site, node, dtype = payload.get("site"), payload.get("node"), payload.get("dtype")
-    if not isinstance(site, str) or not (node is None or isinstance(node, str)):
-        raise ValueError("a name is not text")
-    if not isinstance(dtype, str) or dtype not in STORED:
-        raise ValueError(f"unknown dtype {dtype!r}")
-    if not isinstance(shape, list) or not all(_is_size(size) for size in shape):
-        raise ValueError("a shape is not a list of sizes")
-    if not isinstance(axes, dict) or not all(_is_size(axis) and axis < len(shape) for axis in axes.values()):
-        raise ValueError("axes do not name dimensions")
-    numbers = [payload.get(key) for key in ("step", "rank", "nbytes", "shard", "offset", "checksum")]
-    if not all(_is_size(number) for number in numbers):
-        raise ValueError("a number is missing or negative")
-    step, rank, nbytes, shard, offset, checksum = (int(str(number)) for number in numbers)
-    if nbytes != num_bytes(dtype, tuple(shape)):
-        raise ValueError(f"{nbytes} bytes do not hold {dtype}{shape}")
-    if shard > MAX_SHARD_NUMBER or offset % ALIGNMENT:
-        raise ValueError("a location is impossible")
-    return Entry(site, step, rank, dtype, tuple(shape), axes, node, nbytes, Location(shard, offset, checksum))
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63

@@ -1,7 +1,7 @@
 """Reads a recording: the index says what there is, the shards are mapped into memory, nothing is copied.
 
 The directory may still be written to, or its writer may have been killed: what was committed is readable, and
-`complete` is false. Reading changes nothing on disk.
+`complete` is false. Reading changes nothing on disk but the statistics that are kept for the next time.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from torch import Tensor
 
 from glassengine.errors import CorruptError, UnknownNameError, UsageError
 from glassengine.recording import layout
-from glassengine.recording.layout import Entry, shard_name
+from glassengine.recording.layout import Entry, LeftOut, shard_name
 from glassengine.recording.recovery import IndexContents, open_regular, read_index
 from glassengine.recording.statistics import summarize
+from glassengine.recording.statistics_cache import StatisticsCache
 from glassengine.results import Skipped, Summary
 from glassengine.sites import matches
 
@@ -32,25 +33,31 @@ class Recording:
 
     Attributes:
         path: Its directory.
-        metadata: What the writer was told about it.
+        metadata: What the writer was told about it; "token_ids" are those of the completed steps.
         complete: Whether it was closed regularly and every step that was begun was completed.
         incomplete_because: Why not, else None.
         steps: The completed steps, ascending.
         entries: The tensors, in recorded order within ascending steps.
-        skipped: Nothing, of a recording; foreign sources list here what is not a tensor.
+        left_out: Tensors that were seen and whose values are not in it.
+        stopped: Steps that ended before they were through -> what stopped them.
+        skipped: The same as `left_out`, in the words of a comparison.
     """
-
-    skipped: tuple[Skipped, ...] = ()
 
     def __init__(self, path: Path, manifest: dict[str, Any], contents: IndexContents, shards: dict[int, Path]) -> None:
         self.path = path
         self.metadata: dict[str, Any] = manifest["metadata"]
+        if contents.token_ids:
+            self.metadata["token_ids"] = contents.token_ids
         self.incomplete_because = _incomplete_because(manifest, contents)
         self.complete = self.incomplete_because is None
         self.steps: list[int] = sorted(contents.steps)
         self.entries: tuple[Entry, ...] = tuple(sorted(contents.entries, key=lambda entry: entry.step))
+        self.left_out: tuple[LeftOut, ...] = tuple(sorted(contents.left_out, key=lambda item: item.step))
+        self.stopped = contents.stopped
+        self.skipped = tuple(Skipped(item.site, "both", item.reason, item.step) for item in self.left_out)
         self._by_key = {(entry.site, entry.step, entry.rank): entry for entry in self.entries}
         self._shards = shards
+        self._statistics = StatisticsCache(path, writable=manifest["state"] != "writing")
         self._maps: dict[int, tuple[mmap.mmap, int]] = {}
         self._verified: set[tuple[int, int]] = set()
 
@@ -112,6 +119,17 @@ class Recording:
             raise UnknownNameError("site", pattern, self.sites())
         return found
 
+    def find(self, pattern: str) -> tuple[list[Entry], list[LeftOut]]:
+        """Return the entries, and the tensors without values, whose site matches `pattern`.
+
+        Raises:
+            UnknownNameError: Nothing matches.
+        """
+        left_out = [item for item in self.left_out if matches(pattern, item.site)]
+        return (
+            [entry for entry in self.entries if matches(pattern, entry.site)] if left_out else self.select(pattern)
+        ), left_out
+
     def tensor(self, entry: Entry | str, step: int | None = None, rank: int = 0) -> Tensor:
         """Return the values of one tensor, without a copy.
 
@@ -138,22 +156,27 @@ class Recording:
             return torch.empty(entry.shape, dtype=dtype)
         mapped, data_start = self._map(location.shard)
         start = data_start + location.offset
-        if (location.shard, location.offset) not in self._verified:
+        offset, size = location.block or (location.offset, entry.nbytes)
+        if (location.shard, offset) not in self._verified:
             with memoryview(mapped) as view:
-                if zlib.crc32(view[start : start + entry.nbytes]) != location.checksum:
+                if zlib.crc32(view[data_start + offset : data_start + offset + size]) != location.checksum:
                     raise CorruptError(
                         "recorded values are damaged",
                         got=f"{entry.site!r}, step {entry.step}, rank {entry.rank}: the checksum does not match",
                     )
-            self._verified.add((location.shard, location.offset))
+            self._verified.add((location.shard, offset))
         raw = torch.frombuffer(mapped, dtype=torch.uint8, count=entry.nbytes, offset=start)
         # Through the element type of the file: a view straight to a complex dtype is not defined for all of them.
         flat = raw.view(stored)
         return (flat if parts == 1 else torch.view_as_complex(flat.view(-1, parts))).reshape(entry.shape)
 
     def summary(self, entry: Entry) -> Summary:
-        """Return the statistics of one tensor."""
-        return summarize(self.tensor(entry))
+        """Return the statistics of one tensor, computed when they are first asked for."""
+        found = self._statistics.get(entry)
+        if found is None:
+            found = summarize(self.tensor(entry))
+            self._statistics.put(entry, found)
+        return found
 
     def _only_step(self, site: str, rank: int) -> int:
         steps = [entry.step for entry in self.entries if (entry.site, entry.rank) == (site, rank)]
@@ -217,11 +240,10 @@ def _is_plain(file: Path) -> bool:
 
 
 def _header_bytes(file: Path) -> int:
-    """Return where the data of a shard begins; a sealed one says so itself."""
-    if file.suffix == ".part":
-        return layout.HEADER_BYTES
+    """Return where the data of a shard begins."""
     with open_regular(file) as opened:
-        return 8 + int.from_bytes(opened.read(8), "little")
+        # Written by an earlier version, a shard that was never sealed begins with zeros.
+        return 8 + (int.from_bytes(opened.read(8), "little") or layout.HEADER_BYTES - 8)
 
 
 def _incomplete_because(manifest: dict[str, Any], contents: IndexContents) -> str | None:

@@ -1,111 +1,165 @@
 """One shard being written: raw bytes behind a reserved header, sealed into a safetensors file.
 
-safetensors refuses holes and trailing bytes, so every gap that alignment leaves becomes an explicit pad entry.
+safetensors refuses holes and trailing bytes, so every gap that alignment leaves becomes an explicit pad entry. What is
+appended waits until `flush`, which writes it in one call of the operating system.
 """
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
 
-from glassengine.recording.layout import ALIGNMENT, HEADER_BYTES, STORED, Entry, header_key, shard_name
+from glassengine.recording.description import Description, Group
+from glassengine.recording.layout import ALIGNMENT, Location, shard_name
 
 PAD_PREFIX = "__pad__/"
 
-# What one entry adds to a header besides its name and shape: dtype, offsets, quotes, and a pad entry before it.
-_ENTRY_OVERHEAD = 220
+_MAX_BUFFERS = 1000  # of one call of writev; the limit of Linux is 1024
+_ZEROS = bytes(ALIGNMENT)
+# Braces, metadata keys, and a last pad entry.
+_HEADER_OVERHEAD = 512
 
 
 class Shard:
-    """An open `shard-NNNNN.part`. Bytes are in the file (the kernel's cache) when `append` returns.
+    """An open `shard-NNNNN.part`. Bytes are in the file (the kernel's cache) when `flush` returns.
 
     Attributes:
         number: The number in its name.
-        size: Data bytes so far; pads included, the header not.
+        size: Data bytes so far; pads and what waits for `flush` included, the header not.
     """
 
-    def __init__(self, directory: Path, number: int) -> None:
+    def __init__(self, directory: Path, number: int, header_bytes: int) -> None:
         self.number = number
         self.size = 0
         self._directory = directory
-        self._header: dict[str, object] = {}
-        self._aliases: dict[str, dict[str, object]] = {}
-        self._header_bytes = 64
+        self._room = header_bytes - 8
+        self._used = _HEADER_OVERHEAD
+        self._entries: list[str] = []
+        self._aliases: list[str] = []
+        self._waiting: list[bytes | memoryview] = []
+        self._blocks: list[tuple[Group, int, int]] = []
+        self._written = (0, 0, 0, 0)
         self._file = (directory / shard_name(number, sealed=False)).open("xb", buffering=0)
         try:
             # Written, not skipped: a disk that fills up later must still be able to take the header.
-            write_all(self._file, bytes(HEADER_BYTES))
+            write_all(self._file, [self._room.to_bytes(8, "little") + bytes(self._room)])
         except OSError:
             self._file.close()
             raise
 
-    def has_room(self, *entries: Entry) -> bool:
-        """Return whether the header can take these as well."""
-        return self._header_bytes + sum(map(_entry_bytes, entries)) <= HEADER_BYTES - 8
+    def has_room(self, *added: Description | Group) -> bool:
+        """Return whether the header can take an entry, or alias, of these as well."""
+        return self._used + sum(item.most_header_bytes for item in added) <= self._room
 
-    def append(self, data: memoryview) -> int:
-        """Write `data` at the next aligned offset and return that offset."""
+    def align(self) -> int:
+        """Fill up to the next aligned offset and return it."""
         offset = -(-self.size // ALIGNMENT) * ALIGNMENT
         if offset > self.size:
-            self._header[f"{PAD_PREFIX}{self.size}"] = _header_entry("U8", [offset - self.size], self.size, offset)
-            write_all(self._file, bytes(offset - self.size))
+            self._waiting.append(_ZEROS[: offset - self.size])
+            self._pad(self.size, offset)
             self.size = offset
-        write_all(self._file, data)
-        self.size = offset + data.nbytes
         return offset
 
-    def add(self, entry: Entry) -> None:
-        """Give the bytes at `entry.location`, just appended, their name in the header."""
-        assert entry.location is not None
-        code, shape = _stored_as(entry)
-        start = entry.location.offset
-        self._header[header_key(entry)] = _header_entry(code, shape, start, start + entry.nbytes)
-        self._header_bytes += _entry_bytes(entry)
+    def append(self, data: memoryview) -> None:
+        """Take bytes at the current end; `data` must not change before `flush`."""
+        self._waiting.append(data)
+        self.size += data.nbytes
 
-    def add_alias(self, entry: Entry, original: Entry) -> None:
-        """Note in the header's metadata that `entry` has the bytes of `original`, which may be in an earlier shard."""
-        assert original.location is not None
-        code, shape = _stored_as(entry)
-        file = shard_name(original.location.shard, sealed=True)
-        self._aliases[header_key(entry)] = {"of": header_key(original), "file": file, "dtype": code, "shape": shape}
-        self._header_bytes += _entry_bytes(entry) + _entry_bytes(original)
+    def add(self, description: Description, step: int, rank: int, location: Location) -> None:
+        """Give the bytes at `location`, just appended, their name in the header."""
+        self._used += self._name(description, step, rank, location.offset)
+
+    def add_block(self, group: Group, step: int, location: Location) -> None:
+        """Give the bytes of a block at `location`, just appended, their names; they become text when it is sealed."""
+        self._blocks.append((group, step, location.offset))
+        self._used += group.most_header_bytes
+
+    def add_alias(self, description: Description, original: Description, step: int, rank: int, file: str) -> None:
+        """Note in the header's metadata that a tensor has the bytes of another one of its step, which are in `file`."""
+        of = f'"of":"{_key(original, step, rank)}","file":"{file}",'
+        head, _, _ = description.header.partition(',"data_offsets":[')
+        text = f'"{_key(description, step, rank)}":{{{of}{head[3:]}}}'
+        escaped = json.dumps(text)[1:-1]
+        self._aliases.append(escaped)
+        self._used += len(escaped) + 1
+
+    def disown(self, offset: int) -> None:
+        """Take the bytes from `offset` to the end for padding: what should have followed them never came."""
+        if self.size > offset:
+            self._pad(offset, self.size)
+
+    def flush(self) -> None:
+        """Write what waits; where that fails, the shard is what it was after the last flush."""
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            try:
+                write_all(self._file, waiting)
+            except OSError:
+                self.size, num_entries, num_aliases, num_blocks = self._written
+                del self._entries[num_entries:]
+                del self._aliases[num_aliases:]
+                del self._blocks[num_blocks:]
+                raise
+        self._written = (self.size, len(self._entries), len(self._aliases), len(self._blocks))
 
     def seal(self) -> None:
         """Write the header and rename the file; it then is a safetensors file."""
-        metadata = {"format": "pt", "aliases": json.dumps(self._aliases)}
-        text = json.dumps({"__metadata__": metadata, **self._header}, separators=(",", ":")).encode()
-        room = HEADER_BYTES - 8
-        assert len(text) <= room, "has_room underestimates the header"
+        self.flush()
+        for block in self._blocks:
+            self._name_block(*block)
+        aliases = f"{{{','.join(self._aliases)}}}"
+        entries = "".join(f",{text}" for text in self._entries)
+        text = f'{{"__metadata__":{{"format":"pt","aliases":"{aliases}"}}{entries}}}'.encode()
+        assert len(text) <= self._room, "has_room underestimates the header"
         # What a failed write left behind the last good byte would make the file unreadable.
-        self._file.truncate(HEADER_BYTES + self.size)
-        self._file.seek(0)
-        write_all(self._file, room.to_bytes(8, "little") + text.ljust(room))
+        self._file.truncate(8 + self._room + self.size)
+        self._file.seek(8)
+        write_all(self._file, [text.ljust(self._room)])
         self._file.close()
         part = self._directory / shard_name(self.number, sealed=False)
         part.rename(self._directory / shard_name(self.number, sealed=True))
 
     def close(self) -> None:
         """Close the file without sealing it."""
+        self._waiting.clear()
         self._file.close()
 
+    def _name(self, description: Description, step: int, rank: int, start: int) -> int:
+        text = f'"{_key(description, step, rank)}{description.header}{start},{start + description.nbytes}]}}'
+        self._entries.append(text)
+        return len(text) + 1
 
-def write_all(file: FileIO, data: bytes | memoryview) -> None:
-    """Write all of `data`: a raw write may be short near a full disk, and always above 2 GiB."""
-    view = memoryview(data)
-    while view:
-        view = view[file.write(view) :]
+    def _name_block(self, group: Group, step: int, offset: int) -> None:
+        end = offset
+        for description, start in zip(group.descriptions, group.starts, strict=True):
+            if offset + start > end:
+                self._pad(end, offset + start)
+            self._name(description, step, group.rank, offset + start)
+            end = offset + start + description.nbytes
+
+    def _pad(self, start: int, end: int) -> None:
+        text = f'"{PAD_PREFIX}{start}":{{"dtype":"U8","shape":[{end - start}],"data_offsets":[{start},{end}]}}'
+        self._entries.append(text)
+        self._used += len(text) + 1
 
 
-def _stored_as(entry: Entry) -> tuple[str, list[int]]:
-    code, _, parts = STORED[entry.dtype]
-    return code, [*entry.shape, parts] if parts > 1 else list(entry.shape)
+def write_all(file: FileIO, buffers: Sequence[bytes | memoryview]) -> None:
+    """Write all of `buffers`: a raw write may be short near a full disk, and always above 2 GiB."""
+    views = [memoryview(data) for data in buffers if len(data)]
+    position = 0
+    while position < len(views):
+        batch = views[position : position + _MAX_BUFFERS]
+        written = os.writev(file.fileno(), batch)
+        for view in batch:
+            if written < view.nbytes:
+                views[position] = view[written:]
+                break
+            written -= view.nbytes
+            position += 1
 
 
-def _entry_bytes(entry: Entry) -> int:
-    # Twice: the aliases are JSON within JSON, where each escape of a name grows once more.
-    return 2 * len(json.dumps(header_key(entry))) + 22 * len(entry.shape) + _ENTRY_OVERHEAD
-
-
-def _header_entry(code: str, shape: list[int], start: int, end: int) -> dict[str, object]:
-    return {"dtype": code, "shape": shape, "data_offsets": [start, end]}
+def _key(description: Description, step: int, rank: int) -> str:
+    return f"step{step}/rank{rank}/{description.site_json}"

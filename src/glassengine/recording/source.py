@@ -8,9 +8,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from glassengine.errors import UsageError, nearest
-from glassengine.recording.formats.numpy_file import NumpyFile
-from glassengine.recording.formats.safetensors_file import SafetensorsFile
-from glassengine.recording.formats.torch_file import TorchFile
+from glassengine.recording.formats.files import KINDS
+from glassengine.recording.formats.npy_folder import NpyFolder, holds_arrays
+from glassengine.recording.formats.step_files import StepFiles, holds_step_files
 from glassengine.recording.layout import MANIFEST, Entry
 from glassengine.recording.reader import Recording
 from glassengine.results import Skipped
@@ -19,7 +19,8 @@ from glassengine.results import Skipped
 class TensorSource(Protocol):
     """Named tensors that can be read one at a time.
 
-    In a foreign file every tensor has step 0, rank 0 and its key as site.
+    In a foreign file every tensor has step 0, rank 0 and its key as site; in a directory of such files, the step and
+    rank that the names of file and directory say.
     """
 
     @property
@@ -46,16 +47,10 @@ class TensorSource(Protocol):
         """Return the values of one of `entries`."""
 
 
-_FORMATS: dict[str, type[TorchFile] | type[SafetensorsFile] | type[NumpyFile]] = {
-    ".pt": TorchFile,
-    ".pth": TorchFile,
-    ".safetensors": SafetensorsFile,
-    ".npz": NumpyFile,
-}
-
-
 def open_source(path: str | Path) -> TensorSource:
-    """Open a recording directory, `.pt`, `.pth`, `.safetensors` or `.npz`.
+    """Open a recording directory, a file or a directory of files that hold tensors.
+
+    Files: `.pt`, `.pth`, `.safetensors`, `.npz`, `.npy`. Directories: `step{i}.pt` and `<name>-step<i>.npy`.
 
     Raises:
         UsageError: It does not exist or is of no known kind.
@@ -67,12 +62,25 @@ def open_source(path: str | Path) -> TensorSource:
         close = nearest(source.name, there)
         raise UsageError("there is no such file", got=str(source), expected=close or None)
     if source.is_dir():
-        if not (source / MANIFEST).exists():
-            raise UsageError("not a recording", got=str(source), expected=f"a directory that holds {MANIFEST}")
-        return Recording.open(source)
-    kind = _FORMATS.get(source.suffix.lower())
-    if kind is None:
-        raise UsageError(
-            "the kind of file is not known", got=str(source), expected=["a recording directory", *_FORMATS]
-        )
+        return _open_directory(source)
+    kind = KINDS.get(source.suffix.lower())
+    # A pipe or a device would block, or never end.
+    if kind is None or not source.is_file():
+        what = "the kind of file is not known" if kind is None else "not a plain file"
+        raise UsageError(what, got=str(source), expected=["a recording directory", *KINDS])
     return kind(source)
+
+
+def _open_directory(path: Path) -> TensorSource:
+    if (path / MANIFEST).exists():
+        return Recording.open(path)
+    if holds_step_files(path):
+        return StepFiles(path)
+    if holds_arrays(path):
+        return NpyFolder(path)
+    there = sorted(item.name for item in path.iterdir())
+    raise UsageError(
+        "the directory holds no tensors that can be read",
+        got=f"{path}: {', '.join(there[:5]) or 'nothing'}{', ...' if len(there) > 5 else ''}",
+        expected=f"a recording ({MANIFEST}), step files (step0.pt, ...) or arrays (<name>-step0.npy, ...)",
+    )

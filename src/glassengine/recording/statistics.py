@@ -1,12 +1,17 @@
-"""The statistics of one tensor, computed when they are asked for."""
+"""The statistics of one tensor: all of them when they are asked for, a few cheap ones while the model runs."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
 from glassengine import blocks
+from glassengine.recording.layout import LightStatistics
 from glassengine.results import Summary
+
+_FAST = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def summarize(tensor: Tensor, *, device: str | torch.device = "cpu") -> Summary:
@@ -45,3 +50,26 @@ def summarize_stream(stream: blocks.Stream, *, shape: tuple[int, ...], dtype: st
         num_nan=found.num_nan,
         num_inf=found.num_elements - found.num_finite - found.num_nan,
     )
+
+
+def light(tensor: Tensor) -> LightStatistics:
+    """Return the statistics that are taken in place of values.
+
+    Two passes with torch's own kernels, the norm in the precision of the dtype; where something is not finite, or the
+    dtype is none of the common ones, block by block in float64. Waits for the device the tensor is on.
+
+    Args:
+        tensor: Dense; any shape, strides and dtype that can be converted to float64.
+    """
+    tensor = tensor.detach()
+    if tensor.dtype in _FAST and tensor.numel():
+        low, high = torch.aminmax(tensor)
+        dtype = torch.float32 if tensor.dtype.itemsize < 4 else None
+        norm = float(torch.linalg.vector_norm(tensor, dtype=dtype))
+        if math.isfinite(norm):
+            return LightStatistics(float(low), float(high), norm, 0)
+    found = blocks.moments(blocks.real_stream(tensor))
+    if found.num_finite == 0:
+        return LightStatistics(None, None, 0.0, found.num_elements)
+    norm = math.sqrt(found.m2 + found.num_finite * found.mean * found.mean)
+    return LightStatistics(found.min, found.max, norm, found.num_elements - found.num_finite)

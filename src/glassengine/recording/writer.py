@@ -6,25 +6,38 @@ completed steps are readable, because nothing that was committed is ever written
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
-from glassengine import blocks
 from glassengine.errors import GlassError, UsageError
-from glassengine.recording import layout
-from glassengine.recording.layout import Entry, Location
+from glassengine.recording import layout, records
+from glassengine.recording.description import Description, Group
+from glassengine.recording.directory import make_directory, reason_of, save_manifest
+from glassengine.recording.layout import LeftOut, Location
 from glassengine.recording.shard import Shard, write_all
+from glassengine.recording.values import bytes_of, describe
 
 SHARD_BYTES = 1 << 31
+_MAX_GROUPS = 256
+
+
+@dataclass
+class _OpenStep:
+    """What was written of a step that is not committed."""
+
+    frames: list[bytes] = field(default_factory=list)
+    names: set[tuple[str, int]] = field(default_factory=set)
+    groups: list[Group] = field(default_factory=list)
+    num_left_out: int = 0
+    # Place and bytes of a tensor -> what is stored, and the tensor itself: its storage cannot be reused meanwhile.
+    identities: dict[object, tuple[Description, Location, Tensor]] = field(default_factory=dict)
 
 
 class RecordingWriter:
@@ -36,7 +49,8 @@ class RecordingWriter:
     is copied when it is not contiguous or not on the CPU.
 
     Attributes:
-        metadata: JSON-ready facts about the recording. Changes made until `close` are stored at the next commit.
+        metadata: JSON-ready facts about the recording, stored now and once more by `close`. What changes from step to
+            step belongs into the commit: the token ids are collected here from there.
 
     Raises:
         UsageError: The directory cannot be written, or exists and `overwrite` is false, or holds other files.
@@ -45,21 +59,30 @@ class RecordingWriter:
     def __init__(self, path: str | Path, *, metadata: Mapping[str, Any], overwrite: bool = False) -> None:
         self.path = Path(path)
         self.metadata = dict(metadata)
-        self._steps: list[int] = []
-        self._pending: dict[int, dict[tuple[str, int], Entry]] = {}
-        self._identities: dict[int, dict[tuple[Any, ...], tuple[Entry, Tensor]]] = {}
+        self._steps: set[int] = set()
+        self._open: dict[int, _OpenStep] = {}
         self._shard: Shard | None = None
         self._next_shard = 0
+        self._header_bytes = layout.HEADER_BYTES
+        self._groups: dict[tuple[int, tuple[Description, ...]], Group] = {}
+        self._described: set[int] = set()
+        self._num_groups = 0
         self._num_tensors = 0
         self._failure: str | None = None
+        self._incomplete: str | None = None
         self._closed = False
         manifest = self._manifest("writing")
-        self._make_directory(overwrite)
+        make_directory(self.path, overwrite)
         try:
             self._index = (self.path / layout.INDEX).open("xb", buffering=0)
-            self._save(manifest)
+            save_manifest(self.path, manifest)
         except OSError as error:
-            raise UsageError("cannot write the recording", got=_reason(error, self.path)) from error
+            raise UsageError("cannot write the recording", got=reason_of(error, self.path)) from error
+
+    @property
+    def num_steps(self) -> int:
+        """Number of committed steps."""
+        return len(self._steps)
 
     def __enter__(self) -> Self:
         return self
@@ -67,9 +90,7 @@ class RecordingWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and self._failure is None:
-            self._failure = f"stopped by {type(error).__name__}"
-        self.close()
+        self.close(None if error is None else f"stopped by {type(error).__name__}")
 
     def write(
         self,
@@ -95,52 +116,173 @@ class RecordingWriter:
             UsageError: The name, step or tensor cannot be recorded.
             GlassError: The file cannot be written; the message says what is safe.
         """
+        description = describe(site, tensor, axes=axes, node=node)
         self._require_open()
-        self._check(site, step, rank, tensor)
+        self._begin(description, step, rank)
         tensor = tensor.detach()
-        try:
-            data = _bytes_of(tensor)
-            entry = Entry(
-                site=site,
-                step=step,
-                rank=rank,
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                shape=tuple(tensor.shape),
-                axes=dict(axes or {}),
-                node=node,
-                nbytes=data.nbytes,
-            )
-            entry = self._store(entry, data, tensor)
-        except OSError as error:
-            raise self._failed(error) from error
-        self._pending.setdefault(step, {})[site, rank] = entry
+        data = bytes_of(tensor)
+        checksum = zlib.crc32(data)
+        same = self._open[step].identities
+        identity = _identity(tensor)
+        original, location, _ = same.get(identity, (None, None, None))
+        # The checksum catches a buffer that was refilled in between: kernels do that behind the version counter's back.
+        if original is not None and location is not None and location.checksum == checksum and data.nbytes:
+            self.alias(description, step, rank, original, location)
+            return
+        same[identity] = (description, self.store(description, step, rank, [data], checksum), tensor)
+        self.flush()
 
-    def commit(self, step: int) -> None:
-        """Complete `step`: from now on it survives the end of the process.
+    def store(
+        self, description: Description, step: int, rank: int, pieces: Iterable[memoryview], checksum: int | None
+    ) -> Location:
+        """Take the bytes of a tensor and return where they will be.
+
+        Args:
+            description: What the tensor is.
+            step: A step that is not committed.
+            rank: Process that has the tensor.
+            pieces: The bytes. With a checksum they must not change before `flush`, and without before the next one.
+            checksum: Their CRC-32, or None: then each piece is written before the next one is asked for.
 
         Raises:
-            UsageError: The step is committed already, or `metadata` is not JSON-ready.
+            UsageError: The step is committed, or has that site already.
+            GlassError: The file cannot be written; the message says what is safe.
+        """
+        self._begin(description, step, rank)
+        try:
+            shard = self._shard_for(description)
+            offset, found = shard.align(), 0
+            try:
+                for data in pieces:
+                    shard.append(data)
+                    if checksum is None:
+                        found = zlib.crc32(data, found)
+                        shard.flush()
+            except BaseException:
+                shard.disown(offset)
+                raise
+        except OSError as error:
+            raise self._failed(error) from error
+        location = Location(shard.number, offset, found if checksum is None else checksum)
+        shard.add(description, step, rank, location)
+        self._note(description, step, rank, location)
+        return location
+
+    def store_block(
+        self, descriptions: tuple[Description, ...], step: int, rank: int, data: memoryview, checksum: int
+    ) -> None:
+        """Take the bytes of several small tensors that lie behind one another as `layout.block_starts` says.
+
+        Args:
+            descriptions: What the tensors are; each has at least one byte.
+            step: A step that is not committed.
+            rank: Process that has them.
+            data: All their bytes, which must not change before `flush`.
+            checksum: CRC-32 of `data`.
+
+        Raises:
+            UsageError: The step is committed, or has one of the sites already.
+            GlassError: The file cannot be written; the message says what is safe.
+        """
+        group = self._groups.get((rank, descriptions))
+        if group is None:
+            group = self._new_group(descriptions, rank)
+        opened = self._open.get(step)
+        if opened is None or not opened.names.isdisjoint(group.names):
+            for description in descriptions:
+                opened = self._begin(description, step, rank)
+        assert opened is not None
+        try:
+            shard = self._shard_for(group)
+        except OSError as error:
+            raise self._failed(error) from error
+        location = Location(shard.number, shard.align(), checksum)
+        shard.append(data)
+        shard.add_block(group, step, location)
+        opened.names |= group.names
+        opened.groups.append(group)
+        opened.frames.append(group.block_frame(step, location))
+
+    def alias(self, description: Description, step: int, rank: int, original: Description, location: Location) -> None:
+        """Note that a tensor has the bytes of `original`, which this step has at `location`.
+
+        Raises:
+            UsageError: The step is committed, or has that site already.
+            GlassError: The file cannot be written; the message says what is safe.
+        """
+        self._begin(description, step, rank)
+        try:
+            shard = self._shard_for(description, original)
+        except OSError as error:
+            raise self._failed(error) from error
+        shard.add_alias(description, original, step, rank, layout.shard_name(location.shard, sealed=True))
+        self._note(description, step, rank, location)
+
+    def leave_out(self, item: LeftOut) -> None:
+        """Note a tensor of an open step whose values are not recorded.
+
+        Raises:
+            UsageError: The step is committed.
+        """
+        self._require_open()
+        opened = self._opened(item.site, item.step)
+        opened.frames.append(records.frame(records.left_out_payload(item)))
+        opened.num_left_out += 1
+
+    def flush(self) -> None:
+        """Write the bytes that were taken; a crash of this process loses none of them afterwards.
+
+        Raises:
+            GlassError: The file cannot be written; the message says what is safe.
+        """
+        if self._shard is not None:
+            try:
+                self._shard.flush()
+            except OSError as error:
+                raise self._failed(error) from error
+
+    def commit(self, step: int, *, token_ids: Sequence[Sequence[int]] = (), stopped: str | None = None) -> None:
+        """Complete `step`: from now on it survives the end of the process.
+
+        Args:
+            step: A step that is not committed.
+            token_ids: What each row of the batch was given in this step, without padding; `metadata["token_ids"]` is
+                the concatenation over the committed steps.
+            stopped: What ended the step before it was through, if something did; the recording then is incomplete.
+
+        Raises:
+            UsageError: The step is committed already.
             GlassError: The file cannot be written; the message says what is safe.
         """
         self._require_open()
         if step in self._steps:
             raise UsageError("a step is committed twice", got=f"step {step}")
-        manifest = self._manifest("writing")
-        entries = list(self._pending.get(step, {}).values())
-        frames = [layout.frame(layout.entry_payload(entry)) for entry in entries]
-        frames.append(layout.frame({"kind": "commit", "step": step, "num_tensors": len(entries)}))
+        self.flush()
+        opened = self._open.get(step) or _OpenStep()
+        # A step that is never committed must not be the one that describes a group others use.
+        new = {group.number: group for group in opened.groups if group.number not in self._described}
+        frames = [group.frame() for group in new.values()]
+        frames += [*opened.frames, *(records.frame(payload) for payload in records.token_payloads(token_ids))]
+        counts = {"num_tensors": len(opened.names), "num_left_out": opened.num_left_out}
+        frames.append(records.frame({"kind": "commit", "step": step, **counts, "stopped": stopped}))
         try:
-            self._save(manifest)
-            write_all(self._index, b"".join(frames))
+            write_all(self._index, [b"".join(frames)])
         except OSError as error:
             raise self._failed(error) from error
-        self._steps.append(step)
-        self._num_tensors += len(entries)
-        self._pending.pop(step, None)
-        self._identities.pop(step, None)
+        self._steps.add(step)
+        self._described |= new.keys()
+        self._num_tensors += len(opened.names)
+        self._open.pop(step, None)
+        if stopped is not None and self._incomplete is None:
+            self._incomplete = f"step {step} was stopped by {stopped}"
+        if token_ids:
+            records.append_tokens(self.metadata.setdefault("token_ids", []), enumerate(token_ids))
 
-    def close(self) -> None:
+    def close(self, reason: str | None = None) -> None:
         """Seal the recording; it is complete when every step that was written to was committed.
+
+        Args:
+            reason: Why it is incomplete all the same.
 
         Raises:
             GlassError: The file cannot be written; the message says what is safe.
@@ -148,13 +290,13 @@ class RecordingWriter:
         if self._closed:
             return
         self._closed = True
-        if self._pending and self._failure is None:
-            self._failure = f"written but not committed: step {', '.join(map(str, sorted(self._pending)))}"
-        self._pending.clear()
-        self._identities.clear()
+        self._incomplete = self._failure or reason or self._incomplete
+        if self._open and self._incomplete is None:
+            self._incomplete = f"written but not committed: step {', '.join(map(str, sorted(self._open)))}"
+        self._open.clear()
         try:
             self._seal_shard()
-            self._save(self._manifest("incomplete" if self._failure else "complete"))
+            save_manifest(self.path, self._manifest("incomplete" if self._incomplete else "complete"))
         except OSError as error:
             # Without the last manifest the recording stays readable and says "writing", which reads as incomplete.
             if self._failure is None:
@@ -164,52 +306,53 @@ class RecordingWriter:
             if self._shard is not None:
                 self._shard.close()
 
-    def _store(self, entry: Entry, data: memoryview, tensor: Tensor) -> Entry:
-        """Write `data` unless this step has it already, and return `entry` with its location."""
-        checksum = zlib.crc32(data)
-        same = self._identities.setdefault(entry.step, {})
-        identity = _identity(tensor)
-        original = same[identity][0] if identity in same and data.nbytes else None
-        # The checksum catches a buffer that was refilled in between: kernels do that behind the version counter's back.
-        if original is not None and original.location is not None and original.location.checksum == checksum:
-            self._shard_for(entry, original).add_alias(entry, original)
-            return dataclasses.replace(entry, location=original.location)
-        shard = self._shard_for(entry)
-        entry = dataclasses.replace(entry, location=Location(shard.number, shard.append(data), checksum))
-        shard.add(entry)
-        same[identity] = (entry, tensor)
-        return entry
+    def _note(self, description: Description, step: int, rank: int, location: Location) -> None:
+        opened = self._open[step]
+        opened.names.add((description.site, rank))
+        opened.frames.append(description.frame(step, rank, location))
 
-    def _shard_for(self, *entries: Entry) -> Shard:
-        if self._shard is not None and (self._shard.size >= SHARD_BYTES or not self._shard.has_room(*entries)):
+    def _new_group(self, descriptions: tuple[Description, ...], rank: int) -> Group:
+        while len(self._groups) >= _MAX_GROUPS:
+            del self._groups[next(iter(self._groups))]
+        group = self._groups[rank, descriptions] = Group(self._num_groups, descriptions, rank)
+        self._num_groups += 1
+        return group
+
+    def _begin(self, description: Description, step: int, rank: int) -> _OpenStep:
+        """Open `step`, unless a tensor of that name cannot be part of it."""
+        opened = self._open.get(step)
+        if opened is None:
+            self._require_open()
+            opened = self._opened(description.site, step)
+        if (description.site, rank) in opened.names:
+            raise UsageError(
+                f"the tensor {description.site[:200]!r} cannot be recorded",
+                got=f"the same site twice in step {step}",
+                hint="give the second call its own name",
+            )
+        return opened
+
+    def _opened(self, site: str, step: int) -> _OpenStep:
+        what = f"the tensor {site[:200]!r} cannot be recorded"
+        if step < 0:
+            raise UsageError(what, got=f"step {step}", expected="numbers from 0 on")
+        if step in self._steps:
+            raise UsageError(what, got=f"step {step}, which is committed", expected="a step that is still open")
+        return self._open.setdefault(step, _OpenStep())
+
+    def _shard_for(self, *added: Description | Group) -> Shard:
+        if self._shard is not None and (self._shard.size >= SHARD_BYTES or not self._shard.has_room(*added)):
             self._seal_shard()
         if self._shard is None:
-            self._shard = Shard(self.path, self._next_shard)
+            self._shard = Shard(self.path, self._next_shard, self._header_bytes)
             self._next_shard += 1
+            self._header_bytes = min(2 * self._header_bytes, layout.MAX_HEADER_BYTES)
         return self._shard
 
     def _seal_shard(self) -> None:
         if self._shard is not None:
             self._shard.seal()
             self._shard = None
-
-    def _check(self, site: str, step: int, rank: int, tensor: Tensor) -> None:
-        what = f"the tensor {site[:200]!r} cannot be recorded"
-        if len(site.encode(errors="surrogatepass")) > layout.MAX_NAME_BYTES:
-            raise UsageError(what, got="a longer name", expected=f"at most {layout.MAX_NAME_BYTES} bytes")
-        if step < 0 or rank < 0:
-            raise UsageError(what, got=f"step {step}, rank {rank}", expected="numbers from 0 on")
-        if step in self._steps:
-            raise UsageError(what, got=f"step {step}, which is committed", expected="a step that is still open")
-        if (site, rank) in self._pending.get(step, {}):
-            raise UsageError(what, got=f"the same site twice in step {step}", hint="give the second call its own name")
-        if tensor.layout != torch.strided or tensor.is_quantized:
-            kind = "a quantized tensor" if tensor.is_quantized else f"layout {tensor.layout}"
-            raise UsageError(what, got=kind, expected="a dense tensor", hint="record .to_dense() or .dequantize()")
-        if tensor.is_meta:
-            raise UsageError(what, got="a meta tensor, which has no values")
-        if str(tensor.dtype).removeprefix("torch.") not in layout.STORED:
-            raise UsageError(what, got=str(tensor.dtype), expected=list(layout.STORED))
 
     def _require_open(self) -> None:
         if self._closed:
@@ -218,7 +361,7 @@ class RecordingWriter:
             raise GlassError("the recording cannot go on", got=self._failure)
 
     def _failed(self, error: OSError) -> GlassError:
-        self._failure = _reason(error, self.path)
+        self._failure = reason_of(error, self.path)
         safe = f"{len(self._steps)} completed steps are safe" if self._steps else "no step was completed"
         return GlassError(
             "the recording cannot be written",
@@ -231,7 +374,7 @@ class RecordingWriter:
             "schema_version": layout.SCHEMA_VERSION,
             "format": "glassengine recording",
             "state": state,
-            "reason": self._failure,
+            "reason": self._incomplete,
             "num_steps": len(self._steps),
             "num_tensors": self._num_tensors,
         }
@@ -242,46 +385,8 @@ class RecordingWriter:
                 raise UsageError("recording metadata is not JSON", got=f"{key!r}: {error}") from error
         return json.dumps({**document, "metadata": self.metadata}, indent=1).encode()
 
-    def _save(self, manifest: bytes) -> None:
-        aside = self.path / f"{layout.MANIFEST}.tmp"
-        aside.write_bytes(manifest)
-        aside.replace(self.path / layout.MANIFEST)
-
-    def _make_directory(self, overwrite: bool) -> None:
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            names = [item.name for item in self.path.iterdir()]
-            if not names:
-                return
-            if layout.MANIFEST not in names:
-                raise UsageError(
-                    "the output directory holds other files", got=str(self.path), hint="name a new or empty directory"
-                )
-            if not overwrite:
-                raise UsageError("the recording exists already", got=str(self.path), hint="replace it with --overwrite")
-            # The manifest goes last, so that a half-removed recording can still be overwritten.
-            for name in sorted(filter(_is_ours, names), key=lambda name: name == layout.MANIFEST):
-                (self.path / name).unlink()
-        except OSError as error:
-            raise UsageError("cannot write the recording", got=_reason(error, self.path)) from error
-
-
-def _is_ours(name: str) -> bool:
-    own = (layout.MANIFEST, f"{layout.MANIFEST}.tmp", layout.INDEX)
-    return name in own or re.fullmatch(r"shard-\d{5}\.(part|safetensors)", name) is not None
-
 
 def _identity(tensor: Tensor) -> tuple[object, ...]:
     """Return what tells two live tensors of one step apart; equal for views that have the same bytes."""
     place = (str(tensor.device), tensor.data_ptr(), tensor.numel() * tensor.element_size())
     return place if tensor.is_contiguous() else (*place, tensor.dtype, tensor.shape, tensor.stride())
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of `tensor` in row-major order; a copy only where the tensor is elsewhere or not contiguous."""
-    flat = blocks.flat(tensor.to("cpu").resolve_conj().resolve_neg())
-    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # a buffer at run time
-
-
-def _reason(error: OSError, path: Path) -> str:
-    return f"{error.strerror or error} ({error.filename or path})"

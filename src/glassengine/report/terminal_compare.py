@@ -5,6 +5,7 @@ In a pipe the same tables are printed without colors; what does not fit a row is
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
@@ -13,11 +14,11 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from glassengine.compare.compare import severity
+from glassengine.compare.judging import severity
 from glassengine.results import VERDICTS, Comparison, Figures, Pair, Skipped, Summary
 
-_STYLES = {"identical": "green", "rounding": "green", "suspicious": "yellow", "wrong": "bold red"}
-_MAX_PAIRS = 8
+STYLES = {"identical": "green", "rounding": "green", "suspicious": "yellow", "wrong": "bold red"}
+MAX_PAIRS = 8
 _MAX_REASONS = 5
 _STATISTICS = ("min", "mean", "median", "max", "std")
 
@@ -26,15 +27,18 @@ def comparison(result: Comparison) -> RenderableType:
     """Return the answer: verdict, first divergence, the worst pairs, their statistics, what was not judged."""
     parts: list[RenderableType] = [_verdict(result), *_divergence(result)]
     ranked = sorted(result.pairs, key=severity, reverse=True)
-    different = [pair for pair in ranked if pair.verdict != "identical"]
-    if different:
-        parts += [Text(), _pairs(different[:_MAX_PAIRS])]
-        if len(different) > _MAX_PAIRS:
-            parts.append(Text(f"... and {len(different) - _MAX_PAIRS} more that are not identical (--json has all)"))
+    # Who asked for some tensors wants to see them all, whatever the verdict.
+    is_whole = all(pair.baseline is not None for pair in ranked)
+    shown = ranked if is_whole else ranked[:MAX_PAIRS]
+    parts += [Text(), _pairs(shown)]
+    if len(ranked) > len(shown):
+        rest = Counter(pair.verdict for pair in ranked[len(shown) :])
+        counted = ", ".join(f"{rest[name]} {name}" for name in reversed(VERDICTS) if rest[name])
+        parts.append(Text(f"... and {len(ranked) - len(shown)} more: {counted} (--json has all)"))
     for pair in ranked:
-        if pair.baseline is not None and pair.candidate is not None:
+        if (is_whole or pair.verdict != "identical") and pair.baseline is not None and pair.candidate is not None:
             parts += [Text(), _statistics(pair, pair.baseline, pair.candidate)]
-    parts += _notes(result)
+    parts += notes(result)
     return Group(*parts)
 
 
@@ -46,7 +50,7 @@ def recording(rows: Iterable[tuple[int, int, str, Summary]], *, complete: bool, 
         complete: Whether the recording is complete.
         reason: Why not.
     """
-    table = _table("step", "rank", "site", "tensor", *_STATISTICS, "NaN", "Inf")
+    table = new_table("step", "rank", "site", "tensor", *_STATISTICS, "NaN", "Inf")
     for step, rank, site, found in rows:
         table.add_row(str(step), str(rank), Text(site), *_cells(found))
     return table if complete else Group(Text(f"incomplete: {reason}", style="yellow"), table)
@@ -55,7 +59,7 @@ def recording(rows: Iterable[tuple[int, int, str, Summary]], *, complete: bool, 
 def _verdict(result: Comparison) -> Text:
     counts = ", ".join(f"{result.counts[name]} {name}" for name in reversed(VERDICTS) if result.counts.get(name))
     text = Text().append("ok" if result.ok else "NOT OK", style="bold green" if result.ok else "bold red")
-    text.append(f"  verdict {result.verdict}", style=_STYLES[result.verdict])
+    text.append(f"  verdict {result.verdict}", style=STYLES[result.verdict])
     text.append(f"  {result.counts['compared']} compared: {counts}; coverage {result.coverage:.1%}")
     if result.not_ok_because:
         text.append(f"\nbecause {result.not_ok_because}")
@@ -68,14 +72,17 @@ def _divergence(result: Comparison) -> Iterator[Text]:
     found = result.first_divergence
     if found is None:
         return
-    yield Text(f"\nfirst divergence: step {found.step}, {found.site}", style="bold")
+    pair = next(
+        (p for p in result.pairs if (p.step, p.site) == (found.step, found.site) and p.verdict == "wrong"), None
+    )
+    rank = f" (rank {pair.rank})" if pair is not None and pair.rank else ""
+    yield Text(f"\nfirst divergence: step {found.step}, {found.site}{rank}", style="bold")
+    if found.candidate_site != found.site:
+        yield Text(f"  in the candidate  {found.candidate_site}")
     if found.node:
         yield Text(f"  node    {found.node}")
     if found.source:
         yield Text(f"  source  {found.source}")
-    pair = next(
-        (p for p in result.pairs if (p.step, p.site) == (found.step, found.site) and p.verdict == "wrong"), None
-    )
     if pair is not None and pair.figures is not None and pair.figures.worst_index is not None:
         yield Text(f"  worst   {_worst(pair.figures)}")
     elif pair is not None and pair.reason:
@@ -89,7 +96,8 @@ def _worst(figures: Figures) -> str:
 
 
 def _pairs(pairs: Sequence[Pair]) -> Table:
-    table = _table("verdict", "step", "site", "max abs", "max rel", "SNR dB", "beyond", "note")
+    columns = ("max abs", "max rel", "SNR dB", "beyond", "note")
+    table = new_table("verdict", "close", "equal", "step", "site", *columns)
     for pair in pairs:
         figures = pair.figures
         numbers = ["-"] * 4
@@ -100,19 +108,37 @@ def _pairs(pairs: Sequence[Pair]) -> Table:
                 f"{figures.snr_db:.1f}",
                 str(figures.num_beyond_tolerance),
             ]
-        note = "; ".join(filter(None, (f"rank {pair.rank}" if pair.rank else "", pair.reason or "")))
-        verdict = Text(pair.verdict, style=_STYLES[pair.verdict])
-        table.add_row(verdict, str(pair.step), Text(pair.site), *numbers, Text(note))
+        by_name = pair.method.startswith("name")
+        note = (
+            f"rank {pair.rank}" if pair.rank else "",
+            "" if by_name else f"by {pair.method}: {pair.candidate_site}",
+            pair.reason or "",
+        )
+        verdict = Text(pair.verdict, style=STYLES[pair.verdict])
+        table.add_row(
+            verdict, *_passed(figures), str(pair.step), Text(pair.site), *numbers, Text("; ".join(filter(None, note)))
+        )
     return table
 
 
+def _passed(figures: Figures | None) -> tuple[str, str]:
+    """Return whether a pair is close, and whether it is equal; shapes that differ are neither."""
+    close = figures is not None and figures.allclose
+    equal = figures is not None and figures.num_different == 0
+    return "pass" if close else "fail", "pass" if equal else "fail"
+
+
 def _statistics(pair: Pair, baseline: Summary, candidate: Summary) -> RenderableType:
-    table = _table("", "tensor", *_STATISTICS, "NaN", "Inf")
+    table = new_table("", "tensor", *_STATISTICS, "NaN", "Inf")
     rows = {"x": baseline, "y": candidate, "abs error": pair.abs_error, "rel error": pair.rel_error}
     for name, found in rows.items():
         if found is not None:
             table.add_row(name, *_cells(found))
-    return Group(Text(f"step {pair.step}, {pair.site} (x baseline, y candidate)"), table)
+    title = f"step {pair.step}, {pair.site} (x baseline, y candidate)"
+    if pair.figures is not None:
+        close, equal = _passed(pair.figures)
+        title += f": allclose(rtol={pair.figures.rtol:g}, atol={pair.figures.atol:g}) {close}, equal {equal}"
+    return Group(Text(title), table)
 
 
 def _cells(found: Summary) -> Iterator[Text]:
@@ -124,7 +150,8 @@ def _cells(found: Summary) -> Iterator[Text]:
     yield Text(str(found.num_inf))
 
 
-def _notes(result: Comparison) -> Iterator[Text]:
+def notes(result: Comparison) -> Iterator[Text]:
+    """Yield what a reader must know: sides that are incomplete, and what was not judged, by reason."""
     for side in ("baseline", "candidate"):
         if not result.environment[side].get("complete", True):
             yield Text(f"\nthe {side} is incomplete: only its completed steps were compared", style="yellow")
@@ -152,12 +179,13 @@ class _Table(Table):
         return super().__rich_console__(console, options if console.is_terminal else options.update(max_width=1 << 16))
 
 
-def _table(*columns: str) -> Table:
+def new_table(*columns: str) -> Table:
+    """Return an empty table in the style of all tables; columns of words are set left, and long names are folded."""
     table = _Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
-    words = {"", "verdict", "site", "tensor", "note"}
+    words = {"", "verdict", "close", "equal", "site", "tensor", "note", "candidate", "first divergence"}
     for column in columns:
         # Names are folded, not cut, so that they survive to be copied; numbers stay in one piece.
-        folds = column in ("site", "tensor", "note")
+        folds = column in ("site", "tensor", "note", "candidate", "first divergence")
         justify: Literal["left", "right"] = "left" if column in words else "right"
         table.add_column(Text(column), justify=justify, overflow="fold", no_wrap=not folds)
     return table

@@ -6,14 +6,15 @@ import math
 import zipfile
 import zlib
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from glassengine.errors import CorruptError
-from glassengine.recording.layout import STORED, Entry
+from glassengine.recording.formats.npy_file import read_header, why_not
+from glassengine.recording.layout import Entry
 from glassengine.results import Skipped
 
 # A deflated member of a few megabytes can claim and deliver gigabytes.
@@ -41,7 +42,7 @@ class NumpyFile:
                 name = member.filename.removesuffix(".npy")
                 with self._archive.open(member) as file:
                     try:
-                        shape, _, dtype = _read_header(file)
+                        shape, _, dtype = read_header(file)
                     except ValueError as error:
                         skipped.append(Skipped(name, "both", f"not an array: {error}", step=0))
                         continue
@@ -68,7 +69,7 @@ class NumpyFile:
         """
         try:
             with self._archive.open(self._members[entry.site]) as file:
-                shape, fortran, dtype = _read_header(file)
+                shape, fortran, dtype = read_header(file)
                 data = bytearray(file.read(entry.nbytes))
         except (zipfile.BadZipFile, OSError, zlib.error, ValueError, EOFError) as error:
             raise CorruptError("an array cannot be read", got=f"{entry.site!r} in {self.path}: {error}") from error
@@ -78,19 +79,11 @@ class NumpyFile:
         return torch.from_numpy(array.astype(dtype.newbyteorder("="), copy=False))
 
 
-def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    version = np.lib.format.read_magic(file)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, fortran, dtype = read(file)
-    return shape, fortran, dtype
-
-
 def _why_not(dtype: np.dtype[Any], shape: tuple[int, ...], num_bytes: int) -> str | None:
     """Return why an array is not given as a tensor, or None."""
-    if dtype.hasobject:
-        return "an object array is a pickle, and reading it would run code"
-    if dtype.newbyteorder("=").name not in STORED:
-        return f"no arithmetic for numpy dtype {dtype}"
+    reason = why_not(dtype)
+    if reason is not None:
+        return reason
     claimed = math.prod(shape) * dtype.itemsize
     if claimed != num_bytes:
         return f"the header claims {claimed} bytes, the file has {num_bytes}"

@@ -1,0 +1,75 @@
+"""The kernels and library calls of a compiled package, as a network.
+
+Inductor writes beside its code from which nodes of the program each kernel came. Inputs and outputs of a kernel are not
+in that table: they are read off the program, as the values that enter and leave the set of its nodes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from glassengine.backends.protocol import Layer, Network, NetworkTensor
+from glassengine.errors import BackendError
+from glassengine.program.listing import list_nodes, stage_of
+from glassengine.program.program import Program
+
+_TABLE = "kernel_information.json"
+_OF_THIS_MACHINE = re.compile(r"^// .*\.(wrapper|kernel)\.(cpp|o)\b.*\n", re.MULTILINE)
+_NOTE = (
+    "Kernels and library calls in the order of the generated code (inductor_wrapper.cpp, inductor_kernel.cpp). Inputs "
+    "and outputs are what enters and leaves the nodes of a kernel; one that computes a node anew names it again."
+)
+
+
+def list_kernels(program: Program, package: Path) -> Network:
+    """Return the network of a compiled package.
+
+    Args:
+        program: What was compiled.
+        package: The archive.
+
+    Raises:
+        BackendError: The package does not tell where its kernels came from.
+    """
+    sources: dict[str, str] = {}
+    table: Mapping[str, Mapping[str, list[str]]] | None = None
+    with zipfile.ZipFile(package) as archive:
+        for info in archive.infolist():
+            if info.filename.endswith(_TABLE):
+                table = json.loads(archive.read(info))
+            for kind in ("wrapper", "kernel"):
+                if info.filename.endswith(f".{kind}.cpp"):
+                    sources[f"inductor_{kind}.cpp"] = _OF_THIS_MACHINE.sub("", archive.read(info).decode())
+    if table is None:
+        raise BackendError("Inductor did not say which nodes its kernels came from", got=f"no {_TABLE} in the package")
+    lines = {line.name: line for line in list_nodes(stage_of(program, ""))}
+    graph_nodes = {node.name: node for node in program.graph.nodes}
+    order = {name: index for index, name in enumerate(graph_nodes)}
+    layers: list[Layer] = []
+    given: set[str] = set()
+    for name, entry in table.items():
+        nodes = tuple(sorted({node for node in entry["pre_grad_nodes"] if node in order}, key=order.__getitem__))
+        inside = set(nodes)
+        entering = {source for node in nodes for source in lines[node].inputs if source not in inside}
+        leaving = [n for n in nodes if n not in given and not {user.name for user in graph_nodes[n].users} <= inside]
+        given.update(leaving)
+        layers.append(
+            Layer(
+                name=name,
+                operation=name.partition(":")[0],
+                nodes=nodes,
+                inputs=tuple(sorted(entering, key=order.__getitem__)),
+                outputs=tuple(NetworkTensor(node, lines[node].dtype, lines[node].shape) for node in leaving),
+            )
+        )
+    told = {node for layer in layers for node in layer.nodes}
+    others = [node for node in program.graph.nodes if node.op == "call_function" and node.name not in told]
+    rest = [node.name for node in others if lines[node.name].dtype not in ("NoneType", "int")]
+    note = _NOTE + (f" Nodes that Inductor attributes to no kernel: {', '.join(rest)}." if rest else "")
+    inputs = tuple(NetworkTensor(port.node, port.dtype, lines[port.node].shape) for port in program.inputs)
+    results = tuple(dict.fromkeys(program.output_nodes.values()))
+    return Network(tuple(layers), inputs, results, note, sources)

@@ -1,0 +1,103 @@
+"""Gradients of activations and parameters, and what an optimizer made of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from glassengine.capture.intake import Intake
+from glassengine.sites import with_call
+
+
+def watch(tensor: Tensor, site: str, step: int, intake: Intake) -> None:
+    """Deliver the gradient of `tensor` as `site` when a backward computes it; the last one, if several do."""
+    seen = 0
+
+    def arrived(gradient: Tensor) -> None:
+        nonlocal seen
+        path, colon, port = site.partition(":")
+        intake.take(f"{with_call(path, seen)}{colon}{port}" if seen else site, step, gradient)
+        seen += 1
+
+    tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
+
+
+class ParameterHooks:
+    """Delivers the gradient of every parameter each time a backward has added to it, and the state after a step.
+
+    Sites: `<parameter>:grad`, `<parameter>@1:grad` for the second backward of a step, and so on; after a step of the
+    optimizer `<parameter>:param` and `<parameter>:state.<name>`, e.g. `:state.exp_avg`.
+
+    Args:
+        model: Its parameters.
+        intake: Gets the tensors.
+        current_step: Says which step a backward or an update belongs to; None when to none.
+        gradients: Whether gradients are delivered.
+        optimizer: Whose updates are delivered.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        intake: Intake,
+        current_step: Callable[[], int | None],
+        *,
+        gradients: bool,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        self._names: dict[Tensor, str] = {parameter: _clean(name) for name, parameter in model.named_parameters()}
+        self._intake = intake
+        self._current_step = current_step
+        self._gradients = gradients
+        self._optimizer = optimizer
+        self._num_seen: Counter[tuple[int, str]] = Counter()
+        self._handles: list[Any] = []
+
+    def attach(self) -> None:
+        """Install the hooks."""
+        if self._gradients:
+            for parameter in self._names:
+                if parameter.requires_grad:
+                    handle = parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+                    self._handles.append(handle)
+        if self._optimizer is not None:
+            self._handles.append(self._optimizer.register_step_post_hook(self._updated))
+
+    def detach(self) -> None:
+        """Remove every hook."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        step = self._current_step()
+        if step is not None and parameter.grad is not None:
+            self._deliver(step, self._names[parameter], ":grad", parameter.grad)
+
+    def _updated(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        step = self._current_step()
+        if step is None:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = self._names.get(parameter)
+                if name is None:
+                    continue
+                self._deliver(step, name, ":param", parameter)
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor):
+                        self._deliver(step, name, f":state.{key}", value)
+
+    def _deliver(self, step: int, name: str, port: str, tensor: Tensor) -> None:
+        call = self._num_seen[step, name + port]
+        self._num_seen[step, name + port] += 1
+        self._intake.take(f"{with_call(name, call)}{port}", step, tensor)
+
+
+def _clean(name: str) -> str:
+    """Return the parameter's name without those of wrappers."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")

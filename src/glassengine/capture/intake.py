@@ -1,0 +1,166 @@
+"""Takes tensors of any kind from a running model and hands to the recording what its policy asks for.
+
+Nothing here raises into the model: a tensor that cannot be recorded is noted with the reason.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glassengine.errors import UsageError
+from glassengine.recording.layout import LeftOut
+from glassengine.recording.policy import NO_VALUES, OVER_BUDGET, Policy
+from glassengine.recording.statistics import light
+from glassengine.recording.values import dtype_name, why_not
+from glassengine.recording.worker import BackgroundWriter
+
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
+_log = logging.getLogger(__name__)
+
+
+class Intake:
+    """Where hooks deliver tensors.
+
+    Args:
+        writer: Takes values and notes; owned by the caller.
+        policy: What is recorded.
+        rank: Of this process.
+
+    Attributes:
+        num_late: Tensors of steps that had been completed already.
+    """
+
+    def __init__(self, writer: BackgroundWriter, policy: Policy, rank: int) -> None:
+        self.num_late = 0
+        self._writer = writer
+        self._policy = policy
+        self._rank = rank
+        self._has_budget = policy.has_budget
+        self._known: dict[str, tuple[bool, bool]] = {}
+        self._committed: set[int] = set()
+        self._names: dict[int, set[str]] = {}
+
+    def take(self, site: str, step: int, tensor: Tensor, *, axes: Mapping[str, int] | None = None) -> None:
+        """Record `tensor` as it is now, if it is wanted; the parts of a tensor that is not plain each for itself."""
+        wanted, keeps = self._known.get(site) or self._look(site)
+        if not wanted:
+            return
+        names = self._names.get(step)
+        # The short way of nearly all tensors; hooks run thousands of times a second.
+        if keeps and type(tensor) is Tensor and names is not None and site not in names and not self._has_budget:
+            try:
+                self._writer.write(site, step, tensor, rank=self._rank, axes=axes)
+                names.add(site)
+                return
+            except UsageError:
+                pass
+        self._take(site, step, tensor, keeps, axes)
+
+    def _look(self, site: str) -> tuple[bool, bool]:
+        found = self._known[site] = self._policy.wants(site)
+        return found
+
+    def _take(self, site: str, step: int, tensor: Tensor, keeps: bool, axes: Mapping[str, int] | None) -> None:
+        try:
+            if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_quantized:
+                self._take_parts(site, step, tensor, keeps, axes)
+            elif self._enter(site, step):
+                self._take_plain(site, step, tensor, keeps, axes)
+        except Exception as error:
+            _log.debug("%s is not recorded", site, exc_info=True)
+            self._leave_out(site, step, f"{type(error).__name__}: {error}"[:500], None)
+
+    def commit(self, step: int, *, token_ids: Sequence[Sequence[int]] = (), stopped: str | None = None) -> None:
+        """Complete `step`."""
+        self._committed.add(step)
+        self._names.pop(step, None)
+        self._writer.commit(step, token_ids=token_ids, stopped=stopped)
+
+    def leave_out(self, site: str, step: int, reason: str) -> None:
+        """Note that nothing could be seen of a wanted site."""
+        if self._policy.wants(site)[0]:
+            self._leave_out(site, step, reason, None)
+
+    def _enter(self, site: str, step: int) -> bool:
+        """Whether `step` is open and does not have `site` yet."""
+        if step in self._committed:
+            self.num_late += 1
+            return False
+        names = self._names.setdefault(step, set())
+        if site in names:
+            self._leave_out(site, step, "the step has another tensor of that name", None)
+            return False
+        names.add(site)
+        return True
+
+    def _take_plain(self, site: str, step: int, tensor: Tensor, keeps: bool, axes: Mapping[str, int] | None) -> None:
+        obstacle = why_not(tensor)
+        if obstacle is not None:
+            self._leave_out(site, step, obstacle, tensor)
+        elif not keeps:
+            self._leave_out(site, step, NO_VALUES, tensor, measure=True)
+        elif not self._policy.charge(tensor.nbytes):
+            self._leave_out(site, step, OVER_BUDGET, tensor, measure=True)
+        else:
+            self._writer.write(site, step, tensor, rank=self._rank, axes=axes)
+
+    def _take_parts(self, site: str, step: int, tensor: Tensor, keeps: bool, axes: Mapping[str, int] | None) -> None:
+        parts = parts_of(tensor)
+        if parts is None:
+            self._leave_out(site, step, f"a tensor of type {type(tensor).__name__} has no plain parts", tensor)
+            return
+        for key, part in parts:
+            self._take(f"{site}{_port(site, key)}{key}", step, part, keeps, None if key else axes)
+
+    def _leave_out(self, site: str, step: int, reason: str, tensor: Tensor | None, *, measure: bool = False) -> None:
+        dtype = shape = statistics = None
+        if tensor is not None:
+            dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
+            statistics = light(tensor) if measure else None
+        self._writer.leave_out(LeftOut(site, step, self._rank, reason, dtype, shape, statistics))
+
+
+def parts_of(tensor: Tensor) -> list[tuple[str, Tensor]] | None:
+    """Return the plain tensors that a tensor of another kind consists of, by key; None where there is no way to tell.
+
+    The key of a distributed tensor's local shard is empty: it has the site of the whole, and the rank tells the rest.
+    """
+    if tensor.layout is torch.sparse_coo:
+        whole = tensor.detach().coalesce()
+        return [(".indices", whole.indices()), (".values", whole.values())]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [(f".{name}", getattr(tensor.detach(), name)()) for name in ("crow_indices", "col_indices", "values")]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [(f".{name}", getattr(tensor.detach(), name)()) for name in ("ccol_indices", "row_indices", "values")]
+    if tensor.layout is not torch.strided and not hasattr(tensor, "__tensor_flatten__"):
+        return None
+    if tensor.is_quantized:
+        return [(".int_repr", tensor.int_repr()), *_quantization(tensor)]
+    if type(tensor).__name__ == "DTensor":
+        local: Any = tensor
+        return [("", local.detach().to_local())]
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return [(f".{name.lstrip('_')}", getattr(tensor, name)) for name in names]
+    plain = tensor.detach().as_subclass(Tensor)
+    return [("", plain)] if type(plain) is Tensor else None
+
+
+def _quantization(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        yield ".scale", torch.tensor(tensor.q_scale(), dtype=torch.float64)
+        yield ".zero_point", torch.tensor(tensor.q_zero_point())
+    else:
+        yield ".scale", tensor.q_per_channel_scales()
+        yield ".zero_point", tensor.q_per_channel_zero_points()
+
+
+def _port(site: str, key: str) -> str:
+    """Return what joins the key of a part to its site: a part of a plain path is a part of its output."""
+    return ":out" if key and ":" not in site else ""

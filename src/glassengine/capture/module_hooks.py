@@ -1,0 +1,269 @@
+"""Hooks that deliver the inputs, results, taps and caches of every call in a model, each forward of it as one step.
+
+A step begins with the first call of a module when none is open in its thread, and ends with a call of the model itself.
+Calls of a submodule alone (an encoder, before the first decoder step) therefore belong to the step that follows.
+Activations that are computed again in a backward are not delivered. Hooks do nothing while a compiler traces: the
+compiled code is the one it would be without them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from glassengine.capture.calls import Forward, Known, ModuleNames
+from glassengine.capture.gradients import watch
+from glassengine.capture.intake import Intake
+from glassengine.capture.leaves import KV_AXES, CacheSites, tensors_in
+from glassengine.recording.policy import Policy
+from glassengine.sites import tap_site
+from glassengine.taps import tap_sink
+
+_MAX_REASON = 300
+
+
+class Steps:
+    """Numbers the forwards of all threads, from 0 on."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.num_begun = 0
+
+    def next(self) -> int:
+        """Return the number of a step that begins."""
+        with self._lock:
+            self.num_begun += 1
+            return self.num_begun - 1
+
+
+class ModuleHooks:
+    """Observes one model.
+
+    Args:
+        root: The model.
+        intake: Gets the tensors.
+        policy: Says which steps are wanted.
+        gradients: Whether gradients of activations are delivered too.
+        holds_steps: Leave a step open when its forward ends, for what comes later: until the next one begins.
+    """
+
+    def __init__(
+        self, root: nn.Module, intake: Intake, policy: Policy, *, gradients: bool = False, holds_steps: bool = False
+    ) -> None:
+        self.names = ModuleNames(root)
+        self.steps = Steps()
+        self._intake = intake
+        self._policy = policy
+        self._gradients = gradients
+        self._holds_steps = holds_steps
+        self._caches = CacheSites({module: known.paths[0] for module, known in self.names.known.items()})
+        self._first_argument = _first_argument(root)
+        self._local = threading.local()
+        self._open: dict[int, Forward] = {}
+        self._held: dict[int, tuple[Forward, list[list[int]]]] = {}
+        self._called: set[nn.Module] = set()
+        self._pid = os.getpid()
+        self._handles: list[Any] = []
+
+    def attach(self) -> None:
+        """Install the hooks, behind those that are there: what is delivered is what the next module gets."""
+        self.names.log_aliases()
+        for module, known in self.names.known.items():
+            before, after = self._hooks(known)
+            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+
+    def detach(self) -> None:
+        """Remove every hook."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.names.stop_logging()
+
+    def finish(self, stopped: str | None = None) -> None:
+        """Complete every step that is still open; those whose forward has not ended are marked as stopped."""
+        for forward in list(self._open.values()):
+            interrupted = bool(forward.open)
+            forward.open.clear()
+            # Its thread may have gone, and with it what was set up there.
+            with contextlib.suppress(ValueError):
+                forward.leave.close()
+            self._commit(forward, [], (stopped or "the end of the recording") if interrupted else None)
+        for step in sorted(self._held):
+            self._release(step)
+
+    def not_called(self) -> list[str]:
+        """Return the paths of modules of which no call was seen; containers, which cannot be called, are left out."""
+        silent = self.names.known.keys() - self._called
+        callable_ones = [m for m in silent if getattr(type(m), "forward", None) is not nn.Module.forward]
+        return sorted(self.names.known[module].paths[0] for module in callable_ones)
+
+    @property
+    def current_step(self) -> int | None:
+        """The step that what happens now in this thread belongs to: the open one, or the last one that is held."""
+        forward: Forward | None = getattr(self._local, "forward", None)
+        if forward is None:
+            last = getattr(self._local, "last", None)
+            # A backward on another device runs in threads of its own.
+            held = self._held.get(last if last is not None else max(self._held, default=-1))
+            forward = held and held[0]
+        return forward.step if forward is not None and forward.records else None
+
+    def _hooks(self, known: Known) -> tuple[Callable[..., None], Callable[..., None]]:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            self._before(known, module, args, kwargs)
+
+        def after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            self._after(known, module, args, kwargs, result)
+
+        return before, after
+
+    def _before(self, known: Known, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if module is not known.module or torch._C._current_graph_task_id() != -1 or os.getpid() != self._pid:
+            return
+        forward: Forward | None = getattr(self._local, "forward", None)
+        if forward is not None and forward.open and known.is_root and _is_stale(forward, module):
+            self._end(forward, [], "an interruption")
+            forward = None
+        if forward is None or not forward.open:
+            forward = self._outermost(known, forward)
+        where = self.names.enter(known, forward)
+        if where is None or not forward.records:
+            return
+        self._called.add(module)
+        if len(args) == 1 and type(args[0]) is Tensor and not self._gradients:
+            self._intake.take(where + ":in[0]", forward.step, args[0])
+        else:
+            self._deliver(forward, where, ":in", args)
+        if kwargs:
+            self._deliver(forward, where, ":in", kwargs)
+
+    def _after(self, known: Known, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        forward: Forward | None = getattr(self._local, "forward", None)
+        if forward is None or not forward.open or forward.open[-1][0] is not known or module is not known.module:
+            return
+        _, where, passed_on = forward.open.pop()
+        error = sys.exc_info()[1] if result is None else None
+        failed = error is not None and error is not forward.handled
+        if forward.records and not passed_on and not failed:
+            # The short way of most modules: one tensor goes in, one comes out.
+            if type(result) is Tensor and not self._gradients:
+                self._intake.take(where, forward.step, result)
+            else:
+                self._deliver(forward, where, ":out", result)
+        if forward.open:
+            return
+        forward.leave.close()
+        if failed:
+            self._end(forward, [], f"{type(error).__name__}: {error}"[:_MAX_REASON])
+        elif known.is_root:
+            if forward.records:
+                self._deliver_caches(forward, kwargs, result)
+            self._end(forward, self._token_ids(args, kwargs), None)
+
+    def _outermost(self, known: Known, forward: Forward | None) -> Forward:
+        """Return the step that an outermost call belongs to."""
+        if forward is not None and known.module in forward.alone:
+            # Called by itself once more, and never the model: each of these calls is a step.
+            self._end(forward, [], None)
+            forward = None
+        if forward is None:
+            for step in [step for step, (held, _) in self._held.items() if held.thread == threading.get_ident()]:
+                self._release(step)
+            step = self.steps.next()
+            forward = Forward(step, self._policy.wants_step(step), threading.get_ident())
+            self._open[step] = forward
+            self._local.forward = forward
+        if not known.is_root:
+            forward.alone.add(known.module)
+        forward.handled = sys.exc_info()[1]
+        current = forward
+        forward.leave.enter_context(tap_sink(lambda name, tensor: self._tap(current, name, tensor)))
+        return forward
+
+    def _deliver(self, forward: Forward, where: str, port: str, tree: Any) -> None:
+        for name, tensor in tensors_in(port, tree):
+            site = where if name == ":out" else where + name
+            self._intake.take(site, forward.step, tensor)
+            if self._gradients and tensor.requires_grad:
+                side = ":grad_in" if port == ":in" else ":grad_out"
+                watch(tensor, where + side + name[len(port) :], forward.step, self._intake)
+
+    def _deliver_caches(self, forward: Forward, kwargs: Any, result: Any) -> None:
+        parts = result if not isinstance(result, (tuple, list)) else dict(enumerate(result))
+        for site, tensor in self._caches.tensors(kwargs, parts):
+            self._intake.take(site, forward.step, tensor, axes=KV_AXES if tensor.dim() == 4 else None)
+
+    def _tap(self, forward: Forward, name: str, tensor: Tensor) -> None:
+        if not forward.open or not forward.records or torch.compiler.is_compiling():
+            return
+        site = tap_site(forward.open[-1][1], name)
+        self._intake.take(site, forward.step, tensor)
+        if self._gradients and tensor.requires_grad:
+            watch(tensor, f"{site}:grad_out", forward.step, self._intake)
+
+    def _end(self, forward: Forward, token_ids: list[list[int]], stopped: str | None) -> None:
+        forward.leave.close()
+        self._local.forward = None
+        if self._holds_steps and stopped is None:
+            self._open.pop(forward.step, None)
+            self._held[forward.step] = (forward, token_ids)
+            self._local.last = forward.step
+        else:
+            self._commit(forward, token_ids, stopped)
+
+    def _release(self, step: int) -> None:
+        forward, token_ids = self._held.pop(step)
+        self._commit(forward, token_ids, None)
+
+    def _commit(self, forward: Forward, token_ids: list[list[int]], stopped: str | None) -> None:
+        self._open.pop(forward.step, None)
+        if forward.records:
+            self._intake.commit(forward.step, token_ids=token_ids, stopped=stopped)
+
+    def _token_ids(self, args: Any, kwargs: Any) -> list[list[int]]:
+        """Return what each row of the batch was given, without padding; nothing where the model reads no tokens."""
+        ids = kwargs.get("input_ids")
+        if ids is None and args and self._first_argument == "input_ids":
+            ids = args[0]
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or type(ids) is not Tensor:
+            return []
+        rows: list[list[int]] = ids.tolist()
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] >= ids.shape[1] > 0:
+            seen = mask[:, -ids.shape[1] :].tolist()
+            rows = [
+                [token for token, valid in zip(*pair, strict=True) if valid] for pair in zip(rows, seen, strict=True)
+            ]
+        return rows
+
+
+def _first_argument(root: nn.Module) -> str | None:
+    try:
+        return next(iter(inspect.signature(root.forward).parameters), None)
+    except (TypeError, ValueError):
+        return None
+
+
+def _is_stale(forward: Forward, module: nn.Module) -> bool:
+    """Whether the open calls are left over from a forward that was interrupted: hooks then do not hear of its end."""
+    outermost = forward.open[0][0].module
+    running = 0
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is outermost:
+            running += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    return running < (2 if outermost is module else 1)

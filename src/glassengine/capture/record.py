@@ -1,0 +1,199 @@
+"""`glass.record`: write down what a model computes while the user's own code runs it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from glassengine import environment
+from glassengine.capture.gradients import ParameterHooks
+from glassengine.capture.intake import Intake
+from glassengine.capture.module_hooks import ModuleHooks
+from glassengine.errors import GlassError, UnknownNameError, UsageError
+from glassengine.recording.policy import Policy
+from glassengine.recording.worker import BackgroundWriter
+
+_log = logging.getLogger(__name__)
+
+
+class Recorder:
+    """A recording in progress; made by `record`, a context manager.
+
+    Attributes:
+        model: The model that is observed.
+        path: Directory of the recording.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        path: str | Path,
+        policy: Policy,
+        *,
+        gradients: bool,
+        optimizer: torch.optim.Optimizer | None,
+        metadata: Mapping[str, Any],
+        overwrite: bool,
+    ) -> None:
+        self.path = Path(path)
+        self.model = model
+        self._policy = policy
+        self._gradients = gradients
+        self._optimizer = optimizer
+        self._metadata = metadata
+        self._overwrite = overwrite
+        self._writer: BackgroundWriter | None = None
+
+    def __enter__(self) -> Self:
+        if self._writer is not None:
+            raise UsageError("a recorder is entered twice", got=str(self.path), hint="call glass.record again")
+        writer = BackgroundWriter(self.path, metadata=self._metadata, overwrite=self._overwrite)
+        rank = _rank()
+        self._writer = writer
+        self._intake = Intake(writer, self._policy, rank)
+        holds = self._gradients or self._optimizer is not None
+        self._hooks = ModuleHooks(self.model, self._intake, self._policy, gradients=self._gradients, holds_steps=holds)
+        self._parameters = ParameterHooks(
+            self.model,
+            self._intake,
+            lambda: self._hooks.current_step,
+            gradients=self._gradients,
+            optimizer=self._optimizer,
+        )
+        try:
+            self._hooks.attach()
+            self._parameters.attach()
+        except BaseException:
+            self._detach()
+            writer.close("it never began")
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._detach()
+        writer = self._writer
+        assert writer is not None
+        stopped = None if error is None else f"{type(error).__name__}: {error}".rstrip(": ")[:300]
+        reason = None if stopped is None else f"stopped by {stopped}"
+        problem: GlassError | None = None
+        try:
+            self._hooks.finish(stopped)
+            if self._hooks.steps.num_begun == 0 and reason is None:
+                reason = "the model was not called"
+                _log.warning("nothing was recorded into %s: the model was not called", self.path)
+            writer.metadata["not_called"] = self._hooks.not_called()
+            if self._intake.num_late:
+                writer.metadata["num_late"] = self._intake.num_late
+            unmatched = self._policy.unmatched()
+            if unmatched and self._hooks.steps.num_begun:
+                writer.metadata["unmatched_patterns"] = unmatched
+                _log.warning("no site matches %s", ", ".join(unmatched))
+                if self._policy.nothing_matched:
+                    problem = UnknownNameError("site", unmatched[0], self._policy.seen())
+        finally:
+            writer.close(reason)
+        # What the user's own code raised comes first.
+        if problem is not None and error is None:
+            raise problem
+
+    def wait(self) -> None:
+        """Wait until all that was recorded so far is in the file."""
+        if self._writer is not None:
+            self._writer.wait()
+
+    def _detach(self) -> None:
+        self._parameters.detach()
+        self._hooks.detach()
+
+
+def record(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    sites: Sequence[str] | None = None,
+    values: bool | Sequence[str] = True,
+    gradients: bool = False,
+    optimizer: torch.optim.Optimizer | None = None,
+    steps: Collection[int] | None = None,
+    byte_budget: int | None = None,
+    overwrite: bool = False,
+    metadata: Mapping[str, Any] | None = None,
+) -> Recorder:
+    """Record every forward of `model` that runs while the returned context manager is entered.
+
+    Each forward of the model is a step, 0 the first: `model.generate()` records a prefill and its decode steps.
+    Recorded are the inputs and results of every module (`path:in[0]`, `path:in.name`, `path`, `path:out.name`), taps
+    (`path.name`) and the key/value cache of every layer after the step (`path:kv.key`). The model computes what it
+    would compute without; the grad mode is left as it is; a disk that fills up stops the recording and not the model.
+
+        with glass.record(model, "run1"):
+            model.generate(**inputs, max_new_tokens=20)
+
+    Args:
+        model: Any module, compiled and wrapped ones included. What runs inside of a compiled graph is not seen.
+        path: New directory; one recording each.
+        sites: Patterns of the sites to record (globs and `re:`); all when None.
+        values: False records shape, dtype, min, max, norm and the number of non-finite elements instead of values;
+            patterns keep the values of the sites they match and such statistics of all others.
+        gradients: Also record gradients of inputs (`:grad_in...`), results (`:grad_out...`) and parameters
+            (`<parameter>:grad`); a step then ends when the next forward begins.
+        optimizer: Record the parameters (`:param`) and the state (`:state.exp_avg`) after each of its steps.
+        steps: Record only these, e.g. range(3).
+        byte_budget: Most bytes of values; tensors that do not fit leave their statistics and are listed.
+        overwrite: Replace a recording that exists.
+        metadata: JSON-ready facts to keep with the recording.
+
+    Raises:
+        UsageError: `model` is not a module, or the directory cannot be written, or exists.
+        UnknownNameError: (On leaving) the patterns of `sites` or `values` matched nothing.
+        GlassError: (On leaving) not everything could be written; the message says what is safe.
+    """
+    if not isinstance(model, nn.Module):
+        hint = "engine.generate(..., record=path)" if hasattr(model, "generate") else "record the module it calls"
+        raise UsageError("only a module can be recorded", got=type(model).__name__, hint=hint)
+    policy = Policy(sites=sites, values=values, steps=steps, byte_budget=byte_budget)
+    facts = {**describe_model(model), **(metadata or {}), "gradients": gradients, "byte_budget": byte_budget}
+    return Recorder(
+        model,
+        path,
+        policy,
+        gradients=gradients,
+        optimizer=optimizer,
+        metadata=facts,
+        overwrite=overwrite,
+    )
+
+
+def describe_model(model: nn.Module) -> dict[str, Any]:
+    """Return what the manifest of a recording says about the model and this process; JSON-ready."""
+    parameters = list(model.parameters())
+    floating = next((p.dtype for p in parameters if p.is_floating_point()), None)
+    return {
+        "kind": "model",
+        "class": f"{type(model).__module__}.{type(model).__qualname__}",
+        "training": model.training,
+        "dtype": None if floating is None else str(floating).removeprefix("torch."),
+        "device": sorted({str(p.device) for p in parameters}),
+        "num_parameters": sum(p.numel() for p in parameters),
+        "modules": {name or ".": type(module).__name__ for name, module in model.named_modules()},
+        "seed": torch.initial_seed(),
+        "rank": _rank(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "num_threads": torch.get_num_threads(),
+        "environment": environment.describe(),
+        "command_line": environment.without_secrets(sys.argv),
+    }
+
+
+def _rank() -> int:
+    available = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if available else 0

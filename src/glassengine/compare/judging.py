@@ -1,0 +1,162 @@
+"""Judges one match: brings both tensors into one layout, measures them, compares the figures with a tolerance."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from glassengine.compare import layouts, shapes
+from glassengine.compare.globs import NameIndex
+from glassengine.compare.matching import Match
+from glassengine.compare.measure import measure, summarize, summarize_errors
+from glassengine.compare.tolerance import Tolerance, tolerance
+from glassengine.errors import UsageError, nearest
+from glassengine.recording.layout import Entry
+from glassengine.recording.source import TensorSource
+from glassengine.results import VERDICTS, Pair, Verdict
+from glassengine.sites import matches
+
+JUDGED_BY = "tolerance (uncalibrated)"
+
+# Statistics need several passes (the median), so of many pairs only the worst get them.
+_NUM_SUMMARIZED = 3
+
+
+@dataclass(frozen=True)
+class Judge:
+    """The two sides and how their tensors are judged.
+
+    Attributes:
+        left: The baseline.
+        right: The candidate.
+        rtol: Relative tolerance instead of the dtype's own.
+        atol: Absolute tolerance instead of the dtype's own.
+        transpose: Patterns of tensors of the baseline whose last two dimensions are exchanged.
+        device: Where the arithmetic runs.
+    """
+
+    left: TensorSource
+    right: TensorSource
+    rtol: float | None
+    atol: float | None
+    transpose: Sequence[str]
+    device: str
+
+    def pair(self, match: Match) -> Pair:
+        """Return the verdict on one match.
+
+        Raises:
+            UsageError: An operation of the map, or a transposition, does not fit the tensor.
+        """
+        entry = match.baseline
+        site, step, other = entry.site, entry.step, match.candidate_site
+        pair = Pair(step, site, other, match.method, 1.0, "wrong", JUDGED_BY, rank=entry.rank)
+        x, y = self._tensors(match)
+        if x.shape != y.shape:
+            what = shapes.difference(tuple(x.shape), tuple(y.shape), site)
+            return dataclasses.replace(pair, judged_by="shape", reason=what)
+        allowed = self._tolerance(match, x, y)
+        figures = measure(x, y, rtol=allowed.rtol, atol=allowed.atol, device=self.device)
+        verdict: Verdict = "wrong" if not figures.allclose else "rounding" if figures.num_different else "identical"
+        reason = None if x.dtype == y.dtype else f"dtypes differ: {_name(x)} and {_name(y)}"
+        return dataclasses.replace(pair, verdict=verdict, figures=figures, reason=reason)
+
+    def with_statistics(self, pairs: Sequence[Pair], judged: Sequence[Match], *, all_of_them: bool) -> list[Pair]:
+        """Return `pairs` where all, or else the worst few, carry the statistics of both sides and of the errors."""
+        order = sorted(range(len(pairs)), key=lambda i: severity(pairs[i]), reverse=True)
+        result = list(pairs)
+        for i in order if all_of_them else order[:_NUM_SUMMARIZED]:
+            x, y = self._tensors(judged[i])
+            absolute, relative = summarize_errors(x, y, device=self.device) if x.shape == y.shape else (None, None)
+            result[i] = dataclasses.replace(
+                pairs[i],
+                baseline=summarize(x, device=self.device),
+                candidate=summarize(y, device=self.device),
+                abs_error=absolute,
+                rel_error=relative,
+            )
+        return result
+
+    def _tensors(self, match: Match) -> tuple[Tensor, Tensor]:
+        x = self.left.tensor(match.baseline)
+        parts = [self.right.tensor(entry) for entry in match.candidates]
+        if match.rule is not None:
+            where = f"{match.baseline.site!r} and {match.candidate_site!r}, step {match.baseline.step}"
+            try:
+                lookups = (self._lookup(self.left, match.baseline), self._lookup(self.right, match.candidates[0]))
+                x = layouts.apply(match.rule.baseline_ops, x, lookup=lookups[0])
+                parts = [layouts.apply(match.rule.candidate_ops, part, lookup=lookups[1]) for part in parts]
+                parts = [_concatenate(parts, match.rule.concat_dim)]
+            except UsageError as error:
+                raise UsageError(
+                    f"the map does not fit {where}: {error.what}", got=error.got, expected=error.expected
+                ) from error
+        if match.baseline.site in self.transpose and x.ndim < 2:
+            raise UsageError(
+                f"{match.baseline.site!r} cannot be transposed",
+                got=match.baseline.describe(),
+                expected="two dimensions or more",
+            )
+        # A pattern such as "*.weight" also names vectors, which have nothing to exchange.
+        if x.ndim > 1 and any(matches(pattern, match.baseline.site) for pattern in self.transpose):
+            x = x.mT
+        return x, parts[0]
+
+    def _lookup(self, side: TensorSource, near: Entry) -> layouts.Lookup:
+        """Return a function from a name to the tensor of that name on `side`, of the step and rank of `near`."""
+
+        def find(name: str) -> Tensor:
+            there = self._by_place[side is self.right].get((near.step, near.rank), {})
+            found = [name] if name in there else NameIndex(there).with_suffix(name)
+            if len(found) != 1:
+                raise UsageError(
+                    f"{len(found) or 'no'} tensors of step {near.step} are called {name!r}",
+                    expected=[f"one of {len(there)} names", *(found or nearest(name, there))],
+                )
+            return side.tensor(there[found[0]])
+
+        return find
+
+    @functools.cached_property
+    def _by_place(self) -> list[dict[tuple[int, int], dict[str, Entry]]]:
+        """Step and rank -> name -> entry, of each side."""
+        sides: list[dict[tuple[int, int], dict[str, Entry]]] = [{}, {}]
+        for side, table in zip((self.left, self.right), sides, strict=True):
+            for entry in side.entries:
+                table.setdefault((entry.step, entry.rank), {})[entry.site] = entry
+        return sides
+
+    def _tolerance(self, match: Match, x: Tensor, y: Tensor) -> Tolerance:
+        """Return the loosest tolerance of the dtypes involved: a cast does not undo the rounding of what it is from."""
+        dtypes = [match.baseline.dtype, _name(x), _name(y), *(entry.dtype for entry in match.candidates)]
+        each = [tolerance(dtype, dtype, rtol=self.rtol, atol=self.atol) for dtype in dtypes]
+        return Tolerance(max(one.rtol for one in each), max(one.atol for one in each))
+
+
+def severity(pair: Pair) -> tuple[float, ...]:
+    """Return a key that sorts pairs: by verdict, then different shapes before non-finite before size of the error."""
+    rank = float(VERDICTS.index(pair.verdict))
+    if pair.figures is None:
+        return (rank, 1.0)
+    size = -math.inf if math.isnan(pair.figures.snr_db) else -pair.figures.snr_db
+    return (rank, 0.0, float(pair.figures.num_nonfinite_mismatch > 0), size)
+
+
+def _concatenate(parts: list[Tensor], dim: int | None) -> Tensor:
+    if dim is None:
+        return parts[0]
+    try:
+        return torch.cat(parts, dim)
+    except (RuntimeError, IndexError) as error:
+        got = ", ".join(str(list(part.shape)) for part in parts)
+        raise UsageError(f"the candidates cannot be concatenated along dimension {dim}", got=got) from error
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,86 @@
+"""Judges several candidates against one baseline, each as `compare` does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from glassengine.compare.compare import compare
+from glassengine.compare.maps import TensorMap, load_map
+from glassengine.errors import UsageError
+from glassengine.recording.source import TensorSource, open_source
+from glassengine.results import SCHEMA_VERSION, Comparison, Result, Verdict, worst
+
+
+@dataclass(frozen=True)
+class Comparisons(Result):
+    """The comparisons of several candidates with one baseline.
+
+    Attributes:
+        baseline: Where it is.
+        ok: Whether all of them are.
+        verdict: The worst of all.
+        comparisons: One per candidate, in the order given.
+        too_little: Whether what is not ok is so only because too little was judged (exit status 4).
+    """
+
+    baseline: str
+    ok: bool
+    verdict: Verdict
+    comparisons: tuple[Comparison, ...]
+    too_little: bool
+    schema_version: int = SCHEMA_VERSION
+
+
+def compare_many(
+    baseline: str | Path | TensorSource,
+    candidates: Sequence[str | Path | TensorSource],
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+    map: str | Path | Mapping[str, Any] | TensorMap | None = None,
+    show_only: Sequence[str] = (),
+    floating_point_only: bool = False,
+    transpose: Sequence[str] = (),
+    device: str = "cpu",
+    fail_on: Literal["rounding", "suspicious", "wrong"] = "wrong",
+    min_coverage: float = 0.9,
+) -> Comparisons:
+    """Judge every one of `candidates` against `baseline`. The arguments are those of `compare`.
+
+    Raises:
+        UsageError: There is no candidate; else as `compare`.
+        IncomparableError: As `compare`.
+        UnknownNameError: As `compare`.
+        CorruptError: As `compare`.
+    """
+    if not candidates:
+        raise UsageError("there is no candidate to compare", expected="one or more")
+    rules = None if map is None else load_map(map)
+    left = open_source(baseline) if isinstance(baseline, str | Path) else baseline
+    found = [
+        compare(
+            left,
+            candidate,
+            rtol=rtol,
+            atol=atol,
+            map=rules,
+            show_only=show_only,
+            floating_point_only=floating_point_only,
+            transpose=transpose,
+            device=device,
+            fail_on=fail_on,
+            min_coverage=min_coverage,
+        )
+        for candidate in candidates
+    ]
+    bad = [one for one in found if not one.ok]
+    return Comparisons(
+        baseline=str(left.path),
+        ok=not bad,
+        verdict=worst(one.verdict for one in found),
+        comparisons=tuple(found),
+        too_little=bool(bad) and all(one.too_little for one in bad),
+    )

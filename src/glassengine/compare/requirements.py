@@ -1,0 +1,73 @@
+"""What two sides and the arguments of a comparison must satisfy before anything is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from glassengine.errors import IncomparableError, UnknownNameError, UsageError
+from glassengine.recording.source import TensorSource
+from glassengine.results import VERDICTS
+from glassengine.sites import matches
+
+
+def require_same_tokens(left: TensorSource, right: TensorSource) -> None:
+    """Raise an `IncomparableError` where both sides know their token ids, and they differ."""
+    x, y = left.metadata.get("token_ids"), right.metadata.get("token_ids")
+    if x is None or y is None or x == y:
+        return
+    rows_x, rows_y = (side if isinstance(side, list) else [side] for side in (x, y))
+    where = next((i for i, (a, b) in enumerate(zip(rows_x, rows_y, strict=False)) if a != b), None)
+    got = f"{len(rows_x)} and {len(rows_y)} rows" if where is None else f"the first difference is in row {where}"
+    raise IncomparableError(
+        "the two sides were run on different token ids",
+        got=f"{left.path} and {right.path}: {got}",
+        expected="the same token ids: what follows a different token is different for good reasons",
+        hint="record the candidate with the baseline's token ids",
+    )
+
+
+def require_names(patterns: Sequence[str], *sides: TensorSource) -> None:
+    """Raise an `UnknownNameError` where a pattern names no tensor of any of `sides`."""
+    names = list(dict.fromkeys(entry.site for side in sides for entry in side.entries))
+    for pattern in patterns:
+        if not any(matches(pattern, name) for name in names):
+            raise UnknownNameError("tensor", pattern, names)
+
+
+def check_arguments(rtol: float | None, atol: float | None, fail_on: str, min_coverage: float, device: str) -> None:
+    """Raise a `UsageError` that names the flag where an argument of `compare` makes no sense."""
+    for name, value in (("rtol", rtol), ("atol", atol)):
+        if value is not None and not value >= 0:
+            raise UsageError(f"--{name} makes no sense", got=str(value), expected="a number from 0 on")
+    if not 0 <= min_coverage <= 1:
+        raise UsageError("--min-coverage makes no sense", got=str(min_coverage), expected="a share from 0 to 1")
+    if fail_on not in VERDICTS[1:]:
+        raise UsageError("--fail-on makes no sense", got=fail_on, expected=VERDICTS[1:])
+    try:
+        torch.zeros(1, dtype=torch.float64, device=device) + 1
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(
+            "the device cannot be used",
+            got=f"{device}: {reason}",
+            expected="a device with float64",
+            hint="--device cpu",
+        ) from error
+
+
+def nothing_to_compare(left: TensorSource, right: TensorSource) -> IncomparableError:
+    """Return the error to raise where no pair is left to judge."""
+
+    def describe(side: TensorSource) -> str:
+        steps = sorted({entry.step for entry in side.entries})
+        some = ", ".join(entry.site for entry in side.entries[:3])
+        return f"{side.path}: {len(side.entries)} tensors, steps {steps[:5]}, {some or 'none'}"
+
+    return IncomparableError(
+        "there is nothing to compare: no tensor of the baseline has a partner in the candidate",
+        got=f"baseline: {describe(left)}; candidate: {describe(right)}",
+        expected="the same name, step and rank on both sides",
+        hint="say which names belong together: --map FILE",
+    )

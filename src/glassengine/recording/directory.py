@@ -1,0 +1,52 @@
+"""The directory of a recording: made, emptied, and its manifest replaced."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from glassengine.errors import UsageError
+from glassengine.recording import layout
+
+
+def make_directory(path: Path, overwrite: bool) -> None:
+    """Make an empty directory for a recording.
+
+    Args:
+        path: Where.
+        overwrite: Remove the files of a recording that is there; others are left alone.
+
+    Raises:
+        UsageError: It cannot be made, holds other files, or a recording and `overwrite` is false.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        names = [item.name for item in path.iterdir()]
+        if not names:
+            return
+        if layout.MANIFEST not in names:
+            raise UsageError("the output directory holds other files", got=str(path), hint="name a new or empty one")
+        if not overwrite:
+            raise UsageError("the recording exists already", got=str(path), hint="replace it with --overwrite")
+        # The manifest goes last, so that a half-removed recording can still be overwritten.
+        for name in sorted(filter(_is_ours, names), key=lambda name: name == layout.MANIFEST):
+            (path / name).unlink()
+    except OSError as error:
+        raise UsageError("cannot write the recording", got=reason_of(error, path)) from error
+
+
+def save_manifest(path: Path, manifest: bytes) -> None:
+    """Replace the manifest of the recording at `path` as a whole."""
+    aside = path / f"{layout.MANIFEST}.tmp"
+    aside.write_bytes(manifest)
+    aside.replace(path / layout.MANIFEST)
+
+
+def reason_of(error: OSError, path: Path) -> str:
+    """Return why something at `path` could not be written."""
+    return f"{error.strerror or error} ({error.filename or path})"
+
+
+def _is_ours(name: str) -> bool:
+    own = (layout.MANIFEST, f"{layout.MANIFEST}.tmp", layout.INDEX, layout.STATISTICS)
+    return name in own or re.fullmatch(r"shard-\d{5}\.(part|safetensors)", name) is not None

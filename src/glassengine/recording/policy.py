@@ -1,0 +1,102 @@
+"""What of a run is recorded: which sites, which steps, whose values, and how many bytes of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Sequence
+
+from glassengine.errors import UsageError
+from glassengine.sites import matches
+
+NO_VALUES = "values were not asked for"
+OVER_BUDGET = "the byte budget was used up"
+
+
+class Policy:
+    """Answers for every tensor whether it, and its values, belong into the recording.
+
+    Args:
+        sites: Patterns of the sites to record (globs and `re:`); all when None.
+        values: Whether values are kept; or patterns of the sites whose values are. Of the others light statistics are.
+        steps: The steps to record, e.g. range(3); all when None.
+        byte_budget: Most bytes of values; None for no limit. A tensor that does not fit leaves its statistics.
+
+    Raises:
+        UsageError: A pattern is no valid regular expression, or the budget is negative.
+    """
+
+    def __init__(
+        self,
+        *,
+        sites: Sequence[str] | None = None,
+        values: bool | Sequence[str] = True,
+        steps: Collection[int] | None = None,
+        byte_budget: int | None = None,
+    ) -> None:
+        if byte_budget is not None and byte_budget < 0:
+            raise UsageError("the byte budget is negative", got=str(byte_budget), expected="bytes, from 0 on")
+        self._sites = None if sites is None else _patterns("sites", sites)
+        self._values = values if isinstance(values, bool) else _patterns("values", values)
+        self._steps = steps
+        self._left = byte_budget
+        self._lock = threading.Lock()
+        self._known: dict[str, tuple[bool, bool]] = {}
+        self._matched: set[str] = set()
+
+    def wants_step(self, step: int) -> bool:
+        """Return whether anything of `step` is recorded."""
+        return self._steps is None or step in self._steps
+
+    def wants(self, site: str) -> tuple[bool, bool]:
+        """Return whether `site` is recorded, and whether its values are."""
+        found = self._known.get(site)
+        if found is None:
+            found = self._known[site] = self._look(site)
+        return found
+
+    def charge(self, num_bytes: int) -> bool:
+        """Take `num_bytes` from the budget; false, and nothing taken, where they exceed it."""
+        if self._left is None:
+            return True
+        with self._lock:
+            if num_bytes > self._left:
+                return False
+            self._left -= num_bytes
+            return True
+
+    def unmatched(self) -> list[str]:
+        """Return the patterns that no site has matched so far."""
+        patterns = [*(self._sites or ()), *(() if isinstance(self._values, bool) else self._values)]
+        return [pattern for pattern in dict.fromkeys(patterns) if pattern not in self._matched]
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether bytes are limited."""
+        return self._left is not None
+
+    @property
+    def nothing_matched(self) -> bool:
+        """Whether patterns of `sites` were given and none of them matched anything."""
+        return self._sites is not None and not self._matched.intersection(self._sites)
+
+    def seen(self) -> list[str]:
+        """Return the sites that were asked about."""
+        return list(self._known)
+
+    def _look(self, site: str) -> tuple[bool, bool]:
+        wanted = self._sites is None or self._any(self._sites, site)
+        keeps = self._values if isinstance(self._values, bool) else self._any(self._values, site)
+        return wanted, wanted and keeps
+
+    def _any(self, patterns: Sequence[str], site: str) -> bool:
+        found = [pattern for pattern in patterns if matches(pattern, site)]
+        self._matched.update(found)
+        return bool(found)
+
+
+def _patterns(name: str, patterns: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise UsageError(f"{name} is not a list of patterns", got=repr(patterns), hint=f'{name}=["layers.*.mlp"]')
+    for pattern in patterns:
+        matches(pattern, "")
+    return tuple(patterns)

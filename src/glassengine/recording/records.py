@@ -1,0 +1,217 @@
+"""The records of `index.log`: their bytes, and what they say. Reading them trusts nothing.
+
+A frame is: payload length (u32), CRC-32 of the payload (u32), JSON payload; little-endian.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from types import NoneType
+from typing import Any, BinaryIO
+
+from glassengine.recording.layout import (
+    ALIGNMENT,
+    MAX_FRAME_BYTES,
+    MAX_GROUP_TENSORS,
+    MAX_ROWS,
+    MAX_SHARD_NUMBER,
+    STORED,
+    Entry,
+    LeftOut,
+    LightStatistics,
+    Location,
+    num_bytes,
+)
+
+_FRAME = struct.Struct("<II")
+_TOKENS_PER_FRAME = 1 << 15
+
+
+def frame(payload: dict[str, Any]) -> bytes:
+    """Return the bytes of one index frame."""
+    return text_frame(json.dumps(payload, ensure_ascii=True, allow_nan=False, separators=(",", ":")))
+
+
+def text_frame(text: str) -> bytes:
+    """Return the bytes of one index frame, of a payload that is JSON text already."""
+    data = text.encode()
+    return _FRAME.pack(len(data), zlib.crc32(data)) + data
+
+
+def read_frame(file: BinaryIO) -> dict[str, Any] | None:
+    """Read the next frame; None at the end of the file.
+
+    Raises:
+        ValueError: The frame is cut, damaged or not a JSON object. At most `MAX_FRAME_BYTES` are read.
+    """
+    head = file.read(_FRAME.size)
+    if not head:
+        return None
+    if len(head) < _FRAME.size:
+        raise ValueError("the file ends inside a record")
+    length, checksum = _FRAME.unpack(head)
+    if length > MAX_FRAME_BYTES:
+        raise ValueError(f"a record claims {length} bytes")
+    text = file.read(length)
+    if len(text) < length:
+        raise ValueError("the file ends inside a record")
+    if zlib.crc32(text) != checksum:
+        raise ValueError("the checksum of a record does not match")
+    try:
+        payload = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError("a record is not JSON") from error
+    if not isinstance(payload, dict):
+        raise ValueError("a record is not an object")
+    return payload
+
+
+def entry_from(payload: dict[str, Any]) -> Entry:
+    """Return the entry of a tensor's payload, trusting nothing.
+
+    Raises:
+        ValueError: A field is missing, of the wrong kind, or contradicts another.
+    """
+    shape = payload.get("shape")
+    axes = payload.get("axes")
+    site, node, dtype = payload.get("site"), payload.get("node"), payload.get("dtype")
+    if not isinstance(site, str) or not (node is None or isinstance(node, str)):
+        raise ValueError("a name is not text")
+    if not isinstance(dtype, str) or dtype not in STORED:
+        raise ValueError(f"unknown dtype {dtype!r}")
+    if not isinstance(shape, list) or not all(_is_size(size) for size in shape):
+        raise ValueError("a shape is not a list of sizes")
+    if not isinstance(axes, dict) or not all(_is_size(axis) and axis < len(shape) for axis in axes.values()):
+        raise ValueError("axes do not name dimensions")
+    step, rank, nbytes = sizes_of(payload, "step", "rank", "nbytes")
+    if nbytes != num_bytes(dtype, tuple(shape)):
+        raise ValueError(f"{nbytes} bytes do not hold {dtype}{shape}")
+    return Entry(site, step, rank, dtype, tuple(shape), axes, node, nbytes, location_from(payload))
+
+
+def location_from(payload: dict[str, Any]) -> Location:
+    """Return the location of a tensor's or block's payload, trusting nothing.
+
+    Raises:
+        ValueError: A number is missing or impossible.
+    """
+    shard, offset, checksum = sizes_of(payload, "shard", "offset", "checksum")
+    if shard > MAX_SHARD_NUMBER or offset % ALIGNMENT:
+        raise ValueError("a location is impossible")
+    return Location(shard, offset, checksum)
+
+
+def group_from(payload: dict[str, Any]) -> list[Entry]:
+    """Return the tensors of a group's payload, in step 0 and at their places in a block, trusting nothing.
+
+    Raises:
+        ValueError: A field is missing, of the wrong kind, or contradicts another.
+    """
+    (rank,) = sizes_of(payload, "rank")
+    tensors = payload.get("tensors")
+    if not isinstance(tensors, list) or not 0 < len(tensors) <= MAX_GROUP_TENSORS:
+        raise ValueError("a group has no tensors, or too many")
+    if not all(isinstance(tensor, dict) for tensor in tensors):
+        raise ValueError("a tensor of a group is not an object")
+    found = []
+    end = 0
+    for tensor in tensors:
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        place = {"step": 0, "rank": rank, "shard": 0, "offset": start, "checksum": 0}
+        found.append(entry_from({**tensor, **place}))
+        if not found[-1].nbytes:
+            raise ValueError("a tensor of a group is empty")
+        end = start + found[-1].nbytes
+    return found
+
+
+def sizes_of(payload: dict[str, Any], *keys: str) -> list[int]:
+    """Return numbers of a payload.
+
+    Raises:
+        ValueError: One of them is missing, negative, or larger than anything on a disk.
+    """
+    numbers = [payload.get(key) for key in keys]
+    if not all(_is_size(number) for number in numbers):
+        raise ValueError("a number is missing or negative")
+    return [int(str(number)) for number in numbers]
+
+
+def left_out_payload(item: LeftOut) -> dict[str, Any]:
+    """Return the index payload of `item`."""
+    return {"kind": "left_out", **dataclasses.asdict(item)}
+
+
+def left_out_from(payload: dict[str, Any]) -> LeftOut:
+    """Inverse of `left_out_payload`, which trusts nothing.
+
+    Raises:
+        ValueError: A field is missing or of the wrong kind.
+    """
+    site, reason, dtype = payload.get("site"), payload.get("reason"), payload.get("dtype")
+    step, rank, shape, found = (payload.get(key) for key in ("step", "rank", "shape", "statistics"))
+    if not isinstance(site, str) or not isinstance(reason, str) or not (dtype is None or isinstance(dtype, str)):
+        raise ValueError("a name is not text")
+    if not _is_size(step) or not _is_size(rank):
+        raise ValueError("a number is missing or negative")
+    if not (shape is None or (isinstance(shape, list) and all(map(_is_size, shape)))):
+        raise ValueError("a shape is not a list of sizes")
+    statistics = None
+    if found is not None:
+        low, high, norm, count = (found.get(key) for key in ("min", "max", "norm", "num_nonfinite"))
+        if not all(isinstance(value, (float, int, NoneType)) for value in (low, high)) or not _is_size(count):
+            raise ValueError("statistics are not numbers")
+        statistics = LightStatistics(low, high, float(norm), count)
+    sizes = None if shape is None else tuple(shape)
+    return LeftOut(site, int(str(step)), int(str(rank)), reason, dtype, sizes, statistics)
+
+
+def token_payloads(rows: Sequence[Sequence[int]]) -> Iterator[dict[str, Any]]:
+    """Yield the index payloads of one step's token ids: pieces of rows, each payload well below `MAX_FRAME_BYTES`."""
+    pieces: list[tuple[int, list[int]]] = []
+    room = _TOKENS_PER_FRAME
+    for row, ids in enumerate(rows):
+        left = list(ids)
+        while left:
+            pieces.append((row, left[:room]))
+            left = left[room:]
+            # One more, for the row's number and brackets.
+            room -= len(pieces[-1][1]) + 1
+            if room <= 0:
+                yield {"kind": "tokens", "rows": pieces}
+                pieces, room = [], _TOKENS_PER_FRAME
+    if pieces:
+        yield {"kind": "tokens", "rows": pieces}
+
+
+def tokens_from(payload: dict[str, Any]) -> list[tuple[int, list[int]]]:
+    """Inverse of one of `token_payloads`, which trusts nothing.
+
+    Raises:
+        ValueError: It is not a list of rows of token ids.
+    """
+    pieces = payload.get("rows")
+    if not isinstance(pieces, list):
+        raise ValueError("token ids are not rows")
+    for piece in pieces:
+        if not isinstance(piece, list) or len(piece) != 2 or not _is_size(piece[0]) or piece[0] >= MAX_ROWS:
+            raise ValueError("token ids are not in a row")
+        if not isinstance(piece[1], list) or not all(isinstance(token, int) for token in piece[1]):
+            raise ValueError("a token id is not a number")
+    return [(row, ids) for row, ids in pieces]
+
+
+def append_tokens(rows: list[list[int]], pieces: Iterable[tuple[int, Sequence[int]]]) -> None:
+    """Append each piece to its row of `rows`, which grows to hold it."""
+    for row, ids in pieces:
+        while len(rows) <= row:
+            rows.append([])
+        rows[row].extend(ids)
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63

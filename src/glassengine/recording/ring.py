@@ -1,0 +1,127 @@
+"""The memory between a running model and the thread that writes: fixed in size, used in turn, waited for when full."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from glassengine.recording.layout import ALIGNMENT
+
+# Unlike ctypes.memmove this one keeps the interpreter lock: handing it over costs more than a small copy.
+_MEMMOVE = ctypes.PyDLL(None).memmove
+_MEMMOVE.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_MEMMOVE.restype = None
+_SMALL_COPY = 1 << 18
+
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux: map pages now, keep what is in them
+_POPULATE_STEP = 4 << 20
+WARM_BYTES = 64 << 20
+
+
+class Ring:
+    """Slots of one block of memory, reserved by producers under one lock, released in the same order by a consumer.
+
+    Positions only grow; a slot lies at its position modulo the size and never wraps around the end. Whenever the ring
+    is empty it starts over at its beginning, so that a recording of small steps touches little of it.
+
+    Args:
+        num_bytes: Its size.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._memory = mmap.mmap(-1, num_bytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._address = self._tensor.data_ptr()
+        self.view = memoryview(self._memory)
+        self._head = 0
+        self._tail = 0
+        self._most = 0
+        self._skipped = self._skipped_to = 0
+        self._populated = 0
+        self._has_room = threading.Event()
+
+    def reserve(self, num_bytes: int, on_wait: Callable[[], None]) -> int:
+        """Return the position of a new slot of at most `num_bytes` of the ring's size.
+
+        Args:
+            num_bytes: Size of the slot; at most the ring's.
+            on_wait: Called again and again while there is no room; may raise.
+        """
+        rounded = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        while True:
+            head = self._head
+            if head == self._tail:
+                head += -head % self.num_bytes
+                self._tail = head
+            start = head
+            offset = start % self.num_bytes
+            if offset + rounded > self._populated:
+                # Back to the beginning, where pages are mapped, if that is free; at the end there is no choice.
+                again = start - offset + self.num_bytes
+                if offset + rounded > self.num_bytes or again + rounded - self._tail <= self.num_bytes:
+                    start = again
+            if start + rounded - self._tail <= self.num_bytes:
+                break
+            self._has_room.clear()
+            # Released between the look and the clearing: look again at once.
+            if start + rounded - self._tail > self.num_bytes:
+                on_wait()
+                self._has_room.wait(0.05)
+        if start > head:
+            self._skipped, self._skipped_to = start - head, start
+        self._head = start + rounded
+        self._most = max(self._most, self.in_use)
+        return start
+
+    def release(self, end: int) -> None:
+        """Give back every slot that begins before position `end`."""
+        self._tail = max(self._tail, end)
+        self._has_room.set()
+
+    @property
+    def in_use(self) -> int:
+        """Bytes that are reserved."""
+        return self._head - self._tail - (self._skipped if self._tail < self._skipped_to else 0)
+
+    def bytes_at(self, position: int, num_bytes: int) -> memoryview:
+        """Return the bytes of a slot."""
+        start = position % self.num_bytes
+        return self.view[start : start + num_bytes]
+
+    def fill(self, position: int, tensor: Tensor, num_bytes: int) -> None:
+        """Copy the values of a dense CPU tensor that is contiguous into a slot."""
+        target = self._address + position % self.num_bytes
+        if num_bytes <= _SMALL_COPY:
+            _MEMMOVE(target, tensor.data_ptr(), num_bytes)
+        else:
+            ctypes.memmove(target, tensor.data_ptr(), num_bytes)
+
+    def fill_from(self, position: int, tensor: Tensor, num_bytes: int) -> None:
+        """Copy the values of a dense tensor into a slot in row-major order, whatever its strides and device."""
+        start = position % self.num_bytes
+        slot = self._tensor[start : start + num_bytes].view(tensor.dtype).view(tensor.shape)
+        slot.copy_(tensor.detach())
+
+    def warm(self, num_bytes: int = WARM_BYTES) -> None:
+        """Map the first pages now: the first copy into a page that is not mapped takes ten times as long."""
+        while self._populated < min(num_bytes, self.num_bytes):
+            step = min(_POPULATE_STEP, self.num_bytes - self._populated)
+            try:
+                self._memory.madvise(_POPULATE_WRITE, self._populated, step)
+            except OSError:  # an older kernel, or another system
+                self._populated = self.num_bytes
+                return
+            self._populated += step
+
+    def warm_more(self) -> None:
+        """Keep twice as much mapped as was ever in use; for idle moments."""
+        if self._populated < min(2 * self._most, self.num_bytes):
+            self.warm(self._populated + _POPULATE_STEP)

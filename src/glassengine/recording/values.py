@@ -1,0 +1,54 @@
+"""What a tensor is to a recording: its description, its bytes, or why it has none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from glassengine import blocks
+from glassengine.errors import UsageError
+from glassengine.recording import layout
+from glassengine.recording.description import Description
+
+
+def describe(
+    site: str, tensor: Tensor, *, axes: Mapping[str, int] | None = None, node: str | None = None
+) -> Description:
+    """Return what the records of `tensor` say in every step.
+
+    Raises:
+        UsageError: The name is too long, or a recording cannot hold such a tensor.
+    """
+    if len(site.encode(errors="surrogatepass")) > layout.MAX_NAME_BYTES:
+        got, expected = "a longer name", f"at most {layout.MAX_NAME_BYTES} bytes"
+        raise UsageError(f"the tensor {site[:200]!r} cannot be recorded", got=got, expected=expected)
+    obstacle = why_not(tensor)
+    if obstacle is not None:
+        raise UsageError(f"the tensor {site[:200]!r} cannot be recorded", got=obstacle, expected="a dense tensor")
+    return Description(site, dtype_name(tensor.dtype), tuple(tensor.shape), axes, node)
+
+
+def why_not(tensor: Tensor) -> str | None:
+    """Return why the values of `tensor` cannot be recorded, or None."""
+    if tensor.is_quantized:
+        return "a quantized tensor"
+    if tensor.layout != torch.strided:
+        return f"layout {tensor.layout}"
+    if tensor.is_meta:
+        return "a meta tensor, which has no values"
+    if dtype_name(tensor.dtype) not in layout.STORED:
+        return f"dtype {tensor.dtype}"
+    return None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return "float32" of torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of `tensor` in row-major order; a copy only where the tensor is elsewhere or not contiguous."""
+    flat = blocks.flat(tensor.to("cpu").resolve_conj().resolve_neg())
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # a buffer at run time

@@ -1,0 +1,395 @@
+"""Records while a model runs: a copy into a ring is all the model waits for, a thread does the rest.
+
+Pipeline: `write` copies the values into the ring; the thread computes the checksum, finds out whether the step has the
+same bytes already, writes, and gives the slot back; `commit` is queued behind the tensors of its step. When the ring is
+full `write` waits, so memory is bounded whatever the model does. What goes wrong on disk never reaches the model: the
+thread stops writing, goes on emptying the ring, and `close` raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import zlib
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from glassengine import blocks
+from glassengine.errors import GlassError
+from glassengine.recording.description import Description
+from glassengine.recording.layout import ALIGNMENT, MAX_GROUP_TENSORS, LeftOut, Location
+from glassengine.recording.ring import Ring
+from glassengine.recording.values import describe
+from glassengine.recording.writer import RecordingWriter
+
+RING_BYTES = 256 << 20
+
+# A larger tensor passes through the ring in pieces.
+_PIECES_OF_RING = 4
+# The thread looks for work this often, and is woken when half of the ring is in use: woken for every step it would
+# fight with the model for the interpreter.
+_PERIOD_S = 0.02
+_WRITE_BYTES = 32 << 20
+# Smaller tensors are written in blocks, and stored again rather than searched for.
+_MIN_SHARED_BYTES = 1 << 16
+_BLOCK_BYTES = 1 << 20
+_BLOCK_HEADER_BYTES = 1 << 16
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Stored:
+    """A tensor in the ring."""
+
+    description: Description
+    step: int
+    rank: int
+    position: int
+
+    @property
+    def end(self) -> int:
+        return self.position + self.description.nbytes
+
+
+@dataclass(slots=True)
+class _Block:
+    """Small tensors of one step that lie behind one another in the ring.
+
+    `is_new` says that they were seen for the first time: what differs from step to step is kept apart from what does
+    not, so that the descriptions of blocks repeat.
+    """
+
+    step: int
+    rank: int
+    is_new: bool
+    position: int
+    end: int
+    descriptions: list[Description]
+    most_header_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Streamed:
+    """A tensor larger than a slot; its `_Piece`s follow, the last one without bytes."""
+
+    description: Description
+    step: int
+    rank: int
+
+
+@dataclass(slots=True)
+class _Piece:
+    position: int
+    num_bytes: int
+    cut: bool = False
+
+
+@dataclass(slots=True)
+class _Commit:
+    step: int
+    token_ids: Sequence[Sequence[int]]
+    stopped: str | None
+
+
+class _Cut(Exception):
+    """A tensor whose copying was interrupted."""
+
+
+class BackgroundWriter:
+    """Writes a recording from a thread of its own; every method may be called from any thread.
+
+    Args:
+        path: Directory of the recording.
+        metadata: As for `RecordingWriter`; may change until `close`.
+        overwrite: Replace a recording that exists.
+        ring_bytes: Memory between the model and the disk.
+
+    Raises:
+        UsageError: The directory cannot be written, or exists and `overwrite` is false, or holds other files.
+    """
+
+    def __init__(
+        self, path: str | Path, *, metadata: Mapping[str, Any], overwrite: bool = False, ring_bytes: int = RING_BYTES
+    ) -> None:
+        self._writer = RecordingWriter(path, metadata=metadata, overwrite=overwrite)
+        self._ring = Ring(ring_bytes)
+        self._ring.warm()
+        self._descriptions: dict[tuple[str, torch.dtype, torch.Size], Description] = {}
+        self._lock = threading.Lock()
+        self._block: _Block | None = None
+        self._queue: deque[_Stored | _Block | _Streamed | _Piece | LeftOut | _Commit | threading.Event | None] = deque()
+        self._wake = threading.Event()
+        self._failure: BaseException | None = None
+        # Of the steps that are not committed: size and hashes of stored bytes -> where they are.
+        self._known: dict[int, dict[tuple[int, int, int], tuple[Description, Location]]] = {}
+        self._thread = threading.Thread(target=self._work, name="glassengine-recording", daemon=True)
+        self._thread.start()
+
+    @property
+    def path(self) -> Path:
+        """Directory of the recording."""
+        return self._writer.path
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Facts about the recording; stored by `close`."""
+        return self._writer.metadata
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What stopped the writing, if anything did."""
+        return self._failure
+
+    def write(
+        self,
+        site: str,
+        step: int,
+        tensor: Tensor,
+        *,
+        rank: int = 0,
+        axes: Mapping[str, int] | None = None,
+        node: str | None = None,
+    ) -> None:
+        """Take the values of `tensor` as they are now; the arguments are those of `RecordingWriter.write`.
+
+        Raises:
+            UsageError: The tensor or its name cannot be recorded.
+        """
+        key = (site, tensor.dtype, tensor.shape)
+        description = self._descriptions.get(key)
+        is_new = description is None
+        if description is None or tensor.layout is not torch.strided:
+            description = self._descriptions[key] = describe(site, tensor, axes=axes, node=node)
+        if self._failure is not None:
+            return
+        nbytes = description.nbytes
+        ring = self._ring
+        # Attributes only: methods of torch that compute let go of the interpreter lock. A single element may be one
+        # that is to be negated when it is read.
+        plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.dtype.is_complex and nbytes > tensor.itemsize
+        with self._lock:
+            if nbytes > ring.num_bytes // _PIECES_OF_RING:
+                self._stream(_Streamed(description, step, rank), tensor)
+                return
+            position = ring.reserve(nbytes, self._on_wait)
+            if plain:
+                ring.fill(position, tensor, nbytes)
+            else:
+                ring.fill_from(position, tensor, nbytes)
+            if 0 < nbytes < _MIN_SHARED_BYTES:
+                self._add_to_block(description, step, rank, position, is_new)
+            else:
+                self._publish()
+                self._queue.append(_Stored(description, step, rank, position))
+        if 2 * ring.in_use > ring.num_bytes:
+            self._wake.set()
+
+    def _add_to_block(self, description: Description, step: int, rank: int, position: int, is_new: bool) -> None:
+        block = self._block
+        if (
+            block is None
+            or block.step != step
+            or block.rank != rank
+            or block.is_new is not is_new
+            or position != -(-block.end // ALIGNMENT) * ALIGNMENT
+            or position - block.position > _BLOCK_BYTES
+            or len(block.descriptions) == MAX_GROUP_TENSORS
+            or block.most_header_bytes > _BLOCK_HEADER_BYTES
+        ):
+            self._publish()
+            block = self._block = _Block(step, rank, is_new, position, position, [])
+        block.descriptions.append(description)
+        block.most_header_bytes += description.most_header_bytes
+        block.end = position + description.nbytes
+
+    def _publish(self) -> None:
+        """Hand the current block to the thread; called with the lock."""
+        if self._block is not None:
+            self._queue.append(self._block)
+            self._block = None
+
+    def leave_out(self, item: LeftOut) -> None:
+        """Note a tensor whose values are not recorded."""
+        self._queue.append(item)
+
+    def commit(self, step: int, *, token_ids: Sequence[Sequence[int]] = (), stopped: str | None = None) -> None:
+        """Complete `step` once all that was written before is on disk; see `RecordingWriter.commit`."""
+        with self._lock:
+            self._publish()
+            self._queue.append(_Commit(step, token_ids, stopped))
+
+    def wait(self) -> None:
+        """Wait until all that was given so far is in the file, or has failed to get there."""
+        done = threading.Event()
+        with self._lock:
+            self._publish()
+            self._queue.append(done)
+        self._wake.set()
+        while not done.wait(0.5) and self._thread.is_alive():
+            pass
+
+    def close(self, reason: str | None = None) -> None:
+        """Write what is left and seal the recording.
+
+        Args:
+            reason: Why it is incomplete, if it is.
+
+        Raises:
+            GlassError: Something could not be written; the message says what is safe.
+        """
+        with self._lock:
+            self._publish()
+            self._queue.append(None)
+        self._wake.set()
+        self._thread.join()
+        if self._failure is not None:
+            reason = f"stopped by {type(self._failure).__name__}"
+        self._writer.close(reason)
+        if self._failure is not None:
+            raise self._failure
+
+    def _stream(self, item: _Streamed, tensor: Tensor) -> None:
+        most = self._ring.num_bytes // _PIECES_OF_RING // blocks.BLOCK_ELEMENTS * blocks.BLOCK_ELEMENTS
+        self._publish()
+        self._queue.append(item)
+        last = _Piece(0, 0, cut=True)
+        try:
+            for piece in _pieces(tensor, most // tensor.element_size()):
+                nbytes = piece.numel() * piece.element_size()
+                position = self._ring.reserve(nbytes, self._on_wait)
+                self._ring.fill_from(position, piece, nbytes)
+                self._queue.append(_Piece(position, nbytes))
+                self._wake.set()
+            last.cut = False
+        finally:
+            self._queue.append(last)
+            self._wake.set()
+
+    def _on_wait(self) -> None:
+        self._publish()
+        self._wake.set()
+        if not self._thread.is_alive():
+            raise GlassError("the recording cannot go on", got="its thread has ended")
+
+    # What follows runs in the thread.
+
+    def _work(self) -> None:
+        while True:
+            self._wake.wait(_PERIOD_S)
+            self._wake.clear()
+            end = num_bytes = 0
+            while self._queue:
+                item = self._queue.popleft()
+                if item is None:
+                    self._flush(end)
+                    return
+                if isinstance(item, threading.Event):
+                    self._flush(end)
+                    item.set()
+                    continue
+                try:
+                    self._handle(item)
+                except Exception as error:
+                    self._fail(error)
+                # A slot is given back when its bytes are in the file.
+                if isinstance(item, (_Stored, _Block)):
+                    start, end = item.position, item.end
+                    num_bytes += end - start
+                    if num_bytes > _WRITE_BYTES:
+                        self._flush(end)
+                        num_bytes = 0
+            self._flush(end)
+            self._ring.warm_more()
+
+    def _handle(self, item: _Stored | _Block | _Streamed | _Piece | LeftOut | _Commit) -> None:
+        if isinstance(item, _Streamed):
+            self._store_pieces(item)
+        elif self._failure is not None:
+            return
+        elif isinstance(item, _Block):
+            data = self._ring.bytes_at(item.position, item.end - item.position)
+            self._writer.store_block(tuple(item.descriptions), item.step, item.rank, data, zlib.crc32(data))
+        elif isinstance(item, _Stored):
+            self._store(item)
+        elif isinstance(item, _Commit):
+            self._known.pop(item.step, None)
+            self._writer.commit(item.step, token_ids=item.token_ids, stopped=item.stopped)
+        elif isinstance(item, LeftOut):
+            self._writer.leave_out(item)
+
+    def _store(self, item: _Stored) -> None:
+        description = item.description
+        data = self._ring.bytes_at(item.position, description.nbytes)
+        checksum = zlib.crc32(data)
+        # What one module returns another one is given: the same bytes, found by two hashes, are stored once.
+        key = (description.nbytes, checksum, _second_hash(data))
+        known = self._known.setdefault(item.step, {})
+        original = known.get(key)
+        if original is not None and data.nbytes:
+            self._writer.alias(description, item.step, item.rank, *original)
+        else:
+            known[key] = (description, self._writer.store(description, item.step, item.rank, [data], checksum))
+
+    def _store_pieces(self, item: _Streamed) -> None:
+        pieces = self._pieces()
+        try:
+            if self._failure is None:
+                self._writer.store(item.description, item.step, item.rank, pieces, None)
+        except _Cut:
+            pass
+        finally:
+            for _ in pieces:
+                pass
+
+    def _pieces(self) -> Iterator[memoryview]:
+        """Yield the pieces that follow in the queue; each is on disk, or dropped, when the next is asked for."""
+        while True:
+            while not self._queue:
+                self._wake.wait()
+                self._wake.clear()
+            piece = self._queue.popleft()
+            assert isinstance(piece, _Piece)
+            if not piece.num_bytes:
+                if piece.cut:
+                    raise _Cut
+                return
+            yield self._ring.bytes_at(piece.position, piece.num_bytes)
+            self._ring.release(piece.position + piece.num_bytes)
+
+    def _flush(self, end: int) -> None:
+        """Write what waits and give back the slots up to position `end`."""
+        try:
+            self._writer.flush()
+        except Exception as error:
+            self._fail(error)
+        self._ring.release(end)
+
+    def _fail(self, error: Exception) -> None:
+        if self._failure is None:
+            self._failure = error
+            _log.warning("recording into %s has stopped, the model goes on: %s", self.path, error)
+
+
+def _pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:
+    """Yield flat pieces of at most `most` elements in row-major order."""
+    if tensor.is_contiguous():
+        flat = tensor.detach().view(-1)
+        yield from (flat[start : start + most] for start in range(0, flat.numel(), most))
+    else:
+        for _, (piece,) in blocks.blocks(tensor, device=tensor.device):
+            yield piece
+
+
+def _second_hash(data: memoryview) -> int:
+    """Return a hash that has nothing in common with CRC-32: together they are 64 bits."""
+    whole = data.nbytes // 8 * 8
+    # Not torch: its threads belong to the model.
+    return int(np.frombuffer(data[:whole], dtype=np.uint64).sum()) ^ zlib.adler32(data[whole:])

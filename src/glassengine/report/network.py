@@ -1,0 +1,101 @@
+"""Text of `<backend>_network_def.py` and `plugin.txt`: a back-end's network, readable beside the program."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from glassengine.backends.protocol import Layer, Network, NetworkTensor
+
+_HEAD = '''"""Network of the back-end {backend}: {note}
+
+Above each tensor stands the layer that produces it and the site of its node. `--add-output` and TRTLLM_ADD_OUTPUT take
+the names of layers that are called like a node; a layer called NODE/... is a part of that node. Not meant to be run.
+"""
+'''
+
+_LONGEST = 200
+"""Most characters of one attribute; tables of a quantised layer would fill the screen."""
+
+
+def network_text(network: Network, backend: str, sites: Mapping[str, Sequence[str]]) -> str:
+    """Return the listing: one statement per layer, in a comment above it the names of layer, nodes and sites.
+
+    Args:
+        network: What the back-end made.
+        backend: Its name.
+        sites: FX node -> its sites.
+    """
+    lines = [_HEAD.format(backend=backend, note=network.note), ""]
+    for tensor in network.inputs:
+        lines += [
+            f"# input  {tensor.dtype}{tensor.shape}",
+            f"{_identifier(tensor.name)} = network.input({tensor.name!r})",
+        ]
+    for layer in network.layers:
+        lines.append("")
+        lines.append(f"# layer {layer.name}" + _where(layer.nodes, layer.name, sites))
+        lines += [f"#   {_described(tensor)}" for tensor in layer.outputs if tensor.dtype or tensor.shape]
+        results = ", ".join(_identifier(tensor.name) for tensor in layer.outputs) or "_"
+        arguments = [_identifier(name) if name else "None" for name in layer.inputs]
+        arguments += [f"{_identifier(key)}={_short(value)}" for key, value in layer.attributes.items()]
+        lines.append(f"{results} = network.{_identifier(layer.operation)}({', '.join(arguments)})")
+    lines.append("")
+    lines += [f"network.output({_identifier(name)}, name={name!r})" for name in network.outputs]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def plugin_text(custom: Sequence[Layer], network: Network, sites: Mapping[str, Sequence[str]]) -> str:
+    """Return the content of `plugin.txt`: inputs, outputs and attributes of each fused or custom op, or "none".
+
+    Args:
+        custom: Fused and custom ops of the program, as layers.
+        network: What the back-end made of it.
+        sites: FX node -> its sites.
+    """
+    blocks = []
+    for layer in custom:
+        parts = [other.name for other in network.layers if layer.name in other.nodes]
+        done_by = parts if parts != [layer.name] else []
+        blocks.append([*_plugin_lines(layer, sites), *([f"  carried out by {', '.join(done_by)}"] if done_by else [])])
+    known = {layer.name for layer in custom}
+    for layer in (network.optimized or network).layers:
+        if layer.is_plugin and layer.name not in known:
+            blocks.append(list(_plugin_lines(layer, sites)))
+    return "\n".join("".join(f"{line}\n" for line in block) for block in blocks) or "none\n"
+
+
+def _plugin_lines(layer: Layer, sites: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    yield f"{layer.name}: {layer.operation}{_where(layer.nodes, layer.name, sites)}"
+    for name in layer.inputs:
+        yield f"  input   {name or '(none)'}"
+    for tensor in layer.outputs:
+        yield f"  output  {_described(tensor)}"
+    for key, value in layer.attributes.items():
+        yield f"  {key} = {_short(value)}"
+
+
+def _where(nodes: Iterable[str], name: str, sites: Mapping[str, Sequence[str]]) -> str:
+    """Return the nodes of a layer, where they are not its name, with their sites."""
+    parts = []
+    for node in nodes:
+        site = " = ".join(name for name in sites.get(node, ())[:1])
+        parts.append(site if node == name else f"{node} ({site})" if site else node)
+    return f"  # {', '.join(filter(None, parts))}" if any(parts) else ""
+
+
+def _described(tensor: NetworkTensor) -> str:
+    return f"{tensor.name}: {tensor.dtype}{tensor.shape}" if tensor.dtype or tensor.shape else tensor.name
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text):,} characters)"
+
+
+def _identifier(name: str) -> str:
+    """Return `name` as a Python name; the real one is in the comment above."""
+    text = re.sub(r"\W", "_", name)
+    return f"_{text}" if not text or text[0].isdigit() else text
