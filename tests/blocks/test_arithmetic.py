@@ -172,9 +172,16 @@ def test_warnings_and_settings_of_the_caller_are_left_alone() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the data segment of a process")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_large_mapped_tensors_take_a_fixed_amount_of_memory(dtype: str, tmp_path: Path) -> None:
-    # 24 MiB more than at the start are allowed for, and 256 MiB read: an allocation of the size of a tensor would fail.
+@pytest.mark.parametrize(
+    ("dtype", "mebibytes"),
+    [
+        ("float32", 128),
+        ("bfloat16", 128),
+        *(pytest.param(dtype, 1024, marks=pytest.mark.slow) for dtype in ("float32", "bfloat16", "float64", "int64")),
+    ],
+)
+def test_large_mapped_tensors_take_a_fixed_amount_of_memory(dtype: str, mebibytes: int, tmp_path: Path) -> None:
+    # The process may allocate 24 MiB more than at the start: a copy of a tensor would fail.
     program = f"""
         import resource, torch
         from glassengine.blocks import difference
@@ -194,7 +201,7 @@ def test_large_mapped_tensors_take_a_fixed_amount_of_memory(dtype: str, tmp_path
         except RuntimeError as error:
             print("cannot allocate" if "allocate" in str(error) else error)
     """
-    size = (128 << 20) // getattr(torch, dtype).itemsize
+    size = (mebibytes << 20) // getattr(torch, dtype).itemsize
     code = textwrap.dedent(program).format(size)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.strip() == "cannot allocate", done.stderr

@@ -208,7 +208,6 @@ class Arithmetic:
         """Make the scratch arrays `length` long, a multiple of the row."""
         if not self._length:
             self._scratch = torch.empty(5, self._capacity, dtype=self._dtype)
-            self._staging = torch.empty(self._capacity, dtype=torch.int64)
             self._ones = np.ones(_ROW, dtype=self._scratch.numpy().dtype)
         self._length = length
         self._x, self._y, d, size, self._ratio_tensor = self._scratch[:, :length]
@@ -231,7 +230,7 @@ class Arithmetic:
         else:
             # Converting straight from memory is half as fast as from the cache.
             if piece.dtype not in self._staged:
-                staged = self._staging.view(piece.dtype)[:num_elements]
+                staged = torch.empty_like(piece)
                 self._staged[piece.dtype] = staged, staged.view(torch.uint8).numpy()
             staged, raw = self._staged[piece.dtype]
             np.copyto(raw, piece.view(torch.uint8).numpy())

@@ -34,9 +34,13 @@ def blocks(*tensors: Tensor, device: str | torch.device = "cpu") -> Iterator[tup
     tensors = tuple(tensor.detach().resolve_conj().resolve_neg() for tensor in tensors)
     if all(tensor.is_contiguous() for tensor in tensors):
         parts = [flat(tensor) for tensor in tensors]
-        for start in range(0, parts[0].numel(), BLOCK_ELEMENTS << 8):
+        if 0 < parts[0].numel() <= BLOCK_ELEMENTS:
+            yield 0, tuple(part.to(device) for part in parts)
+            return
+        batch_elements = BLOCK_ELEMENTS << 8
+        for start in range(0, parts[0].numel(), batch_elements):
             # Cut in batches: splitting is several times faster than slicing.
-            batch = (torch.split(part[start : start + (BLOCK_ELEMENTS << 8)], BLOCK_ELEMENTS) for part in parts)
+            batch = (torch.split(part[start : start + batch_elements], BLOCK_ELEMENTS) for part in parts)
             for index, cut in enumerate(zip(*batch, strict=True)):
                 yield start + index * BLOCK_ELEMENTS, tuple(piece.to(device) for piece in cut)
         return
@@ -89,10 +93,14 @@ def error_stream(baseline: Tensor, candidate: Tensor, *, relative: bool, device:
         for _, (b, c) in blocks(baseline, candidate, device=device):
             wide_b, wide_c = widen(b), widen(c)
             error = subtract(b, c, wide_b, wide_c).abs()
-            error[agree(wide_b, wide_c)] = 0.0
+            if not math.isfinite(error.sum().item()):
+                error[agree(wide_b, wide_c)] = 0.0
             if relative:
-                nonzero = wide_b != 0
-                error = error[nonzero] / wide_b[nonzero].abs()
+                size = wide_b.abs()
+                if size.count_nonzero() < size.numel():
+                    nonzero = size != 0
+                    error, size = error[nonzero], size[nonzero]
+                error = error / size
             yield error
 
     return stream

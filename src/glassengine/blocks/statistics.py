@@ -35,16 +35,17 @@ def moments(stream: Stream) -> Moments:
     low, high, mean, m2 = math.inf, -math.inf, 0.0, 0.0
     for block in stream():
         num_elements += block.numel()
-        if not math.isfinite(block.sum().item()):
+        block_sum = block.sum().item()
+        if not math.isfinite(block_sum):
             num_nan += int(block.isnan().sum())
             block = block[block.isfinite()]
+            block_sum = block.sum().item()
         count = block.numel()
         if count == 0:
             continue
-        smallest, largest = (float(value) for value in block.aminmax())
-        low, high = min(low, smallest), max(high, largest)
+        low, high = min(low, block.amin().item()), max(high, block.amax().item())
         # Chan's update: block moments are merged, so a large common offset does not cancel.
-        block_mean = float(block.mean())
+        block_mean = block_sum / count
         deviation = block - block_mean
         shift = block_mean - mean
         total = num_finite + count
