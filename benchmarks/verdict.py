@@ -28,13 +28,10 @@ from glassengine.errors import GlassError, UsageError
 from glassengine.testing import corpus, engines, models
 from glassengine.testing.edits import DoesNotApply, plant
 from glassengine.testing.families import FAMILIES, make_bench
-from glassengine.testing.mistakes import GRAPH_MISTAKES
-from glassengine.testing.random_mistakes import RANDOM_MISTAKES
+from glassengine.testing.mistakes import MISTAKES
 from glassengine.testing.rewrites import REWRITES
 from glassengine.testing.variations import VARIATIONS
-from glassengine.testing.weight_mistakes import PRECISION_LOSSES, WEIGHT_MISTAKES
 
-MISTAKES = (*GRAPH_MISTAKES, *WEIGHT_MISTAKES, *PRECISION_LOSSES, *RANDOM_MISTAKES)
 DTYPES = ("float32", "bfloat16", "float16")
 EXECUTIONS = ("interpreted", "same kernels", "everything")
 """What mutants run in; legitimate runs take every variation."""
@@ -145,8 +142,10 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
             if kind == "legitimate" and engine in BACKENDS:
                 kind = f"legitimate {engine}"
             groups[row["bench"], kind].append(row)
-    head = f"{'program':22s} {'execution':20s} {'runs':>5s} {'alarms':>6s} {'largest':>7s} {'found':>6s} {'exact':>6s} {'extra':>5s}"
-    lines = [head]
+    lines = [
+        f"{'program':22s} {'legitimate':34s} {'runs':>5s} {'alarms':>6s} {'largest':>7s}",
+        f"{'program':22s} {'execution of mistakes':34s} {'runs':>5s} {'found':>6s} {'exact':>6s} {'extra':>5s}",
+    ]
     totals: dict[str, list[Any]] = {"mistakes": [0, 0, 0, 0], "precision": [0, 0, 0, 0]}
     for (bench, kind), found in groups.items():
         if kind.startswith("legitimate"):
@@ -155,7 +154,7 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
             for name in {"legitimate", kind}:
                 number, flagged, figure = totals.setdefault(name, [0, 0, 0.0])
                 totals[name] = [number + len(found), flagged + alarms, max(figure, largest)]
-            lines.append(f"{bench:22s} {kind:20s} {len(found):5d} {alarms:6d} {largest:7.2f}")
+            lines.append(f"{bench:22s} {kind:34s} {len(found):5d} {alarms:6d} {largest:7.2f}")
             continue
         for name, part in (
             ("mistakes", [r for r in found if r["group"] != "precision"]),
@@ -201,7 +200,8 @@ def failures(rows: Iterable[dict[str, Any]]) -> str:
             again += f" --kinds {row['kind']} --executions '{row['execution']}'" if row["kind"] else ""
             lines.append(
                 f"{what:9s} {row['bench']} {row['execution']} {row['kind']} {row['note']}: guilty {row['guilty']}, "
-                f"named {row['named']}, extra {row['num_extra']}, largest {row['largest']:.3g} {row['largest_at']}; {again}"
+                f"named {row['named']}, extra {row['num_extra']}, largest {row['largest']:.3g} {row['largest_at']}; "
+                f"{again}"
             )
     return "\n".join(lines)
 

@@ -56,23 +56,24 @@ def test_the_corpus_is_as_large_as_promised() -> None:
     assert len(names) - len(RANDOM_MISTAKES) >= 60 and len(RANDOM_MISTAKES) >= 20
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_legitimate_variants_raise_no_alarm(dtype: str) -> None:
     made = bench("llama", dtype)
     sides = [corpus.varied(made, made.program, variation) for variation in VARIATIONS]
-    rewritten = [plant(made.program, rewrite, "") for rewrite in REWRITES]
+    rewritten = [plant(made.program, rewrite, "") for rewrite in REWRITES[::2]]
     sides += [corpus.varied(made, mutant.program, VARIATIONS[-1]) for mutant in rewritten]
-    names = [*(variation.name for variation in VARIATIONS), *(rewrite.name for rewrite in REWRITES)]
+    names = [*(variation.name for variation in VARIATIONS), *(rewrite.name for rewrite in REWRITES[::2])]
     rows = corpus.rows_of_legitimate(made, names, sides)
     assert not [row for row in rows if row.is_found]
     assert any(row.verdict == "rounding" and row.largest > 0.1 for row in rows), "nothing varied"
 
 
-@pytest.mark.parametrize(("execution", "dtype"), [("interpreted", "float32"), ("everything", "bfloat16")])
+@pytest.mark.parametrize(("execution", "dtype"), [("interpreted", "bfloat16"), ("everything", "bfloat16")])
 def test_mistakes_are_found_and_the_op_is_named(execution: str, dtype: str) -> None:
     made = bench("llama", dtype)
-    planted, left_out = corpus.plant_all(made, [named(name) for name in SAMPLE])
-    assert len(planted) >= len(SAMPLE) - 2, left_out
+    sample = SAMPLE[::2] if execution == "interpreted" else SAMPLE[1::2]
+    planted, left_out = corpus.plant_all(made, [named(name) for name in sample])
+    assert len(planted) >= len(sample) - 1, left_out
     if execution == "interpreted":
         sides = [corpus.interpreted(made, item.mutant) for item in planted]
     else:

@@ -32,6 +32,9 @@ from glassengine.program.outputs import weight_only_nodes
 from glassengine.program.passes import apply_function
 from glassengine.program.program import Program
 
+Op = Any
+"""A node of a graph. torch declares the arguments of a node as a union of 17 types, which no edit can work with."""
+
 
 class DoesNotApply(Exception):
     """The program has no place for this mistake."""
@@ -69,24 +72,24 @@ class Edit:
         self.moved: dict[str, Node] = {}
         self.graph: Graph = program.graph
 
-    def find(self, *ops: str, where: Callable[[Node], bool] = lambda node: True) -> list[Node]:
+    def find(self, *ops: str, where: Callable[[Op], bool] = lambda node: True) -> list[Op]:
         """Return the nodes of one of `ops` that depend on an input, in graph order."""
         constant = {node.name for node in weight_only_nodes(self.program)}
         nodes = [node for node in self.graph.nodes if node.op == "call_function" and node.name not in constant]
         return [node for node in nodes if op_name(node) in ops and where(node)]
 
-    def one(self, nodes: Iterable[Node]) -> Node:
+    def one(self, nodes: Iterable[Op]) -> Op:
         """Choose one."""
         found = list(nodes)
         if not found:
             raise DoesNotApply
         return self.random.choice(found)
 
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Op:
         """Insert an op; only while `replace` or `rewrite` makes something."""
         return self.graph.call_function(target, args, kwargs)
 
-    def replace(self, node: Node, make: Callable[[], Node]) -> None:
+    def replace(self, node: Op, make: Callable[[], Op]) -> None:
         """Put what `make` returns in the place of `node`."""
         with self.graph.inserting_before(node):
             new = make()
@@ -94,16 +97,16 @@ class Edit:
         self.graph.erase_node(node)
         self.moved[node.name] = new
 
-    def rewrite(self, node: Node, make: Callable[[Node], Node]) -> None:
+    def rewrite(self, node: Op, make: Callable[[Op], Op]) -> None:
         """Put what `make` returns for the value of `node` in its place."""
         self.replace(node, lambda: make(self.graph.node_copy(node)))
 
-    def feed(self, node: Node, index: int, make: Callable[[Any], Node]) -> None:
+    def feed(self, node: Op, index: int, make: Callable[[Op], Op]) -> None:
         """Give `node` another argument `index`, made from the one it has."""
         with self.graph.inserting_before(node):
             node.update_arg(index, make(node.args[index]))
 
-    def weight_of(self, node: Node, *, dims: int | None = None) -> str:
+    def weight_of(self, node: Op, *, dims: int | None = None) -> str:
         """Return the qualified name of a weight that `node` reads."""
         names = self.program.weight_names()
         used = [source for source in node.all_input_nodes if source.name in names]
@@ -214,10 +217,7 @@ def find_guilt(program: Program, mutant: Mutant, steps: Iterable[StepInputs | Ma
         named = inputs.named() if isinstance(inputs, StepInputs) else named_inputs(inputs)
         if program.layout is not None and not caches:
             caches = empty_caches(program, named)
-        own: dict[str, Any] = {}
-        outputs = run_program(
-            mutant.program, {**named, **caches}, lambda node, value, own=own: own.update({node.name: value})
-        )  # type: ignore[misc]
+        outputs = run_program(mutant.program, {**named, **caches}, keep)
         user = {port.node: {**named, **caches}[port.name] for port in program.inputs}
         values = user | {ours: own[theirs] for ours, theirs in mutant.moved.items() if theirs in own}
         values |= {ours: user[theirs] for ours, theirs in mutant.moved.items() if theirs in user}

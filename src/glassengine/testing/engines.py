@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from glassengine.diagnose.cases import Case
 from glassengine.diagnose.climb import Climb, add_built, add_engine
@@ -26,7 +27,7 @@ def built_from(
 ) -> EngineSide:
     """Return the observed engine of a changed program: it is judged by the names and ops of the unchanged one."""
     climb = _climb(bench, cases, stack)
-    sizes = {}
+    sizes: dict[str, Any] = {}
     if bench.case.input_ids is not None:
         sizes = {
             "max_batch_size": max(case.batch for case in cases),

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
-
-import torch
-from torch.fx import Node
 
 from glassengine.program.naming import op_name
 from glassengine.program.outputs import is_view
-from glassengine.testing.edits import DoesNotApply, Edit, Mistake
-from glassengine.testing.mistakes import aten
+from glassengine.testing.edits import DoesNotApply, Edit, Mistake, Op
+from glassengine.testing.places import aten, is_float
 
 _UNARY = (
     aten.neg.default, aten.abs.default, aten.sin.default, aten.cos.default, aten.sigmoid.default, aten.tanh.default,
@@ -24,16 +20,11 @@ _BINARY = (
 )  # fmt: skip
 
 
-def _is_float(node: Any) -> bool:
-    value = node.meta.get("val") if isinstance(node, Node) else None
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
+def _any(e: Edit) -> list[Op]:
+    return [n for n in e.graph.nodes if n.op == "call_function" and is_float(n) and n in _reachable(e)]
 
 
-def _any(e: Edit) -> list[Node]:
-    return [n for n in e.graph.nodes if n.op == "call_function" and _is_float(n) and n in _reachable(e)]
-
-
-def _reachable(e: Edit) -> set[Node]:
+def _reachable(e: Edit) -> set[Op]:
     constant = {n.name for n in e.find(*{op_name(n) for n in e.graph.nodes if n.op == "call_function"})}
     return {n for n in e.graph.nodes if n.name in constant}
 
@@ -41,7 +32,7 @@ def _reachable(e: Edit) -> set[Node]:
 def other_op(e: Edit) -> None:
     """Replace an op by another of the same signature."""
     nodes = [n for n in _any(e) if n.target in _UNARY or n.target in _BINARY]
-    node = e.one(n for n in nodes if n.target in _UNARY or all(_is_float(a) for a in n.args))
+    node = e.one(n for n in nodes if n.target in _UNARY or all(is_float(a) for a in n.args))
     pool = _UNARY if node.target in _UNARY else _BINARY
     target = e.random.choice([t for t in pool if t is not node.target])
     e.replace(node, lambda: e.call(target, *node.args))
@@ -58,15 +49,15 @@ def other_literal(e: Edit) -> None:
 def inputs_swapped(e: Edit) -> None:
     """Swap an input with another node's value of the same shape and dtype that is at hand."""
     order = list(e.graph.nodes)
-    node = e.one(n for n in _any(e) if not is_view(n) and any(_is_float(a) and a.op == "call_function" for a in n.args))
-    slots = [i for i, a in enumerate(node.args) if _is_float(a) and a.op == "call_function"]  # type: ignore[union-attr]
+    node = e.one(n for n in _any(e) if not is_view(n) and any(is_float(a) and a.op == "call_function" for a in n.args))
+    slots = [i for i, a in enumerate(node.args) if is_float(a) and a.op == "call_function"]
     slot = e.random.choice(slots)
     source = node.args[slot]
-    like = source.meta["val"]  # type: ignore[union-attr]
+    like = source.meta["val"]
     others = [
         n
         for n in order[: order.index(node)]
-        if _is_float(n)
+        if is_float(n)
         and n not in (source, node)
         and n.op == "call_function"
         and n.meta["val"].shape == like.shape
@@ -78,12 +69,12 @@ def inputs_swapped(e: Edit) -> None:
 def op_dropped(e: Edit) -> None:
     """An op passes its input on."""
 
-    def same(node: Node) -> bool:
-        source = node.args[0] if node.args else None
+    def same(node: Op) -> bool:
+        source: Op = node.args[0] if node.args else None
         return (
-            _is_float(source)
-            and source.meta["val"].shape == node.meta["val"].shape  # type: ignore[union-attr]
-            and source.meta["val"].dtype is node.meta["val"].dtype  # type: ignore[union-attr]
+            is_float(source)
+            and source.meta["val"].shape == node.meta["val"].shape
+            and source.meta["val"].dtype is node.meta["val"].dtype
         )
 
     node = e.one(n for n in _any(e) if same(n))
@@ -102,7 +93,7 @@ def slice_scaled(e: Edit) -> None:
     stop = min(size, start + e.random.randint(1, max(1, size // 4)))
     factor = math.exp(e.random.choice((-1, 1)) * 10 ** e.random.uniform(-2, 0))
 
-    def make(x: Node) -> Node:
+    def make(x: Op) -> Op:
         wrong = e.call(aten.mul.Tensor, e.call(aten.slice.Tensor, x, -1, start, stop), factor)
         return e.call(aten.slice_scatter.default, x, wrong, -1, start, stop)
 

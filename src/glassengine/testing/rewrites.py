@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch.fx import Node
 
 from glassengine.program.naming import op_name
-from glassengine.testing.edits import DoesNotApply, Edit, Mistake
-from glassengine.testing.mistakes import aten
+from glassengine.testing.edits import DoesNotApply, Edit, Mistake, Op
+from glassengine.testing.places import aten, is_float
 
 
-def _all(*ops: str, make: Callable[[Edit, Node], Node | None]) -> Callable[[Edit], None]:
+def _all(*ops: str, make: Callable[[Edit, Op], Op | None]) -> Callable[[Edit], None]:
     """Rewrite every op of a kind; `make` returns None where it does not apply."""
 
     def edit(e: Edit) -> None:
@@ -36,44 +34,39 @@ def _all(*ops: str, make: Callable[[Edit, Node], Node | None]) -> Callable[[Edit
     return edit
 
 
-def _is_float(node: Any) -> bool:
-    value = node.meta.get("val") if isinstance(node, Node) else None
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def _product_by_transpose(e: Edit, node: Node) -> Node | None:
+def _product_by_transpose(e: Edit, node: Op) -> Op | None:
     if len(node.args) > 2:
         return None
     return e.call(aten.matmul.default, node.args[0], e.call(aten.transpose.int, node.args[1], 0, 1))
 
 
-def _commuted(e: Edit, node: Node) -> Node | None:
-    if len(node.args) < 2 or not all(_is_float(arg) for arg in node.args[:2]) or node.kwargs:
+def _commuted(e: Edit, node: Op) -> Op | None:
+    if len(node.args) < 2 or not all(is_float(arg) for arg in node.args[:2]) or node.kwargs:
         return None
     return e.call(node.target, node.args[1], node.args[0])
 
 
-def _rsqrt(e: Edit, node: Node) -> Node:
+def _rsqrt(e: Edit, node: Op) -> Op:
     return e.call(aten.reciprocal.default, e.call(aten.sqrt.default, node.args[0]))
 
 
-def _silu(e: Edit, node: Node) -> Node:
+def _silu(e: Edit, node: Op) -> Op:
     return e.call(aten.mul.Tensor, node.args[0], e.call(aten.sigmoid.default, node.args[0]))
 
 
-def _square(e: Edit, node: Node) -> Node | None:
+def _square(e: Edit, node: Op) -> Op | None:
     return e.call(aten.mul.Tensor, node.args[0], node.args[0]) if node.args[1] == 2 else None
 
 
-def _mean(e: Edit, node: Node) -> Node | None:
-    sizes = [node.args[0].meta["val"].shape[dim] for dim in node.args[1]]  # type: ignore[union-attr]
+def _mean(e: Edit, node: Op) -> Op | None:
+    sizes = [node.args[0].meta["val"].shape[dim] for dim in node.args[1]]
     if not all(isinstance(size, int) for size in sizes):
         return None
     total = e.call(aten.sum.dim_IntList, *node.args)
     return e.call(aten.mul.Tensor, total, 1 / math.prod(sizes))
 
 
-def _attention(e: Edit, node: Node) -> Node | None:
+def _attention(e: Edit, node: Op) -> Op | None:
     """Scores, softmax in float32, context: transformers' eager attention."""
     query, key, value, *rest = node.args
     mask = rest[0] if rest else None
@@ -81,10 +74,10 @@ def _attention(e: Edit, node: Node) -> Node | None:
         mask is None
         or mask.meta["val"].dtype is not torch.bool
         or key.meta["val"].shape[1] != query.meta["val"].shape[1]
-    ):  # type: ignore[union-attr]
+    ):
         return None
     dtype = node.meta["val"].dtype
-    scale = node.kwargs.get("scale") or int(query.meta["val"].shape[-1]) ** -0.5  # type: ignore[union-attr]
+    scale = node.kwargs.get("scale") or int(query.meta["val"].shape[-1]) ** -0.5
     scores = e.call(aten.mul.Tensor, e.call(aten.matmul.default, query, e.call(aten.transpose.int, key, 2, 3)), scale)
     hidden = e.call(aten.masked_fill.Scalar, scores, e.call(aten.logical_not.default, mask), torch.finfo(dtype).min)
     wide = e.call(aten._to_copy.default, hidden, dtype=torch.float32)
@@ -102,7 +95,7 @@ def fused_products(e: Edit) -> None:
         if node.graph is None or node not in set(e.graph.nodes):
             continue
         source = node.args[0]
-        group = [n for n in source.users if op_name(n) == "linear" and n.args[0] is source and len(n.args) == 2]  # type: ignore[union-attr]
+        group = [n for n in source.users if op_name(n) == "linear" and n.args[0] is source and len(n.args) == 2]
         if len(group) < 2:
             continue
         order = {n: i for i, n in enumerate(e.graph.nodes)}

@@ -240,7 +240,7 @@ class VariedSide:
             return _wide(value) if isinstance(value, Tensor) and value.is_floating_point() else value
 
         args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), read)
-        value = args[0] if name in CASTS else call(*args, **kwargs)
+        value: Any = args[0] if name in CASTS else call(*args, **kwargs)
         if name not in SUMS:
             registers[node.name] = value
         return value.to(node.meta["val"].dtype)
