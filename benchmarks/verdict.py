@@ -146,7 +146,7 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
         f"{'program':22s} {'legitimate':34s} {'runs':>5s} {'alarms':>6s} {'largest':>7s}",
         f"{'program':22s} {'execution of mistakes':34s} {'runs':>5s} {'found':>6s} {'exact':>6s} {'extra':>5s}",
     ]
-    totals: dict[str, list[Any]] = {"mistakes": [0, 0, 0, 0], "precision": [0, 0, 0, 0]}
+    totals: dict[str, list[Any]] = {"mistakes": [0, 0, 0, 0], "precision": [0, 0, 0, 0], "beneath": [0] * 4}
     for (bench, kind), found in groups.items():
         if kind.startswith("legitimate"):
             alarms = sum(row["is_found"] for row in found)
@@ -156,20 +156,24 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
                 totals[name] = [number + len(found), flagged + alarms, max(figure, largest)]
             lines.append(f"{bench:22s} {kind:34s} {len(found):5d} {alarms:6d} {largest:7.2f}")
             continue
+        # Losses of precision, and mistakes within float32 that the program's own dtype would swallow, apart.
         for name, part in (
-            ("mistakes", [r for r in found if r["group"] != "precision"]),
-            ("precision", [r for r in found if r["group"] == "precision"]),
+            ("mistakes", [r for r in found if r["group"] != "precision" and not r["is_beneath"]]),
+            ("precision", [r for r in found if r["group"] == "precision" and not r["is_beneath"]]),
+            ("beneath", [r for r in found if r["is_beneath"]]),
         ):
+            if not part:
+                continue
             figures = [len(part), *(sum(int(r[key]) for r in part) for key in ("is_found", "is_exact", "num_extra"))]
             totals[name] = [a + b for a, b in zip(totals[name], figures, strict=True)]
-            label = kind if name == "mistakes" else f"{kind} (precision)"
+            label = kind if name == "mistakes" else f"{kind} ({name})"
             lines.append(f"{bench:22s} {label:34s} {figures[0]:5d} {figures[1]:6d} {figures[2]:6d} {figures[3]:5d}")
     lines.append("")
     for name in sorted(totals):
         if name.startswith("legitimate"):
             runs, alarms, largest = totals[name]
             lines.append(f"{name}: {runs} runs, false alarms {alarms}, largest min(rho/2, beta) {largest:.3f}")
-    for name in ("mistakes", "precision"):
+    for name in ("mistakes", "precision", "beneath"):
         number, seen, exact, extra = totals[name]
         if number:
             lines.append(
@@ -189,7 +193,7 @@ def failures(rows: Iterable[dict[str, Any]]) -> str:
         elif row["group"] == "legitimate":
             what = "ALARM" if row["is_found"] else None
         elif not row["is_found"]:
-            what = "MISS"
+            what = "MISS" if not row["is_beneath"] else "BENEATH"
         elif not row["is_exact"]:
             what = "ELSEWHERE"
         elif row["num_extra"]:

@@ -88,6 +88,7 @@ class Row:
         named: The node that was named first.
         guilty: The node that is guilty first.
         num_extra: Origins that are not guilty.
+        is_beneath: The mistake is in a float32 island and too small for the program's dtype (`Guilt.is_below_dtype`).
         largest: Largest min(rho / 2, beta) over all tensors (rho / 2 where beta is unknown), and where.
         note: Why a mistake does not count: "no effect", "below precision", "does not apply", or an error.
     """
@@ -102,6 +103,7 @@ class Row:
     named: str | None = None
     guilty: str | None = None
     num_extra: int = 0
+    is_beneath: bool = False
     largest: float = 0.0
     largest_at: str = ""
     note: str = ""
@@ -203,6 +205,7 @@ def rows_of_mistakes(bench: Bench, planted: Sequence[Planted], execution: str, s
     for item, side, result in zip(planted, sides, judge(bench, sides)[1:], strict=True):
         row = Row(bench.name, execution, item.mutant.mistake.name, item.mutant.mistake.group)
         row.guilty = next(iter(item.guilt.nodes))
+        row.is_beneath = item.guilt.is_below_dtype
         _fill(row, result)
         known = own_nodes(side)
         row.is_exact = row.named is not None and is_near(bench.program, item, row.named, known)

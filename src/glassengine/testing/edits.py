@@ -196,17 +196,22 @@ class Guilt:
         nodes: Node -> first step in which it differs, in order of (step, graph).
         is_below_precision: Everywhere the result is a faithful rounding of the right one (within one unit in the last
             place of the float64 result, which is a shift of at most half a unit): nobody can tell.
+        is_below_dtype: Likewise in units of the program's dtype, where the op computes in a finer one (a norm in
+            float32 within a bfloat16 model): only who looks into the norm can tell.
     """
 
     nodes: Mapping[str, int]
     is_below_precision: bool
+    is_below_dtype: bool
 
 
 @torch.no_grad()
 def find_guilt(program: Program, mutant: Mutant, steps: Iterable[StepInputs | Mapping[str, Any]]) -> Guilt:
     """Run `mutant` over `steps` and compare each op with that of `program` on the same inputs."""
     guilty: dict[str, int] = {}
-    is_below = True
+    apart: list[float] = []
+    own_eps = torch.finfo(getattr(torch, str(program.metadata.get("dtype", "float32")))).eps
+    apart_in_dtype: list[float] = []
     caches: dict[str, Tensor] = {}
     for number, inputs in enumerate(steps):
         own: dict[str, Any] = {}
@@ -231,9 +236,13 @@ def find_guilt(program: Program, mutant: Mutant, steps: Iterable[StepInputs | Ma
             if found is None:
                 continue
             guilty.setdefault(node.name, number)
-            is_below = is_below and found <= 1.0
+            apart.append(found)
+            dtype = values[node.name].dtype
+            is_finer = dtype.is_floating_point and torch.finfo(dtype).eps < own_eps
+            # Half a unit of the coarser dtype; the half that rounding adds is negligible in the finer one.
+            apart_in_dtype.append(2 * found * torch.finfo(dtype).eps / own_eps if is_finer else found)
         caches = {past: outputs[present] for past, present in mutant.program.caches.items()}
-    return Guilt(guilty, bool(guilty) and is_below)
+    return Guilt(guilty, max(apart, default=2.0) <= 1.0, max(apart_in_dtype, default=2.0) <= 1.0)
 
 
 class _Evaluation:
