@@ -6,7 +6,7 @@
     u_w    unit roundoff of weights that the candidate holds in a coarser dtype than the baseline
     U      unit roundoff of internal sums (float32 accumulation, unless less is declared for products)
 
-    moves          1.3 (u + u_in) |P|                                 selection, layout, casts; 1: half an ulp is reached
+    moves          1.3 (u + u_in) |P|                                 selection, layout, casts (1: half an ulp)
     pointwise      (2u + 4U) |P| + sum_i |dP/dx_i| u_in |x_i|         derivatives by automatic differentiation
     sums           2u |P| + (4 sqrt(K) U + u_in) A                    A: the op on absolute values, K: terms of one sum
     products       2u |P| + 4 sqrt(K) U A + 4 max(u_w, u_in) sqrt(A2) A2: the op on squares
