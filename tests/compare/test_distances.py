@@ -52,6 +52,12 @@ def test_neighbours_are_one_apart_in_every_dtype(dtype: torch.dtype) -> None:
     assert ulp_distance(b, planted).histogram == (199, 0, 0, 1)
 
 
+def test_ulp_of_powers_of_two_without_a_sign() -> None:
+    b = torch.tensor([0.5, 1.0, 4.0])
+    got = ulp_distance(b.to(torch.float8_e8m0fnu), (b * 4).to(torch.float8_e8m0fnu))
+    assert (got.max_ulp, got.histogram) == (2, (0, 0, 3))
+
+
 def test_ulp_across_zero_and_at_the_ends() -> None:
     tiny = torch.tensor([5e-324], dtype=torch.float64)
     assert ulp_distance(tiny, -tiny).max_ulp == 2

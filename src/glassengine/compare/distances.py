@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -160,8 +160,10 @@ def _keys(piece: Tensor) -> Array:
     """Return integers in the order of the values of `piece`, one apart for neighbouring values."""
     bits = piece.view(_INTEGERS[piece.dtype.itemsize])
     magnitude = bits.to(torch.int64) & torch.iinfo(bits.dtype).max
-    keys: Array = torch.where(bits < 0, -magnitude, magnitude).numpy()
-    return keys
+    keys = torch.where(bits < 0, -magnitude, magnitude)
+    if piece.dtype == torch.float8_e8m0fnu:  # powers of two without a sign
+        keys = bits.view(torch.uint8).to(torch.int64)
+    return cast(Array, keys.numpy())
 
 
 def _sentinel_kind(values: Array, dtype: torch.dtype, sentinels: Sequence[float]) -> Array:
