@@ -1,7 +1,8 @@
 """Measuring two tensors against each other on one core: bytes of both sides per second, beside what reading takes.
 
 Every round measures each kind of pair once and reads one pair through, so that what else the machine does falls on
-all of them alike.
+all of them alike. Processor time is given beside: where more runs than there are cores, the rest of the elapsed time
+was spent waiting for one.
 """
 
 from __future__ import annotations
@@ -34,14 +35,17 @@ def main() -> None:
     for name, (b, c) in pairs.items():
         contestants[name] = b.nbytes + c.nbytes, _measuring(b, c)
     growth = _peak_growth(contestants["float32, rounding"][1])
-    speeds: dict[str, list[float]] = {name: [] for name in contestants}
+    speeds: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
     for round_index in range(1 + ROUNDS):  # the first round warms up
         for name, (num_bytes, run) in contestants.items():
-            start = time.perf_counter()
+            start, busy = time.perf_counter(), time.process_time()
             run()
             if round_index:
-                speeds[name].append(num_bytes / (time.perf_counter() - start))
-    keep("measure", _text({name: statistics.median(values) for name, values in speeds.items()}, growth))
+                speeds[name].append(
+                    (num_bytes / (time.perf_counter() - start), num_bytes / (time.process_time() - busy))
+                )
+    medians = {name: tuple(map(statistics.median, zip(*values, strict=True))) for name, values in speeds.items()}
+    keep("measure", _text(medians, growth))
 
 
 def _pairs() -> dict[str, tuple[Tensor, Tensor]]:
@@ -90,15 +94,16 @@ def _peak_growth(run: Callable[[], object]) -> int | None:
     return resident("VmHWM") - before
 
 
-def _text(speeds: dict[str, float], growth: int | None) -> str:
+def _text(speeds: dict[str, tuple[float, ...]], growth: int | None) -> str:
     lines = [
         f"Measure: all figures of {ELEMENTS >> 20} Mi elements and their counterparts, one core",
         f"{ROUNDS} interleaved rounds, medians; bytes of both sides",
         surroundings(),
         "",
-        f"{'':36s} {'GB/s':>6s} {'of reading':>10s}",
+        f"{'':36s} {'GB/s':>8s} {'of reading':>10s} {'GB per s of processor':>22s}",
     ]
-    lines += [f"{name:36s} {speed / 1e9:6.1f} {speed / speeds[READING]:10.0%}" for name, speed in speeds.items()]
+    for name, (speed, busy) in speeds.items():
+        lines.append(f"{name:36s} {speed / 1e9:8.1f} {speed / speeds[READING][0]:10.0%} {busy / 1e9:22.1f}")
     if growth is not None:
         lines += ["", f"memory beside the tensors, at most: {growth / 2**20:.1f} MiB (float32, rounding)"]
     return "\n".join(lines)
