@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-# 64 Ki elements in float32 are 256 KiB: a pair of them and what is computed from it stay in or near an L2 cache. Half of
-# it costs a tenth of the speed in calls; twice as much gains a twentieth where float32 will do and loses more elsewhere.
+# 64 Ki elements in float32 are 256 KiB: a pair of them and what is computed from it stay in or near an L2 cache. Half
+# of it costs a tenth of the speed in calls; twice as much gains little where float32 will do and loses more elsewhere.
 BLOCK_ELEMENTS = 1 << 16
 
 Stream = Callable[[], Iterable[Tensor]]
