@@ -50,7 +50,7 @@ _ROUNDED = {torch.int64, torch.uint64}
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-def arithmetics(baseline: Tensor, candidate: Tensor, rtol: float, atol: float) -> tuple[Arithmetic, ...]:
+def arithmetic_for(baseline: Tensor, candidate: Tensor, rtol: float, atol: float) -> tuple[Arithmetic, ...]:
     """Return what may add up pieces of the two tensors, fastest first; nothing for complex numbers or odd tolerances.
 
     Where one side is floating, 64-bit integers of the other are rounded to float64; two of them are subtracted exactly

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from glassengine.blocks.arithmetic import arithmetics
+from glassengine.blocks.arithmetic import arithmetic_for
 from glassengine.blocks.pieces import agree, blocks, one_thread, subtract, widen
 
 
@@ -65,7 +65,7 @@ def difference(
         ValueError: The shapes differ.
     """
     total = Totals()
-    quick = arithmetics(baseline, candidate, rtol, atol) if torch.device(device).type == "cpu" else ()
+    quick = arithmetic_for(baseline, candidate, rtol, atol) if torch.device(device).type == "cpu" else ()
     with np.errstate(all="ignore"):
         for start, (b, c) in blocks(baseline, candidate, device=device):
             if not any(arithmetic.add(total, start, b, c) for arithmetic in quick):
