@@ -30,6 +30,7 @@ from glassengine.testing.edits import DoesNotApply, plant
 from glassengine.testing.families import FAMILIES, make_bench
 from glassengine.testing.mistakes import MISTAKES
 from glassengine.testing.rewrites import REWRITES
+from glassengine.testing.source_mistakes import SOURCE_MISTAKES, plant_in_source
 from glassengine.testing.variations import VARIATIONS
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -115,6 +116,10 @@ def mistakes(bench: corpus.Bench, options: argparse.Namespace) -> list[corpus.Ro
     if options.sample is not None:
         wanted = wanted[:: max(1, len(wanted) // max(1, options.sample))][: options.sample]
     planted, rows = corpus.plant_all(bench, wanted, options.seed)
+    sources = [m for m in SOURCE_MISTAKES if options.kinds is None or m.name in options.kinds]
+    if options.sample is None or options.kinds:
+        more, left_out = corpus.plant_all(bench, sources, options.seed, plant_in_source)
+        planted, rows = planted + more, rows + left_out
     by_name = {variation.name: variation for variation in VARIATIONS}
     for start in range(0, len(planted), CHUNK):
         part = planted[start : start + CHUNK]

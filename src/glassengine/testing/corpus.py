@@ -7,7 +7,7 @@ reference, through the same `run_cases`, `Score` and `conclude` that `glass chec
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -142,7 +142,15 @@ class Planted:
     guilt: Guilt
 
 
-def plant_all(bench: Bench, mistakes: Iterable[Mistake], seed: int = 0) -> tuple[list[Planted], list[Row]]:
+Planter = Callable[[Bench, Mistake, str], Mutant]
+
+
+def plant_all(
+    bench: Bench,
+    mistakes: Iterable[Mistake],
+    seed: int = 0,
+    planter: Planter = lambda bench, mistake, seed: plant(bench.program, mistake, seed),
+) -> tuple[list[Planted], list[Row]]:
     """Plant every mistake; return those that have an effect, and a row for each that does not count."""
     planted: list[Planted] = []
     left_out: list[Row] = []
@@ -150,7 +158,7 @@ def plant_all(bench: Bench, mistakes: Iterable[Mistake], seed: int = 0) -> tuple
         row = Row(bench.name, "", mistake.name, mistake.group)
         # Where one place shows nothing (padding that nobody sees, a view that does not fit), another may.
         for attempt in range(_NUM_PLACES):
-            found = _try(bench, mistake, f"{bench.name}/{seed}/{attempt}", row)
+            found = _try(bench, mistake, f"{bench.name}/{seed}/{attempt}", row, planter)
             if not row.note:
                 planted.append(found)  # type: ignore[arg-type]
             if not row.note or row.note == "does not apply":
@@ -163,10 +171,10 @@ def plant_all(bench: Bench, mistakes: Iterable[Mistake], seed: int = 0) -> tuple
 _NUM_PLACES = 4
 
 
-def _try(bench: Bench, mistake: Mistake, seed: str, row: Row) -> Planted | None:
+def _try(bench: Bench, mistake: Mistake, seed: str, row: Row, planter: Planter) -> Planted | None:
     """Plant a mistake in one place; where it does not count, `row.note` says why."""
     try:
-        mutant = plant(bench.program, mistake, seed)
+        mutant = planter(bench, mistake, seed)
         guilt = find_guilt(bench.program, mutant, bench.inputs)
     except DoesNotApply:
         row.note = "does not apply"
