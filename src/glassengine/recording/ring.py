@@ -82,8 +82,8 @@ class Ring:
         return start
 
     def release(self, end: int) -> None:
-        """Give back every slot that begins before position `end`."""
-        self._tail = max(self._tail, end)
+        """Give back every slot that ends at position `end` or before."""
+        self._tail = max(self._tail, -(-end // ALIGNMENT) * ALIGNMENT)
         self._has_room.set()
 
     @property

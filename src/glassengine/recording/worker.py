@@ -127,7 +127,7 @@ class BackgroundWriter:
         self._block: _Block | None = None
         self._queue: deque[_Stored | _Block | _Streamed | _Piece | LeftOut | _Commit | threading.Event | None] = deque()
         self._wake = threading.Event()
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None
         # Of the steps that are not committed: size and hashes of stored bytes -> where they are.
         self._known: dict[int, dict[tuple[int, int, int], tuple[Description, Location]]] = {}
         self._thread = threading.Thread(target=self._work, name="glassengine-recording", daemon=True)
@@ -144,7 +144,7 @@ class BackgroundWriter:
         return self._writer.metadata
 
     @property
-    def failure(self) -> BaseException | None:
+    def failure(self) -> Exception | None:
         """What stopped the writing, if anything did."""
         return self._failure
 
@@ -250,8 +250,12 @@ class BackgroundWriter:
             self._queue.append(None)
         self._wake.set()
         self._thread.join()
+        if self._failure is None and self._queue:
+            self._failure = self._died()
         if self._failure is not None:
             reason = f"stopped by {type(self._failure).__name__}"
+            if isinstance(self._failure, GlassError):
+                reason = self._failure.got
         self._writer.close(reason)
         if self._failure is not None:
             raise self._failure
@@ -277,7 +281,10 @@ class BackgroundWriter:
         self._publish()
         self._wake.set()
         if not self._thread.is_alive():
-            raise GlassError("the recording cannot go on", got="its thread has ended")
+            raise self._died()
+
+    def _died(self) -> GlassError:
+        return GlassError("the recording cannot go on", got="its thread has ended")
 
     # What follows runs in the thread.
 
