@@ -13,7 +13,6 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,8 @@ from torch import Tensor
 from glassengine import blocks
 from glassengine.errors import GlassError
 from glassengine.recording.description import Description
-from glassengine.recording.layout import ALIGNMENT, MAX_GROUP_TENSORS, LeftOut, Location
+from glassengine.recording.items import Block, Commit, Piece, Stored, Streamed
+from glassengine.recording.layout import LeftOut, Location
 from glassengine.recording.ring import Ring
 from glassengine.recording.values import describe
 from glassengine.recording.writer import RecordingWriter
@@ -39,64 +39,8 @@ _PERIOD_S = 0.02
 _WRITE_BYTES = 32 << 20
 # Smaller tensors are written in blocks, and stored again rather than searched for.
 _MIN_SHARED_BYTES = 1 << 16
-_BLOCK_BYTES = 1 << 20
-_BLOCK_HEADER_BYTES = 1 << 16
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Stored:
-    """A tensor in the ring."""
-
-    description: Description
-    step: int
-    rank: int
-    position: int
-
-    @property
-    def end(self) -> int:
-        return self.position + self.description.nbytes
-
-
-@dataclass(slots=True)
-class _Block:
-    """Small tensors of one step that lie behind one another in the ring.
-
-    `is_new` says that they were seen for the first time: what differs from step to step is kept apart from what does
-    not, so that the descriptions of blocks repeat.
-    """
-
-    step: int
-    rank: int
-    is_new: bool
-    position: int
-    end: int
-    descriptions: list[Description]
-    most_header_bytes: int = 0
-
-
-@dataclass(slots=True)
-class _Streamed:
-    """A tensor larger than a slot; its `_Piece`s follow, the last one without bytes."""
-
-    description: Description
-    step: int
-    rank: int
-
-
-@dataclass(slots=True)
-class _Piece:
-    position: int
-    num_bytes: int
-    cut: bool = False
-
-
-@dataclass(slots=True)
-class _Commit:
-    step: int
-    token_ids: Sequence[Sequence[int]]
-    stopped: str | None
 
 
 class _Cut(Exception):
@@ -124,8 +68,8 @@ class BackgroundWriter:
         self._ring.warm()
         self._descriptions: dict[tuple[str, torch.dtype, torch.Size], Description] = {}
         self._lock = threading.Lock()
-        self._block: _Block | None = None
-        self._queue: deque[_Stored | _Block | _Streamed | _Piece | LeftOut | _Commit | threading.Event | None] = deque()
+        self._block: Block | None = None
+        self._queue: deque[Stored | Block | Streamed | Piece | LeftOut | Commit | threading.Event | None] = deque()
         self._wake = threading.Event()
         self._failure: Exception | None = None
         # Of the steps that are not committed: size and hashes of stored bytes -> where they are.
@@ -177,7 +121,7 @@ class BackgroundWriter:
         plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.dtype.is_complex and nbytes > tensor.itemsize
         with self._lock:
             if nbytes > ring.num_bytes // _PIECES_OF_RING:
-                self._stream(_Streamed(description, step, rank), tensor)
+                self._stream(Streamed(description, step, rank), tensor)
                 return
             position = ring.reserve(nbytes, self._on_wait)
             if plain:
@@ -188,27 +132,16 @@ class BackgroundWriter:
                 self._add_to_block(description, step, rank, position, is_new)
             else:
                 self._publish()
-                self._queue.append(_Stored(description, step, rank, position))
+                self._queue.append(Stored(description, step, rank, position))
         if 2 * ring.in_use > ring.num_bytes:
             self._wake.set()
 
     def _add_to_block(self, description: Description, step: int, rank: int, position: int, is_new: bool) -> None:
         block = self._block
-        if (
-            block is None
-            or block.step != step
-            or block.rank != rank
-            or block.is_new is not is_new
-            or position != -(-block.end // ALIGNMENT) * ALIGNMENT
-            or position - block.position > _BLOCK_BYTES
-            or len(block.descriptions) == MAX_GROUP_TENSORS
-            or block.most_header_bytes > _BLOCK_HEADER_BYTES
-        ):
+        if block is None or not block.takes(step, rank, position, is_new):
             self._publish()
-            block = self._block = _Block(step, rank, is_new, position, position, [])
-        block.descriptions.append(description)
-        block.most_header_bytes += description.most_header_bytes
-        block.end = position + description.nbytes
+            block = self._block = Block(step, rank, is_new, position, position, [])
+        block.add(description, position)
 
     def _publish(self) -> None:
         """Hand the current block to the thread; called with the lock."""
@@ -224,7 +157,7 @@ class BackgroundWriter:
         """Complete `step` once all that was written before is on disk; see `RecordingWriter.commit`."""
         with self._lock:
             self._publish()
-            self._queue.append(_Commit(step, token_ids, stopped))
+            self._queue.append(Commit(step, token_ids, stopped))
 
     def wait(self) -> None:
         """Wait until all that was given so far is in the file, or has failed to get there."""
@@ -260,17 +193,17 @@ class BackgroundWriter:
         if self._failure is not None:
             raise self._failure
 
-    def _stream(self, item: _Streamed, tensor: Tensor) -> None:
+    def _stream(self, item: Streamed, tensor: Tensor) -> None:
         most = self._ring.num_bytes // _PIECES_OF_RING // blocks.BLOCK_ELEMENTS * blocks.BLOCK_ELEMENTS
         self._publish()
         self._queue.append(item)
-        last = _Piece(0, 0, cut=True)
+        last = Piece(0, 0, cut=True)
         try:
             for piece in _pieces(tensor, most // tensor.element_size()):
                 nbytes = piece.numel() * piece.element_size()
                 position = self._ring.reserve(nbytes, self._on_wait)
                 self._ring.fill_from(position, piece, nbytes)
-                self._queue.append(_Piece(position, nbytes))
+                self._queue.append(Piece(position, nbytes))
                 self._wake.set()
             last.cut = False
         finally:
@@ -307,7 +240,7 @@ class BackgroundWriter:
                 except Exception as error:
                     self._fail(error)
                 # A slot is given back when its bytes are in the file.
-                if isinstance(item, (_Stored, _Block)):
+                if isinstance(item, (Stored, Block)):
                     start, end = item.position, item.end
                     num_bytes += end - start
                     if num_bytes > _WRITE_BYTES:
@@ -316,23 +249,23 @@ class BackgroundWriter:
             self._flush(end)
             self._ring.warm_more()
 
-    def _handle(self, item: _Stored | _Block | _Streamed | _Piece | LeftOut | _Commit) -> None:
-        if isinstance(item, _Streamed):
+    def _handle(self, item: Stored | Block | Streamed | Piece | LeftOut | Commit) -> None:
+        if isinstance(item, Streamed):
             self._store_pieces(item)
         elif self._failure is not None:
             return
-        elif isinstance(item, _Block):
+        elif isinstance(item, Block):
             data = self._ring.bytes_at(item.position, item.end - item.position)
             self._writer.store_block(tuple(item.descriptions), item.step, item.rank, data, zlib.crc32(data))
-        elif isinstance(item, _Stored):
+        elif isinstance(item, Stored):
             self._store(item)
-        elif isinstance(item, _Commit):
+        elif isinstance(item, Commit):
             self._known.pop(item.step, None)
             self._writer.commit(item.step, token_ids=item.token_ids, stopped=item.stopped)
         elif isinstance(item, LeftOut):
             self._writer.leave_out(item)
 
-    def _store(self, item: _Stored) -> None:
+    def _store(self, item: Stored) -> None:
         description = item.description
         data = self._ring.bytes_at(item.position, description.nbytes)
         checksum = zlib.crc32(data)
@@ -345,7 +278,7 @@ class BackgroundWriter:
         else:
             known[key] = (description, self._writer.store(description, item.step, item.rank, [data], checksum))
 
-    def _store_pieces(self, item: _Streamed) -> None:
+    def _store_pieces(self, item: Streamed) -> None:
         pieces = self._pieces()
         try:
             if self._failure is None:
@@ -363,7 +296,7 @@ class BackgroundWriter:
                 self._wake.wait()
                 self._wake.clear()
             piece = self._queue.popleft()
-            assert isinstance(piece, _Piece)
+            assert isinstance(piece, Piece)
             if not piece.num_bytes:
                 if piece.cut:
                     raise _Cut
