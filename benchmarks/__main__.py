@@ -13,6 +13,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 SUITES = {
     "decode": "tokens per second of both compiled back-ends against transformers.generate",
     "debug": "decode time against the number of tensors looked at",
+    "recording": "what glass.record costs: burst, sustained, small models, light statistics",
 }
 
 

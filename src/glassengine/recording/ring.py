@@ -43,7 +43,6 @@ class Ring:
         self.view = memoryview(self._memory)
         self._head = 0
         self._tail = 0
-        self._most = 0
         self._skipped = self._skipped_to = 0
         self._populated = 0
         self._has_room = threading.Event()
@@ -78,7 +77,7 @@ class Ring:
         if start > head:
             self._skipped, self._skipped_to = start - head, start
         self._head = start + rounded
-        self._most = max(self._most, self.in_use)
+        self._populated = max(self._populated, start % self.num_bytes + rounded)
         return start
 
     def release(self, end: int) -> None:
@@ -120,8 +119,3 @@ class Ring:
                 self._populated = self.num_bytes
                 return
             self._populated += step
-
-    def warm_more(self) -> None:
-        """Keep twice as much mapped as was ever in use; for idle moments."""
-        if self._populated < min(2 * self._most, self.num_bytes):
-            self.warm(self._populated + _POPULATE_STEP)

@@ -247,7 +247,6 @@ class BackgroundWriter:
                         self._flush(end)
                         num_bytes = 0
             self._flush(end)
-            self._ring.warm_more()
 
     def _handle(self, item: Stored | Block | Streamed | Piece | LeftOut | Commit) -> None:
         if isinstance(item, Streamed):
