@@ -283,7 +283,10 @@ def select_names(engine: Engine, patterns: Sequence[str]) -> list[str]:
             if matches(pattern, name)
             or (name in engine.added_outputs and matches(pattern, engine.added_outputs[name].site))
         }
-        if not found and engine.sites.match(pattern):
+        sites = [] if found else engine.sites.match(pattern)
+        nodes = {site.node for site in sites}
+        found = found or {entry.name for entry in engine.manifest.added_outputs if entry.node in nodes}
+        if sites and not found:
             raise UsageError(
                 f"{pattern!r} is in the program, but was not built as an output of the engine {engine.manifest.name!r}",
                 expected=[entry.name for entry in engine.manifest.added_outputs] or "no added outputs",
