@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from glassengine.recording.description import Description
-from glassengine.recording.layout import ALIGNMENT, MAX_GROUP_TENSORS
+from glassengine.recording.layout import ALIGNMENT, MAX_GROUP_TENSORS, LeftOut, Location
 
 _BLOCK_BYTES = 1 << 20
 _BLOCK_HEADER_BYTES = 1 << 16
@@ -14,17 +14,28 @@ _BLOCK_HEADER_BYTES = 1 << 16
 
 @dataclass(slots=True)
 class Stored:
-    """A tensor in the ring."""
+    """A tensor in the ring; `location` is where it has been written."""
 
     description: Description
     step: int
     rank: int
     position: int
+    location: Location | None = None
 
     @property
     def end(self) -> int:
         """Where it ends in the ring."""
         return self.position + self.description.nbytes
+
+
+@dataclass(slots=True)
+class Alias:
+    """A tensor that has the bytes of another one of its step."""
+
+    description: Description
+    step: int
+    rank: int
+    original: Stored
 
 
 @dataclass(slots=True)
@@ -87,3 +98,6 @@ class Commit:
     step: int
     token_ids: Sequence[Sequence[int]]
     stopped: str | None
+
+
+Item = Stored | Alias | Block | Streamed | Piece | LeftOut | Commit

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from glassengine.recording.layout import ALIGNMENT
 
-# Unlike ctypes.memmove this one keeps the interpreter lock: handing it over costs more than a small copy.
-_MEMMOVE = ctypes.PyDLL(None).memmove
-_MEMMOVE.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+# Unlike ctypes.memmove these keep the interpreter lock: handing it over costs more than a small copy.
+_LIBC = ctypes.PyDLL(None)
+_MEMMOVE, _MEMCMP = _LIBC.memmove, _LIBC.memcmp
+_MEMMOVE.argtypes = _MEMCMP.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _MEMMOVE.restype = None
 _SMALL_COPY = 1 << 18
 
@@ -102,6 +103,12 @@ class Ring:
             _MEMMOVE(target, tensor.data_ptr(), num_bytes)
         else:
             ctypes.memmove(target, tensor.data_ptr(), num_bytes)
+
+    def holds(self, position: int, tensor: Tensor, num_bytes: int) -> bool:
+        """Return whether an earlier slot, given back or not, still has the bytes of a contiguous CPU tensor."""
+        if self._head - position > self.num_bytes:
+            return False
+        return not _MEMCMP(self._address + position % self.num_bytes, tensor.data_ptr(), num_bytes)
 
     def fill_from(self, position: int, tensor: Tensor, num_bytes: int) -> None:
         """Copy the values of a dense tensor into a slot in row-major order, whatever its strides and device."""

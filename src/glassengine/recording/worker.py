@@ -1,30 +1,30 @@
 """Records while a model runs: a copy into a ring is all the model waits for, a thread does the rest.
 
-Pipeline: `write` copies the values into the ring; the thread computes the checksum, finds out whether the step has the
-same bytes already, writes, and gives the slot back; `commit` is queued behind the tensors of its step. When the ring is
-full `write` waits, so memory is bounded whatever the model does. What goes wrong on disk never reaches the model: the
-thread stops writing, goes on emptying the ring, and `close` raises.
+Pipeline: `write` copies the values into the ring; the thread computes the checksum, writes, and gives the slot back;
+`commit` is queued behind the tensors of its step. When the ring is full `write` waits, so memory is bounded whatever
+the model does. What goes wrong on disk never reaches the model: the thread stops writing, goes on emptying the ring,
+and `close` raises.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from glassengine import blocks
 from glassengine.errors import GlassError
 from glassengine.recording.description import Description
-from glassengine.recording.items import Block, Commit, Piece, Stored, Streamed
-from glassengine.recording.layout import LeftOut, Location
+from glassengine.recording.items import Alias, Block, Commit, Item, Piece, Stored, Streamed
+from glassengine.recording.layout import LeftOut
 from glassengine.recording.ring import Ring
 from glassengine.recording.values import describe
 from glassengine.recording.writer import RecordingWriter
@@ -33,9 +33,10 @@ RING_BYTES = 256 << 20
 
 # A larger tensor passes through the ring in pieces.
 _PIECES_OF_RING = 4
-# The thread looks for work this often, and is woken when half of the ring is in use: woken for every step it would
-# fight with the model for the interpreter.
+# The thread is woken by the end of a step, but not this soon again, and when half of the ring is in use: woken for
+# every tensor it would fight with the model for the interpreter. It looks by itself as well, for the last steps.
 _PERIOD_S = 0.02
+_LOOK_S = 0.1
 _WRITE_BYTES = 32 << 20
 # Smaller tensors are written in blocks, and stored again rather than searched for.
 _MIN_SHARED_BYTES = 1 << 16
@@ -69,11 +70,14 @@ class BackgroundWriter:
         self._descriptions: dict[tuple[str, torch.dtype, torch.Size], Description] = {}
         self._lock = threading.Lock()
         self._block: Block | None = None
-        self._queue: deque[Stored | Block | Streamed | Piece | LeftOut | Commit | threading.Event | None] = deque()
+        self._queue: deque[Stored | Alias | Block | Streamed | Piece | LeftOut | Commit | threading.Event | None] = (
+            deque()
+        )
         self._wake = threading.Event()
+        self._woken = 0.0
         self._failure: Exception | None = None
-        # Of the steps that are not committed: size and hashes of stored bytes -> where they are.
-        self._known: dict[int, dict[tuple[int, int, int], tuple[Description, Location]]] = {}
+        # Address and size of large tensors -> what was last stored from there.
+        self._recent: dict[tuple[int, int], Stored] = {}
         self._thread = threading.Thread(target=self._work, name="glassengine-recording", daemon=True)
         self._thread.start()
 
@@ -123,6 +127,14 @@ class BackgroundWriter:
             if nbytes > ring.num_bytes // _PIECES_OF_RING:
                 self._stream(Streamed(description, step, rank), tensor)
                 return
+            if plain and nbytes >= _MIN_SHARED_BYTES:
+                # What one module returns another one is given: found by its address, proved by its bytes.
+                place = (tensor.data_ptr(), nbytes)
+                original = self._recent.get(place)
+                if original and original.step == step and ring.holds(original.position, tensor, nbytes):
+                    self._publish()
+                    self._queue.append(Alias(description, step, rank, original))
+                    return
             position = ring.reserve(nbytes, self._on_wait)
             if plain:
                 ring.fill(position, tensor, nbytes)
@@ -132,7 +144,10 @@ class BackgroundWriter:
                 self._add_to_block(description, step, rank, position, is_new)
             else:
                 self._publish()
-                self._queue.append(Stored(description, step, rank, position))
+                stored = Stored(description, step, rank, position)
+                self._queue.append(stored)
+                if plain and nbytes:
+                    self._recent[tensor.data_ptr(), nbytes] = stored
         if 2 * ring.in_use > ring.num_bytes:
             self._wake.set()
 
@@ -157,7 +172,10 @@ class BackgroundWriter:
         """Complete `step` once all that was written before is on disk; see `RecordingWriter.commit`."""
         with self._lock:
             self._publish()
+            self._recent.clear()
             self._queue.append(Commit(step, token_ids, stopped))
+        if time.monotonic() - self._woken > _PERIOD_S:
+            self._wake.set()
 
     def wait(self) -> None:
         """Wait until all that was given so far is in the file, or has failed to get there."""
@@ -223,8 +241,9 @@ class BackgroundWriter:
 
     def _work(self) -> None:
         while True:
-            self._wake.wait(_PERIOD_S)
+            self._wake.wait(_LOOK_S)
             self._wake.clear()
+            self._woken = time.monotonic()
             end = num_bytes = 0
             while self._queue:
                 item = self._queue.popleft()
@@ -248,7 +267,7 @@ class BackgroundWriter:
                         num_bytes = 0
             self._flush(end)
 
-    def _handle(self, item: Stored | Block | Streamed | Piece | LeftOut | Commit) -> None:
+    def _handle(self, item: Item) -> None:
         if isinstance(item, Streamed):
             self._store_pieces(item)
         elif self._failure is not None:
@@ -258,8 +277,11 @@ class BackgroundWriter:
             self._writer.store_block(tuple(item.descriptions), item.step, item.rank, data, zlib.crc32(data))
         elif isinstance(item, Stored):
             self._store(item)
+        elif isinstance(item, Alias):
+            original = item.original
+            assert original.location is not None
+            self._writer.alias(item.description, item.step, item.rank, original.description, original.location)
         elif isinstance(item, Commit):
-            self._known.pop(item.step, None)
             self._writer.commit(item.step, token_ids=item.token_ids, stopped=item.stopped)
         elif isinstance(item, LeftOut):
             self._writer.leave_out(item)
@@ -267,15 +289,7 @@ class BackgroundWriter:
     def _store(self, item: Stored) -> None:
         description = item.description
         data = self._ring.bytes_at(item.position, description.nbytes)
-        checksum = zlib.crc32(data)
-        # What one module returns another one is given: the same bytes, found by two hashes, are stored once.
-        key = (description.nbytes, checksum, _second_hash(data))
-        known = self._known.setdefault(item.step, {})
-        original = known.get(key)
-        if original is not None and data.nbytes:
-            self._writer.alias(description, item.step, item.rank, *original)
-        else:
-            known[key] = (description, self._writer.store(description, item.step, item.rank, [data], checksum))
+        item.location = self._writer.store(description, item.step, item.rank, [data], zlib.crc32(data))
 
     def _store_pieces(self, item: Streamed) -> None:
         pieces = self._pieces()
@@ -325,10 +339,3 @@ def _pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:
     else:
         for _, (piece,) in blocks.blocks(tensor, device=tensor.device):
             yield piece
-
-
-def _second_hash(data: memoryview) -> int:
-    """Return a hash that has nothing in common with CRC-32: together they are 64 bits."""
-    whole = data.nbytes // 8 * 8
-    # Not torch: its threads belong to the model.
-    return int(np.frombuffer(data[:whole], dtype=np.uint64).sum()) ^ zlib.adler32(data[whole:])
