@@ -14,6 +14,7 @@ SUITES = {
     "decode": "tokens per second of both compiled back-ends against transformers.generate",
     "debug": "decode time against the number of tensors looked at",
     "measure": "bytes per second of measuring two tensors against each other",
+    "recording": "what glass.record costs: burst, sustained, small models, light statistics",
 }
 LONG = {"verdict": "false alarms, mistakes found and ops named over a corpus; takes options of its own (--help)"}
 """Run only when named, each alone."""

@@ -23,6 +23,10 @@ for _name in ("NO_COLOR", "FORCE_COLOR", "CI"):
     os.environ.pop(_name, None)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-guides", action="store_true", help="write what the blocks of the guides print into them")
+
+
 @pytest.fixture(autouse=True)
 def _threads() -> None:
     """Keep torch's number of threads, without importing it for tests that do not use it."""

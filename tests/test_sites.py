@@ -154,6 +154,14 @@ def test_a_name_comes_before_an_alias_and_an_alias_before_a_pattern() -> None:
     assert [s.name for s in TABLE.match("layers.*.mlp")] == ["model.layers.0.mlp", "model.layers.1.mlp"]
 
 
+@pytest.mark.parametrize("pattern", ["mm_default*", "linear*", "*_default*", r"re:^mm_default(_\d+)?$"])
+def test_a_pattern_of_aliases_is_tried_last(pattern: str) -> None:
+    assert [s.name for s in TABLE.match(pattern)] == ["model.layers.0.mlp/linear.0", "model.layers.1.mlp/linear.0"]
+    # Whatever matches a site as well means that.
+    assert [s.name for s in TABLE.match("*linear.?")] == ["model.layers.0.mlp/linear.0", "model.layers.1.mlp/linear.0"]
+    assert [s.name for s in TABLE.match("re:inter|mm_default")] == ["model.layers.1.mlp.inter"]
+
+
 def test_several_patterns_resolve_in_graph_order_without_repeats() -> None:
     found = [s.name for s in TABLE.resolve(["inter", "mm_default", "layers.1.*", "inter"])]
     assert found == [s.name for s in TABLE if "0.mlp/" in s.name or "layers.1" in s.name]

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from glassengine.backends.registry import list_backends as list_backends
     from glassengine.capture.hooks import named_network_outputs as named_network_outputs
     from glassengine.capture.record import record as record
+    from glassengine.capture.run_script import record_script as record_script
+    from glassengine.capture.target import record_target as record_target
     from glassengine.compare.compare import compare as compare
     from glassengine.compare.many import compare_many as compare_many
     from glassengine.diagnose import check as check
@@ -58,6 +60,8 @@ _PUBLIC = {
     "load": "glassengine.engine.engine",
     "named_network_outputs": "glassengine.capture.hooks",
     "record": "glassengine.capture.record",
+    "record_script": "glassengine.capture.run_script",
+    "record_target": "glassengine.capture.target",
     "register_network_output": "glassengine.taps",
     "side_by_side": "glassengine.diagnose.side_by_side",
     "sites": "glassengine.program",

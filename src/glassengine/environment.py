@@ -132,6 +132,12 @@ def debug_artifacts_dir() -> Path | None:
     return Path(value) if value else None
 
 
+def record_dir() -> Path | None:
+    """Return the directory named by GLASS_RECORD_DIR, or None."""
+    value = os.environ.get("GLASS_RECORD_DIR")
+    return Path(value) if value else None
+
+
 def add_output_json() -> str | None:
     """Return the JSON text of TRTLLM_ADD_OUTPUT (`{"site or node or layer": "alias"}`), or None."""
     return os.environ.get("TRTLLM_ADD_OUTPUT") or None

@@ -102,14 +102,15 @@ class SiteTable(Sequence[Site]):
         return {node: tuple(sorted(sites, key=lambda s: s.kind != "op")) for node, sites in table.items()}
 
     def match(self, pattern: str) -> list[Site]:
-        """Return the sites that `pattern` names: exactly (site or alias), or as glob or `re:` pattern."""
+        """Return the sites that `pattern` names: exactly (site or alias), else as glob or `re:` of either."""
         exact = self._by_name.get(pattern)
         if exact is not None:
             return [exact]
         aliased = [site for site in self._sites if pattern in site.aliases]
         if aliased:
             return aliased
-        return [site for site in self._sites if matches(pattern, site.name)]
+        named = [site for site in self._sites if matches(pattern, site.name)]
+        return named or [site for site in self._sites if any(matches(pattern, alias) for alias in site.aliases)]
 
     def resolve(self, patterns: Iterable[str]) -> list[Site]:
         """Return the sites that any of `patterns` names, in graph order.

@@ -119,6 +119,7 @@ def test_nothing_is_kept_without_debug(engine: Engine) -> None:
         ("mm_default", ["mm_default"]),
         ("linear", ["mm_default"]),
         ("q_proj/linear.0", ["mm_default"]),
+        ("mm_default_*", ["model.layers.0.mlp", "model.layers.1.mlp", "head"]),
     ],
 )
 def test_debug_patterns(engine: Engine, pattern: str, names: list[str]) -> None:

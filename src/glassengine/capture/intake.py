@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,11 +17,32 @@ from glassengine.recording.layout import LeftOut
 from glassengine.recording.policy import NO_VALUES, OVER_BUDGET, Policy
 from glassengine.recording.statistics import light
 from glassengine.recording.values import dtype_name, why_not
-from glassengine.recording.worker import BackgroundWriter
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 _log = logging.getLogger(__name__)
+
+
+class Writer(Protocol):
+    """What takes the tensors: a `BackgroundWriter`, or something that merely counts."""
+
+    def write(
+        self,
+        site: str,
+        step: int,
+        tensor: Tensor,
+        *,
+        rank: int = 0,
+        axes: Mapping[str, int] | None = None,
+        node: str | None = None,
+    ) -> None:
+        """Take values."""
+
+    def leave_out(self, item: LeftOut) -> None:
+        """Take note of a tensor without values."""
+
+    def commit(self, step: int, *, token_ids: Sequence[Sequence[int]] = (), stopped: str | None = None) -> None:
+        """Complete a step."""
 
 
 class Intake:
@@ -36,7 +57,7 @@ class Intake:
         num_late: Tensors of steps that had been completed already.
     """
 
-    def __init__(self, writer: BackgroundWriter, policy: Policy, rank: int) -> None:
+    def __init__(self, writer: Writer, policy: Policy, rank: int) -> None:
         self.num_late = 0
         self._writer = writer
         self._policy = policy

@@ -23,25 +23,12 @@ from glassengine.capture.calls import Forward, Known, ModuleNames
 from glassengine.capture.gradients import watch
 from glassengine.capture.intake import Intake
 from glassengine.capture.leaves import KV_AXES, CacheSites, tensors_in
+from glassengine.capture.steps import Steps
 from glassengine.recording.policy import Policy
 from glassengine.sites import tap_site
 from glassengine.taps import tap_sink
 
 _MAX_REASON = 300
-
-
-class Steps:
-    """Numbers the forwards of all threads, from 0 on."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.num_begun = 0
-
-    def next(self) -> int:
-        """Return the number of a step that begins."""
-        with self._lock:
-            self.num_begun += 1
-            return self.num_begun - 1
 
 
 class ModuleHooks:
@@ -105,6 +92,12 @@ class ModuleHooks:
         silent = self.names.known.keys() - self._called
         callable_ones = [m for m in silent if getattr(type(m), "forward", None) is not nn.Module.forward]
         return sorted(self.names.known[module].paths[0] for module in callable_ones)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a call of the model is open in this thread."""
+        forward = getattr(self._local, "forward", None)
+        return forward is not None and bool(forward.open)
 
     @property
     def current_step(self) -> int | None:

@@ -105,6 +105,11 @@ class Recorder:
         if problem is not None and error is None:
             raise problem
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a call of the model is open in this thread."""
+        return self._writer is not None and self._hooks.is_open
+
     def wait(self) -> None:
         """Wait until all that was recorded so far is in the file."""
         if self._writer is not None:

@@ -32,11 +32,13 @@ class DType(StrEnum):
 
 def command(
     model: Annotated[
-        str,
+        str | None,
         typer.Argument(
-            help="Hugging Face directory or id, file.py:factory, package.module:factory.", show_default=False
+            metavar="MODEL",
+            help="Hugging Face directory or id, file.py:factory, package.module:factory.",
+            show_default=False,
         ),
-    ],
+    ] = None,
     out_directory: Annotated[
         str | None,
         typer.Argument(metavar="[OUT]", help="Directory to make; engines/<model> by default.", show_default=False),
@@ -82,8 +84,21 @@ def command(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an engine that exists.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be built, and its bytes.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    model_dir: Annotated[str | None, typer.Option("--model-dir", hidden=True)] = None,
+    visualize_network: Annotated[bool, typer.Option("--visualize-network", hidden=True)] = False,
+    profiling_verbosity: Annotated[str | None, typer.Option("--profiling-verbosity", hidden=True)] = None,
+    use_gpt_attention_plugin: Annotated[bool, typer.Option("--use-gpt-attention-plugin", hidden=True)] = False,
 ) -> int:
     """Compile a model into an engine directory."""
+    # Every listing of ours is a detailed one, and attention is one op, the "plugin", in every program.
+    del profiling_verbosity, use_gpt_attention_plugin
+    if (model is None) == (model_dir is None):
+        raise UsageError(
+            "give one model", got=None if model is None else f"{model} and {model_dir}", hint="glass build MODEL [OUT]"
+        )
+    model = str(model or model_dir)
+    if visualize_network and artifacts is None and environment.debug_artifacts_dir() is None:
+        raise UsageError("--visualize_network needs a directory", hint="--artifacts DIR, or DEBUG_ARTIFACTS_DIR=DIR")
     if out_directory is not None and output_dir is not None:
         raise UsageError("the output directory is given twice", got=f"{out_directory} and {output_dir}")
     options: dict[str, Any] = {

@@ -11,6 +11,7 @@ from typing import Any
 # Spelling in TensorRT-LLM's and Ditto's documents and scripts -> ours, without dashes.
 SPELLINGS = {
     "add_output": "add-output",
+    "checkpoint_dir": "model-dir",
     "debug_mode": "debug-mode",
     "engine_dir": "engine-dir",
     "input_file": "input-file",
@@ -20,13 +21,17 @@ SPELLINGS = {
     "max_new_tokens": "max-new-tokens",
     "max_output_len": "max-new-tokens",
     "max_seq_len": "max-seq-len",
+    "model_dir": "model-dir",
     "output_dir": "output-dir",
+    "profiling_verbosity": "profiling-verbosity",
     "random_seed": "seed",
     "repetition_penalty": "repetition-penalty",
     "tokenizer_dir": "tokenizer",
     "top_k": "top-k",
     "top_p": "top-p",
+    "use_gpt_attention_plugin": "use-gpt-attention-plugin",
     "use_py_session": "use-py-session",
+    "visualize_network": "visualize-network",
 }
 
 

@@ -24,8 +24,9 @@ COMMANDS = {
     "build": "Compile a model into an engine directory.",
     "sites": "List the names of a model's, engine's or recording's tensors, without building.",
     "run": "Generate text with an engine; print or record its tensors.",
+    "record": "Record every tensor of a model, or of whatever a script runs.",
     "show": "Show the tensors of a recording and their statistics.",
-    "compare": "Compare two recordings or tensor files, tensor by tensor.",
+    "compare": "Compare recordings, tensor files or dumps, tensor by tensor; or engines, or build artifacts.",
     "check": "Find the first op where an engine, pass or port goes wrong.",
     "doctor": "Show what Glass Engine finds on this machine: versions, processor, compiler, back-ends.",
 }

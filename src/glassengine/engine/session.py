@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from glassengine.engine.checks import mask_row, require_generating, size_rows, token_row
+from glassengine.engine.debug_buffers import DebugBuffers
 from glassengine.engine.inputs_table import Row, refuse, render_tensors
 from glassengine.engine.kv_cache import KVCache
 from glassengine.engine.pieces import PieceOutputs
@@ -46,7 +47,7 @@ class Session:
         position: Cache slots in use.
         debug_buffers: Of the last step, in the order of the documents: input_ids, logits, position_ids, attention_mask,
             cache_position, past_key_0 (before the step), past_value_0, present_key_0, present_value_0, ..., then the
-            added outputs by alias or site. Copies, safe to keep.
+            added outputs by alias or site; an end of a site that names one of them finds it, too. Copies, safe to keep.
         debug_history: (step, its debug buffers) of the last `keep_steps` steps, oldest first; older ones are dropped.
 
     Raises:
@@ -78,8 +79,8 @@ class Session:
         self.engine = engine
         self.step = -1
         self.position = 0
-        self.debug_buffers: dict[str, torch.Tensor] = {}
-        self.debug_history: deque[tuple[int, dict[str, torch.Tensor]]] = deque(maxlen=keep_steps)
+        self.debug_buffers = DebugBuffers({}, {})
+        self.debug_history: deque[tuple[int, DebugBuffers]] = deque(maxlen=keep_steps)
         self._names = self._selected(debug)
         self._pasts = [name for name in manifest.caches if name in self._names]
         self._batch_size, self._length = batch_size, length
@@ -245,13 +246,13 @@ class Session:
         outputs = self._outputs.joinable() if isinstance(self._outputs, PieceOutputs) else self._outputs
         return self.engine.derive({**self._inputs, **self._cache.tensors}, outputs)
 
-    def _collect(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    def _collect(self, names: Iterable[str]) -> DebugBuffers:
         copies: dict[int, torch.Tensor] = {}
         collected = {}
         for name, value in self.read(names).items():
             own = name in self._before
             collected[name] = value if own else copies.setdefault(id(value), _copy(value))
-        return collected
+        return DebugBuffers(collected, self.engine.added_outputs)
 
     def _selected(self, debug: bool | Sequence[str]) -> list[str]:
         names = self.engine.debug_names
@@ -282,7 +283,10 @@ def select_names(engine: Engine, patterns: Sequence[str]) -> list[str]:
             if matches(pattern, name)
             or (name in engine.added_outputs and matches(pattern, engine.added_outputs[name].site))
         }
-        if not found and engine.sites.match(pattern):
+        sites = [] if found else engine.sites.match(pattern)
+        nodes = {site.node for site in sites}
+        found = found or {entry.name for entry in engine.manifest.added_outputs if entry.node in nodes}
+        if sites and not found:
             raise UsageError(
                 f"{pattern!r} is in the program, but was not built as an output of the engine {engine.manifest.name!r}",
                 expected=[entry.name for entry in engine.manifest.added_outputs] or "no added outputs",

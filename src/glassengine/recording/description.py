@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from glassengine.recording.layout import STORED, Location, block_starts, num_bytes
+from glassengine.recording.layout import ALIGNMENT, STORED, Location, block_starts, num_bytes
 from glassengine.recording.records import text_frame
 
 
@@ -73,7 +73,11 @@ class Group:
         self.rank = rank
         self.starts, self.nbytes = block_starts([description.nbytes for description in descriptions])
         self.names = {(description.site, rank) for description in descriptions}
-        self.most_header_bytes = sum(description.most_header_bytes for description in descriptions)
+        # Blocks have no aliases; a pad entry lies between tensors that do not end where the next one may begin.
+        self.most_header_bytes = sum(
+            len(description.site_json) + len(description.header) + (200 if description.nbytes % ALIGNMENT else 90)
+            for description in descriptions
+        )
 
     def frame(self) -> bytes:
         """Return the index frame that describes the group."""

@@ -5,7 +5,6 @@ A frame is: payload length (u32), CRC-32 of the payload (u32), JSON payload; lit
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import struct
 import zlib
@@ -143,7 +142,11 @@ def sizes_of(payload: dict[str, Any], *keys: str) -> list[int]:
 
 def left_out_payload(item: LeftOut) -> dict[str, Any]:
     """Return the index payload of `item`."""
-    return {"kind": "left_out", **dataclasses.asdict(item)}
+    light = item.statistics
+    payload: dict[str, Any] = {"kind": "left_out", "site": item.site, "step": item.step, "rank": item.rank}
+    payload |= {"reason": item.reason, "dtype": item.dtype, "shape": item.shape}
+    numbers = light and {"min": light.min, "max": light.max, "norm": light.norm, "num_nonfinite": light.num_nonfinite}
+    return {**payload, "statistics": numbers}
 
 
 def left_out_from(payload: dict[str, Any]) -> LeftOut:

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from glassengine.recording.layout import ALIGNMENT
 
-# Unlike ctypes.memmove this one keeps the interpreter lock: handing it over costs more than a small copy.
-_MEMMOVE = ctypes.PyDLL(None).memmove
-_MEMMOVE.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+# Unlike ctypes.memmove these keep the interpreter lock: handing it over costs more than a small copy.
+_LIBC = ctypes.PyDLL(None)
+_MEMMOVE, _MEMCMP = _LIBC.memmove, _LIBC.memcmp
+_MEMMOVE.argtypes = _MEMCMP.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _MEMMOVE.restype = None
 _SMALL_COPY = 1 << 18
 
@@ -43,7 +44,6 @@ class Ring:
         self.view = memoryview(self._memory)
         self._head = 0
         self._tail = 0
-        self._most = 0
         self._skipped = self._skipped_to = 0
         self._populated = 0
         self._has_room = threading.Event()
@@ -78,12 +78,12 @@ class Ring:
         if start > head:
             self._skipped, self._skipped_to = start - head, start
         self._head = start + rounded
-        self._most = max(self._most, self.in_use)
+        self._populated = max(self._populated, start % self.num_bytes + rounded)
         return start
 
     def release(self, end: int) -> None:
-        """Give back every slot that begins before position `end`."""
-        self._tail = max(self._tail, end)
+        """Give back every slot that ends at position `end` or before."""
+        self._tail = max(self._tail, -(-end // ALIGNMENT) * ALIGNMENT)
         self._has_room.set()
 
     @property
@@ -104,6 +104,12 @@ class Ring:
         else:
             ctypes.memmove(target, tensor.data_ptr(), num_bytes)
 
+    def holds(self, position: int, tensor: Tensor, num_bytes: int) -> bool:
+        """Return whether an earlier slot, given back or not, still has the bytes of a contiguous CPU tensor."""
+        if self._head - position > self.num_bytes:
+            return False
+        return not _MEMCMP(self._address + position % self.num_bytes, tensor.data_ptr(), num_bytes)
+
     def fill_from(self, position: int, tensor: Tensor, num_bytes: int) -> None:
         """Copy the values of a dense tensor into a slot in row-major order, whatever its strides and device."""
         start = position % self.num_bytes
@@ -120,8 +126,3 @@ class Ring:
                 self._populated = self.num_bytes
                 return
             self._populated += step
-
-    def warm_more(self) -> None:
-        """Keep twice as much mapped as was ever in use; for idle moments."""
-        if self._populated < min(2 * self._most, self.num_bytes):
-            self.warm(self._populated + _POPULATE_STEP)

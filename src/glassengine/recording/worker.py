@@ -1,30 +1,30 @@
 """Records while a model runs: a copy into a ring is all the model waits for, a thread does the rest.
 
-Pipeline: `write` copies the values into the ring; the thread computes the checksum, finds out whether the step has the
-same bytes already, writes, and gives the slot back; `commit` is queued behind the tensors of its step. When the ring is
-full `write` waits, so memory is bounded whatever the model does. What goes wrong on disk never reaches the model: the
-thread stops writing, goes on emptying the ring, and `close` raises.
+Pipeline: `write` copies the values into the ring; the thread computes the checksum, writes, and gives the slot back;
+`commit` is queued behind the tensors of its step. When the ring is full `write` waits, so memory is bounded whatever
+the model does. What goes wrong on disk never reaches the model: the thread stops writing, goes on emptying the ring,
+and `close` raises.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from glassengine import blocks
 from glassengine.errors import GlassError
 from glassengine.recording.description import Description
-from glassengine.recording.layout import ALIGNMENT, MAX_GROUP_TENSORS, LeftOut, Location
+from glassengine.recording.items import Alias, Block, Commit, Item, Piece, Stored, Streamed
+from glassengine.recording.layout import LeftOut
 from glassengine.recording.ring import Ring
 from glassengine.recording.values import describe
 from glassengine.recording.writer import RecordingWriter
@@ -33,70 +33,15 @@ RING_BYTES = 256 << 20
 
 # A larger tensor passes through the ring in pieces.
 _PIECES_OF_RING = 4
-# The thread looks for work this often, and is woken when half of the ring is in use: woken for every step it would
-# fight with the model for the interpreter.
+# The thread is woken by the end of a step, but not this soon again, and when half of the ring is in use: woken for
+# every tensor it would fight with the model for the interpreter. It looks by itself as well, for the last steps.
 _PERIOD_S = 0.02
+_LOOK_S = 0.1
 _WRITE_BYTES = 32 << 20
 # Smaller tensors are written in blocks, and stored again rather than searched for.
 _MIN_SHARED_BYTES = 1 << 16
-_BLOCK_BYTES = 1 << 20
-_BLOCK_HEADER_BYTES = 1 << 16
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Stored:
-    """A tensor in the ring."""
-
-    description: Description
-    step: int
-    rank: int
-    position: int
-
-    @property
-    def end(self) -> int:
-        return self.position + self.description.nbytes
-
-
-@dataclass(slots=True)
-class _Block:
-    """Small tensors of one step that lie behind one another in the ring.
-
-    `is_new` says that they were seen for the first time: what differs from step to step is kept apart from what does
-    not, so that the descriptions of blocks repeat.
-    """
-
-    step: int
-    rank: int
-    is_new: bool
-    position: int
-    end: int
-    descriptions: list[Description]
-    most_header_bytes: int = 0
-
-
-@dataclass(slots=True)
-class _Streamed:
-    """A tensor larger than a slot; its `_Piece`s follow, the last one without bytes."""
-
-    description: Description
-    step: int
-    rank: int
-
-
-@dataclass(slots=True)
-class _Piece:
-    position: int
-    num_bytes: int
-    cut: bool = False
-
-
-@dataclass(slots=True)
-class _Commit:
-    step: int
-    token_ids: Sequence[Sequence[int]]
-    stopped: str | None
 
 
 class _Cut(Exception):
@@ -124,12 +69,15 @@ class BackgroundWriter:
         self._ring.warm()
         self._descriptions: dict[tuple[str, torch.dtype, torch.Size], Description] = {}
         self._lock = threading.Lock()
-        self._block: _Block | None = None
-        self._queue: deque[_Stored | _Block | _Streamed | _Piece | LeftOut | _Commit | threading.Event | None] = deque()
+        self._block: Block | None = None
+        self._queue: deque[Stored | Alias | Block | Streamed | Piece | LeftOut | Commit | threading.Event | None] = (
+            deque()
+        )
         self._wake = threading.Event()
-        self._failure: BaseException | None = None
-        # Of the steps that are not committed: size and hashes of stored bytes -> where they are.
-        self._known: dict[int, dict[tuple[int, int, int], tuple[Description, Location]]] = {}
+        self._woken = 0.0
+        self._failure: Exception | None = None
+        # Address and size of large tensors -> what was last stored from there.
+        self._recent: dict[tuple[int, int], Stored] = {}
         self._thread = threading.Thread(target=self._work, name="glassengine-recording", daemon=True)
         self._thread.start()
 
@@ -144,7 +92,7 @@ class BackgroundWriter:
         return self._writer.metadata
 
     @property
-    def failure(self) -> BaseException | None:
+    def failure(self) -> Exception | None:
         """What stopped the writing, if anything did."""
         return self._failure
 
@@ -177,8 +125,16 @@ class BackgroundWriter:
         plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.dtype.is_complex and nbytes > tensor.itemsize
         with self._lock:
             if nbytes > ring.num_bytes // _PIECES_OF_RING:
-                self._stream(_Streamed(description, step, rank), tensor)
+                self._stream(Streamed(description, step, rank), tensor)
                 return
+            if plain and nbytes >= _MIN_SHARED_BYTES:
+                # What one module returns another one is given: found by its address, proved by its bytes.
+                place = (tensor.data_ptr(), nbytes)
+                original = self._recent.get(place)
+                if original and original.step == step and ring.holds(original.position, tensor, nbytes):
+                    self._publish()
+                    self._queue.append(Alias(description, step, rank, original))
+                    return
             position = ring.reserve(nbytes, self._on_wait)
             if plain:
                 ring.fill(position, tensor, nbytes)
@@ -188,27 +144,19 @@ class BackgroundWriter:
                 self._add_to_block(description, step, rank, position, is_new)
             else:
                 self._publish()
-                self._queue.append(_Stored(description, step, rank, position))
+                stored = Stored(description, step, rank, position)
+                self._queue.append(stored)
+                if plain and nbytes:
+                    self._recent[tensor.data_ptr(), nbytes] = stored
         if 2 * ring.in_use > ring.num_bytes:
             self._wake.set()
 
     def _add_to_block(self, description: Description, step: int, rank: int, position: int, is_new: bool) -> None:
         block = self._block
-        if (
-            block is None
-            or block.step != step
-            or block.rank != rank
-            or block.is_new is not is_new
-            or position != -(-block.end // ALIGNMENT) * ALIGNMENT
-            or position - block.position > _BLOCK_BYTES
-            or len(block.descriptions) == MAX_GROUP_TENSORS
-            or block.most_header_bytes > _BLOCK_HEADER_BYTES
-        ):
+        if block is None or not block.takes(step, rank, position, is_new):
             self._publish()
-            block = self._block = _Block(step, rank, is_new, position, position, [])
-        block.descriptions.append(description)
-        block.most_header_bytes += description.most_header_bytes
-        block.end = position + description.nbytes
+            block = self._block = Block(step, rank, is_new, position, position, [])
+        block.add(description, position)
 
     def _publish(self) -> None:
         """Hand the current block to the thread; called with the lock."""
@@ -224,7 +172,10 @@ class BackgroundWriter:
         """Complete `step` once all that was written before is on disk; see `RecordingWriter.commit`."""
         with self._lock:
             self._publish()
-            self._queue.append(_Commit(step, token_ids, stopped))
+            self._recent.clear()
+            self._queue.append(Commit(step, token_ids, stopped))
+        if time.monotonic() - self._woken > _PERIOD_S:
+            self._wake.set()
 
     def wait(self) -> None:
         """Wait until all that was given so far is in the file, or has failed to get there."""
@@ -250,23 +201,27 @@ class BackgroundWriter:
             self._queue.append(None)
         self._wake.set()
         self._thread.join()
+        if self._failure is None and self._queue:
+            self._failure = self._died()
         if self._failure is not None:
             reason = f"stopped by {type(self._failure).__name__}"
+            if isinstance(self._failure, GlassError):
+                reason = self._failure.got
         self._writer.close(reason)
         if self._failure is not None:
             raise self._failure
 
-    def _stream(self, item: _Streamed, tensor: Tensor) -> None:
+    def _stream(self, item: Streamed, tensor: Tensor) -> None:
         most = self._ring.num_bytes // _PIECES_OF_RING // blocks.BLOCK_ELEMENTS * blocks.BLOCK_ELEMENTS
         self._publish()
         self._queue.append(item)
-        last = _Piece(0, 0, cut=True)
+        last = Piece(0, 0, cut=True)
         try:
             for piece in _pieces(tensor, most // tensor.element_size()):
                 nbytes = piece.numel() * piece.element_size()
                 position = self._ring.reserve(nbytes, self._on_wait)
                 self._ring.fill_from(position, piece, nbytes)
-                self._queue.append(_Piece(position, nbytes))
+                self._queue.append(Piece(position, nbytes))
                 self._wake.set()
             last.cut = False
         finally:
@@ -277,14 +232,18 @@ class BackgroundWriter:
         self._publish()
         self._wake.set()
         if not self._thread.is_alive():
-            raise GlassError("the recording cannot go on", got="its thread has ended")
+            raise self._died()
+
+    def _died(self) -> GlassError:
+        return GlassError("the recording cannot go on", got="its thread has ended")
 
     # What follows runs in the thread.
 
     def _work(self) -> None:
         while True:
-            self._wake.wait(_PERIOD_S)
+            self._wake.wait(_LOOK_S)
             self._wake.clear()
+            self._woken = time.monotonic()
             end = num_bytes = 0
             while self._queue:
                 item = self._queue.popleft()
@@ -300,45 +259,39 @@ class BackgroundWriter:
                 except Exception as error:
                     self._fail(error)
                 # A slot is given back when its bytes are in the file.
-                if isinstance(item, (_Stored, _Block)):
+                if isinstance(item, (Stored, Block)):
                     start, end = item.position, item.end
                     num_bytes += end - start
                     if num_bytes > _WRITE_BYTES:
                         self._flush(end)
                         num_bytes = 0
             self._flush(end)
-            self._ring.warm_more()
 
-    def _handle(self, item: _Stored | _Block | _Streamed | _Piece | LeftOut | _Commit) -> None:
-        if isinstance(item, _Streamed):
+    def _handle(self, item: Item) -> None:
+        if isinstance(item, Streamed):
             self._store_pieces(item)
         elif self._failure is not None:
             return
-        elif isinstance(item, _Block):
+        elif isinstance(item, Block):
             data = self._ring.bytes_at(item.position, item.end - item.position)
             self._writer.store_block(tuple(item.descriptions), item.step, item.rank, data, zlib.crc32(data))
-        elif isinstance(item, _Stored):
+        elif isinstance(item, Stored):
             self._store(item)
-        elif isinstance(item, _Commit):
-            self._known.pop(item.step, None)
+        elif isinstance(item, Alias):
+            original = item.original
+            assert original.location is not None
+            self._writer.alias(item.description, item.step, item.rank, original.description, original.location)
+        elif isinstance(item, Commit):
             self._writer.commit(item.step, token_ids=item.token_ids, stopped=item.stopped)
         elif isinstance(item, LeftOut):
             self._writer.leave_out(item)
 
-    def _store(self, item: _Stored) -> None:
+    def _store(self, item: Stored) -> None:
         description = item.description
         data = self._ring.bytes_at(item.position, description.nbytes)
-        checksum = zlib.crc32(data)
-        # What one module returns another one is given: the same bytes, found by two hashes, are stored once.
-        key = (description.nbytes, checksum, _second_hash(data))
-        known = self._known.setdefault(item.step, {})
-        original = known.get(key)
-        if original is not None and data.nbytes:
-            self._writer.alias(description, item.step, item.rank, *original)
-        else:
-            known[key] = (description, self._writer.store(description, item.step, item.rank, [data], checksum))
+        item.location = self._writer.store(description, item.step, item.rank, [data], zlib.crc32(data))
 
-    def _store_pieces(self, item: _Streamed) -> None:
+    def _store_pieces(self, item: Streamed) -> None:
         pieces = self._pieces()
         try:
             if self._failure is None:
@@ -356,7 +309,7 @@ class BackgroundWriter:
                 self._wake.wait()
                 self._wake.clear()
             piece = self._queue.popleft()
-            assert isinstance(piece, _Piece)
+            assert isinstance(piece, Piece)
             if not piece.num_bytes:
                 if piece.cut:
                     raise _Cut
@@ -386,10 +339,3 @@ def _pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:
     else:
         for _, (piece,) in blocks.blocks(tensor, device=tensor.device):
             yield piece
-
-
-def _second_hash(data: memoryview) -> int:
-    """Return a hash that has nothing in common with CRC-32: together they are 64 bits."""
-    whole = data.nbytes // 8 * 8
-    # Not torch: its threads belong to the model.
-    return int(np.frombuffer(data[:whole], dtype=np.uint64).sum()) ^ zlib.adler32(data[whole:])

@@ -1,0 +1,209 @@
+"""Record whatever an unmodified script runs: PyTorch modules, compiled ones included, and ONNX Runtime sessions.
+
+Each model gets a recording of its own, named after its class, in one directory. A model is a module that is called
+while no other is: its submodules are part of it. What is recorded of it is what `glass.record` records.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.abc
+import importlib.machinery
+import logging
+import re
+import sys
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from glassengine.capture.calls import ModuleNames
+from glassengine.capture.record import Recorder, record
+from glassengine.capture.sessions import SessionRecording
+from glassengine.errors import GlassError, UsageError
+
+MAX_MODELS = 8
+
+_log = logging.getLogger(__name__)
+
+
+class ScriptRecorder:
+    """Recordings of the models that this process calls from now on; a context manager.
+
+    Args:
+        directory: Holds one directory per model; new or empty.
+        sites: As for `record`.
+        values: As for `record`.
+        steps: As for `record`; counted for each model.
+        byte_budget: As for `record`; for each model.
+        overwrite: Replace recordings that exist.
+
+    Attributes:
+        directory: Where the recordings are.
+
+    Raises:
+        UsageError: (On entering) the directory exists and is not empty, and `overwrite` is false.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        sites: Sequence[str] | None = None,
+        values: bool | Sequence[str] = True,
+        steps: Collection[int] | None = None,
+        byte_budget: int | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        self.directory = Path(directory)
+        self._options: dict[str, Any] = {
+            "sites": sites,
+            "values": values,
+            "steps": steps,
+            "byte_budget": byte_budget,
+            "overwrite": overwrite,
+        }
+        self._overwrite = overwrite
+        self._lock = threading.RLock()
+        self._known: set[nn.Module] = set()
+        self._recorders: list[Recorder] = []
+        self._sessions: dict[Any, SessionRecording] = {}
+        self._names: dict[str, int] = {}
+        self._num_ignored = 0
+        self._undo = contextlib.ExitStack()
+
+    def __enter__(self) -> ScriptRecorder:
+        if self.directory.is_dir() and any(self.directory.iterdir()) and not self._overwrite:
+            raise UsageError(
+                "the output directory is not empty", got=str(self.directory), hint="replace recordings with --overwrite"
+            )
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._undo.enter_context(_module_calls(self._before_call))
+        self._undo.enter_context(_when_imported("onnxruntime", self._patch_onnxruntime))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        self._undo.close()
+        failures: list[GlassError] = []
+        for recording in self._all():
+            try:
+                recording.__exit__(kind, error, trace)
+            except GlassError as failure:
+                failures.append(failure)
+        if self._num_ignored:
+            _log.warning("%d more models were not recorded: at most %d are", self._num_ignored, MAX_MODELS)
+        if failures and error is None:
+            raise failures[0]
+
+    @property
+    def recordings(self) -> list[Path]:
+        """The directories of the recordings, in the order in which their models were first called."""
+        return [recording.path for recording in self._all()]
+
+    def _all(self) -> list[Recorder | SessionRecording]:
+        return [*self._recorders, *self._sessions.values()]
+
+    def _before_call(self, module: nn.Module) -> None:
+        if module in self._known or torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+            return
+        with self._lock:
+            if any(recorder.is_open for recorder in self._recorders):
+                return  # made while its model runs
+            self._known.update(ModuleNames(module).known)
+            if not self._has_room():
+                return
+            recorder = record(module, self._path(type(getattr(module, "_orig_mod", module)).__name__), **self._options)
+            recorder.__enter__()
+            self._recorders.append(recorder)
+
+    def _patch_onnxruntime(self, onnxruntime: ModuleType) -> None:
+        session = onnxruntime.InferenceSession
+        original = session.run
+
+        def run(this: Any, output_names: Any, input_feed: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+            results = original(this, output_names, input_feed, *args, **kwargs)
+            with self._lock:
+                recording = self._sessions.get(this)
+                if recording is None and self._has_room():
+                    stem = Path(getattr(this, "_model_path", None) or "session").stem
+                    recording = SessionRecording(this, self._path(stem), **self._options)
+                    self._sessions[this] = recording
+            if recording is not None:
+                recording.step(output_names, input_feed, results)
+            return results
+
+        session.run = run
+        self._undo.callback(setattr, session, "run", original)
+
+    def _has_room(self) -> bool:
+        if len(self._recorders) + len(self._sessions) < MAX_MODELS:
+            return True
+        self._num_ignored += 1
+        return False
+
+    def _path(self, name: str) -> Path:
+        name = re.sub(r"[^\w.-]", "_", name)[:100] or "model"
+        self._names[name] = self._names.get(name, 0) + 1
+        return self.directory / (name if self._names[name] == 1 else f"{name}-{self._names[name]}")
+
+
+@contextlib.contextmanager
+def _module_calls(before: Any) -> Iterator[None]:
+    """Call `before(module)` ahead of every call of a module, its own hooks included."""
+    original = nn.Module.__call__
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            before(self)
+        return original(self, *args, **kwargs)
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _when_imported(name: str, then: Any) -> Iterator[None]:
+    """Call `then(module)` when the module `name` is imported, or now if it has been."""
+    if name in sys.modules:
+        then(sys.modules[name])
+        yield
+        return
+    finder = _Finder(name, then)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds one module as the others would, and takes note when it has been executed."""
+
+    def __init__(self, name: str, then: Any) -> None:
+        self._name = name
+        self._then = then
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                self._then(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

@@ -1,0 +1,163 @@
+"""Load a model, run it on given inputs and record what it computes; or say how many bytes that would be."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glassengine.capture.intake import Intake
+from glassengine.capture.module_hooks import ModuleHooks
+from glassengine.capture.record import record
+from glassengine.errors import UsageError
+from glassengine.program.load import LoadedModel, load_inputs, load_model
+from glassengine.recording.layout import LeftOut
+from glassengine.recording.policy import Policy
+from glassengine.results import Result
+
+
+@dataclass(frozen=True)
+class RecordedTarget(Result):
+    """What was recorded, or would be.
+
+    Attributes:
+        path: Directory of the recording; None where nothing was written.
+        num_steps: Steps.
+        num_tensors: Tensors with values.
+        num_left_out: Tensors without.
+        value_bytes: Bytes of values, before equal ones are stored once.
+    """
+
+    path: str | None
+    num_steps: int
+    num_tensors: int
+    num_left_out: int
+    value_bytes: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is anything."""
+        return self.num_tensors + self.num_left_out > 0
+
+
+def record_target(
+    target: str | Path | torch.nn.Module,
+    path: str | Path | None,
+    *,
+    inputs: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    max_new_tokens: int | None = None,
+    sites: Sequence[str] | None = None,
+    values: bool | Sequence[str] = True,
+    steps: Collection[int] | None = None,
+    byte_budget: int | None = None,
+    overwrite: bool = False,
+    dtype: str = "auto",
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+) -> RecordedTarget:
+    """Run a model under `torch.no_grad()` and record it.
+
+    Args:
+        target: As for `build`: Hugging Face directory or id, `file.py:factory`, `package.module:factory`, or a module.
+        path: Directory of the recording; None runs the model and counts bytes only.
+        inputs: Keyword arguments, one dict per step: `file.py:factory`, a tensor file, or the dicts themselves.
+        max_new_tokens: Generate greedily from each of `inputs` instead of one forward each.
+        sites: As for `record`.
+        values: As for `record`.
+        steps: As for `record`.
+        byte_budget: As for `record`.
+        overwrite: Replace a recording that exists.
+        dtype: As for `build`.
+        attn_implementation: As in transformers.
+        trust_remote_code: Allow code that comes with the checkpoint to run.
+        revision: Of a hub id.
+
+    Raises:
+        UsageError: The target or its inputs cannot be loaded, or the recording cannot be written.
+        UnknownNameError: No site matches the patterns.
+        GlassError: Not everything could be written.
+    """
+    loaded = load_model(
+        target,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+        revision=revision,
+    )
+    given = load_inputs(str(inputs)) if isinstance(inputs, (str, Path)) else inputs
+    batches = [given] if isinstance(given, Mapping) else list(given)
+    policy = Policy(sites=sites, values=values, steps=steps, byte_budget=byte_budget)
+    counter = _Counter()
+    if path is None:
+        hooks = ModuleHooks(loaded.module, Intake(counter, policy, 0), policy)
+        hooks.attach()
+        try:
+            _run(loaded, batches, max_new_tokens)
+        finally:
+            hooks.detach()
+        hooks.finish()
+        return counter.result(None)
+    with record(
+        loaded.module,
+        path,
+        sites=sites,
+        values=values,
+        steps=steps,
+        byte_budget=byte_budget,
+        overwrite=overwrite,
+        metadata={**loaded.metadata, "model_fingerprint": loaded.metadata["fingerprint"]},
+    ):
+        _run(loaded, batches, max_new_tokens)
+    from glassengine.recording.reader import Recording
+
+    opened = Recording.open(path)
+    total = sum(entry.nbytes for entry in opened.entries)
+    return RecordedTarget(str(path), len(opened.steps), len(opened.entries), len(opened.left_out), total)
+
+
+def _run(loaded: LoadedModel, batches: Sequence[Mapping[str, Any]], max_new_tokens: int | None) -> None:
+    module: Any = loaded.module
+    if max_new_tokens is not None and not hasattr(module, "generate"):
+        raise UsageError("only a model that generates can", got=loaded.spec, hint="leave out --max-new-tokens")
+    with torch.no_grad():
+        for batch in batches:
+            if max_new_tokens is None:
+                module(**batch)
+            else:
+                module.generate(**batch, max_new_tokens=max_new_tokens, do_sample=False)
+
+
+class _Counter:
+    """Takes the place of a writer and counts."""
+
+    def __init__(self) -> None:
+        self._num: Counter[str] = Counter()
+
+    def write(
+        self,
+        site: str,
+        step: int,
+        tensor: Tensor,
+        *,
+        rank: int = 0,
+        axes: Mapping[str, int] | None = None,
+        node: str | None = None,
+    ) -> None:
+        self._num["tensors"] += 1
+        self._num["bytes"] += tensor.nbytes
+
+    def leave_out(self, item: LeftOut) -> None:
+        self._num["left_out"] += 1
+
+    def commit(self, step: int, *, token_ids: Sequence[Sequence[int]] = (), stopped: str | None = None) -> None:
+        self._num["steps"] += 1
+
+    def result(self, path: str | None) -> RecordedTarget:
+        num = self._num
+        return RecordedTarget(path, num["steps"], num["tensors"], num["left_out"], num["bytes"])

@@ -1,0 +1,123 @@
+"""`glass record`: run a model on given inputs, or somebody's script, and write down every tensor."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Annotated, Any
+
+import typer
+
+import glassengine as glass
+from glassengine.cli.options import err, out, progress, settings, write_json
+from glassengine.errors import UsageError
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+
+
+def command(
+    target: Annotated[
+        list[str],
+        typer.Argument(metavar="TARGET | [--] script.py ARGS...", help="A model, or a script.", show_default=False),
+    ],
+    output_dir: Annotated[
+        str, typer.Option("--output-dir", "-o", metavar="DIR", help="Directory of the recording, or recordings.")
+    ] = "glass-recording",
+    inputs: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Inputs of the model: file.py:factory, or a tensor file.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option("--max-new-tokens", metavar="N", help="Generate N tokens from the inputs.")
+    ] = None,
+    sites: Annotated[
+        list[str] | None, typer.Option("--sites", metavar="PATTERN", help="Record only these: glob or re:. Repeatable.")
+    ] = None,
+    values: Annotated[
+        bool, typer.Option("--values/--no-values", help="Record values, or a few statistics of each tensor only.")
+    ] = True,
+    steps: Annotated[str | None, typer.Option(metavar="LIST", help="Record only these steps, e.g. 0-3,7.")] = None,
+    byte_budget: Annotated[
+        str | None, typer.Option("--byte-budget", metavar="SIZE", help="Most bytes of values, e.g. 500M.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto keeps that of the checkpoint.")] = "auto",
+    attn_implementation: Annotated[str | None, typer.Option(help="As in transformers: sdpa, eager.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")
+    ] = False,
+    revision: Annotated[str | None, typer.Option(help="Of a hub id: branch, tag or commit.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a recording that exists.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Run the model, count bytes, write nothing.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> int:
+    """Record every tensor of a model, or of whatever a script runs."""
+    policy: dict[str, Any] = {
+        "sites": list(sites) if sites else None,
+        "values": values,
+        "steps": _steps(steps),
+        "byte_budget": _size(byte_budget),
+        "overwrite": overwrite,
+    }
+    if target[0].endswith(".py"):
+        if inputs is not None or max_new_tokens is not None or dry_run:
+            raise UsageError("a script brings its own inputs", got="--inputs, --max-new-tokens or --dry-run")
+        return _script(target, output_dir, policy, json)
+    if len(target) > 1:
+        raise UsageError("more than one TARGET", got=" ".join(target), hint="glass record -o DIR -- script.py ARGS...")
+    if inputs is None:
+        raise UsageError("the model needs inputs", got=target[0], hint="--inputs file.py:factory, or a tensor file")
+    with progress(f"recording {target[0]}"):
+        result = glass.record_target(
+            target[0],
+            None if dry_run else output_dir,
+            inputs=inputs,
+            max_new_tokens=max_new_tokens,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+            revision=revision,
+            **policy,
+        )
+    if json:
+        write_json({"schema_version": 1, "ok": result.ok, **result.to_dict()}, "-")
+    else:
+        counts = f"{result.num_steps} steps, {result.num_tensors} tensors, {result.value_bytes:,} bytes of values"
+        others = f", {result.num_left_out} without values" if result.num_left_out else ""
+        out.print(f"{'would record' if dry_run else f'recorded {output_dir}'}: {counts}{others}")
+        if not dry_run and not settings.quiet:
+            err.print(f"look at it: glass show {output_dir}")
+    return 0 if result.ok else 1
+
+
+def _script(target: list[str], output_dir: str, policy: dict[str, Any], json: bool) -> int:
+    result = glass.record_script(target[0], target[1:], path=output_dir, **policy)
+    sys.stdout.flush()
+    # The script's own output is on stdout; what is ours goes beside it.
+    if json:
+        write_json({"schema_version": 1, "ok": result.ok, **result.to_dict()}, "-")
+    elif not settings.quiet:
+        for path in result.recordings:
+            err.print(f"recorded {path}: glass show {path}")
+        if not result.recordings:
+            err.print("nothing was recorded: the script called no model")
+    return result.status
+
+
+def _steps(text: str | None) -> frozenset[int] | None:
+    if text is None:
+        return None
+    found: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        if match is None or (match[2] and int(match[2]) - int(match[1]) > 1_000_000):
+            raise UsageError("not a list of steps", got=f"--steps {text}", expected="numbers and ranges, as in 0-3,7")
+        found.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return frozenset(found)
+
+
+def _size(text: str | None) -> int | None:
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)b?", text.strip().lower())
+    if match is None:
+        raise UsageError("not a size", got=f"--byte-budget {text}", expected="bytes, or as in 500M, 2G")
+    return int(float(match[1]) * _UNITS[match[2]])

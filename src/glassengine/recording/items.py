@@ -1,0 +1,103 @@
+"""What a running model hands to the thread that writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from glassengine.recording.description import Description
+from glassengine.recording.layout import ALIGNMENT, MAX_GROUP_TENSORS, LeftOut, Location
+
+_BLOCK_BYTES = 1 << 20
+_BLOCK_HEADER_BYTES = 1 << 16
+
+
+@dataclass(slots=True)
+class Stored:
+    """A tensor in the ring; `location` is where it has been written."""
+
+    description: Description
+    step: int
+    rank: int
+    position: int
+    location: Location | None = None
+
+    @property
+    def end(self) -> int:
+        """Where it ends in the ring."""
+        return self.position + self.description.nbytes
+
+
+@dataclass(slots=True)
+class Alias:
+    """A tensor that has the bytes of another one of its step."""
+
+    description: Description
+    step: int
+    rank: int
+    original: Stored
+
+
+@dataclass(slots=True)
+class Block:
+    """Small tensors of one step that lie behind one another in the ring.
+
+    `is_new` says that they were seen for the first time: what differs from step to step is kept apart from what does
+    not, so that the descriptions of blocks repeat.
+    """
+
+    step: int
+    rank: int
+    is_new: bool
+    position: int
+    end: int
+    descriptions: list[Description]
+    most_header_bytes: int = 0
+
+    def takes(self, step: int, rank: int, position: int, is_new: bool) -> bool:
+        """Return whether a tensor at `position` of the ring can be the next one."""
+        return (
+            self.step == step
+            and self.rank == rank
+            and self.is_new is is_new
+            and position == -(-self.end // ALIGNMENT) * ALIGNMENT
+            and position - self.position <= _BLOCK_BYTES
+            and len(self.descriptions) < MAX_GROUP_TENSORS
+            and self.most_header_bytes <= _BLOCK_HEADER_BYTES
+        )
+
+    def add(self, description: Description, position: int) -> None:
+        """Append the tensor at `position` of the ring."""
+        self.descriptions.append(description)
+        self.most_header_bytes += description.most_header_bytes
+        self.end = position + description.nbytes
+
+
+@dataclass(slots=True)
+class Streamed:
+    """A tensor larger than a slot; its `Piece`s follow, the last one without bytes."""
+
+    description: Description
+    step: int
+    rank: int
+
+
+@dataclass(slots=True)
+class Piece:
+    """Bytes of a streamed tensor; without bytes its end, `cut` when copying it was interrupted."""
+
+    position: int
+    num_bytes: int
+    cut: bool = False
+
+
+@dataclass(slots=True)
+class Commit:
+    """The end of a step."""
+
+    step: int
+    token_ids: Sequence[Sequence[int]]
+    stopped: str | None
+
+
+Item = Stored | Alias | Block | Streamed | Piece | LeftOut | Commit

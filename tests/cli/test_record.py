@@ -1,0 +1,181 @@
+"""`glass record`: models on given inputs, unmodified scripts, dry runs and mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from glassengine.cli.main import main
+from glassengine.recording.reader import Recording
+
+FACTORIES = """
+import torch
+from torch import nn
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+
+def inputs():
+    return [{"input": torch.ones(1, 2)}, {"input": torch.zeros(4, 2)}]
+"""
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+    def forward(self, *, x):
+        return self.fc(x)
+
+if __name__ == "__main__":
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(int(sys.argv[1])):
+        loss = nn.MSELoss()(net(x=torch.ones(1, 2)), torch.zeros(1, 2))
+        loss.backward()
+        optimizer.step()
+    compiled = torch.compile(Net(), backend="eager")
+    with torch.no_grad():
+        compiled(x=torch.ones(3, 2))
+    print(sys.argv[1:], __name__)
+    {ending}
+"""
+
+
+@pytest.fixture
+def factories(tmp_path: Path) -> Path:
+    (tmp_path / "net.py").write_text(FACTORIES)
+    return tmp_path / "net.py"
+
+
+def test_a_model_on_given_inputs(factories: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "r"
+    assert main(["record", f"{factories}:model", "--inputs", f"{factories}:inputs", "-o", str(out)]) == 0
+    shown = capsys.readouterr()
+    assert f"recorded {out}: 2 steps, 12 tensors, 320 bytes of values" in shown.out
+    assert f"glass show {out}" in shown.err
+    opened = Recording.open(out)
+    assert opened.complete and opened.steps == [0, 1] and opened.metadata["model_fingerprint"]
+    assert opened.sites(0) == [".:in.input", "0:in[0]", "0", "1:in[0]", "1", "."]
+    assert main(["record", f"{factories}:model", "--inputs", f"{factories}:inputs", "-o", str(out)]) == 2
+    assert "--overwrite" in capsys.readouterr().err
+
+
+def test_dry_run_and_budget(factories: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "r"
+    command = ["record", f"{factories}:model", "--inputs", f"{factories}:inputs", "-o", str(out)]
+    assert main([*command, "--dry-run"]) == 0
+    assert "would record: 2 steps, 12 tensors, 320 bytes of values" in capsys.readouterr().out
+    assert not out.exists()
+    flags = ["--steps", "1", "--sites", "0*", "--byte-budget", "0.05k", "--json"]
+    assert main([*command, *flags]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["num_steps"], document["num_tensors"], document["num_left_out"]) == (1, 1, 1)
+    assert document["value_bytes"] == 32
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--steps", "1-"], "0-3,7"),
+        (["--byte-budget", "much"], "500M"),
+        (["--sites", "nothing"], "unknown site 'nothing'"),
+        (["--max-new-tokens", "3"], "only a model that generates"),
+    ],
+)
+def test_mistakes(
+    factories: Path, tmp_path: Path, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["record", f"{factories}:model", "--inputs", f"{factories}:inputs", "-o", str(tmp_path / "r")]
+    assert main([*command, *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_targets_that_cannot_be_recorded(factories: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["record", f"{factories}:model"]) == 2
+    assert "--inputs" in capsys.readouterr().err
+    assert main(["record", "--", "no-such-script.py"]) == 2
+    assert "no such script" in capsys.readouterr().err
+
+
+def run_script(
+    tmp_path: Path, *command: str, ending: str = "pass", **variables: str
+) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT).replace("{ending}", ending))
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **variables},
+    )
+
+
+def test_an_unmodified_script(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "-m", "glassengine.cli", "record", "-o", "out", "--", "train.py", "2", "--flag")
+    assert (done.returncode, done.stdout) == (0, "['2', '--flag'] __main__\n"), done.stderr
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"Net", "Net-2", "MSELoss", "MSELoss-2"}
+    opened = Recording.open(tmp_path / "out" / "Net")
+    assert opened.complete and opened.steps == [0, 1]
+    assert opened.sites() == [".:in.x", "fc:in[0]", "fc", "."]
+    compiled = Recording.open(tmp_path / "out" / "Net-2")
+    assert compiled.sites() == [".:in.x", "."] and compiled.tensor(".").shape == (3, 2)
+
+
+@pytest.mark.parametrize(("ending", "status"), [("raise KeyError('planted')", 1), ("sys.exit(7)", 7)])
+def test_a_script_ends_as_it_would(tmp_path: Path, ending: str, status: int) -> None:
+    done = run_script(tmp_path, "-m", "glassengine.cli", "record", "-o", "out", "--", "train.py", "1", ending=ending)
+    assert done.returncode == status
+    if status == 1:
+        assert done.stderr.splitlines()[0] == "Traceback (most recent call last):"
+        assert "KeyError: 'planted'" in done.stderr and "glassengine" not in done.stderr.split("KeyError")[0]
+    opened = Recording.open(tmp_path / "out" / "Net")
+    assert opened.steps == [0] and not opened.complete
+
+
+def test_one_import_records(tmp_path: Path) -> None:
+    code = "import sys, glassengine.auto, runpy; sys.argv[1:] = ['2']; runpy.run_path('train.py', run_name='__main__')"
+    done = run_script(tmp_path, "-c", code, GLASS_RECORD_DIR="here")
+    assert done.returncode == 0, done.stderr
+    assert Recording.open(tmp_path / "here" / "Net").steps == [0, 1]
+    assert Recording.open(tmp_path / "here" / "Net").complete
+
+
+def test_sessions_of_onnx_runtime(tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    helper = onnx.helper
+    kind = onnx.TensorProto.FLOAT
+    graph = helper.make_graph(
+        [helper.make_node("Add", ["x", "x"], ["y"])],
+        "double",
+        [helper.make_tensor_value_info("x", kind, [2])],
+        [helper.make_tensor_value_info("y", kind, [2])],
+    )
+    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(made, tmp_path / "double.onnx")
+    (tmp_path / "serve.py").write_text(
+        "import numpy, onnxruntime\n"
+        "session = onnxruntime.InferenceSession('double.onnx')\n"
+        "for i in range(3): session.run(None, {'x': numpy.full(2, i, numpy.float32)})\n"
+    )
+    done = run_script(tmp_path, "-m", "glassengine.cli", "record", "-o", "out", "serve.py")
+    assert done.returncode == 0, done.stderr
+    opened = Recording.open(tmp_path / "out" / "double")
+    assert opened.complete and opened.steps == [0, 1, 2]
+    assert torch.equal(opened.tensor(".:out.y", 2), torch.full((2,), 4.0))
+    assert torch.equal(opened.tensor(".:in.x", 1), torch.ones(2))
