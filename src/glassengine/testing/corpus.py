@@ -157,7 +157,7 @@ def plant_all(
     for mistake in mistakes:
         row = Row(bench.name, "", mistake.name, mistake.group)
         # Where one place shows nothing (padding that nobody sees, a view that does not fit), another may.
-        for attempt in range(_NUM_PLACES):
+        for attempt in range(1 if mistake.group == "source" else _NUM_PLACES):
             found = _try(bench, mistake, f"{bench.name}/{seed}/{attempt}", row, planter)
             if not row.note:
                 planted.append(found)  # type: ignore[arg-type]
