@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,6 +122,56 @@ def test_generation_is_one_step_per_forward(tmp_path: Path) -> None:
                 assert entry.shape == (2, 2, 3 + step, 16) and entry.axes == {"batch": 0, "cache": 2}
                 cached = getattr(whole.past_key_values.layers[layer], f"{kind}s")
                 torch.testing.assert_close(opened.tensor(entry)[:1], cached[:, :, : 3 + step])
+
+
+def test_caches_of_two_stacks_and_of_recurrent_layers(tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.T5Config(
+        d_model=16, d_ff=16, num_layers=2, num_heads=2, d_kv=8, vocab_size=50, decoder_start_token_id=0
+    )
+    t5 = transformers.T5ForConditionalGeneration(config).eval()
+    with record(t5, tmp_path / "t5", sites=["*:kv.*", "encoder", "encoder:out*"]):
+        t5.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, min_new_tokens=3)
+    opened = Recording.open(tmp_path / "t5")
+    # The encoder runs once, ahead of the first step.
+    assert [opened.steps, "encoder:out.last_hidden_state" in opened.sites(0)] == [[0, 1, 2], True]
+    assert not any(site.startswith("encoder") for site in opened.sites(1))
+    assert opened.entry("decoder.block.1.layer.0.SelfAttention:kv.key", 2).shape == (1, 2, 3, 8)
+    assert opened.entry("decoder.block.1.layer.1.EncDecAttention:kv.cross_value", 2).shape == (1, 2, 3, 8)
+    mamba = transformers.MambaForCausalLM(
+        transformers.MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=50, state_size=4)
+    ).eval()
+    with record(mamba, tmp_path / "mamba"), torch.no_grad():
+        states = mamba(torch.tensor([[5, 6, 7]]), use_cache=True).cache_params.layers[1].conv_states
+    found = values(tmp_path / "mamba")
+    assert torch.equal(found["backbone.layers.1.mixer:kv.conv_states.0"], states[0])
+
+
+def test_what_has_no_values_or_no_hooks(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with _quietly():
+        scripted = torch.jit.script(model[1])
+        with pytest.raises(UsageError, match="a scripted module runs no hooks"):
+            record(scripted, tmp_path / "r")
+        with record(model, tmp_path / "r"):
+            torch.testing.assert_close(torch.vmap(model)(X), model(X))
+            torch.jit.trace(model, (X,), check_trace=False)
+        model[1] = scripted
+        with record(model, tmp_path / "mixed"):
+            model(X)
+    opened = Recording.open(tmp_path / "r")
+    assert opened.complete and {item.step for item in opened.left_out} == {0}
+    assert all("Error" in item.reason for item in opened.left_out)
+    mixed = Recording.open(tmp_path / "mixed")
+    assert mixed.sites() == [".:in[0]", "0:in[0]", "0", "."] and mixed.metadata["not_called"] == ["1"]
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def test_eager_and_engine_recordings_have_the_same_names(tmp_path: Path) -> None:

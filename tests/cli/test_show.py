@@ -13,6 +13,7 @@ from torch import nn
 import glassengine
 from glassengine.cli.main import main
 from glassengine.recording import layout
+from glassengine.recording.records import frame
 
 
 class Model(nn.Module):
@@ -99,6 +100,14 @@ def test_statistics_are_kept_for_the_next_time(
     (recording / layout.STATISTICS).write_bytes(damaged)
     monkeypatch.undo()
     assert show("--json") == first
+
+
+@pytest.mark.parametrize("payload", [{}, {"key": 5}, {"key": [[], 0, 0, ""]}, {"key": [0, 0, 0, ""], "shape": 1}])
+def test_hostile_statistics_are_computed_again(
+    recording: Path, show: Callable[..., str], payload: dict[str, object]
+) -> None:
+    (recording / layout.STATISTICS).write_bytes(frame(payload))
+    assert len(json.loads(show("--json"))["tensors"]) == 6
 
 
 def test_statistics_of_a_directory_that_cannot_be_written(recording: Path, show: Callable[..., str]) -> None:

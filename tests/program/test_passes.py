@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
+from torch.fx.passes.infra.pass_base import PassResult
 
 from glassengine.capture.interpreter import run_program
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.program.export import export_module
-from glassengine.program.outputs import plan_outputs
+from glassengine.program.outputs import add_outputs, plan_outputs
 from glassengine.program.passes import apply_function, apply_pass
-from glassengine.program.program import Program
+from glassengine.program.program import Program, copied_graph
 from glassengine.sites import Site
 
 aten = torch.ops.aten
@@ -345,3 +346,36 @@ def test_caches_and_results_keep_apart_when_a_pass_parts_them() -> None:
     after = run_program(apply_function(program, part, name="p"), {"state": X})
     assert torch.equal(after["state"], X + 1)
     assert torch.equal(after["output"], -(X + 1))
+
+
+def test_a_pass_may_return_what_passes_of_torch_return(program: Program) -> None:
+    def negate(module: GraphModule) -> PassResult:
+        changed = GraphModule(module, torch.fx.Graph())
+        changed.graph = copied_graph(module.graph)
+        node = next(n for n in changed.graph.nodes if n.op == "call_function")
+        node.target = torch.ops.aten.neg.default
+        node.args = node.args[:1]
+        return PassResult(changed, True)
+
+    after = apply_function(program, negate, name="negate")
+    assert sum(node.target is torch.ops.aten.neg.default for node in after.graph.nodes) == 1
+
+
+def test_a_pass_that_returns_something_else_is_not_taken_for_one_that_did_its_work(program: Program) -> None:
+    with pytest.raises(UsageError, match=r"(?s)pass wrong returned something else than a graph.*int.*GraphModule"):
+        apply_function(program, lambda module: 3, name="wrong")
+
+
+def test_inputs_may_be_called_like_builtins_of_python() -> None:
+    class Model(nn.Module):
+        def forward(self, input: torch.Tensor, max: torch.Tensor) -> torch.Tensor:
+            return (input + 1) * max
+
+    inputs = {"input": torch.ones(2, 3), "max": torch.full((2, 3), 2.0)}
+    program = export_module(Model(), inputs)
+    changed = apply_function(program, lambda module: None, name="nothing")
+    added = add_outputs(changed, [node.name for node in changed.graph.nodes if node.op == "call_function"])
+    for each in (changed, added):
+        placeholders = [node.name for node in each.graph.find_nodes(op="placeholder")]
+        assert placeholders == ["input", "max"] == [port.node for port in each.inputs]
+    assert torch.equal(run_program(added, inputs)["output"], torch.full((2, 3), 4.0))

@@ -217,6 +217,72 @@ def test_hostile_records_are_refused(tmp_path: Path, name: str) -> None:
         Recording.open(path)
 
 
+PART = {key: value for key, value in TENSOR.items() if key in ("site", "dtype", "shape", "axes", "node", "nbytes")}
+GROUP = {"kind": "group", "group": 0, "rank": 0, "tensors": [PART, {**PART, "site": "b"}]}
+BLOCK = {"kind": "block", "group": 0, "step": 0, "shard": 0, "offset": 0, "checksum": 0}
+LEFT_OUT = {"kind": "left_out", "site": "a", "step": 0, "rank": 0, "reason": "", "dtype": None, "shape": None}
+STATISTICS = {"min": 1.0, "max": 2.0, "norm": 3.0, "num_nonfinite": 0}
+HOSTILE_BLOCKS = {
+    "not described": [BLOCK],
+    "no tensors": [{**GROUP, "tensors": []}, BLOCK],
+    "not a list": [{**GROUP, "tensors": 5}, BLOCK],
+    "not objects": [{**GROUP, "tensors": [1]}, BLOCK],
+    "too many": [{**GROUP, "tensors": [{**PART, "site": str(i)} for i in range(513)]}, BLOCK],
+    "empty tensors": [{**GROUP, "tensors": [{**PART, "shape": [0], "nbytes": 0}]}, BLOCK],
+    "wrong size": [{**GROUP, "tensors": [{**PART, "nbytes": 8}]}, BLOCK],
+    "twice in a block": [{**GROUP, "tensors": [PART, PART]}, BLOCK],
+    "beyond the shard": [GROUP, {**BLOCK, "offset": 1 << 20}],
+    "other shard": [GROUP, {**BLOCK, "shard": 7}],
+    "overlap": [GROUP, BLOCK, {**BLOCK, "offset": 64}],
+    "same site in two blocks": [GROUP, BLOCK, BLOCK],
+    "unaligned": [GROUP, {**BLOCK, "offset": 8}],
+    "other step": [GROUP, {**BLOCK, "step": 3}],
+    "number of a group": [{**GROUP, "group": -1}, BLOCK],
+    "left out, no reason": [{**LEFT_OUT, "reason": None}],
+    "left out, shape": [{**LEFT_OUT, "shape": [-1]}],
+    "left out, step": [{**LEFT_OUT, "step": 9}],
+    "left out, statistics": [{**LEFT_OUT, "statistics": [1]}],
+    "left out, numbers": [{**LEFT_OUT, "statistics": {**STATISTICS, "min": "1"}}],
+    "left out, norm": [{**LEFT_OUT, "statistics": {**STATISTICS, "norm": None}}],
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_BLOCKS)
+def test_hostile_blocks_are_refused(tmp_path: Path, name: str) -> None:
+    path = make(tmp_path / "r", steps=1)
+    records = HOSTILE_BLOCKS[name]
+    counts = {"num_tensors": 2 * sum(r["kind"] == "block" for r in records)}
+    counts["num_left_out"] = sum(r["kind"] == "left_out" for r in records)
+    commit = {"kind": "commit", "step": 0, **counts}
+    (path / layout.INDEX).write_bytes(b"".join(map(frame, [*records, commit])))
+    set_manifest(path, num_tensors=counts["num_tensors"])
+    with pytest.raises(CorruptError):
+        Recording.open(path)
+
+
+def test_blocks_that_are_in_order_are_read(tmp_path: Path) -> None:
+    # The counterpart: what the hostile records are made from is accepted.
+    path = make(tmp_path / "r", steps=1)
+    records = [GROUP, BLOCK, {**LEFT_OUT, "statistics": STATISTICS}]
+    commit = {"kind": "commit", "step": 0, "num_tensors": 2, "num_left_out": 1}
+    (path / layout.INDEX).write_bytes(b"".join(map(frame, [*records, commit])))
+    assert [entry.site for entry in Recording.open(path).entries] == ["a", "b"]
+
+
+def test_a_small_index_that_claims_many_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("glassengine.recording.recovery.MAX_ENTRIES", 5)
+    path = make(tmp_path / "r", steps=1)
+    # The shard grows without taking any room on the disk.
+    os.truncate(path / "shard-00000.safetensors", 1 << 24)
+    blocks = [{**BLOCK, "step": step, "offset": 256 * step} for step in range(4)]
+    commits = [{"kind": "commit", "step": step, "num_tensors": 2, "num_left_out": 0} for step in range(4)]
+    pairs = [record for pair in zip(blocks, commits, strict=True) for record in pair]
+    (path / layout.INDEX).write_bytes(b"".join(map(frame, [GROUP, *pairs])))
+    set_manifest(path, state="writing")
+    opened = Recording.open(path)
+    assert opened.steps == [0, 1] and opened.incomplete_because == "more than 5 tensors"
+
+
 @pytest.mark.parametrize("head", [b"\xff\xff\xff\xff\0\0\0\0", b"\0", b"\x02\0\0\0\0\0\0\0[]"])
 def test_hostile_frames_are_refused(tmp_path: Path, head: bytes) -> None:
     path = make(tmp_path / "r", steps=1)

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from glassengine.errors import UsageError
 from glassengine.recording.layout import LeftOut
 from glassengine.recording.policy import NO_VALUES, OVER_BUDGET, Policy
 from glassengine.recording.statistics import light
@@ -79,8 +78,8 @@ class Intake:
                 self._writer.write(site, step, tensor, rank=self._rank, axes=axes)
                 names.add(site)
                 return
-            except UsageError:
-                pass
+            except Exception:
+                _log.debug("%s takes the long way", site, exc_info=True)
         self._take(site, step, tensor, keeps, axes)
 
     def _look(self, site: str) -> tuple[bool, bool]:

@@ -42,12 +42,16 @@ class CacheSites:
     """Where the layers of a key/value cache belong in a model.
 
     Args:
+        root: The model.
         paths: Module -> path, without wrapper names.
     """
 
-    def __init__(self, paths: Mapping[nn.Module, str]) -> None:
+    def __init__(self, root: nn.Module, paths: Mapping[nn.Module, str]) -> None:
         self._paths: dict[int, list[str]] = {}
+        two_stacks = bool(getattr(getattr(root, "config", None), "is_encoder_decoder", False))
         for module, path in paths.items():
+            if two_stacks and "encoder" in path.split("."):
+                continue  # an encoder has no cache, and numbers its layers all the same
             index = getattr(module, "layer_idx", None)
             if isinstance(index, int):
                 self._paths.setdefault(index, []).append(path)
@@ -81,9 +85,11 @@ class CacheSites:
             inner = [path for path in paths if not any(other.startswith(f"{path}.") for other in paths)]
             path = inner[min(which, len(inner) - 1)] if inner else f"past_key_values.{index}"
             for name, value in vars(layer).items():
-                if isinstance(value, Tensor) and value.dim() >= 2:
-                    key = {"keys": "key", "values": "value"}.get(name, name)
-                    yield f"{path}:kv.{prefix}{key}", value
+                key = {"keys": "key", "values": "value"}.get(name, name)
+                # A recurrent layer keeps its states in dicts, by number.
+                for port, tensor in tensors_in(f":kv.{prefix}{key}", value):
+                    if tensor.dim() >= 2:
+                        yield path + port, tensor
 
 
 def _is_cache(value: Any) -> bool:

@@ -51,7 +51,7 @@ class ModuleHooks:
         self._policy = policy
         self._gradients = gradients
         self._holds_steps = holds_steps
-        self._caches = CacheSites({module: known.paths[0] for module, known in self.names.known.items()})
+        self._caches = CacheSites(root, {module: known.paths[0] for module, known in self.names.known.items()})
         self._first_argument = _first_argument(root)
         self._local = threading.local()
         self._open: dict[int, Forward] = {}
@@ -64,6 +64,8 @@ class ModuleHooks:
         """Install the hooks, behind those that are there: what is delivered is what the next module gets."""
         self.names.log_aliases()
         for module, known in self.names.known.items():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # runs without Python, hence without hooks; listed as not called
             before, after = self._hooks(known)
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
@@ -176,7 +178,9 @@ class ModuleHooks:
             for step in [step for step, (held, _) in self._held.items() if held.thread == threading.get_ident()]:
                 self._release(step)
             step = self.steps.next()
-            forward = Forward(step, self._policy.wants_step(step), threading.get_ident())
+            # What a tracer gives to the hooks are no values.
+            records = self._policy.wants_step(step) and torch._C._get_tracing_state() is None
+            forward = Forward(step, records, threading.get_ident())
             self._open[step] = forward
             self._local.forward = forward
         if not known.is_root:

@@ -165,6 +165,9 @@ def record(
     if not isinstance(model, nn.Module):
         hint = "engine.generate(..., record=path)" if hasattr(model, "generate") else "record the module it calls"
         raise UsageError("only a module can be recorded", got=type(model).__name__, hint=hint)
+    if isinstance(model, torch.jit.ScriptModule):
+        what = "a scripted module runs no hooks"
+        raise UsageError(what, got=type(model).__name__, hint="record the module it was made from")
     policy = Policy(sites=sites, values=values, steps=steps, byte_budget=byte_budget)
     facts = {**describe_model(model), **(metadata or {}), "gradients": gradients, "byte_budget": byte_budget}
     return Recorder(

@@ -114,7 +114,7 @@ class ScriptRecorder:
             if any(recorder.is_open for recorder in self._recorders):
                 return  # made while its model runs
             self._known.update(ModuleNames(module).known)
-            if not self._has_room():
+            if isinstance(module, torch.jit.ScriptModule) or not self._has_room():
                 return
             recorder = record(module, self._path(type(getattr(module, "_orig_mod", module)).__name__), **self._options)
             recorder.__enter__()

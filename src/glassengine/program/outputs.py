@@ -8,7 +8,6 @@ depend on weights alone. `DerivedValues` computes them on reading.
 from __future__ import annotations
 
 import ast
-import copy
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.program.naming import is_tensor_node
-from glassengine.program.program import Program, rebuilt
+from glassengine.program.program import Program, copied_graph, rebuilt
 
 PREFIX = "dbg."
 """Prefix of the names of added outputs; the rest is the FX node name."""
@@ -125,7 +124,7 @@ def add_outputs(program: Program, nodes: Iterable[str]) -> Program:
     """
     names = [name for name in dict.fromkeys(nodes) if PREFIX + name not in program.output_nodes]
     exported = program.exported
-    graph = copy.deepcopy(exported.graph)
+    graph = copied_graph(exported.graph)
     by_name = {node.name: node for node in graph.nodes if is_tensor_node(node)}
     for name in names:
         if name not in by_name:
@@ -145,7 +144,7 @@ def functional_form(program: Program) -> Program:
         OutputSpec(OutputKind.USER_OUTPUT, spec.arg, None) if spec.kind is OutputKind.USER_INPUT_MUTATION else spec
         for spec in exported.graph_signature.output_specs
     ]
-    graph = copy.deepcopy(exported.graph)
+    graph = copied_graph(exported.graph)
     return program.replace(rebuilt(exported, graph, specs, out_spec=_flat_spec(specs)))
 
 

@@ -103,6 +103,20 @@ class Program:
         return Program(exported, self.sites, self.kind, self.inputs, table, self.caches, self.layout, self.metadata)
 
 
+def copied_graph(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """Return a copy in which every node has the name it has in `graph`.
+
+    A plain copy renames nodes that are called like a builtin of Python ("input" becomes "input_1"), and with them what
+    the signature, the sites and the aliases refer to.
+    """
+    copied = copy.deepcopy(graph)
+    for old, new in zip(graph.nodes, copied.nodes, strict=True):
+        if new.name != old.name:
+            new.name = old.name
+            copied._graph_namespace._used_names.add(old.name)
+    return copied
+
+
 def rebuilt(
     exported: ExportedProgram, graph: torch.fx.Graph, output_specs: Sequence[Any], *, out_spec: Any | None = None
 ) -> ExportedProgram:

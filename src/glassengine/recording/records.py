@@ -165,8 +165,11 @@ def left_out_from(payload: dict[str, Any]) -> LeftOut:
         raise ValueError("a shape is not a list of sizes")
     statistics = None
     if found is not None:
+        if not isinstance(found, dict):
+            raise ValueError("statistics are not an object")
         low, high, norm, count = (found.get(key) for key in ("min", "max", "norm", "num_nonfinite"))
-        if not all(isinstance(value, (float, int, NoneType)) for value in (low, high)) or not _is_size(count):
+        numbers = all(isinstance(value, (float, int, NoneType)) for value in (low, high))
+        if not numbers or not isinstance(norm, (float, int)) or not _is_size(count):
             raise ValueError("statistics are not numbers")
         statistics = LightStatistics(low, high, float(norm), count)
     sizes = None if shape is None else tuple(shape)

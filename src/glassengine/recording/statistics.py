@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,6 +12,8 @@ from glassengine import blocks
 from glassengine.recording.layout import LightStatistics
 from glassengine.results import Summary
 
+_NUMPY = (torch.float32, torch.float64)
+_SMALL = 1 << 16
 _FAST = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -62,7 +65,14 @@ def light(tensor: Tensor) -> LightStatistics:
         tensor: Dense; any shape, strides and dtype that can be converted to float64.
     """
     tensor = tensor.detach()
-    if tensor.dtype in _FAST and tensor.numel():
+    if tensor.dtype in _NUMPY and 1 < tensor.numel() <= _SMALL and tensor.is_cpu and tensor.is_contiguous():
+        # numpy takes a third of the time for what fits a cache. (A single element may be one that is to be negated.)
+        flat = tensor.numpy().reshape(-1)
+        with np.errstate(all="ignore"):
+            norm = math.sqrt(float(np.dot(flat, flat)))
+        if math.isfinite(norm):
+            return LightStatistics(float(flat.min()), float(flat.max()), norm, 0)
+    elif tensor.dtype in _FAST and tensor.numel():
         low, high = torch.aminmax(tensor)
         dtype = torch.float32 if tensor.dtype.itemsize < 4 else None
         norm = float(torch.linalg.vector_norm(tensor, dtype=dtype))

@@ -58,7 +58,7 @@ class StatisticsCache:
 
     def _read(self) -> dict[tuple[int, int, int, str], Summary]:
         found: dict[tuple[int, int, int, str], Summary] = {}
-        with contextlib.suppress(ValueError, CorruptError), open_regular(self._path) as file:
+        with contextlib.suppress(ValueError, TypeError, CorruptError), open_regular(self._path) as file:
             while file.tell() < _MAX_BYTES and (payload := read_frame(file)) is not None:
                 shard, offset, checksum, dtype = payload.get("key") or [None] * 4
                 found[shard, offset, checksum, dtype] = _summary(payload)

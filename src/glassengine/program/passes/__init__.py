@@ -7,7 +7,6 @@ over its site, so that a comparison before / after can name it. Ops that the pas
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -17,12 +16,13 @@ from typing import Any
 import torch
 from torch.export.graph_signature import OutputKind, OutputSpec
 from torch.fx import Node
+from torch.fx.passes.infra.pass_base import PassResult
 from torch.utils import _pytree as pytree
 
 from glassengine.errors import UsageError
 from glassengine.program.factory import load_function
 from glassengine.program.naming import describe_shape, fingerprints, is_tensor_node, op_name
-from glassengine.program.program import Program, rebuilt
+from glassengine.program.program import Program, copied_graph, rebuilt
 from glassengine.sites import ROOT, Site, SiteTable, op_site
 
 
@@ -37,17 +37,25 @@ def apply_pass(program: Program, spec: str) -> Program:
 
 def apply_function(program: Program, function: Callable[[torch.fx.GraphModule], Any], *, name: str) -> Program:
     """Return `program` after `function`; see `apply_pass`."""
-    module = torch.fx.GraphModule(program.exported.graph_module, copy.deepcopy(program.graph))
+    module = torch.fx.GraphModule(program.exported.graph_module, copied_graph(program.graph))
     before = {node.name: node for node in module.graph.nodes}
     shapes_before = {node.name: (node.target, _structure(node)) for node in module.graph.nodes}
     uses = {node.name: [(user.name, _slots(user, node)) for user in node.users] for node in module.graph.nodes}
     inputs = [node.name for node in module.graph.find_nodes(op="placeholder")]
     try:
         result = function(module)
-        module = result if isinstance(result, torch.fx.GraphModule) else module
-        module.graph.lint()
+        if result is not None:
+            module = result.graph_module if isinstance(result, PassResult) else result
+        if isinstance(module, torch.fx.GraphModule):
+            module.graph.lint()
     except Exception as error:
         raise UsageError(f"pass {name} failed", got=f"{type(error).__name__}: {error}", hint="run with -v") from error
+    if not isinstance(module, torch.fx.GraphModule):
+        raise UsageError(
+            f"pass {name} returned something else than a graph",
+            got=type(module).__name__,
+            expected="a torch.fx.GraphModule, or None where the given one was changed in place",
+        )
     graph = module.graph
     if [node.name for node in graph.find_nodes(op="placeholder")] != inputs:
         raise UsageError(f"pass {name} changed the inputs of the program", expected=f"the same {len(inputs)} inputs")
