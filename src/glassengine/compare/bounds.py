@@ -7,7 +7,8 @@
     U      unit roundoff of internal sums (float32 accumulation, unless less is declared for products)
 
     moves          1.3 (u + u_in) |P|                                 selection, layout, casts (1: half an ulp)
-    pointwise      (2u + 4U) |P| + sum_i |dP/dx_i| u_in |x_i|         derivatives by automatic differentiation
+    pointwise      (2u + 4U) |P| + sum_i |dP/dx_i| u_in |x_i|         derivatives by automatic differentiation;
+                                                                      4u for activations of several steps
     sums           2u |P| + (4 sqrt(K) U + u_in) A                    A: the op on absolute values, K: terms of one sum
     products       2u |P| + 4 sqrt(K) U A + 4 max(u_w, u_in) sqrt(A2) A2: the op on squares
     softmax        P (2u + 8U (1 + max|x|) + 2 u_in max|x|)
@@ -56,7 +57,9 @@ def rounding_bound(operation: Operation, roundoff: Roundoff) -> Tensor | None:
         # What is selected by size may be a neighbour of the largest.
         bound = 1.3 * (u + u_in) * (torch.maximum(operation.on(torch.abs).abs(), size) if name in LARGEST else size)
     elif name in POINTWISE:
-        bound = (2 * u + 4 * U_ACCUMULATE) * size + _carried(operation, max(u_in, roundoff.u_w))
+        # Activations may be written out: a product of a rounded sigmoid, say.
+        roundings = 4 if name in RELATIVE_TO_ARGUMENT else 2
+        bound = (roundings * u + 4 * U_ACCUMULATE) * size + _carried(operation, max(u_in, roundoff.u_w))
     elif name in SUMS:
         absolute = operation.on(torch.abs).abs()
         bound = (
