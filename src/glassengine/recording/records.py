@@ -167,9 +167,10 @@ def left_out_from(payload: dict[str, Any]) -> LeftOut:
     if found is not None:
         if not isinstance(found, dict):
             raise ValueError("statistics are not an object")
-        low, high, norm, count = (found.get(key) for key in ("min", "max", "norm", "num_nonfinite"))
+        low, high, norm = (found.get(key) for key in ("min", "max", "norm"))
+        (count,) = sizes_of(found, "num_nonfinite")
         numbers = all(isinstance(value, (float, int, NoneType)) for value in (low, high))
-        if not numbers or not isinstance(norm, (float, int)) or not _is_size(count):
+        if not numbers or not isinstance(norm, (float, int)):
             raise ValueError("statistics are not numbers")
         statistics = LightStatistics(low, high, float(norm), count)
     sizes = None if shape is None else tuple(shape)
