@@ -115,6 +115,30 @@ def test_a_disk_that_fills_up_does_not_cost_the_text(
     assert "No space left" in captured.err and "--debug-dir" in captured.err
 
 
+def test_an_interrupt_says_what_is_on_disk(
+    engine_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write = glass.StepFiles.__call__
+
+    def interrupt(self: glass.StepFiles, session: Any) -> None:
+        if session.step == 2:
+            raise KeyboardInterrupt
+        write(self, session)
+
+    monkeypatch.setattr(glass.StepFiles, "__call__", interrupt)
+    flags = ("--max-new-tokens", 5, "--debug-dir", tmp_path / "d", "--debug-format", "pt", "--record", tmp_path / "r")
+    assert run(engine_directory, "--input-text", PROMPT, *flags) == 130
+    error = capsys.readouterr().err
+    assert "wrote the tensors of 2 steps" in error and "glass show" in error and "interrupted" in error
+    assert step_files(tmp_path / "d") == {"step0.pt", "step1.pt"}
+    assert main(["show", str(tmp_path / "r")]) == 0
+
+
+def test_a_single_token_has_no_decode_steps(engine_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(engine_directory, "--input-text", PROMPT, "--max-new-tokens", 1) == 0
+    assert "0 decode steps\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("variable", [None, "GLASS_SYNCHRONOUS", "CUDA_LAUNCH_BLOCKING"])
 def test_synchronous(
     engine_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str | None

@@ -258,6 +258,17 @@ def test_refusals_before_the_first_step(tmp_path: Path) -> None:
         glass.StepFiles(tmp_path, formats=["pt", "csv"])
 
 
+def test_two_runs_at_once_do_not_share_a_directory(tmp_path: Path) -> None:
+    with glass.StepFiles(tmp_path, formats=["pt"]) as files:
+        files(session(0, x=torch.tensor([1.0])))
+        with pytest.raises(glass.UsageError, match=r"another run is writing.*\n.*\n.*--debug-dir"):
+            write(tmp_path, 0, 1)
+        files(session(1, x=torch.tensor([1.0])))
+    assert names(tmp_path) == {"step0.pt", "step1.pt"} and load(tmp_path / "step0.pt")["x"].item() == 1
+    write(tmp_path, 0)
+    assert "earlier-001/step1.pt" in names(tmp_path)
+
+
 def test_a_session_that_keeps_nothing_is_an_error(engine: Engine, tmp_path: Path) -> None:
     with pytest.raises(glass.UsageError, match="debug=True"), glass.StepFiles(tmp_path) as files:
         engine.generate(PROMPT, max_new_tokens=1, on_step=files)

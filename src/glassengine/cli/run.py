@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -172,7 +172,7 @@ def command(
         loaded.executable.synchronous = True
     observers = [_printer(names, prints)] if names or prints else []
     streams = len(input_text or ()) == 1 and not json and not observers
-    with files if files is not None else contextlib.nullcontext():
+    with files if files is not None else contextlib.nullcontext(), _kept(files, record):
         result = loaded.generate(
             list(input_text) if input_text else None,
             input_ids=input_ids,
@@ -209,6 +209,19 @@ def _step_files(directory: str | None, formats: Sequence[str], debug_mode: bool)
     if target is None:
         return None
     return glass.StepFiles(target, formats=formats) if formats else glass.StepFiles(target)
+
+
+@contextlib.contextmanager
+def _kept(files: glass.StepFiles | None, record: str | None) -> Iterator[None]:
+    """Say what is on disk when the user stops the run."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if files is not None:
+            err.print(f"wrote the tensors of {files.num_steps} steps to {files.directory}")
+        if record is not None and Path(record, "recording.json").is_file():
+            err.print(f"recorded the steps that were finished: glass show {record}")
+        raise
 
 
 def _each(observers: Sequence[Callable[[Any], None]]) -> Callable[[Any], None] | None:
@@ -250,11 +263,9 @@ def _print_texts(result: Any) -> None:
 
 
 def _print_notes(result: Any, files: glass.StepFiles | None) -> None:
-    steps = max(result.num_steps - 1, 1)
-    err.print(
-        f"prefill {result.prefill_s * 1e3:.1f} ms, {result.num_steps - 1} decode steps, "
-        f"{result.decode_s / steps * 1e3:.2f} ms each"
-    )
+    steps = result.num_steps - 1
+    each = f", {result.decode_s / steps * 1e3:.2f} ms each" if steps else ""
+    err.print(f"prefill {result.prefill_s * 1e3:.1f} ms, {steps} decode step{'' if steps == 1 else 's'}{each}")
     if result.seed is not None:
         err.print(f"sampled with --seed {result.seed}")
     if result.recording:
