@@ -395,6 +395,16 @@ def test_gradients_of_activations_and_parameters(tmp_path: Path) -> None:
     assert torch.equal(values(tmp_path / "r", 0)["layers.0:grad_in[0]"], values(tmp_path / "r", 0)[".:grad_in[0]"])
 
 
+def test_wrappers_are_no_part_of_a_name(tmp_path: Path) -> None:
+    model = Model()
+    wrapped = nn.DataParallel(model)  # without a GPU it passes its call on
+    with record(wrapped, tmp_path / "r", gradients=True):
+        wrapped(X)["logits"].sum().backward()
+    with record(model, tmp_path / "plain", gradients=True):
+        model(X)["logits"].sum().backward()
+    assert Recording.open(tmp_path / "r").sites() == Recording.open(tmp_path / "plain").sites()
+
+
 def test_parameters_and_state_after_a_step_of_the_optimizer(tmp_path: Path) -> None:
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

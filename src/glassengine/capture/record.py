@@ -61,7 +61,7 @@ class Recorder:
         holds = self._gradients or self._optimizer is not None
         self._hooks = ModuleHooks(self.model, self._intake, self._policy, gradients=self._gradients, holds_steps=holds)
         self._parameters = ParameterHooks(
-            self.model,
+            self._hooks.names,
             self._intake,
             lambda: self._hooks.current_step,
             gradients=self._gradients,

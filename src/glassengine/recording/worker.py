@@ -72,9 +72,7 @@ class BackgroundWriter:
         self._descriptions: dict[tuple[str, torch.dtype, torch.Size], Description] = {}
         self._lock = threading.Lock()
         self._block: Block | None = None
-        self._queue: deque[Stored | Alias | Block | Streamed | Piece | LeftOut | Commit | threading.Event | None] = (
-            deque()
-        )
+        self._queue: deque[Item | threading.Event | None] = deque()
         self._wake = threading.Event()
         self._woken = 0.0
         self._failure: Exception | None = None
