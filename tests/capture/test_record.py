@@ -395,6 +395,18 @@ def test_gradients_of_activations_and_parameters(tmp_path: Path) -> None:
     assert torch.equal(values(tmp_path / "r", 0)["layers.0:grad_in[0]"], values(tmp_path / "r", 0)[".:grad_in[0]"])
 
 
+def test_gradients_that_come_too_late_are_counted(tmp_path: Path) -> None:
+    model = Model()
+    with record(model, tmp_path / "r", gradients=True):
+        first = model(X)["logits"].sum()
+        model(X)
+        first.backward()
+    opened = Recording.open(tmp_path / "r")
+    assert opened.complete and opened.metadata["num_late"] == 11
+    # What is accumulated into parameters belongs to the step that is open.
+    assert not any(":grad" in site for site in opened.sites(0)) and "head.weight:grad" in opened.sites(1)
+
+
 def test_wrappers_are_no_part_of_a_name(tmp_path: Path) -> None:
     model = Model()
     wrapped = nn.DataParallel(model)  # without a GPU it passes its call on
@@ -606,14 +618,37 @@ def test_a_model_that_was_not_called(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert "the model was not called" in caplog.text
 
 
+def test_what_holds_one_module(tmp_path: Path) -> None:
+    model = Model()
+
+    class Pipeline:
+        def __init__(self) -> None:
+            self.model = model
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return self.model(x)["logits"]
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return model(x)["logits"]
+
+    for number, target in enumerate((Pipeline(), function, model.forward)):
+        with record(target, tmp_path / str(number)) as recorder:
+            recorder.model(X)
+        assert recorder.model is model and "head" in Recording.open(tmp_path / str(number)).sites()
+
+
 def test_misuse(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="only a module can be recorded"):
-        record(lambda x: x, tmp_path / "r")  # type: ignore[arg-type]
+    one, two = Model(), Model()
+    for target in (lambda x: x, lambda x: one(two(x)), torch.ones(1).add):
+        with pytest.raises(UsageError, match="only one module can be recorded"):
+            record(target, tmp_path / "r")
     with pytest.raises(UsageError, match="not a list of patterns"):
         record(Model(), tmp_path / "r", sites="head")
     with pytest.raises(UsageError, match="negative"):
         record(Model(), tmp_path / "r", byte_budget=-1)
     assert not (tmp_path / "r").exists()
+    with record(Model(), tmp_path / "once") as recorder, pytest.raises(UsageError, match="entered twice"):
+        recorder.__enter__()
     (tmp_path / "locked").mkdir()
     (tmp_path / "locked" / "mine.txt").write_text("x")
     model = Model()

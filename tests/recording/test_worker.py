@@ -80,6 +80,20 @@ def test_blocks_are_described_once_and_verified_as_a_whole(tmp_path: Path) -> No
         Recording.open(tmp_path / "r").tensor("site7", 3)
 
 
+def test_shapes_that_never_repeat_take_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_MAX_DESCRIPTIONS", 10)
+    writer = BackgroundWriter(tmp_path / "r", metadata={})
+    for step in range(600):
+        writer.write("grows", step, torch.full((step + 1,), step))
+        writer.write("stays", step, torch.tensor(step))
+        assert len(writer._descriptions) <= 10
+        writer.commit(step)
+    writer.close()
+    assert len(writer._writer._groups) <= 256
+    opened = Recording.open(tmp_path / "r")
+    assert all(int(opened.tensor(entry).max()) == entry.step for entry in opened.entries)
+
+
 def test_a_slow_disk_slows_the_model_and_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_all = shard.write_all
 

@@ -39,6 +39,7 @@ _PIECES_OF_RING = 4
 _PERIOD_S = 0.02
 _LOOK_S = 0.1
 _WRITE_BYTES = 32 << 20
+_MAX_DESCRIPTIONS = 1 << 14
 # Smaller tensors are written in blocks, and stored again rather than searched for.
 _MIN_SHARED_BYTES = 1 << 16
 
@@ -115,6 +116,8 @@ class BackgroundWriter:
         description = self._descriptions.get(key)
         is_new = description is None
         if description is None or tensor.layout is not torch.strided:
+            if len(self._descriptions) >= _MAX_DESCRIPTIONS:
+                self._descriptions.clear()  # a cache that grows has another shape in every step
             description = self._descriptions[key] = describe(site, tensor, axes=axes, node=node)
         if self._failure is not None:
             return
