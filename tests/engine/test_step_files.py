@@ -75,6 +75,16 @@ def test_files_of_two_engines_are_compared(engine: Engine, tmp_path: Path) -> No
     assert not result.ok and result.first_divergence is not None and result.first_divergence.site == "logits"
 
 
+def test_files_are_compared_with_a_recording_of_the_same_run(engine: Engine, tmp_path: Path) -> None:
+    """Files have the documents' names, recordings those of sites: the recording knows both, the logits' too."""
+    with glass.StepFiles(tmp_path / "files", formats=["pt"]) as files:
+        engine.generate(PROMPT, max_new_tokens=2, debug=["mlp", "logits"], on_step=files, record=tmp_path / "recording")
+    for sides in (("recording", "files"), ("files", "recording")):
+        result = glass.compare(tmp_path / sides[0], tmp_path / sides[1], min_coverage=0.0)
+        assert result.ok and result.verdict == "identical"
+        assert {"logits", "lm_head"} & {pair.site for pair in result.pairs}, sides
+
+
 def test_text(tmp_path: Path) -> None:
     values = torch.tensor([1.0, 2.0, 4.0, float("nan"), float("inf"), -float("inf")])
     tensors = {
