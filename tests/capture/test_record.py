@@ -263,6 +263,48 @@ def test_an_exception_that_leaves_the_block(tmp_path: Path) -> None:
     assert is_clean(model)
 
 
+class Cancelled(BaseException):
+    """As asyncio and some frameworks raise it: not an Exception, so hooks are not told."""
+
+
+@pytest.mark.parametrize("error", [ValueError, Cancelled])
+def test_an_exception_that_the_model_catches(tmp_path: Path, error: type[BaseException]) -> None:
+    class Raising(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise error
+
+    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
+        try:
+            self.outer(x)
+        except error:
+            x = self.fallback(x)
+        return self.last(x)
+
+    model = Calls(run, outer=nn.Sequential(Raising()), fallback=nn.Linear(4, 4), last=nn.ReLU())
+    with record(model, tmp_path / "r"):
+        model(X)
+        model(X)
+    opened = Recording.open(tmp_path / "r")
+    assert opened.complete and opened.steps == [0, 1]
+    assert opened.sites(1) == [
+        ".:in[0]", "outer:in[0]", "outer.0:in[0]", "fallback:in[0]", "fallback", "last:in[0]", "last", ".",
+    ]  # fmt: skip
+
+
+def test_containers_that_cannot_be_looked_into(tmp_path: Path) -> None:
+    class Shy(dict[str, torch.Tensor]):
+        def items(self) -> Any:
+            raise RuntimeError("planted")
+
+    model = Calls(lambda self, batch: Shy(y=batch["x"] + 1))
+    with record(model, tmp_path / "r"):
+        assert torch.equal(model(Shy(x=X))["y"], X + 1)
+    opened = Recording.open(tmp_path / "r")
+    assert [(item.site, item.reason) for item in opened.left_out] == [
+        (".:in", "RuntimeError: planted"), (".:out", "RuntimeError: planted"),
+    ]  # fmt: skip
+
+
 def test_a_forward_inside_of_an_exception_handler(tmp_path: Path) -> None:
     model = Model()
     with record(model, tmp_path / "r"):
