@@ -297,7 +297,7 @@ class BackgroundWriter:
             assert original.location is not None
             self._writer.alias(item.description, item.step, item.rank, original.description, original.location)
         elif isinstance(item, Commit):
-            self._writer.commit(item.step, token_ids=item.token_ids, stopped=item.stopped)
+            self._writer.end_step(item.step, token_ids=item.token_ids, stopped=item.stopped)
         elif isinstance(item, LeftOut):
             self._writer.leave_out(item)
 
