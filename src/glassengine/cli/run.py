@@ -172,7 +172,7 @@ def command(
         loaded.executable.synchronous = True
     observers = [_printer(names, prints)] if names or prints else []
     streams = len(input_text or ()) == 1 and not json and not observers
-    with files if files is not None else contextlib.nullcontext(), _kept(files, record):
+    with files if files is not None else contextlib.nullcontext(), _kept(files, record), _line() as write:
         result = loaded.generate(
             list(input_text) if input_text else None,
             input_ids=input_ids,
@@ -180,7 +180,7 @@ def command(
             max_new_tokens=max_new_tokens,
             debug=list(debug) if debug else prints or files is not None,
             on_step=_each([*observers, files] if files is not None else observers),
-            on_text=_write if streams else None,
+            on_text=write if streams else None,
             record=record,
             overwrite=overwrite,
             **{name: value for name, value in given.items() if value is not None},
@@ -209,6 +209,24 @@ def _step_files(directory: str | None, formats: Sequence[str], debug_mode: bool)
     if target is None:
         return None
     return glass.StepFiles(target, formats=formats) if formats else glass.StepFiles(target)
+
+
+@contextlib.contextmanager
+def _line() -> Iterator[Callable[[str], None]]:
+    """Yield what writes pieces of a text; one that is cut short ends its line, so that no message runs on from it."""
+    pieces = 0
+
+    def write(text: str) -> None:
+        nonlocal pieces
+        pieces += bool(text)
+        _write(text)
+
+    try:
+        yield write
+    except BaseException:
+        if pieces:
+            _write("\n")
+        raise
 
 
 @contextlib.contextmanager
