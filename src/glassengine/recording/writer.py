@@ -216,7 +216,7 @@ class RecordingWriter:
         """
         self._require_open()
         opened = self._opened(item.site, item.step)
-        opened.frames.append(records.frame(records.left_out_payload(item)))
+        opened.frames.append(records.left_out_frame(item))
         opened.num_left_out += 1
 
     def commit(self, step: int, *, token_ids: Sequence[Sequence[int]] = (), stopped: str | None = None) -> None:
