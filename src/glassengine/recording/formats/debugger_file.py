@@ -29,6 +29,9 @@ from glassengine.sites import ROOT, port_site, with_call
 
 FULL = "_FULL_TENSORS.json"
 SUMMARY = "_SUMMARY.json"
+OTHER_PORTS = ("kv", "grad_in", "grad_out", "grad", "param", "state")
+"""What a site can have beside inputs and results; keys of a node that only our own trees have."""
+
 _TREE = re.compile(r"(?P<name>.+)_debug_tree(?:_step(?P<step>\d{1,9}))?(?:_rank(?P<rank>\d{1,9}))?")
 _SHAPE = re.compile(r"torch\.Size\(\[((?:\d+(?:, )?)*)\]\)")
 _MAX_DEPTH = 200
@@ -178,7 +181,9 @@ def _tensors(
         raise CorruptError("a node of a call tree is damaged", got=str(node)[:200])
     inside = node["module_path"].removeprefix(root).removeprefix(" (top-level)").lstrip(".")
     path = ".".join(part for part in (prefix, inside) if part) or ROOT
-    call = with_call(path, calls[path]) if "@" not in path else path
+    number = node.get("call")
+    # The original gives no number: every call is there, one after the other.
+    call = with_call(path, number if isinstance(number, int) and number >= 0 else calls[path])
     calls[path] += 1
     inputs = node.get("inputs")
     if isinstance(inputs, dict):
@@ -190,7 +195,8 @@ def _tensors(
     for child in children:
         yield from _tensors(child, root, prefix, calls, depth + 1)
     yield from _leaves(call, ":out", node.get("outputs"), 0)
-    yield from _leaves(call, ":kv", node.get("kv"), 0)
+    for port in OTHER_PORTS:
+        yield from _leaves(call, f":{port}", node.get(port), 0)
 
 
 def _leaves(where: str, port: str, value: Any, depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -201,10 +207,11 @@ def _leaves(where: str, port: str, value: Any, depth: int) -> Iterator[tuple[str
             yield from _leaves(where, f"{port}[{index}]", item, depth + 1)
     elif isinstance(value, dict):
         if isinstance(value.get("shape"), str) and isinstance(value.get("dtype"), str):
-            yield port_site(where, port), value
+            site = value.get("site")
+            yield site if isinstance(site, str) else port_site(where, port), value
             return
         for key, item in value.items():
-            yield from _leaves(where, f"{port}.{key}", item, depth + 1)
+            yield from _leaves(where, f"{port}.{key}" if key else port, item, depth + 1)
 
 
 def _described(found: dict[str, Any]) -> tuple[tuple[int, ...], str]:

@@ -19,7 +19,7 @@ from glassengine.recording.recovery import open_regular
 
 MAX_BYTES = 1 << 28
 MAX_ITEMS = 4_000_000
-_MAX_SHORT_BYTES = 4096
+_MAX_SHORT_BYTES = 1 << 15
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 
@@ -36,7 +36,7 @@ class JsonFile:
 
     Attributes:
         path: The file.
-        document: What it holds; a string of more than 4096 bytes is a `LongText`.
+        document: What it holds; one of more than 32 KiB is a `LongText`.
 
     Raises:
         CorruptError: It is not JSON, not a plain file, or holds more than can be read within bounds.

@@ -15,7 +15,8 @@ _NUMBER = r"[+-]?(?:inf|nan|\d+\.?\d*(?:e[+-]?\d+)?)"
 _TOKEN = re.compile(rf"[\[\]]|True|False|(?P<re>{_NUMBER})(?P<im>[+-](?:inf|nan|\d+\.?\d*(?:e[+-]?\d+)?)j)?")
 _SEPARATORS = re.compile(r"[\s,]*")
 _TAIL = re.compile(
-    r"\s*(?:,\s*(?:size=\([\d, ]*\)|dtype=torch\.\w+|device='[\w:]+'|requires_grad=\w+|grad_fn=<[^<>\n]{0,100}>)\s*)*\)\s*"
+    r"\s*(?:,\s*(?:size=\([\d, ]*\)|dtype=torch\.\w+|device='[\w:]+'|requires_grad=\w+|grad_fn=<[^<>\n]{0,100}>)\s*)*"
+    r"\)\s*"
 )
 _MAX_ELEMENTS = 1 << 24
 
