@@ -10,6 +10,7 @@ is measured in the same round.
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
 import tempfile
 import time
@@ -40,7 +41,8 @@ def main() -> None:
             *_small(small, small_ids, Path(directory)),
             *_reading(Path(directory)),
         ]
-    keep("recording", "\n".join([*(__doc__ or "").strip().splitlines(), "", surroundings(), "", *rows]))
+    busy = f"load average of the last five minutes: {os.getloadavg()[1]:.1f}, of which up to {THREADS + 1} are ours"
+    keep("recording", "\n".join([*(__doc__ or "").strip().splitlines(), "", surroundings(), busy, "", *rows]))
 
 
 def _model(config: dict[str, int], vocabulary: int, length: int) -> tuple[torch.nn.Module, torch.Tensor]:

@@ -239,3 +239,19 @@ def test_the_example_of_the_document() -> None:
     assert torch.equal(outputs["inter"], model.fc(x).relu())
     program = export_module(model, {"hidden_states": x})
     assert [(name, site.shape) for name, site in glass.named_network_outputs(program)] == [("inter", (3, 16))]
+
+
+class Engine:
+    """Stands for anything that is no module."""
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (Engine(), r"got: Engine\n.*hint: .*engine\.program"),
+        (MLP(4, 16), r"needs arguments\n.*MLP.*\n.*module, \*args"),
+    ],
+)
+def test_what_has_no_taps_says_what_to_give(target: object, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        glass.named_network_outputs(target)

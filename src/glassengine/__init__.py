@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from glassengine.backends.registry import list_backends as list_backends
     from glassengine.capture.hooks import named_network_outputs as named_network_outputs
+    from glassengine.capture.model_debugger import model_addition_debugger_context as model_addition_debugger_context
     from glassengine.capture.record import record as record
     from glassengine.capture.run_script import record_script as record_script
     from glassengine.capture.target import record_target as record_target
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from glassengine.errors import UsageError as UsageError
     from glassengine.program import sites as sites
     from glassengine.program.artifacts import compare_artifacts as compare_artifacts
+    from glassengine.recording.formats.export import export as export
     from glassengine.recording.reader import Recording as Recording
     from glassengine.taps import NetworkOutputs as NetworkOutputs
     from glassengine.taps import register_network_output as register_network_output
@@ -56,8 +58,10 @@ _PUBLIC = {
     "compare": "glassengine.compare.compare",
     "compare_artifacts": "glassengine.program.artifacts",
     "compare_many": "glassengine.compare.many",
+    "export": "glassengine.recording.formats.export",
     "list_backends": "glassengine.backends.registry",
     "load": "glassengine.engine.engine",
+    "model_addition_debugger_context": "glassengine.capture.model_debugger",
     "named_network_outputs": "glassengine.capture.hooks",
     "record": "glassengine.capture.record",
     "record_script": "glassengine.capture.run_script",

@@ -51,13 +51,18 @@ class UsageError(GlassError):
     exit_status = 2
 
 
+_FEW = 8  # names that are all listed where none is near
+
+
 class UnknownNameError(UsageError):
-    """A site, node or pattern that names nothing; carries the nearest names."""
+    """A site, node or pattern that names nothing; carries the nearest names, or the few that there are."""
 
     def __init__(self, kind: str, name: str, available: Iterable[str], *, hint: str | None = None) -> None:
         names = list(available)
         close = nearest(name, names)
         expected = f"one of {len(names)} names" + (f", nearest: {', '.join(close)}" if close else "")
+        if not close and 0 < len(names) <= _FEW:
+            expected = f"one of {', '.join(dict.fromkeys(names))}"
         super().__init__(f"unknown {kind} {name!r}", expected=expected, hint=hint)
 
 

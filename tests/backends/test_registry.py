@@ -80,6 +80,11 @@ def test_an_unknown_name_gets_the_nearest() -> None:
         registry.get_backend("onnx-runtime")
 
 
+def test_a_name_like_no_other_gets_the_few_that_there_are() -> None:
+    with pytest.raises(UnknownNameError, match=r"one of (?=.*eager)(?=.*inductor)(?=.*onnxruntime)"):
+        registry.get_backend("xyzzy")
+
+
 def test_one_that_cannot_be_imported_is_listed_with_the_reason(register: Register) -> None:
     register("broken", "glassengine_no_such_package:Backend")
     info = {info.name: info for info in registry.list_backends()}["broken"]

@@ -263,6 +263,48 @@ def test_an_exception_that_leaves_the_block(tmp_path: Path) -> None:
     assert is_clean(model)
 
 
+class Cancelled(BaseException):
+    """As asyncio and some frameworks raise it: not an Exception, so hooks are not told."""
+
+
+@pytest.mark.parametrize("error", [ValueError, Cancelled])
+def test_an_exception_that_the_model_catches(tmp_path: Path, error: type[BaseException]) -> None:
+    class Raising(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise error
+
+    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
+        try:
+            self.outer(x)
+        except error:
+            x = self.fallback(x)
+        return self.last(x)
+
+    model = Calls(run, outer=nn.Sequential(Raising()), fallback=nn.Linear(4, 4), last=nn.ReLU())
+    with record(model, tmp_path / "r"):
+        model(X)
+        model(X)
+    opened = Recording.open(tmp_path / "r")
+    assert opened.complete and opened.steps == [0, 1]
+    assert opened.sites(1) == [
+        ".:in[0]", "outer:in[0]", "outer.0:in[0]", "fallback:in[0]", "fallback", "last:in[0]", "last", ".",
+    ]  # fmt: skip
+
+
+def test_containers_that_cannot_be_looked_into(tmp_path: Path) -> None:
+    class Shy(dict[str, torch.Tensor]):
+        def items(self) -> Any:
+            raise RuntimeError("planted")
+
+    model = Calls(lambda self, batch: Shy(y=batch["x"] + 1))
+    with record(model, tmp_path / "r"):
+        assert torch.equal(model(Shy(x=X))["y"], X + 1)
+    opened = Recording.open(tmp_path / "r")
+    assert [(item.site, item.reason) for item in opened.left_out] == [
+        (".:in", "RuntimeError: planted"), (".:out", "RuntimeError: planted"),
+    ]  # fmt: skip
+
+
 def test_a_forward_inside_of_an_exception_handler(tmp_path: Path) -> None:
     model = Model()
     with record(model, tmp_path / "r"):
@@ -393,6 +435,28 @@ def test_gradients_of_activations_and_parameters(tmp_path: Path) -> None:
         for name, parameter in model.named_parameters():
             assert torch.equal(found[f"{name}:grad"], parameter.grad), name
     assert torch.equal(values(tmp_path / "r", 0)["layers.0:grad_in[0]"], values(tmp_path / "r", 0)[".:grad_in[0]"])
+
+
+def test_gradients_that_come_too_late_are_counted(tmp_path: Path) -> None:
+    model = Model()
+    with record(model, tmp_path / "r", gradients=True):
+        first = model(X)["logits"].sum()
+        model(X)
+        first.backward()
+    opened = Recording.open(tmp_path / "r")
+    assert opened.complete and opened.metadata["num_late"] == 11
+    # What is accumulated into parameters belongs to the step that is open.
+    assert not any(":grad" in site for site in opened.sites(0)) and "head.weight:grad" in opened.sites(1)
+
+
+def test_wrappers_are_no_part_of_a_name(tmp_path: Path) -> None:
+    model = Model()
+    wrapped = nn.DataParallel(model)  # without a GPU it passes its call on
+    with record(wrapped, tmp_path / "r", gradients=True):
+        wrapped(X)["logits"].sum().backward()
+    with record(model, tmp_path / "plain", gradients=True):
+        model(X)["logits"].sum().backward()
+    assert Recording.open(tmp_path / "r").sites() == Recording.open(tmp_path / "plain").sites()
 
 
 def test_parameters_and_state_after_a_step_of_the_optimizer(tmp_path: Path) -> None:
@@ -596,14 +660,37 @@ def test_a_model_that_was_not_called(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert "the model was not called" in caplog.text
 
 
+def test_what_holds_one_module(tmp_path: Path) -> None:
+    model = Model()
+
+    class Pipeline:
+        def __init__(self) -> None:
+            self.model = model
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return self.model(x)["logits"]
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return model(x)["logits"]
+
+    for number, target in enumerate((Pipeline(), function, model.forward)):
+        with record(target, tmp_path / str(number)) as recorder:
+            recorder.model(X)
+        assert recorder.model is model and "head" in Recording.open(tmp_path / str(number)).sites()
+
+
 def test_misuse(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="only a module can be recorded"):
-        record(lambda x: x, tmp_path / "r")  # type: ignore[arg-type]
+    one, two = Model(), Model()
+    for target in (lambda x: x, lambda x: one(two(x)), torch.ones(1).add):
+        with pytest.raises(UsageError, match="only one module can be recorded"):
+            record(target, tmp_path / "r")
     with pytest.raises(UsageError, match="not a list of patterns"):
         record(Model(), tmp_path / "r", sites="head")
     with pytest.raises(UsageError, match="negative"):
         record(Model(), tmp_path / "r", byte_budget=-1)
     assert not (tmp_path / "r").exists()
+    with record(Model(), tmp_path / "once") as recorder, pytest.raises(UsageError, match="entered twice"):
+        recorder.__enter__()
     (tmp_path / "locked").mkdir()
     (tmp_path / "locked" / "mine.txt").write_text("x")
     model = Model()

@@ -31,7 +31,7 @@ EXPECTED: list[tuple[str, str | None, list[str]]] = [
 PROGRAM = re.compile(r"ditto (?=build )|/\S*trtllm-build |python3 build\.py ")
 
 
-@pytest.mark.parametrize(("line", "expected"), zip(LINES.strip().splitlines(), EXPECTED, strict=True))
+@pytest.mark.parametrize(("line", "expected"), list(zip(LINES.strip().splitlines(), EXPECTED, strict=True)))
 def test_build_lines_word_for_word(
     line: str,
     expected: tuple[str, str | None, list[str]],

@@ -316,3 +316,18 @@ def test_installed_command_and_module_are_the_same() -> None:
     script = Path(sys.executable).with_name("glass")
     done = subprocess.run([str(script), "--version"], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == glass("--version").stdout
+
+
+def test_an_interrupt_while_modules_are_imported_shows_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupt:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "glassengine.cli.main":
+                raise KeyboardInterrupt
+
+    from glassengine.cli import __main__ as entry
+
+    monkeypatch.delitem(sys.modules, "glassengine.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [Interrupt(), *sys.meta_path])
+    with pytest.raises(SystemExit) as stopped:
+        entry.run()
+    assert stopped.value.code == 130

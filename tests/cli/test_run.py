@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,52 @@ def test_a_disk_that_fills_up_does_not_cost_the_text(
     assert "No space left" in captured.err and "--debug-dir" in captured.err
 
 
+def test_an_interrupt_says_what_is_on_disk(
+    engine_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write = glass.StepFiles.__call__
+
+    def interrupt(self: glass.StepFiles, session: Any) -> None:
+        if session.step == 2:
+            raise KeyboardInterrupt
+        write(self, session)
+
+    monkeypatch.setattr(glass.StepFiles, "__call__", interrupt)
+    flags = ("--max-new-tokens", 5, "--debug-dir", tmp_path / "d", "--debug-format", "pt", "--record", tmp_path / "r")
+    assert run(engine_directory, "--input-text", PROMPT, *flags) == 130
+    error = capsys.readouterr().err
+    assert "wrote the tensors of 2 steps" in error and "glass show" in error and "interrupted" in error
+    assert step_files(tmp_path / "d") == {"step0.pt", "step1.pt"}
+    assert main(["show", str(tmp_path / "r")]) == 0
+
+
+def test_a_text_that_is_cut_short_ends_its_line(
+    engine_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = glass.load(engine_directory).generate(PROMPT, max_new_tokens=5).texts
+    written: list[str] = []
+
+    def stop(text: str) -> None:
+        sys.stdout.write(text)
+        written.append(text)
+        if len(written) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("glassengine.cli.run._write", stop)
+    assert run(engine_directory, "--input-text", PROMPT, "--max-new-tokens", 5) == 130
+    assert expected is not None
+    out = capsys.readouterr().out
+    assert out.endswith("\n") and expected[0].startswith(out[:-1])
+    # An error before the first piece leaves nothing on stdout.
+    assert run(engine_directory, "--input-text", PROMPT, "--max-new-tokens", 0) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_a_single_token_has_no_decode_steps(engine_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(engine_directory, "--input-text", PROMPT, "--max-new-tokens", 1) == 0
+    assert "0 decode steps\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("variable", [None, "GLASS_SYNCHRONOUS", "CUDA_LAUNCH_BLOCKING"])
 def test_synchronous(
     engine_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str | None
@@ -186,7 +233,7 @@ def test_record(engine_directory: Path, tmp_path: Path, capsys: pytest.CaptureFi
         (["{engine}", "--engine_dir", "{engine}", "--input-text", "a"], "give one engine"),
         (["{engine}"], "nothing to generate from"),
         (["{engine}", "--input-text", "a", "--input-ids", "x.json"], "both given"),
-        (["{engine}", "--input-ids", "{out}.json"], "unknown inputs file"),
+        (["{engine}", "--input-ids", "{out}.json"], "no such file of token ids"),
         (["{engine}", "--input-text", "a", "--max-new-tokens", "500"], "--max-seq-len"),
         (["{engine}", "--input-text", "a", "--tokenizer", "{out}"], "unknown tokenizer directory"),
         (

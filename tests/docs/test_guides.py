@@ -9,7 +9,7 @@ import pytest
 
 Run = Callable[[Path], list[str]]
 
-PAGES = ["coming-from-tensorrt-llm.md"]
+PAGES = ["coming-from-ditto.md", "coming-from-tensorrt-llm.md"]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -30,6 +30,7 @@ def test_every_page_of_that_kind_is_run(root: Path) -> None:
         ("```console\n$ printf 'a\\nb\\n'\na\n```\n", "(the end of the output)"),
         ("```console\n$ echo a\n```\n", "(the end of the output)"),
         ("```console\n$ glass run nothing --input-text a\n...\n```\n", "exit status 2"),
+        ("```console\n$ glass run nothing --input-text a\n...\n$ echo $?\n1\n```\n", "'1' is not what is printed"),
         ("```python\nprint(1 > 2)\n```\n\n<!-- output -->\n```text\nTrue\n```\n", "'True' is not what is printed"),
         ("```bash\nrm -rf /\n```\n", "neither run nor marked"),
     ],

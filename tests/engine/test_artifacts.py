@@ -158,6 +158,8 @@ def test_graph_module_runs_by_itself_with_random_weights(with_pass: Built, tmp_p
     done = subprocess.run(command, cwd=tmp_path, check=True, timeout=120, capture_output=True, text=True)
     assert re.search(r"^output: torch\.float32 \[\d, 8\] min .* mean .* max ", done.stdout, re.M)
     assert "dbg.relu: torch.float32" in done.stdout
+    wrong = subprocess.run([*command, "nosuch.pt"], cwd=tmp_path, timeout=120, capture_output=True, text=True)
+    assert wrong.returncode == 1 and "got: nosuch.pt" in wrong.stderr and "Traceback" not in wrong.stderr
 
 
 def test_no_weights_are_embedded(language_model: Built) -> None:
@@ -371,6 +373,7 @@ def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not (tmp_path / "e").exists()
     assert read_manifest(tmp_path / "a" / "earlier-001") == before
     assert not read_manifest(tmp_path / "a")["complete"]
+    assert not [path for path in (tmp_path / "a").iterdir() if path.name.startswith(".")]  # nothing half written
 
 
 def test_directory_that_cannot_be_made(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ def test_everything_wrong_is_in_one_table(engine: Engine) -> None:
     assert batch[3:] == ["9", "1..8", "9 sequences, at most 8", "build with --max-batch-size 9"]
     assert length[4:6] == ["1..128", "prompt and new tokens are 150 tokens, at most 128"]
     assert tokens[1:4] == ["int64", "cpu", "[9, 140]"] and "999" in tokens[5] and "--tokenizer" in tokens[6]
+    assert tokens[4].startswith("int64 cpu [1..8, 1..128], ids 0..")
     assert attention[1:4] == ["float32", "cpu", "[9, 140]"] and attention[5].startswith("dtype must be")
     for fix in ("--max-batch-size 9", "--max-seq-len 150", "--max-new-tokens", "--tokenizer", ".to(torch.int64)"):
         assert fix in str(error.hint)

@@ -164,7 +164,9 @@ def test_recording(engine: Engine, tmp_path: Path) -> None:
     assert meta["backend"] == engine.manifest.backend and meta["dtype"] == "float32"
     assert meta["model_fingerprint"] == engine.manifest.model["fingerprint"] != None  # noqa: E711
     assert "modeling_llama.py" in meta["sources"]["model.layers.0.mlp"]
-    assert meta["aliases"] == {"mm_default": "model.layers.0.self_attn.q_proj/linear.0", "head": "lm_head/linear.0"}
+    assert meta["aliases"] == {
+        "logits": "lm_head", "mm_default": "model.layers.0.self_attn.q_proj/linear.0", "head": "lm_head/linear.0",
+    }  # fmt: skip
     assert result.recording == str(tmp_path / "r")
 
 

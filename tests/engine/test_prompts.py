@@ -10,7 +10,7 @@ import pytest
 
 from glassengine.engine import Engine
 from glassengine.engine import prompts as prompts_module
-from glassengine.engine.prompts import pad_left, read_chat, read_prompt_file
+from glassengine.engine.prompts import pad_left, read_chat, read_input_ids, read_prompt_file
 from glassengine.errors import UsageError
 from glassengine.testing.checkpoints import byte_tokenizer
 
@@ -164,3 +164,32 @@ def test_no_prompt_at_all(engine: Engine) -> None:
 def test_streaming_a_batch(engine: Engine) -> None:
     with pytest.raises(UsageError, match="streamed for a single sequence"):
         engine.generate(["a", "b"], on_text=print)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "an empty list"),
+        ("[[5], []]", "no tokens as sequence 1"),
+        ("[[1, 1.5]]", r"float '1\.5' as a token of sequence 0"),
+        ("[true]", "bool 'True' as a token"),
+        ('["hi"]', "str 'hi' as a token"),
+        ("[[1], 2]", "int as sequence 1"),
+        ('{"ids": [1]}', r"holds no token ids\n.*got: ids\n.*input_ids"),
+        ("[" * 100_000, "cannot be read"),
+        ("[1", "cannot be read"),
+    ],
+)
+def test_files_that_hold_no_token_ids(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        read_input_ids(written(tmp_path, "a.json", text))
+
+
+def test_a_file_of_token_ids_that_is_missing_names_its_flag(tmp_path: Path) -> None:
+    for name in ("a.json", "a.pt"):
+        with pytest.raises(UsageError, match=r"(?s)no such file.*--input-ids FILE"):
+            read_input_ids(tmp_path / name)
+
+
+def test_the_mark_that_editors_begin_a_file_with_is_no_part_of_a_prompt(tmp_path: Path) -> None:
+    assert read_prompt_file(written(tmp_path, "a.txt", "\ufeffone\r\ntwo\r\n")) == ("one", "two")

@@ -247,6 +247,17 @@ def test_values_that_transformers_refuses(engine: Engine, settings: dict[str, An
         engine.generate(input_ids=ROWS, max_new_tokens=2, **settings)
 
 
+def test_temperature_zero_names_the_flag_of_greedy_decoding(engine: Engine) -> None:
+    with pytest.raises(UsageError, match=r"(?s)strictly positive.*--no-do-sample"):
+        engine.generate(input_ids=ROWS, max_new_tokens=2, do_sample=True, temperature=0.0)
+
+
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1])
+def test_seeds_that_do_not_fit(engine: Engine, seed: int) -> None:
+    with pytest.raises(UsageError, match=r"no seed\n.*\n.*64 bits"):
+        engine.generate(input_ids=ROWS, max_new_tokens=2, do_sample=True, seed=seed)
+
+
 def test_idle_settings_are_said(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "glassengine"):
         engine.generate(input_ids=ROWS, max_new_tokens=1, temperature=0.5, top_k=50)

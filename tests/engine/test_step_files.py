@@ -75,6 +75,16 @@ def test_files_of_two_engines_are_compared(engine: Engine, tmp_path: Path) -> No
     assert not result.ok and result.first_divergence is not None and result.first_divergence.site == "logits"
 
 
+def test_files_are_compared_with_a_recording_of_the_same_run(engine: Engine, tmp_path: Path) -> None:
+    """Files have the documents' names, recordings those of sites: the recording knows both, the logits' too."""
+    with glass.StepFiles(tmp_path / "files", formats=["pt"]) as files:
+        engine.generate(PROMPT, max_new_tokens=2, debug=["mlp", "logits"], on_step=files, record=tmp_path / "recording")
+    for sides in (("recording", "files"), ("files", "recording")):
+        result = glass.compare(tmp_path / sides[0], tmp_path / sides[1], min_coverage=0.0)
+        assert result.ok and result.verdict == "identical"
+        assert {"logits", "lm_head"} & {pair.site for pair in result.pairs}, sides
+
+
 def test_text(tmp_path: Path) -> None:
     values = torch.tensor([1.0, 2.0, 4.0, float("nan"), float("inf"), -float("inf")])
     tensors = {
@@ -256,6 +266,17 @@ def test_refusals_before_the_first_step(tmp_path: Path) -> None:
             pass
     with pytest.raises(glass.UsageError, match=r"format.*\n.*csv\n.*pt, txt, npy"):
         glass.StepFiles(tmp_path, formats=["pt", "csv"])
+
+
+def test_two_runs_at_once_do_not_share_a_directory(tmp_path: Path) -> None:
+    with glass.StepFiles(tmp_path, formats=["pt"]) as files:
+        files(session(0, x=torch.tensor([1.0])))
+        with pytest.raises(glass.UsageError, match=r"another run is writing.*\n.*\n.*--debug-dir"):
+            write(tmp_path, 0, 1)
+        files(session(1, x=torch.tensor([1.0])))
+    assert names(tmp_path) == {"step0.pt", "step1.pt"} and load(tmp_path / "step0.pt")["x"].item() == 1
+    write(tmp_path, 0)
+    assert "earlier-001/step1.pt" in names(tmp_path)
 
 
 def test_a_session_that_keeps_nothing_is_an_error(engine: Engine, tmp_path: Path) -> None:

@@ -119,3 +119,23 @@ def test_another_token_is_no_tie() -> None:
     wrong = [*expected[:40], int(made.logits[40][0].topk(2).indices[1]), *expected[41:]]
     with pytest.raises(AssertionError, match="token 40"):
         agrees(model, [5, 6, 7], tuple(wrong), expected)
+
+
+def test_debug_buffers_have_the_documents_names_on_each_backend(case: Case) -> None:
+    session = case.engine.session(3, 40, debug=True)
+    ids, mask = pad_left(case.rows, 0)
+    session.prefill(ids, mask)
+    first = session.debug_buffers
+    caches = {name: first[name].clone() for name in first if name.startswith("present_")}
+    logits = session.decode(torch.tensor([5, 6, 7]))
+    second = session.debug_buffers
+    count = len(case.engine.manifest.caches) // 2
+    names = [f"{when}_{kind}_{i}" for i in range(count) for when in ("past", "present") for kind in ("key", "value")]
+    fixed = ["input_ids", "logits", "position_ids", "attention_mask", "cache_position"]
+    assert list(second)[: len(fixed) + len(names)] == [*fixed, *names]
+    assert torch.equal(second["logits"], logits)
+    for name, before in caches.items():
+        # The next step's past is this step's present, which the next step has left alone.
+        assert torch.equal(first[name], before)
+        assert torch.equal(second[name.replace("present", "past")], before)
+        assert not torch.equal(second[name], before)

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from glassengine.errors import GlassError, UsageError
-from glassengine.recording import shard, worker
+from glassengine.recording import pinned, shard, worker
 from glassengine.recording.layout import ALIGNMENT, LeftOut, LightStatistics
 from glassengine.recording.reader import Recording
 from glassengine.recording.ring import Ring
@@ -78,6 +78,20 @@ def test_blocks_are_described_once_and_verified_as_a_whole(tmp_path: Path) -> No
     file.write_bytes(damaged)
     with pytest.raises(GlassError, match="checksum does not match"):
         Recording.open(tmp_path / "r").tensor("site7", 3)
+
+
+def test_shapes_that_never_repeat_take_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_MAX_DESCRIPTIONS", 10)
+    writer = BackgroundWriter(tmp_path / "r", metadata={})
+    for step in range(600):
+        writer.write("grows", step, torch.full((step + 1,), step))
+        writer.write("stays", step, torch.tensor(step))
+        assert len(writer._descriptions) <= 10
+        writer.commit(step)
+    writer.close()
+    assert len(writer._writer._groups) <= 256
+    opened = Recording.open(tmp_path / "r")
+    assert all(int(opened.tensor(entry).max()) == entry.step for entry in opened.entries)
 
 
 def test_a_slow_disk_slows_the_model_and_takes_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +192,63 @@ def test_many_threads(tmp_path: Path) -> None:
     for entry in opened.entries:
         tensor = opened.tensor(entry)
         assert torch.equal(tensor, torch.full_like(tensor, entry.step * 100 + int(entry.site[1:])))
+
+
+class Copying:
+    """Stands for an accelerator: its copies are done when somebody waits for them."""
+
+    def __init__(self) -> None:
+        self.num_waits = 0
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def event(self, device: torch.device) -> Copying:
+        return self
+
+    def synchronize(self) -> None:
+        self.num_waits += 1
+
+
+def test_copies_from_an_accelerator_are_waited_for_by_the_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Remote(torch.Tensor):
+        is_cpu = False
+
+    device = Copying()
+    monkeypatch.setattr(pinned, "_allocate", device.allocate)
+    monkeypatch.setattr(pinned, "_event", device.event)
+    monkeypatch.setattr(pinned.PinnedCopies, "takes", staticmethod(lambda tensor: isinstance(tensor, Remote)))
+    writer = BackgroundWriter(tmp_path / "r", metadata={}, ring_bytes=RING)
+    x = torch.randn(500, 300)
+    for step in range(6):
+        writer.write("x", step, (x + step).as_subclass(Remote))
+        writer.write("y", step, (x.t() * step).as_subclass(Remote))
+        writer.commit(step)
+    writer.close()
+    assert device.num_waits == 12 and writer._pinned._in_flight == 0
+    opened = Recording.open(tmp_path / "r")
+    assert opened.complete
+    for step in range(6):
+        assert torch.equal(opened.tensor("x", step), x + step) and torch.equal(opened.tensor("y", step), x.t() * step)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_copies_from_a_gpu(tmp_path: Path) -> None:
+    writer = BackgroundWriter(tmp_path / "r", metadata={}, ring_bytes=RING)
+    x = torch.randn(2000, 300, device="cuda")
+    expected = []
+    for step in range(4):
+        writer.write("x", step, x)
+        writer.write("t", step, x.t())
+        expected.append(x.cpu())
+        x.mul_(2)
+        writer.commit(step)
+    writer.close()
+    opened = Recording.open(tmp_path / "r")
+    for step, tensor in enumerate(expected):
+        assert torch.equal(opened.tensor("x", step), tensor) and torch.equal(opened.tensor("t", step), tensor.t())
 
 
 def test_what_is_left_out_comes_back(tmp_path: Path) -> None:

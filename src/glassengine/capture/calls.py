@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from glassengine.sites import ROOT, with_call
 
@@ -92,6 +92,15 @@ class ModuleNames:
         # Names by which shared modules were looked up and not called yet; those that never are are forgotten.
         self._looked_up: dict[nn.Module, deque[tuple[nn.Module, str]]] = defaultdict(lambda: deque(maxlen=64))
         self._last: dict[nn.Module, tuple[nn.Module | None, str]] = {}
+
+    def parameters(self) -> dict[Tensor, str]:
+        """Return the name of every parameter; of a shared one the first."""
+        found: dict[Tensor, str] = {}
+        for module, known in self.known.items():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    found.setdefault(parameter, _join(known.paths[0], name))
+        return found
 
     def enter(self, known: Known, forward: Forward) -> str | None:
         """Note a call and return its path with call; None where it passes on the call of its wrapper."""

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from glassengine.capture.calls import ModuleNames
 from glassengine.capture.intake import Intake
 from glassengine.sites import with_call
 
@@ -33,7 +34,7 @@ class ParameterHooks:
     optimizer `<parameter>:param` and `<parameter>:state.<name>`, e.g. `:state.exp_avg`.
 
     Args:
-        model: Its parameters.
+        names: The names of the model.
         intake: Gets the tensors.
         current_step: Says which step a backward or an update belongs to; None when to none.
         gradients: Whether gradients are delivered.
@@ -42,14 +43,14 @@ class ParameterHooks:
 
     def __init__(
         self,
-        model: nn.Module,
+        names: ModuleNames,
         intake: Intake,
         current_step: Callable[[], int | None],
         *,
         gradients: bool,
         optimizer: torch.optim.Optimizer | None,
     ) -> None:
-        self._names: dict[Tensor, str] = {parameter: _clean(name) for name, parameter in model.named_parameters()}
+        self._names = names.parameters()
         self._intake = intake
         self._current_step = current_step
         self._gradients = gradients
@@ -96,8 +97,3 @@ class ParameterHooks:
         call = self._num_seen[step, name + port]
         self._num_seen[step, name + port] += 1
         self._intake.take(f"{with_call(name, call)}{port}", step, tensor)
-
-
-def _clean(name: str) -> str:
-    """Return the parameter's name without those of wrappers."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")

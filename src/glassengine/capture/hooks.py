@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -49,10 +50,23 @@ def named_network_outputs(target: nn.Module | Program, *args: Any, **kwargs: Any
         **kwargs: Keyword arguments of the module.
 
     Raises:
-        UsageError: A tap has the name of a submodule, or its name is used twice in one call of its module.
+        UsageError: A tap has the name of a submodule, or its name is used twice in one call of its module; or `target`
+            is something else, or a module that needs arguments.
     """
     if isinstance(target, Program):
         return iter([(site.name, site) for site in target.sites if site.kind == "tap"])
+    if not isinstance(target, nn.Module):
+        raise UsageError(
+            "taps are those of a module or a program",
+            got=type(target).__name__,
+            hint="of an engine: glass.named_network_outputs(engine.program)",
+        )
+    if not args and not kwargs and not _can_be_called(target):
+        raise UsageError(
+            "the taps of a module are found by one call of it, and its forward needs arguments",
+            got=f"{type(target).__name__} without any",
+            hint="glass.named_network_outputs(module, *args, **kwargs)",
+        )
     found: dict[str, torch.Tensor] = {}
 
     def keep(site: str, tensor: torch.Tensor) -> None:
@@ -61,6 +75,14 @@ def named_network_outputs(target: nn.Module | Program, *args: Any, **kwargs: Any
     with _Calls(target, {}).listening(None, keep):
         target(*args, **kwargs)
     return iter(found.items())
+
+
+def _can_be_called(module: nn.Module) -> bool:
+    try:
+        inspect.signature(module.forward).bind()
+    except TypeError:
+        return False
+    return True
 
 
 class _Calls:

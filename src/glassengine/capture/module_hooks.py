@@ -147,8 +147,10 @@ class ModuleHooks:
 
     def _after(self, known: Known, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         forward: Forward | None = getattr(self._local, "forward", None)
-        if forward is None or not forward.open or forward.open[-1][0] is not known or module is not known.module:
+        if forward is None or module is not known.module or not any(known is called for called, _, _ in forward.open):
             return
+        while forward.open[-1][0] is not known:
+            forward.open.pop()  # ended by an exception that hooks do not hear of, which the model then caught
         _, where, passed_on = forward.open.pop()
         error = sys.exc_info()[1] if result is None else None
         failed = error is not None and error is not forward.handled
@@ -191,17 +193,24 @@ class ModuleHooks:
         return forward
 
     def _deliver(self, forward: Forward, where: str, port: str, tree: Any) -> None:
-        for name, tensor in tensors_in(port, tree):
-            site = where if name == ":out" else where + name
-            self._intake.take(site, forward.step, tensor)
-            if self._gradients and tensor.requires_grad:
-                side = ":grad_in" if port == ":in" else ":grad_out"
-                watch(tensor, where + side + name[len(port) :], forward.step, self._intake)
+        try:
+            for name, tensor in tensors_in(port, tree):
+                site = where if name == ":out" else where + name
+                self._intake.take(site, forward.step, tensor)
+                if self._gradients and tensor.requires_grad:
+                    side = ":grad_in" if port == ":in" else ":grad_out"
+                    watch(tensor, where + side + name[len(port) :], forward.step, self._intake)
+        except Exception as error:
+            # A container of the user's that cannot be looked into; the model may never do so.
+            self._intake.leave_out(where + port, forward.step, f"{type(error).__name__}: {error}"[:_MAX_REASON])
 
     def _deliver_caches(self, forward: Forward, kwargs: Any, result: Any) -> None:
         parts = result if not isinstance(result, (tuple, list)) else dict(enumerate(result))
-        for site, tensor in self._caches.tensors(kwargs, parts):
-            self._intake.take(site, forward.step, tensor, axes=KV_AXES if tensor.dim() == 4 else None)
+        try:
+            for site, tensor in self._caches.tensors(kwargs, parts):
+                self._intake.take(site, forward.step, tensor, axes=KV_AXES if tensor.dim() == 4 else None)
+        except Exception as error:
+            self._intake.leave_out(".:kv", forward.step, f"{type(error).__name__}: {error}"[:_MAX_REASON])
 
     def _tap(self, forward: Forward, name: str, tensor: Tensor) -> None:
         if not forward.open or not forward.records or torch.compiler.is_compiling():

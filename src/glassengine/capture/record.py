@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -61,7 +62,7 @@ class Recorder:
         holds = self._gradients or self._optimizer is not None
         self._hooks = ModuleHooks(self.model, self._intake, self._policy, gradients=self._gradients, holds_steps=holds)
         self._parameters = ParameterHooks(
-            self.model,
+            self._hooks.names,
             self._intake,
             lambda: self._hooks.current_step,
             gradients=self._gradients,
@@ -121,7 +122,7 @@ class Recorder:
 
 
 def record(
-    model: nn.Module,
+    model: nn.Module | Callable[..., Any],
     path: str | Path,
     *,
     sites: Sequence[str] | None = None,
@@ -144,7 +145,8 @@ def record(
             model.generate(**inputs, max_new_tokens=20)
 
     Args:
-        model: Any module, compiled and wrapped ones included. What runs inside of a compiled graph is not seen.
+        model: Any module, compiled and wrapped ones included (what runs inside of a compiled graph is not seen); or
+            something callable that holds exactly one: a pipeline, a method, a function.
         path: New directory; one recording each.
         sites: Patterns of the sites to record (globs and `re:`); all when None.
         values: False records shape, dtype, min, max, norm and the number of non-finite elements instead of values;
@@ -158,13 +160,11 @@ def record(
         metadata: JSON-ready facts to keep with the recording.
 
     Raises:
-        UsageError: `model` is not a module, or the directory cannot be written, or exists.
+        UsageError: `model` is not, and does not hold, one module; or the directory cannot be written, or exists.
         UnknownNameError: (On leaving) the patterns of `sites` or `values` matched nothing.
         GlassError: (On leaving) not everything could be written; the message says what is safe.
     """
-    if not isinstance(model, nn.Module):
-        hint = "engine.generate(..., record=path)" if hasattr(model, "generate") else "record the module it calls"
-        raise UsageError("only a module can be recorded", got=type(model).__name__, hint=hint)
+    model = module_of(model)
     if isinstance(model, torch.jit.ScriptModule):
         what = "a scripted module runs no hooks"
         raise UsageError(what, got=type(model).__name__, hint="record the module it was made from")
@@ -179,6 +179,26 @@ def record(
         metadata=facts,
         overwrite=overwrite,
     )
+
+
+def module_of(target: object) -> nn.Module:
+    """Return `target` if it is a module, or else the one module that it is bound to, holds or refers to.
+
+    Raises:
+        UsageError: There is none, or more than one.
+    """
+    if isinstance(target, nn.Module):
+        return target
+    held = [getattr(target, name, None) for name in ("__self__", "model", "module", "_model")]
+    if inspect.isfunction(target):
+        names = inspect.getclosurevars(target)
+        held += [*names.nonlocals.values(), *names.globals.values()]
+    found = list(dict.fromkeys(item for item in held if isinstance(item, nn.Module)))
+    if len(found) != 1:
+        hint = "engine.generate(..., record=path)" if hasattr(target, "manifest") else "name the module that it calls"
+        what = ", ".join(type(item).__name__ for item in found) or f"{type(target).__name__}, which holds no module"
+        raise UsageError("only one module can be recorded", got=what, hint=hint)
+    return found[0]
 
 
 def describe_model(model: nn.Module) -> dict[str, Any]:

@@ -7,8 +7,10 @@ import sys
 
 def run() -> None:
     """Run the command line of this process and exit with its status."""
-    from glassengine.cli.main import main
-
+    try:
+        from glassengine.cli.main import main
+    except KeyboardInterrupt:  # while modules are imported, before anything could report it
+        sys.exit(130)
     sys.exit(main())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -172,7 +172,7 @@ def command(
         loaded.executable.synchronous = True
     observers = [_printer(names, prints)] if names or prints else []
     streams = len(input_text or ()) == 1 and not json and not observers
-    with files if files is not None else contextlib.nullcontext():
+    with files if files is not None else contextlib.nullcontext(), _kept(files, record), _line() as write:
         result = loaded.generate(
             list(input_text) if input_text else None,
             input_ids=input_ids,
@@ -180,7 +180,7 @@ def command(
             max_new_tokens=max_new_tokens,
             debug=list(debug) if debug else prints or files is not None,
             on_step=_each([*observers, files] if files is not None else observers),
-            on_text=_write if streams else None,
+            on_text=write if streams else None,
             record=record,
             overwrite=overwrite,
             **{name: value for name, value in given.items() if value is not None},
@@ -209,6 +209,37 @@ def _step_files(directory: str | None, formats: Sequence[str], debug_mode: bool)
     if target is None:
         return None
     return glass.StepFiles(target, formats=formats) if formats else glass.StepFiles(target)
+
+
+@contextlib.contextmanager
+def _line() -> Iterator[Callable[[str], None]]:
+    """Yield what writes pieces of a text; one that is cut short ends its line, so that no message runs on from it."""
+    pieces = 0
+
+    def write(text: str) -> None:
+        nonlocal pieces
+        pieces += bool(text)
+        _write(text)
+
+    try:
+        yield write
+    except BaseException:
+        if pieces:
+            _write("\n")
+        raise
+
+
+@contextlib.contextmanager
+def _kept(files: glass.StepFiles | None, record: str | None) -> Iterator[None]:
+    """Say what is on disk when the user stops the run."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if files is not None:
+            err.print(f"wrote the tensors of {files.num_steps} steps to {files.directory}")
+        if record is not None and Path(record, "recording.json").is_file():
+            err.print(f"recorded the steps that were finished: glass show {record}")
+        raise
 
 
 def _each(observers: Sequence[Callable[[Any], None]]) -> Callable[[Any], None] | None:
@@ -250,11 +281,9 @@ def _print_texts(result: Any) -> None:
 
 
 def _print_notes(result: Any, files: glass.StepFiles | None) -> None:
-    steps = max(result.num_steps - 1, 1)
-    err.print(
-        f"prefill {result.prefill_s * 1e3:.1f} ms, {result.num_steps - 1} decode steps, "
-        f"{result.decode_s / steps * 1e3:.2f} ms each"
-    )
+    steps = result.num_steps - 1
+    each = f", {result.decode_s / steps * 1e3:.2f} ms each" if steps else ""
+    err.print(f"prefill {result.prefill_s * 1e3:.1f} ms, {steps} decode step{'' if steps == 1 else 's'}{each}")
     if result.seed is not None:
         err.print(f"sampled with --seed {result.seed}")
     if result.recording:

@@ -101,9 +101,13 @@ class ArtifactWriter:
             aside = self.directory / f".{folder}"
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir()
-            for name, text in files.items():
-                (aside / name).write_text(text, encoding="utf-8")
-            aside.rename(self.directory / folder)
+            try:
+                for name, text in files.items():
+                    (aside / name).write_text(text, encoding="utf-8")
+                aside.rename(self.directory / folder)
+            except BaseException:
+                shutil.rmtree(aside, ignore_errors=True)
+                raise
             stages.append(entry)
             for name in files:
                 self._note_file(f"{folder}/{name}")

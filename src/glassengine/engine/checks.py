@@ -5,6 +5,7 @@ Shape legend: B batch, S new tokens.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -139,8 +140,11 @@ def check_prompts(manifest: Manifest, tokens: torch.Tensor, mask: torch.Tensor, 
         UsageError: One message with a table of all inputs.
     """
     batch_size, room = tokens.shape[0], max(tokens.shape[1], manifest.max_seq_len or 0)
-    rows = [token_row(manifest, tokens, batch_size=batch_size, room=room), mask_row(mask, tokens)]
-    refuse(manifest.name, [*size_rows(manifest, batch_size, length), *rows])
+    ids = token_row(manifest, tokens, batch_size=batch_size, room=room)
+    # Sizes have rows of their own; what the engine was built for does not depend on what was given.
+    vocab = f", ids 0..{manifest.vocab_size - 1}" if manifest.vocab_size else ""
+    ids = dataclasses.replace(ids, built=f"int64 cpu [1..{manifest.max_batch_size}, 1..{manifest.max_seq_len}]{vocab}")
+    refuse(manifest.name, [*size_rows(manifest, batch_size, length), ids, mask_row(mask, tokens)])
 
 
 def check_inputs(manifest: Manifest, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -145,14 +145,21 @@ def read_input_ids(path: Path) -> list[list[int]]:
     """
     if path.suffix == ".json" and path.is_file():
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            data = json.loads(_text_of(path))
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{path} cannot be read", got=f"{type(error).__name__}: {error}") from error
-        data = data.get("input_ids") if isinstance(data, dict) else data
+    elif not path.is_file():
+        raise UsageError("there is no such file of token ids", got=str(path), hint="--input-ids FILE")
     else:
-        step = load_inputs(str(path))[0]
-        tensor = step.get("input_ids")
-        data = tensor.tolist() if isinstance(tensor, torch.Tensor) else tensor
+        data = load_inputs(str(path))[0]
+    if isinstance(data, dict):
+        if "input_ids" not in data:
+            raise UsageError(
+                f"{path} holds no token ids",
+                got=", ".join(map(str, list(data)[:5])) or "no names",
+                expected="input_ids, or a list without a name",
+            )
+        data = data["input_ids"]
     return as_rows(data, str(path))
 
 
@@ -164,19 +171,32 @@ def as_rows(data: Any, origin: str) -> list[list[int]]:
     """
     if isinstance(data, torch.Tensor):
         data = data.tolist()
-    rows = [data] if isinstance(data, (list, tuple)) and data and isinstance(data[0], int) else data
-    if (
-        not isinstance(rows, (list, tuple))
-        or not rows
-        or not all(isinstance(row, (list, tuple)) and row for row in rows)
-        or not all(isinstance(token, int) and not isinstance(token, bool) for row in rows for token in row)
-    ):
+    rows = [data] if isinstance(data, (list, tuple)) and data and not isinstance(data[0], (list, tuple)) else data
+    problem = _not_rows(rows)
+    if problem:
         raise UsageError(
             "these are no token ids",
-            got=f"{type(data).__name__} in {origin}",
+            got=f"{problem} in {origin}",
             expected="input_ids: a list of whole numbers, or one list per sequence",
         )
     return [list(row) for row in rows]
+
+
+def _not_rows(rows: Any) -> str | None:
+    """Return what keeps `rows` from being one list of whole numbers per sequence."""
+    if not isinstance(rows, (list, tuple)):
+        return type(rows).__name__
+    if not rows:
+        return "an empty list"
+    for index, row in enumerate(rows):
+        if not isinstance(row, (list, tuple)):
+            return f"{type(row).__name__} as sequence {index}"
+        if not row:
+            return f"no tokens as sequence {index}"
+        for token in row:
+            if not isinstance(token, int) or isinstance(token, bool):
+                return f"{type(token).__name__} {str(token)[:40]!r} as a token of sequence {index}"
+    return None
 
 
 def read_prompt_file(path: Path) -> tuple[str, ...]:
@@ -272,7 +292,7 @@ def _text_of(path: Path) -> str:
         size = path.stat().st_size
         if size > MAX_BYTES:
             raise ValueError(f"{size} bytes, at most {MAX_BYTES}")
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read", got=f"{type(error).__name__}: {error}") from error
 

@@ -50,7 +50,8 @@ class SessionRecorder:
             "prompt_lengths": [len(row) for row in rows],
             "padding": "left",
             "sources": {name: site.source for name, (_, site) in self._sites.items() if site.source},
-            "aliases": {entry.name: entry.site for entry in manifest.added_outputs if entry.name != entry.site},
+            "aliases": {name: site for site, (name, _) in self._sites.items() if name != site}
+            | {entry.name: entry.site for entry in manifest.added_outputs if entry.name != entry.site},
             "left_out": dict(manifest.left_out),
         }
         self._writer = BackgroundWriter(path, metadata=metadata, overwrite=overwrite)

@@ -163,6 +163,8 @@ class GenerationSettings:
             )
             criteria = host._get_stopping_criteria(config, StoppingCriteriaList(), tokenizer)
         generator = None
+        if seed is not None and not -(2**63) <= seed < 2**64:
+            raise UsageError("this is no seed", got=str(seed), expected="a whole number of 64 bits", hint="--seed N")
         if config.do_sample:
             generator = torch.Generator()
             seed = generator.seed() if seed is None else seed
@@ -292,4 +294,9 @@ def _refusals() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, AttributeError) as error:
-        raise UsageError("a generation setting is refused by transformers", got=str(error)) from error
+        greedy = "temperature" in str(error)
+        raise UsageError(
+            "a generation setting is refused by transformers",
+            got=str(error),
+            hint="the likeliest token, always: --no-do-sample, do_sample=False" if greedy else None,
+        ) from error

@@ -1,8 +1,8 @@
 """The tensors of every step as files, under the names of the reference documents: `step0.pt`, `step0.txt`, ...
 
 A directory holds the files of one run: those of an earlier one are moved into `earlier-NNN/` before step 0 is written,
-and everything else in it is left alone. Each file is written aside, then renamed; a step's tensors are dropped once
-they are written.
+everything else in it is left alone, and a second run is refused while the first one is writing. Each file is written
+aside, then renamed; a step's tensors are dropped once they are written.
 """
 
 from __future__ import annotations
@@ -25,6 +25,11 @@ import torch
 from glassengine import environment
 from glassengine.errors import UsageError
 from glassengine.recording.statistics import summarize
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     from glassengine.engine.session import Session
@@ -60,7 +65,7 @@ class StepFiles:
         num_steps: Steps written.
 
     Raises:
-        UsageError: A format is unknown, or (on entering) the directory cannot be written.
+        UsageError: A format is unknown, or (on entering) the directory cannot be written, or another run writes to it.
     """
 
     def __init__(self, directory: str | Path, *, formats: Sequence[str] = ("pt", "txt")) -> None:
@@ -79,6 +84,7 @@ class StepFiles:
         self._formats = tuple(dict.fromkeys(formats))
         self._stems: dict[str, str] = {}
         self._error: UsageError | None = None
+        self._lock: int | None = None
 
     def __enter__(self) -> Self:
         try:
@@ -87,11 +93,22 @@ class StepFiles:
                 pass
         except OSError as error:
             raise self._cannot_write(error) from error
+        try:
+            self._lock = _locked(self.directory)
+        except BlockingIOError as error:
+            raise UsageError(
+                "another run is writing its tensors to this directory",
+                got=str(self.directory),
+                hint="give each run its own: --debug-dir DIRECTORY",
+            ) from error
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
         if self._error is not None and kind is None:
             raise self._error
 
@@ -112,7 +129,7 @@ class StepFiles:
                 _WRITERS[name](self, session.step, session.debug_buffers)
         except OSError as error:
             self._error = self._cannot_write(error, session.step)
-            logger.error("%s", self._error)
+            logger.warning("the tensors of step %d cannot be written (%s); the run goes on", session.step, error)
             return
         self.num_steps += 1
 
@@ -120,8 +137,9 @@ class StepFiles:
         with _aside(self.directory / f"step{step}.pt") as path:
             try:
                 torch.save(dict(tensors), path)
-            except RuntimeError as error:  # what torch makes of a full disk
-                raise OSError(None, str(error).splitlines()[0], str(path)) from error
+            except RuntimeError as error:  # what torch makes of a full disk; its words are those of its source code
+                reason = f"the disk is full or the file too large: {str(error).splitlines()[0]}"
+                raise OSError(None, reason, str(path)) from error
 
     def _write_txt(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         with _aside(self.directory / f"step{step}.txt") as path, path.open("w", encoding="utf-8") as file:
@@ -172,6 +190,28 @@ _WRITERS: dict[str, Callable[[StepFiles, int, Mapping[str, torch.Tensor]], None]
     "txt": StepFiles._write_txt,
     "npy": StepFiles._write_npy,
 }
+
+
+def _locked(directory: Path) -> int | None:
+    """Return a lock on `directory`, held until it is closed or the process ends; None where there are no locks.
+
+    The directory itself is locked, so nothing is left in it.
+
+    Raises:
+        BlockingIOError: Someone else holds it.
+    """
+    if fcntl is None:
+        return None
+    lock = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise
+    except OSError:  # some network file systems have none
+        os.close(lock)
+        return None
+    return lock
 
 
 @contextlib.contextmanager

@@ -130,7 +130,7 @@ def add_outputs(program: Program, nodes: Iterable[str]) -> Program:
         if name not in by_name:
             raise UnknownNameError("node", name, by_name, hint="list the names with: glass sites MODEL [PATTERN]")
     output = graph.output_node()
-    output.args = (tuple(output.args[0]) + tuple(by_name[name] for name in names),)
+    output.args = (tuple(output.args[0]) + tuple(by_name[name] for name in names),)  # type: ignore[arg-type]
     specs = list(exported.graph_signature.output_specs)
     specs += [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(name=name), None) for name in names]
     changed = rebuilt(exported, graph, specs, out_spec=_flat_spec(specs))

@@ -33,6 +33,7 @@ From Python: `run(load_weights(PATH), example_inputs())` returns the results by 
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -103,6 +104,8 @@ def _random(dtype, shape, generator):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 2 or (len(sys.argv) == 2 and not os.path.exists(sys.argv[1])):
+        sys.exit("expected: the path of an engine or of a file of weights\\ngot: " + " ".join(sys.argv[1:]))
     results = run(load_weights(sys.argv[1]) if len(sys.argv) > 1 else random_weights(), example_inputs())
     for name, value in results.items():
         line = f"{name}: {value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{name}: {value}"

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
 
 from glassengine.recording.description import Description
 from glassengine.recording.layout import ALIGNMENT, MAX_GROUP_TENSORS, LeftOut, Location
@@ -26,6 +29,17 @@ class Stored:
     def end(self) -> int:
         """Where it ends in the ring."""
         return self.position + self.description.nbytes
+
+
+@dataclass(slots=True)
+class Copied:
+    """A tensor of an accelerator; its bytes may be read after `ready.synchronize()`."""
+
+    description: Description
+    step: int
+    rank: int
+    data: Tensor
+    ready: Any
 
 
 @dataclass(slots=True)
@@ -100,4 +114,4 @@ class Commit:
     stopped: str | None
 
 
-Item = Stored | Alias | Block | Streamed | Piece | LeftOut | Commit
+Item = Stored | Copied | Alias | Block | Streamed | Piece | LeftOut | Commit

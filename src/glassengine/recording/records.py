@@ -5,6 +5,7 @@ A frame is: payload length (u32), CRC-32 of the payload (u32), JSON payload; lit
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 import zlib
@@ -140,17 +141,25 @@ def sizes_of(payload: dict[str, Any], *keys: str) -> list[int]:
     return [int(str(number)) for number in numbers]
 
 
-def left_out_payload(item: LeftOut) -> dict[str, Any]:
-    """Return the index payload of `item`."""
+def left_out_frame(item: LeftOut) -> bytes:
+    """Return the index frame of `item`; a run without values makes one for every tensor it sees."""
+    statistics = "null"
     light = item.statistics
-    payload: dict[str, Any] = {"kind": "left_out", "site": item.site, "step": item.step, "rank": item.rank}
-    payload |= {"reason": item.reason, "dtype": item.dtype, "shape": item.shape}
-    numbers = light and {"min": light.min, "max": light.max, "norm": light.norm, "num_nonfinite": light.num_nonfinite}
-    return {**payload, "statistics": numbers}
+    if light is not None:
+        low, high = ("null" if value is None else repr(value) for value in (light.min, light.max))
+        statistics = f'{{"min":{low},"max":{high},"norm":{light.norm!r},"num_nonfinite":{light.num_nonfinite}}}'
+    same = _same_in_every_step(item.site, item.rank, item.reason, item.dtype, item.shape)
+    return text_frame(f'{same},"step":{item.step},"statistics":{statistics}}}')
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _same_in_every_step(site: str, rank: int, reason: str, dtype: str | None, shape: tuple[int, ...] | None) -> str:
+    known = {"kind": "left_out", "site": site, "rank": rank, "reason": reason, "dtype": dtype, "shape": shape}
+    return json.dumps(known, separators=(",", ":"))[:-1]
 
 
 def left_out_from(payload: dict[str, Any]) -> LeftOut:
-    """Inverse of `left_out_payload`, which trusts nothing.
+    """Inverse of `left_out_frame`, which trusts nothing.
 
     Raises:
         ValueError: A field is missing or of the wrong kind.
@@ -167,9 +176,10 @@ def left_out_from(payload: dict[str, Any]) -> LeftOut:
     if found is not None:
         if not isinstance(found, dict):
             raise ValueError("statistics are not an object")
-        low, high, norm, count = (found.get(key) for key in ("min", "max", "norm", "num_nonfinite"))
+        low, high, norm = (found.get(key) for key in ("min", "max", "norm"))
+        (count,) = sizes_of(found, "num_nonfinite")
         numbers = all(isinstance(value, (float, int, NoneType)) for value in (low, high))
-        if not numbers or not isinstance(norm, (float, int)) or not _is_size(count):
+        if not numbers or not isinstance(norm, (float, int)):
             raise ValueError("statistics are not numbers")
         statistics = LightStatistics(low, high, float(norm), count)
     sizes = None if shape is None else tuple(shape)

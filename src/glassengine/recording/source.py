@@ -8,8 +8,13 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from glassengine.errors import UsageError, nearest
+from glassengine.recording.formats.debugger_file import is_tree, open_tree, open_trees
+from glassengine.recording.formats.dumper_folder import open_dumped
 from glassengine.recording.formats.files import KINDS
+from glassengine.recording.formats.json_file import JsonFile
 from glassengine.recording.formats.npy_folder import NpyFolder, holds_arrays
+from glassengine.recording.formats.probe_dump import is_dump, open_dump, open_dumps
+from glassengine.recording.formats.run_results import RunResults, is_run_results
 from glassengine.recording.formats.step_files import StepFiles, holds_step_files
 from glassengine.recording.layout import MANIFEST, Entry
 from glassengine.recording.reader import Recording
@@ -50,7 +55,9 @@ class TensorSource(Protocol):
 def open_source(path: str | Path) -> TensorSource:
     """Open a recording directory, a file or a directory of files that hold tensors.
 
-    Files: `.pt`, `.pth`, `.safetensors`, `.npz`, `.npy`. Directories: `step{i}.pt` and `<name>-step<i>.npy`.
+    Files: `.pt`, `.pth`, `.safetensors`, `.npz`, `.npy`; `.json` of the debugger of transformers, of Polygraphy and of
+    msprobe, told apart by what is in them. Directories: `step{i}.pt`, `<name>-step<i>.npy`, and what these tools and
+    the dumper of SGLang write.
 
     Raises:
         UsageError: It does not exist or is of no known kind.
@@ -63,17 +70,36 @@ def open_source(path: str | Path) -> TensorSource:
         raise UsageError("there is no such file", got=str(source), expected=close or None)
     if source.is_dir():
         return _open_directory(source)
+    if source.suffix.lower() == ".json" and source.is_file():
+        return _open_json(source)
     kind = KINDS.get(source.suffix.lower())
     # A pipe or a device would block, or never end.
     if kind is None or not source.is_file():
         what = "the kind of file is not known" if kind is None else "not a plain file"
-        raise UsageError(what, got=str(source), expected=["a recording directory", *KINDS])
-    return kind(source)
+        raise UsageError(what, got=str(source), expected=["a recording directory", *KINDS, ".json"])
+    return open_dumped(source) or kind(source)
+
+
+def _open_json(path: Path) -> TensorSource:
+    file = JsonFile(path)
+    if is_tree(file.document):
+        return open_tree(file)
+    if is_run_results(file.document):
+        return RunResults(file)
+    if is_dump(file.document):
+        return open_dump(file)
+    raise UsageError(
+        "the JSON file holds no tensors that can be read",
+        got=str(path),
+        expected="a call tree of transformers (_FULL_TENSORS.json), RunResults of Polygraphy or a dump.json of msprobe",
+    )
 
 
 def _open_directory(path: Path) -> TensorSource:
     if (path / MANIFEST).exists():
         return Recording.open(path)
+    if (foreign := open_trees(path) or open_dumps(path) or open_dumped(path)) is not None:
+        return foreign
     if holds_step_files(path):
         return StepFiles(path)
     if holds_arrays(path):
@@ -82,5 +108,6 @@ def _open_directory(path: Path) -> TensorSource:
     raise UsageError(
         "the directory holds no tensors that can be read",
         got=f"{path}: {', '.join(there[:5]) or 'nothing'}{', ...' if len(there) > 5 else ''}",
-        expected=f"a recording ({MANIFEST}), step files (step0.pt, ...) or arrays (<name>-step0.npy, ...)",
+        expected=f"a recording ({MANIFEST}), step files (step0.pt, ...), arrays (<name>-step0.npy, ...) or a dump of "
+        "transformers, msprobe or SGLang",
     )

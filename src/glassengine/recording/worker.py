@@ -23,8 +23,9 @@ from torch import Tensor
 from glassengine import blocks
 from glassengine.errors import GlassError
 from glassengine.recording.description import Description
-from glassengine.recording.items import Alias, Block, Commit, Item, Piece, Stored, Streamed
+from glassengine.recording.items import Alias, Block, Commit, Copied, Item, Piece, Stored, Streamed
 from glassengine.recording.layout import LeftOut
+from glassengine.recording.pinned import PinnedCopies
 from glassengine.recording.ring import Ring
 from glassengine.recording.values import describe
 from glassengine.recording.writer import RecordingWriter
@@ -38,6 +39,7 @@ _PIECES_OF_RING = 4
 _PERIOD_S = 0.02
 _LOOK_S = 0.1
 _WRITE_BYTES = 32 << 20
+_MAX_DESCRIPTIONS = 1 << 14
 # Smaller tensors are written in blocks, and stored again rather than searched for.
 _MIN_SHARED_BYTES = 1 << 16
 
@@ -67,12 +69,11 @@ class BackgroundWriter:
         self._writer = RecordingWriter(path, metadata=metadata, overwrite=overwrite)
         self._ring = Ring(ring_bytes)
         self._ring.warm()
+        self._pinned = PinnedCopies(ring_bytes)
         self._descriptions: dict[tuple[str, torch.dtype, torch.Size], Description] = {}
         self._lock = threading.Lock()
         self._block: Block | None = None
-        self._queue: deque[Stored | Alias | Block | Streamed | Piece | LeftOut | Commit | threading.Event | None] = (
-            deque()
-        )
+        self._queue: deque[Item | threading.Event | None] = deque()
         self._wake = threading.Event()
         self._woken = 0.0
         self._failure: Exception | None = None
@@ -115,6 +116,8 @@ class BackgroundWriter:
         description = self._descriptions.get(key)
         is_new = description is None
         if description is None or tensor.layout is not torch.strided:
+            if len(self._descriptions) >= _MAX_DESCRIPTIONS:
+                self._descriptions.clear()  # a cache that grows has another shape in every step
             description = self._descriptions[key] = describe(site, tensor, axes=axes, node=node)
         if self._failure is not None:
             return
@@ -123,6 +126,12 @@ class BackgroundWriter:
         # Attributes only: methods of torch that compute let go of the interpreter lock. A single element may be one
         # that is to be negated when it is read.
         plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.dtype.is_complex and nbytes > tensor.itemsize
+        if nbytes and not tensor.is_cpu and self._pinned.takes(tensor):
+            data, ready = self._pinned.take(tensor, nbytes, self._on_wait_unlocked)
+            with self._lock:
+                self._publish()
+                self._queue.append(Copied(description, step, rank, data, ready))
+            return
         with self._lock:
             if nbytes > ring.num_bytes // _PIECES_OF_RING:
                 self._stream(Streamed(description, step, rank), tensor)
@@ -228,6 +237,10 @@ class BackgroundWriter:
             self._queue.append(last)
             self._wake.set()
 
+    def _on_wait_unlocked(self) -> None:
+        with self._lock:
+            self._on_wait()
+
     def _on_wait(self) -> None:
         self._publish()
         self._wake.set()
@@ -270,6 +283,8 @@ class BackgroundWriter:
     def _handle(self, item: Item) -> None:
         if isinstance(item, Streamed):
             self._store_pieces(item)
+        elif isinstance(item, Copied):
+            self._store_copied(item)
         elif self._failure is not None:
             return
         elif isinstance(item, Block):
@@ -282,7 +297,7 @@ class BackgroundWriter:
             assert original.location is not None
             self._writer.alias(item.description, item.step, item.rank, original.description, original.location)
         elif isinstance(item, Commit):
-            self._writer.commit(item.step, token_ids=item.token_ids, stopped=item.stopped)
+            self._writer.end_step(item.step, token_ids=item.token_ids, stopped=item.stopped)
         elif isinstance(item, LeftOut):
             self._writer.leave_out(item)
 
@@ -290,6 +305,15 @@ class BackgroundWriter:
         description = item.description
         data = self._ring.bytes_at(item.position, description.nbytes)
         item.location = self._writer.store(description, item.step, item.rank, [data], zlib.crc32(data))
+
+    def _store_copied(self, item: Copied) -> None:
+        try:
+            if self._failure is None:
+                item.ready.synchronize()
+                data = memoryview(item.data.numpy())  # type: ignore[arg-type]  # a buffer at run time
+                self._writer.store(item.description, item.step, item.rank, [data], None)
+        finally:
+            self._pinned.give_back(item.description.nbytes)
 
     def _store_pieces(self, item: Streamed) -> None:
         pieces = self._pieces()

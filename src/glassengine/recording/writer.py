@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,23 +20,12 @@ from glassengine.recording import layout, records
 from glassengine.recording.description import Description, Group
 from glassengine.recording.directory import make_directory, reason_of, save_manifest
 from glassengine.recording.layout import LeftOut, Location
+from glassengine.recording.open_step import EndedStep, OpenStep
 from glassengine.recording.shard import Shard, write_all
 from glassengine.recording.values import bytes_of, describe
 
 SHARD_BYTES = 1 << 31
 _MAX_GROUPS = 256
-
-
-@dataclass
-class _OpenStep:
-    """What was written of a step that is not committed."""
-
-    frames: list[bytes] = field(default_factory=list)
-    names: set[tuple[str, int]] = field(default_factory=set)
-    groups: list[Group] = field(default_factory=list)
-    num_left_out: int = 0
-    # Place and bytes of a tensor -> what is stored, and the tensor itself: its storage cannot be reused meanwhile.
-    identities: dict[object, tuple[Description, Location, Tensor]] = field(default_factory=dict)
 
 
 class RecordingWriter:
@@ -60,13 +48,15 @@ class RecordingWriter:
         self.path = Path(path)
         self.metadata = dict(metadata)
         self._steps: set[int] = set()
-        self._open: dict[int, _OpenStep] = {}
+        self._open: dict[int, OpenStep] = {}
         self._shard: Shard | None = None
         self._next_shard = 0
         self._header_bytes = layout.HEADER_BYTES
         self._groups: dict[tuple[int, tuple[Description, ...]], Group] = {}
         self._described: set[int] = set()
         self._num_groups = 0
+        self._ended: list[EndedStep] = []
+        self._num_steps = 0
         self._num_tensors = 0
         self._failure: str | None = None
         self._incomplete: str | None = None
@@ -82,7 +72,7 @@ class RecordingWriter:
     @property
     def num_steps(self) -> int:
         """Number of committed steps."""
-        return len(self._steps)
+        return self._num_steps
 
     def __enter__(self) -> Self:
         return self
@@ -226,20 +216,8 @@ class RecordingWriter:
         """
         self._require_open()
         opened = self._opened(item.site, item.step)
-        opened.frames.append(records.frame(records.left_out_payload(item)))
+        opened.frames.append(records.left_out_frame(item))
         opened.num_left_out += 1
-
-    def flush(self) -> None:
-        """Write the bytes that were taken; a crash of this process loses none of them afterwards.
-
-        Raises:
-            GlassError: The file cannot be written; the message says what is safe.
-        """
-        if self._shard is not None:
-            try:
-                self._shard.flush()
-            except OSError as error:
-                raise self._failed(error) from error
 
     def commit(self, step: int, *, token_ids: Sequence[Sequence[int]] = (), stopped: str | None = None) -> None:
         """Complete `step`: from now on it survives the end of the process.
@@ -254,29 +232,50 @@ class RecordingWriter:
             UsageError: The step is committed already.
             GlassError: The file cannot be written; the message says what is safe.
         """
+        self.end_step(step, token_ids=token_ids, stopped=stopped)
+        self.flush()
+
+    def end_step(self, step: int, *, token_ids: Sequence[Sequence[int]] = (), stopped: str | None = None) -> None:
+        """Let the next `flush` complete `step`; the arguments are those of `commit`.
+
+        Raises:
+            UsageError: The step is committed already.
+        """
         self._require_open()
         if step in self._steps:
             raise UsageError("a step is committed twice", got=f"step {step}")
-        self.flush()
-        opened = self._open.get(step) or _OpenStep()
+        opened = self._open.pop(step, None) or OpenStep()
         # A step that is never committed must not be the one that describes a group others use.
         new = {group.number: group for group in opened.groups if group.number not in self._described}
         frames = [group.frame() for group in new.values()]
         frames += [*opened.frames, *(records.frame(payload) for payload in records.token_payloads(token_ids))]
         counts = {"num_tensors": len(opened.names), "num_left_out": opened.num_left_out}
         frames.append(records.frame({"kind": "commit", "step": step, **counts, "stopped": stopped}))
-        try:
-            write_all(self._index, [b"".join(frames)])
-        except OSError as error:
-            raise self._failed(error) from error
         self._steps.add(step)
         self._described |= new.keys()
-        self._num_tensors += len(opened.names)
-        self._open.pop(step, None)
-        if stopped is not None and self._incomplete is None:
-            self._incomplete = f"step {step} was stopped by {stopped}"
-        if token_ids:
-            records.append_tokens(self.metadata.setdefault("token_ids", []), enumerate(token_ids))
+        self._ended.append(EndedStep(step, b"".join(frames), len(opened.names), token_ids, stopped))
+
+    def flush(self) -> None:
+        """Write the bytes that were taken, then the records of the steps that have ended.
+
+        Raises:
+            GlassError: The file cannot be written; the message says what is safe.
+        """
+        ended, self._ended = self._ended, []
+        try:
+            if self._shard is not None:
+                self._shard.flush()
+            if ended:
+                write_all(self._index, [step.frames for step in ended])
+        except OSError as error:
+            raise self._failed(error) from error
+        for step in ended:
+            self._num_steps += 1
+            self._num_tensors += step.num_tensors
+            if step.stopped is not None and self._incomplete is None:
+                self._incomplete = f"step {step.number} was stopped by {step.stopped}"
+            if step.token_ids:
+                records.append_tokens(self.metadata.setdefault("token_ids", []), enumerate(step.token_ids))
 
     def close(self, reason: str | None = None) -> None:
         """Seal the recording; it is complete when every step that was written to was committed.
@@ -295,6 +294,8 @@ class RecordingWriter:
             self._incomplete = f"written but not committed: step {', '.join(map(str, sorted(self._open)))}"
         self._open.clear()
         try:
+            if self._failure is None:
+                self.flush()
             self._seal_shard()
             save_manifest(self.path, self._manifest("incomplete" if self._incomplete else "complete"))
         except OSError as error:
@@ -318,7 +319,7 @@ class RecordingWriter:
         self._num_groups += 1
         return group
 
-    def _begin(self, description: Description, step: int, rank: int) -> _OpenStep:
+    def _begin(self, description: Description, step: int, rank: int) -> OpenStep:
         """Open `step`, unless a tensor of that name cannot be part of it."""
         opened = self._open.get(step)
         if opened is None:
@@ -332,13 +333,13 @@ class RecordingWriter:
             )
         return opened
 
-    def _opened(self, site: str, step: int) -> _OpenStep:
+    def _opened(self, site: str, step: int) -> OpenStep:
         what = f"the tensor {site[:200]!r} cannot be recorded"
         if step < 0:
             raise UsageError(what, got=f"step {step}", expected="numbers from 0 on")
         if step in self._steps:
             raise UsageError(what, got=f"step {step}, which is committed", expected="a step that is still open")
-        return self._open.setdefault(step, _OpenStep())
+        return self._open.setdefault(step, OpenStep())
 
     def _shard_for(self, *added: Description | Group) -> Shard:
         if self._shard is not None and (self._shard.size >= SHARD_BYTES or not self._shard.has_room(*added)):
@@ -362,7 +363,7 @@ class RecordingWriter:
 
     def _failed(self, error: OSError) -> GlassError:
         self._failure = reason_of(error, self.path)
-        safe = f"{len(self._steps)} completed steps are safe" if self._steps else "no step was completed"
+        safe = f"{self._num_steps} completed steps are safe" if self._num_steps else "no step was completed"
         return GlassError(
             "the recording cannot be written",
             got=self._failure,
@@ -375,7 +376,7 @@ class RecordingWriter:
             "format": "glassengine recording",
             "state": state,
             "reason": self._incomplete,
-            "num_steps": len(self._steps),
+            "num_steps": self._num_steps,
             "num_tensors": self._num_tensors,
         }
         for key, value in self.metadata.items():

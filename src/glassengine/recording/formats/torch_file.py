@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -35,8 +36,8 @@ class TorchFile:
         self._tensors: dict[str, Tensor] = {}
         entries: list[Entry] = []
         skipped: list[Skipped] = []
-        for name, value in _leaves("", _load(path), 0, [0]):
-            reason = "two entries have this name" if name in self._tensors else _why_not(value)
+        for name, value in _leaves("", load_torch(path, str(path)), 0, [0]):
+            reason = "two entries have this name" if name in self._tensors else why_not_a_tensor(value)
             if reason is not None:
                 skipped.append(Skipped(name, "both", reason, step=0))
                 continue
@@ -52,29 +53,40 @@ class TorchFile:
         return self._tensors[entry.site]
 
 
-def _load(path: Path) -> Any:
+def load_torch(file: Path | io.BytesIO, name: str) -> Any:
+    """Return what `torch.save` wrote, tensors and plain values only; a file is mapped.
+
+    Args:
+        file: The file, or its bytes.
+        name: What to call it in an error.
+
+    Raises:
+        CorruptError: It is damaged, would run code, or cannot be mapped.
+    """
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(file) as archive:
             # torch.save stores; a compressed member could unfold to any size.
             if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
-                raise CorruptError("not a file that torch.save wrote", got=f"{path}: compressed members")
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+                raise CorruptError("not a file that torch.save wrote", got=f"{name}: compressed members")
+        if not isinstance(file, Path):
+            file.seek(0)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, Path))
     except zipfile.BadZipFile as error:
         raise CorruptError(
             "not a file that torch.save wrote",
-            got=f"{path}: {error}",
+            got=f"{name}: {error}",
             hint="a file of torch 1.5 or older cannot be mapped: load it and save it again",
         ) from error
     except pickle.UnpicklingError as error:
         raise CorruptError(
             "the file holds more than tensors and plain values, and reading it would run code",
-            got=f"{path}: {_refused(error)}",
+            got=f"{name}: {_refused(error)}",
             hint="save only tensors: torch.save({name: tensor}, path)",
         ) from error
     except CorruptError:
         raise
     except Exception as error:  # a hostile pickle can raise anything
-        raise CorruptError("the file cannot be read", got=f"{path}: {error}") from error
+        raise CorruptError("the file cannot be read", got=f"{name}: {error}") from error
 
 
 def _refused(error: Exception) -> str:
@@ -98,7 +110,7 @@ def _leaves(name: str, value: Any, depth: int, count: list[int]) -> Iterator[tup
         yield from _leaves(f"{name}.{key}" if name else str(key), child, depth + 1, count)
 
 
-def _why_not(value: Any) -> str | None:
+def why_not_a_tensor(value: Any) -> str | None:
     """Return why `value` is not given as a tensor, or None."""
     if not isinstance(value, Tensor):
         return f"not a tensor: {type(value).__name__}"

@@ -1,0 +1,233 @@
+"""The call tree that the debugger of transformers writes: `<Class>_debug_tree_FULL_TENSORS.json` and `_SUMMARY.json`.
+
+Tensors are given in the order of the calls: inputs of a module, what it calls, its results. Module paths become site
+names; the class name in front of them is the root. Values are read from the `.safetensors` files beside the tree, or
+from the text that torch prints: five digits, and only the edges of a tensor of more than 1000 elements, which is then
+listed as skipped. A printed tensor has the precision of the print, so its dtype is given as float16, even where
+its values are held in float32: judged as float32, every one of them would be wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from glassengine.errors import CorruptError
+from glassengine.recording.formats.json_file import JsonFile
+from glassengine.recording.formats.printed import parse_tensor
+from glassengine.recording.formats.safetensors_file import SafetensorsFile
+from glassengine.recording.layout import STORED, Entry
+from glassengine.results import Skipped
+from glassengine.sites import ROOT, port_site, with_call
+
+FULL = "_FULL_TENSORS.json"
+SUMMARY = "_SUMMARY.json"
+OTHER_PORTS = ("kv", "grad_in", "grad_out", "grad", "param", "state")
+"""What a site can have beside inputs and results; keys of a node that only our own trees have."""
+
+_TREE = re.compile(r"(?P<name>.+)_debug_tree(?:_step(?P<step>\d{1,9}))?(?:_rank(?P<rank>\d{1,9}))?")
+_SHAPE = re.compile(r"torch\.Size\(\[((?:\d+(?:, )?)*)\]\)")
+_MAX_DEPTH = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where the values of an entry are: a file beside the tree, or the text in it."""
+
+    folder: Path
+    value: Any
+    dtype: str
+
+
+class DebuggerFile:
+    """Tensors of one tree, or of all trees of a directory; several models keep their class names as roots.
+
+    A file name may say a step and a rank (`<Class>_debug_tree_step1_FULL_TENSORS.json`), as `glass.export` writes it.
+
+    Raises:
+        CorruptError: A tree or a file of values is damaged.
+    """
+
+    def __init__(self, path: Path, files: list[JsonFile]) -> None:
+        self.path = path
+        self.metadata: dict[str, Any] = {}
+        self.complete = True
+        self._places: dict[Entry, _Place] = {}
+        self._taken: set[tuple[str, int, int]] = set()
+        self._skipped: list[Skipped] = []
+        names = {_TREE.fullmatch(_stem(file.path)) for file in files}
+        several = len({found["name"] for found in names if found}) > 1
+        entries: list[Entry] = []
+        for file in files:
+            found = _TREE.fullmatch(_stem(file.path))
+            step, rank = (int(found[key] or 0) if found else 0 for key in ("step", "rank"))
+            entries += self._tree(file, step, rank, several)
+        self.entries = tuple(sorted(entries, key=lambda entry: (entry.step, entry.rank)))
+        self.skipped = tuple(self._skipped)
+
+    def tensor(self, entry: Entry) -> Tensor:
+        """Return the values of one of `entries`: mapped from a file of its own, or parsed from the text.
+
+        Raises:
+            CorruptError: The file or the text is damaged.
+        """
+        place = self._places[entry]
+        if isinstance(place.value, list):
+            tensor = parse_tensor(place.value, entry.shape, place.dtype)
+            if isinstance(tensor, str):
+                raise CorruptError("a printed tensor cannot be read", got=f"{entry.site!r} in {self.path}: {tensor}")
+            return tensor
+        source, stored = _values_file(place.folder / place.value)
+        if (stored.dtype, stored.shape) != (entry.dtype, entry.shape):
+            raise CorruptError("a file changed while it was being read", got=str(source.path))
+        return source.tensor(stored)
+
+    def _tree(self, file: JsonFile, step: int, rank: int, several: bool) -> Iterator[Entry]:
+        root = file.document["module_path"]
+        calls: Counter[str] = Counter()
+        for where, value in _tensors(file.document, root, root if several else "", calls, 0):
+            reason = "two tensors have this name" if (where, step, rank) in self._taken else None
+            found = reason or self._entry(file.path.parent, where, step, rank, value)
+            if isinstance(found, str):
+                self._skipped.append(Skipped(where, "both", found, step=step))
+            else:
+                self._taken.add((where, step, rank))
+                yield found
+
+    def _entry(self, folder: Path, site: str, step: int, rank: int, found: dict[str, Any]) -> Entry | str:
+        """Return the entry of what the tree says of a tensor, or why it is not given as one."""
+        shape, dtype = _described(found)
+        value = found.get("value")
+        if dtype not in STORED:
+            return f"no arithmetic for {dtype[:80]}"
+        if value is None:
+            return "statistics only: the values are in the file that ends in _FULL_TENSORS.json"
+        nbytes = math.prod(shape) * STORED[dtype][1].itemsize * STORED[dtype][2]
+        if isinstance(value, str):
+            name = value.removeprefix("./")
+            if "/" in name or "\\" in name or "\0" in name or name in ("", ".", ".."):
+                return "its file is outside of the directory"
+            try:
+                stored = _values_file(folder / name)[1]
+            except CorruptError as error:
+                if not (folder / name).exists():
+                    return "its file is not there"
+                raise error
+            if (stored.dtype, stored.shape) != (dtype, shape):
+                return f"its file holds {stored.describe()}, the tree says {dtype}{list(shape)}"
+            entry, value = Entry(site, step, rank, dtype, shape, nbytes=nbytes), name
+        elif isinstance(value, list) and all(isinstance(line, str) for line in value):
+            if any("..." in line for line in value):
+                return "only the edges of it are printed: record it with use_repr=False"
+            tensor = parse_tensor(value, shape, dtype)
+            if isinstance(tensor, str):
+                return f"the text is not that of a tensor: {tensor}"
+            precision = "float16" if dtype in ("float32", "float64") else dtype
+            entry = Entry(site, step, rank, precision, shape, nbytes=nbytes)
+        else:
+            return "its values are neither text nor a file"
+        self._places[entry] = _Place(folder, value, dtype)
+        return entry
+
+
+def is_tree(document: Any) -> bool:
+    """Return whether a JSON document is a call tree."""
+    return (
+        isinstance(document, dict)
+        and isinstance(document.get("module_path"), str)
+        and any(key in document for key in ("inputs", "outputs", "children"))
+    )
+
+
+def open_trees(path: Path) -> DebuggerFile | None:
+    """Open the trees of a directory; of a pair the one with values. None when there are none."""
+    there = {item.name: item for item in sorted(path.iterdir()) if item.is_file() and not item.is_symlink()}
+    full = [item for name, item in there.items() if name.endswith(FULL)]
+    alone = [
+        item
+        for name, item in there.items()
+        if name.endswith(SUMMARY) and name.removesuffix(SUMMARY) + FULL not in there
+    ]
+    files = [JsonFile(item) for item in [*full, *alone]]
+    trees = [file for file in files if is_tree(file.document)]
+    return DebuggerFile(path, trees) if trees else None
+
+
+def open_tree(file: JsonFile) -> DebuggerFile:
+    """Open one tree; for a summary, the file with values where it is there."""
+    full = file.path.with_name(file.path.name.removesuffix(SUMMARY) + FULL)
+    if file.path.name.endswith(SUMMARY) and full.is_file() and not full.is_symlink():
+        other = JsonFile(full)
+        file = other if is_tree(other.document) else file
+    return DebuggerFile(file.path, [file])
+
+
+def _stem(path: Path) -> str:
+    return path.name.removesuffix(FULL).removesuffix(SUMMARY)
+
+
+def _tensors(
+    node: Any, root: str, prefix: str, calls: Counter[str], depth: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (site, description) of the tensors of a node and of what it calls, in the order of the calls."""
+    if not isinstance(node, dict) or not isinstance(node.get("module_path"), str) or depth > _MAX_DEPTH:
+        raise CorruptError("a node of a call tree is damaged", got=str(node)[:200])
+    inside = node["module_path"].removeprefix(root).removeprefix(" (top-level)").lstrip(".")
+    path = ".".join(part for part in (prefix, inside) if part) or ROOT
+    number = node.get("call")
+    # The original gives no number: every call is there, one after the other.
+    call = with_call(path, number if isinstance(number, int) and number >= 0 else calls[path])
+    calls[path] += 1
+    inputs = node.get("inputs")
+    if isinstance(inputs, dict):
+        yield from _leaves(call, ":in", inputs.get("args"), 0)
+        yield from _leaves(call, ":in", inputs.get("kwargs"), 0)
+    children = node.get("children") or []
+    if not isinstance(children, list):
+        raise CorruptError("a node of a call tree is damaged", got=str(children)[:200])
+    for child in children:
+        yield from _tensors(child, root, prefix, calls, depth + 1)
+    yield from _leaves(call, ":out", node.get("outputs"), 0)
+    for port in OTHER_PORTS:
+        yield from _leaves(call, f":{port}", node.get(port), 0)
+
+
+def _leaves(where: str, port: str, value: Any, depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    if depth > _MAX_DEPTH:
+        raise CorruptError("a call tree nests too deeply", got=f"at {where[:200]!r}")
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _leaves(where, f"{port}[{index}]", item, depth + 1)
+    elif isinstance(value, dict):
+        if isinstance(value.get("shape"), str) and isinstance(value.get("dtype"), str):
+            site = value.get("site")
+            yield site if isinstance(site, str) else port_site(where, port), value
+            return
+        for key, item in value.items():
+            yield from _leaves(where, f"{port}.{key}" if key else port, item, depth + 1)
+
+
+def _described(found: dict[str, Any]) -> tuple[tuple[int, ...], str]:
+    shape = _SHAPE.fullmatch(found["shape"])
+    if shape is None:
+        return (), f"the shape {found['shape'][:80]!r}"
+    sizes = tuple(int(size) for size in shape[1].split(", ") if size)
+    return sizes, found["dtype"].removeprefix("torch.")
+
+
+def _values_file(path: Path) -> tuple[SafetensorsFile, Entry]:
+    """Open a file of values; its one tensor is called "data"."""
+    if path.is_symlink() or not path.is_file():
+        raise CorruptError("not a plain file", got=str(path))
+    source = SafetensorsFile(path)
+    stored = next((entry for entry in source.entries if entry.site == "data"), None)
+    if stored is None:
+        raise CorruptError("a file of values holds no tensor called data", got=str(path))
+    return source, stored

@@ -1,0 +1,150 @@
+"""Writes the tensors of a recording, or of any other source, in a format that others read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import zipfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from glassengine.errors import UsageError
+from glassengine.recording.formats.debug_tree import TreeWriter
+from glassengine.recording.layout import Entry
+from glassengine.recording.source import TensorSource, open_source
+
+Format = Literal["pt", "npz", "debug-tree"]
+FORMATS: tuple[Format, ...] = ("pt", "npz", "debug-tree")
+
+_BY_SUFFIX: dict[str, Format] = {".pt": "pt", ".pth": "pt", ".npz": "npz"}
+_IN_NUMPY = frozenset(
+    {"bool", "complex64", "complex128", "float16", "float32", "float64"}
+    | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+)
+
+
+def export(
+    source: str | Path | TensorSource,
+    path: str | Path,
+    *,
+    format: Format | None = None,
+    step: int | None = None,
+    overwrite: bool = False,
+) -> list[Path]:
+    """Write the tensors of `source` to `path` in another format and return the files to look at.
+
+    "pt": a dict of tensors by site for `torch.load(weights_only=True)`. "npz": the same for `numpy.load`; types that
+    numpy lacks (bfloat16, float8) as float32. "debug-tree": the pair of JSON files of transformers' debugger, with one
+    `.safetensors` file per tensor. Where `path` names no file and the format is "pt" or "npz", it becomes a directory
+    of `step{i}.pt`, other ranks in `rank{r}/`.
+
+    Args:
+        source: A recording, a dump, or a file of tensors; or one that is open.
+        path: A file that ends in `.pt`, `.pth` or `.npz` for one step and rank, or a directory.
+        format: By the end of `path` when None; of a directory "debug-tree".
+        step: Write only this one.
+        overwrite: Replace files that exist.
+
+    Raises:
+        UsageError: The format is unknown, several steps do not fit into one file, there is nothing to write, or the
+            files exist or cannot be written.
+        CorruptError: The source is damaged.
+    """
+    opened = open_source(source) if isinstance(source, str | Path) else source
+    target = Path(path)
+    kind = format or _BY_SUFFIX.get(target.suffix.lower(), "debug-tree")
+    if kind not in FORMATS:
+        raise UsageError("unknown format", got=str(kind), expected=FORMATS)
+    parts: dict[tuple[int, int], list[Entry]] = {}
+    for entry in opened.entries:
+        if step in (None, entry.step):
+            parts.setdefault((entry.step, entry.rank), []).append(entry)
+    if not parts:
+        steps = sorted({entry.step for entry in opened.entries})
+        raise UsageError("there is nothing to export", got=f"step {step} of {opened.path}", expected=f"steps {steps}")
+    if kind == "debug-tree":
+        return _export_tree(opened, [entry for part in parts.values() for entry in part], target, overwrite)
+    if target.suffix.lower() in _BY_SUFFIX:
+        if len(parts) > 1:
+            raise UsageError(
+                "a file holds one step of one rank",
+                got=f"{len(parts)} of them in {opened.path}",
+                hint=f"--step N, or a directory: --export {target.with_suffix('')} --export-format {kind}",
+            )
+        files = {target: next(iter(parts.values()))}
+    else:
+        folders = {rank: target / f"rank{rank}" if rank else target for _, rank in parts}
+        files = {folders[rank] / f"step{number}.{kind}": part for (number, rank), part in parts.items()}
+    _refuse(files, overwrite)
+    for file, part in files.items():
+        with _aside(file) as temporary:
+            _WRITERS[kind](temporary, opened, part)
+    return list(files)
+
+
+def _export_tree(source: TensorSource, entries: list[Entry], folder: Path, overwrite: bool) -> list[Path]:
+    name = str(source.metadata.get("class") or "Model").rpartition(".")[2]
+    if folder.is_dir():
+        _refuse([item for item in folder.iterdir() if item.name.startswith(f"{name}_debug_tree")], overwrite)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError("cannot make the directory", got=f"{folder}: {error.strerror}") from error
+    environment = source.metadata.get("environment")
+    versions = environment.get("versions") if isinstance(environment, dict) else None
+    writer = TreeWriter(folder, name, use_repr=False, versions=versions)
+    return writer.write(source, entries)
+
+
+def _refuse(files: Iterable[Path], overwrite: bool) -> None:
+    existing = [file for file in files if file.exists()]
+    if existing and not overwrite:
+        raise UsageError("the file exists already", got=str(existing[0]), hint="replace it with --overwrite")
+
+
+@contextlib.contextmanager
+def _aside(file: Path) -> Iterator[Path]:
+    """Yield a path beside `file`, which is renamed to it if all goes well."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        number, name = tempfile.mkstemp(prefix=f".{file.name[:100]}.", suffix=".partial", dir=file.parent)
+        os.close(number)
+        try:
+            yield Path(name)
+            Path(name).replace(file)
+        finally:
+            Path(name).unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError("cannot write the file", got=f"{error.filename or file}: {error.strerror or error}") from error
+
+
+def _write_pt(path: Path, source: TensorSource, entries: list[Entry]) -> None:
+    try:
+        torch.save({entry.site: _own(source.tensor(entry)) for entry in entries}, path)
+    except RuntimeError as error:  # what torch makes of a full disk
+        raise OSError(None, f"{error}".splitlines()[0], str(path)) from error
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Return a tensor whose storage is no larger than itself: torch saves whole storages."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def _write_npz(path: Path, source: TensorSource, entries: list[Entry]) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        for entry in entries:
+            if "\0" in entry.site or any("\ud800" <= char <= "\udfff" for char in entry.site):
+                raise UsageError("a name cannot be one in an .npz file", got=repr(entry.site)[:200], hint="use .pt")
+            tensor = source.tensor(entry)
+            array: Any = (tensor if entry.dtype in _IN_NUMPY else tensor.float()).contiguous().numpy()
+            with archive.open(f"{entry.site}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, array, allow_pickle=False)
+
+
+_WRITERS = {"pt": _write_pt, "npz": _write_npz}
