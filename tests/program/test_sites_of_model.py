@@ -22,7 +22,13 @@ Checkpoint = Callable[[str], Path]
 
 
 # Tied weights: GPT-2 and Gemma3.
-@pytest.mark.parametrize("family", sorted(models.CAUSAL_LMS))
+@pytest.mark.parametrize(
+    "family",
+    [
+        family if family in ("llama", "gemma3", "mixtral") else pytest.param(family, marks=pytest.mark.slow)
+        for family in sorted(models.CAUSAL_LMS)
+    ],
+)
 def test_the_table_is_that_of_the_real_export(exported: Exported, checkpoint: Checkpoint, family: str) -> None:
     _, program = exported(family)
     assert glass.sites(checkpoint(family)) == list(program.sites)
