@@ -99,8 +99,21 @@ def test_shapes_that_differ_say_what_would_help(sides: Path) -> None:
     assert any(line.startswith("... and 4 more: 4 identical") for line in lines)
 
 
+def test_the_first_divergence_says_its_rank(tmp_path: Path) -> None:
+    for side in "xy":
+        (tmp_path / side / "rank1").mkdir(parents=True)
+        torch.save({"a": torch.ones(2)}, tmp_path / side / "step0.pt")
+        torch.save({"a": torch.ones(2) * (side == "x")}, tmp_path / side / "rank1" / "step0.pt")
+    lines = text(terminal_compare.comparison(compare(tmp_path / "x", tmp_path / "y")))
+    assert "first divergence: step 0, a (rank 1)" in lines
+
+
 def test_a_pair_of_two_names_shows_both(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2)}, tmp_path / "x.pt")
     torch.save({"b": torch.ones(2)}, tmp_path / "y.pt")
     lines = text(terminal_compare.comparison(compare(tmp_path / "x.pt", tmp_path / "y.pt", map={"a": "b"})))
     assert any(line.startswith("identical") and line.endswith("by map: b") for line in lines)
+    torch.save({"b": torch.zeros(2)}, tmp_path / "z.pt")
+    lines = text(terminal_compare.comparison(compare(tmp_path / "x.pt", tmp_path / "z.pt", map={"a": "b"})))
+    at = lines.index("first divergence: step 0, a")
+    assert lines[at + 1] == "  in the candidate  b"
