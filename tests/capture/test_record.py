@@ -532,15 +532,15 @@ def test_statistics_of_what_is_not_finite(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_tensors_of_other_kinds(tmp_path: Path) -> None:
-    coo = torch.tensor([[0.0, 2.0], [3.0, 0.0]]).to_sparse()
+    sparse = torch.tensor([[0.0, 2.0], [3.0, 0.0]]).to_sparse()
     csr = torch.eye(3).to_sparse_csr()
     model = Calls(lambda self, *xs: None)
     with record(model, tmp_path / "r"):
-        model(coo, csr, torch.ones(2, device="meta"), nn.Parameter(X))
+        model(sparse, csr, torch.ones(2, device="meta"), nn.Parameter(X))
     opened = Recording.open(tmp_path / "r")
     found = values(tmp_path / "r")
     assert torch.equal(found[".:in[0].values"], torch.tensor([2.0, 3.0]))
-    assert torch.equal(found[".:in[0].indices"], coo.coalesce().indices())
+    assert torch.equal(found[".:in[0].indices"], sparse.coalesce().indices())
     assert torch.equal(found[".:in[1].col_indices"], torch.arange(3))
     assert torch.equal(found[".:in[3]"], X)
     (left,) = opened.left_out

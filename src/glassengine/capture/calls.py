@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,7 +54,7 @@ class Forward:
     records: bool
     thread: int
     open: list[tuple[Known, str, bool]] = field(default_factory=list)
-    num_calls: Counter[str] = field(default_factory=Counter)
+    num_calls: dict[str, int] = field(default_factory=dict)
     tapped: set[str] = field(default_factory=set)
     handled: BaseException | None = None
     leave: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -108,8 +108,9 @@ class ModuleNames:
             forward.open.append((known, forward.open[-1][1], True))
             return None
         path = known.paths[0] if len(known.paths) == 1 else self._alias(known, forward)
-        where = with_call(path, forward.num_calls[path])
-        forward.num_calls[path] += 1
+        num_calls = forward.num_calls.get(path, 0)
+        where = with_call(path, num_calls) if num_calls else path
+        forward.num_calls[path] = num_calls + 1
         forward.open.append((known, where, False))
         return where
 

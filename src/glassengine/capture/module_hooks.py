@@ -147,10 +147,13 @@ class ModuleHooks:
 
     def _after(self, known: Known, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         forward: Forward | None = getattr(self._local, "forward", None)
-        if forward is None or module is not known.module or not any(known is called for called, _, _ in forward.open):
+        if forward is None or not forward.open or module is not known.module:
             return
-        while forward.open[-1][0] is not known:
-            forward.open.pop()  # ended by an exception that hooks do not hear of, which the model then caught
+        if forward.open[-1][0] is not known:
+            if not any(known is called for called, _, _ in forward.open):
+                return
+            while forward.open[-1][0] is not known:
+                forward.open.pop()  # ended by an exception that hooks do not hear of, which the model then caught
         _, where, passed_on = forward.open.pop()
         error = sys.exc_info()[1] if result is None else None
         failed = error is not None and error is not forward.handled

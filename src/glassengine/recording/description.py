@@ -20,9 +20,10 @@ class Description:
         site_json: The site as JSON text, without its quotes.
         header: Text of a safetensors header entry up to its offsets.
         record: Text of an index record, without what differs between steps.
+        most_header_bytes: What an entry or alias, and a pad entry before it, take in the header of a shard at most.
     """
 
-    __slots__ = ("dtype", "header", "nbytes", "record", "shape", "site", "site_json")
+    __slots__ = ("dtype", "header", "most_header_bytes", "nbytes", "record", "shape", "site", "site_json")
 
     def __init__(
         self, site: str, dtype: str, shape: tuple[int, ...], axes: Mapping[str, int] | None, node: str | None
@@ -37,6 +38,8 @@ class Description:
         self.header = f'":{{"dtype":"{code}","shape":{json.dumps(stored, separators=(",", ":"))},"data_offsets":['
         fixed = {"dtype": dtype, "shape": shape, "axes": dict(axes or {}), "node": node, "nbytes": self.nbytes}
         text = json.dumps(fixed, separators=(",", ":"))
+        # Twice: the aliases are JSON within JSON, where each escape of a name grows once more.
+        self.most_header_bytes = 2 * len(self.site_json) + len(self.header) + 220
         self.record = f'"site":"{self.site_json}",{text[1:-1]}'
 
     def frame(self, step: int, rank: int, location: Location) -> bytes:
@@ -45,12 +48,6 @@ class Description:
             f'{{"kind":"tensor",{self.record},"step":{step},"rank":{rank},"shard":{location.shard},'
             f'"offset":{location.offset},"checksum":{location.checksum}}}'
         )
-
-    @property
-    def most_header_bytes(self) -> int:
-        """Bytes that an entry or alias, and a pad entry before it, take in the header of a shard at most."""
-        # Twice: the aliases are JSON within JSON, where each escape of a name grows once more.
-        return 2 * len(self.site_json) + len(self.header) + 220
 
 
 class Group:

@@ -57,7 +57,7 @@ class Block:
     """Small tensors of one step that lie behind one another in the ring.
 
     `is_new` says that they were seen for the first time: what differs from step to step is kept apart from what does
-    not, so that the descriptions of blocks repeat.
+    not, so that the descriptions of blocks repeat. `next` is where the next tensor would have to lie.
     """
 
     step: int
@@ -67,14 +67,15 @@ class Block:
     end: int
     descriptions: list[Description]
     most_header_bytes: int = 0
+    next: int = 0
 
     def takes(self, step: int, rank: int, position: int, is_new: bool) -> bool:
         """Return whether a tensor at `position` of the ring can be the next one."""
         return (
-            self.step == step
+            self.next == position
+            and self.step == step
             and self.rank == rank
             and self.is_new is is_new
-            and position == -(-self.end // ALIGNMENT) * ALIGNMENT
             and position - self.position <= _BLOCK_BYTES
             and len(self.descriptions) < MAX_GROUP_TENSORS
             and self.most_header_bytes <= _BLOCK_HEADER_BYTES
@@ -85,6 +86,7 @@ class Block:
         self.descriptions.append(description)
         self.most_header_bytes += description.most_header_bytes
         self.end = position + description.nbytes
+        self.next = -(-self.end // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(slots=True)

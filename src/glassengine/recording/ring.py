@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import threading
@@ -37,7 +38,8 @@ class Ring:
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._memory = mmap.mmap(-1, num_bytes)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
+        # Large pages are mapped many at a time; a kernel without them refuses.
+        with contextlib.suppress(OSError, AttributeError):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._address = self._tensor.data_ptr()
@@ -56,6 +58,12 @@ class Ring:
             on_wait: Called again and again while there is no room; may raise.
         """
         rounded = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        start, tail = self._head, self._tail
+        is_mapped = start % self.num_bytes + rounded <= self._populated
+        if start != tail and is_mapped and start + rounded - tail <= self.num_bytes:
+            # The short way: right behind the last slot.
+            self._head = start + rounded
+            return start
         while True:
             head = self._head
             if head == self._tail:
@@ -122,7 +130,7 @@ class Ring:
             step = min(_POPULATE_STEP, self.num_bytes - self._populated)
             try:
                 self._memory.madvise(_POPULATE_WRITE, self._populated, step)
-            except OSError:  # an older kernel, or another system
+            except OSError:  # an older kernel, or another system: pages are mapped when they are first used
                 self._populated = self.num_bytes
                 return
             self._populated += step

@@ -150,7 +150,11 @@ class BackgroundWriter:
             else:
                 ring.fill_from(position, tensor, nbytes)
             if 0 < nbytes < _MIN_SHARED_BYTES:
-                self._add_to_block(description, step, rank, position, is_new)
+                block = self._block
+                if block is None or not block.takes(step, rank, position, is_new):
+                    self._publish()
+                    block = self._block = Block(step, rank, is_new, position, position, [])
+                block.add(description, position)
             else:
                 self._publish()
                 stored = Stored(description, step, rank, position)
@@ -159,13 +163,6 @@ class BackgroundWriter:
                     self._recent[tensor.data_ptr(), nbytes] = stored
         if 2 * ring.in_use > ring.num_bytes:
             self._wake.set()
-
-    def _add_to_block(self, description: Description, step: int, rank: int, position: int, is_new: bool) -> None:
-        block = self._block
-        if block is None or not block.takes(step, rank, position, is_new):
-            self._publish()
-            block = self._block = Block(step, rank, is_new, position, position, [])
-        block.add(description, position)
 
     def _publish(self) -> None:
         """Hand the current block to the thread; called with the lock."""
