@@ -13,7 +13,6 @@ from glassengine.recording.layout import LightStatistics
 from glassengine.results import Summary
 
 _NUMPY = (torch.float32, torch.float64)
-_SMALL = 1 << 16
 _FAST = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -58,15 +57,15 @@ def summarize_stream(stream: blocks.Stream, *, shape: tuple[int, ...], dtype: st
 def light(tensor: Tensor) -> LightStatistics:
     """Return the statistics that are taken in place of values.
 
-    Two passes with torch's own kernels, the norm in the precision of the dtype; where something is not finite, or the
+    Two or three fast passes, the norm in the precision of the dtype; where something is not finite, or the
     dtype is none of the common ones, block by block in float64. Waits for the device the tensor is on.
 
     Args:
         tensor: Dense; any shape, strides and dtype that can be converted to float64.
     """
     tensor = tensor.detach()
-    if tensor.dtype in _NUMPY and 1 < tensor.numel() <= _SMALL and tensor.is_cpu and tensor.is_contiguous():
-        # numpy takes a third of the time for what fits a cache. (A single element may be one that is to be negated.)
+    if tensor.dtype in _NUMPY and tensor.numel() > 1 and tensor.is_cpu and tensor.is_contiguous():
+        # numpy takes a third of the time that torch does. (A single element may be one that is to be negated.)
         flat = tensor.numpy().reshape(-1)
         with np.errstate(all="ignore"):
             norm = math.sqrt(float(np.dot(flat, flat)))
