@@ -337,6 +337,33 @@ def test_interruption(tmp_path: Path) -> None:
     assert is_clean(model)
 
 
+@pytest.mark.parametrize("last", [".", "fc", ".:in[0]"])
+def test_an_interruption_within_a_hook(tmp_path: Path, last: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from glassengine.capture.intake import Intake
+
+    take, planted = Intake.take, [True]
+
+    def interrupted(self: Any, site: str, *args: Any, **kwargs: Any) -> None:
+        if site == last and planted and planted.pop():
+            raise KeyboardInterrupt
+        take(self, site, *args, **kwargs)
+
+    monkeypatch.setattr(Intake, "take", interrupted)
+    model = Calls(lambda self, x: self.fc(x), fc=nn.Linear(4, 4))
+    with record(model, tmp_path / "r"):
+        with pytest.raises(KeyboardInterrupt):
+            model(X)
+        model(X)
+    opened = Recording.open(tmp_path / "r")
+    assert opened.stopped == {0: "an interruption"} and opened.steps == [0, 1]
+    assert opened.sites(1) == [".:in[0]", "fc:in[0]", "fc", "."]
+    planted.append(True)
+    with pytest.raises(KeyboardInterrupt), record(model, tmp_path / "left"):
+        model(X)
+    assert Recording.open(tmp_path / "left").stopped == {0: "KeyboardInterrupt"}
+    assert is_clean(model)
+
+
 def test_a_model_that_calls_itself(tmp_path: Path) -> None:
     model = Calls(lambda self, x, n: self(self.fc(x), n - 1) if n else x, fc=nn.Linear(4, 4))
     with record(model, tmp_path / "r"):

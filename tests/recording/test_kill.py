@@ -142,7 +142,7 @@ def test_full_disk(tmp_path: Path) -> None:
         """
         import resource
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2 ** 22, 2 ** 22))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2 ** 24, 2 ** 24))
         try:
             with glass.record(model, sys.argv[1]):
                 for step in range(100):

@@ -44,6 +44,7 @@ class Forward:
         thread: Identity of the thread.
         open: (module, path with call, whether it merely passes on the call of its wrapper), outermost first.
         num_calls: Calls of each path so far.
+        in_call: Whether an outermost call has begun and not been dealt with to its end.
         tapped: Sites of taps so far.
         handled: The exception that was being handled when the outermost call began.
         leave: Undoes what was set up for the duration of the outermost call.
@@ -55,6 +56,7 @@ class Forward:
     thread: int
     open: list[tuple[Known, str, bool]] = field(default_factory=list)
     num_calls: dict[str, int] = field(default_factory=dict)
+    in_call: bool = False
     tapped: set[str] = field(default_factory=set)
     handled: BaseException | None = None
     leave: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)

@@ -80,7 +80,7 @@ class ModuleHooks:
     def finish(self, stopped: str | None = None) -> None:
         """Complete every step that is still open; those whose forward has not ended are marked as stopped."""
         for forward in list(self._open.values()):
-            interrupted = bool(forward.open)
+            interrupted = forward.in_call
             forward.open.clear()
             # Its thread may have gone, and with it what was set up there.
             with contextlib.suppress(ValueError):
@@ -129,7 +129,12 @@ class ModuleHooks:
         if module is not known.module or torch._C._current_graph_task_id() != -1 or os.getpid() != self._pid:
             return
         forward: Forward | None = getattr(self._local, "forward", None)
-        if forward is not None and forward.open and known.is_root and _is_stale(forward, module):
+        # Hooks do not hear of the end of a call that was interrupted; nor do they when that happens to themselves.
+        if (
+            forward is not None
+            and forward.in_call
+            and (not forward.open or (known.is_root and _is_stale(forward, module)))
+        ):
             self._end(forward, [], "an interruption")
             forward = None
         if forward is None or not forward.open:
@@ -172,6 +177,7 @@ class ModuleHooks:
             if forward.records:
                 self._deliver_caches(forward, kwargs, result)
             self._end(forward, self._token_ids(args, kwargs), None)
+        forward.in_call = False
 
     def _outermost(self, known: Known, forward: Forward | None) -> Forward:
         """Return the step that an outermost call belongs to."""
@@ -190,6 +196,7 @@ class ModuleHooks:
             self._local.forward = forward
         if not known.is_root:
             forward.alone.add(known.module)
+        forward.in_call = True
         forward.handled = sys.exc_info()[1]
         current = forward
         forward.leave.enter_context(tap_sink(lambda name, tensor: self._tap(current, name, tensor)))

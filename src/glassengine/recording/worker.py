@@ -38,7 +38,8 @@ _PIECES_OF_RING = 4
 # every tensor it would fight with the model for the interpreter. It looks by itself as well, for the last steps.
 _PERIOD_S = 0.02
 _LOOK_S = 0.1
-_WRITE_BYTES = 32 << 20
+# Written at once; what a disk has no room for any more takes the steps of one such batch with it.
+_WRITE_BYTES = 4 << 20
 _MAX_DESCRIPTIONS = 1 << 14
 # Smaller tensors are written in blocks, and stored again rather than searched for.
 _MIN_SHARED_BYTES = 1 << 16
