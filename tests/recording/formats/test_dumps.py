@@ -240,7 +240,7 @@ def test_steps_ranks_and_hostile_names_of_msprobe(tmp_path: Path) -> None:
     assert reasons(source) == {
         "m@1:out[1]": "its file holds float32[2], the dump says [3]",
         "m@1:out[3][0]": outside, "m@1:out[4][0]": outside, "m@1:out[7][0]": outside,
-        "m@1:out[5][0]": "its file is of a kind that is not known", "m@1:out[6][0]": "its file is not there",
+        "m@1:out[5][0]": "its file is not there", "m@1:out[6][0]": "its file is not there",
     }  # fmt: skip
 
 

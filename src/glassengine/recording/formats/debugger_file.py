@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from glassengine.errors import CorruptError
+from glassengine.recording.formats.files import why_not_a_file
 from glassengine.recording.formats.json_file import JsonFile
 from glassengine.recording.formats.printed import parse_tensor
 from glassengine.recording.formats.safetensors_file import SafetensorsFile
@@ -112,14 +113,10 @@ class DebuggerFile:
         nbytes = math.prod(shape) * STORED[dtype][1].itemsize * STORED[dtype][2]
         if isinstance(value, str):
             name = value.removeprefix("./")
-            if "/" in name or "\\" in name or "\0" in name or name in ("", ".", ".."):
-                return "its file is outside of the directory"
-            try:
-                stored = _values_file(folder / name)[1]
-            except CorruptError as error:
-                if not (folder / name).exists():
-                    return "its file is not there"
-                raise error
+            reason = why_not_a_file(folder, name)
+            if reason is not None:
+                return reason
+            stored = _values_file(folder / name)[1]
             if (stored.dtype, stored.shape) != (dtype, shape):
                 return f"its file holds {stored.describe()}, the tree says {dtype}{list(shape)}"
             entry, value = Entry(site, step, rank, dtype, shape, nbytes=nbytes), name
@@ -224,8 +221,6 @@ def _described(found: dict[str, Any]) -> tuple[tuple[int, ...], str]:
 
 def _values_file(path: Path) -> tuple[SafetensorsFile, Entry]:
     """Open a file of values; its one tensor is called "data"."""
-    if path.is_symlink() or not path.is_file():
-        raise CorruptError("not a plain file", got=str(path))
     source = SafetensorsFile(path)
     stored = next((entry for entry in source.entries if entry.site == "data"), None)
     if stored is None:

@@ -104,7 +104,10 @@ def read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
         raise ValueError(f"the header claims {claimed} bytes")
     whole = io.BytesIO(length + file.read(claimed))
     read = np.lib.format.read_array_header_1_0 if version[0] == 1 else np.lib.format.read_array_header_2_0
-    shape, fortran, dtype = read(whole)
+    try:
+        shape, fortran, dtype = read(whole)
+    except Exception as error:  # numpy parses a header as Python source, and lets out what its tokenizer raises
+        raise ValueError(f"the header is damaged: {error}") from error
     if any(size < 0 for size in shape):
         raise ValueError(f"a size is negative: {shape}")
     return shape, fortran, dtype

@@ -59,7 +59,7 @@ class NpyFolder:
         for (file, where), rank in zip(arrays, ranks, strict=True):
             found = _STEP.fullmatch(file.stem)
             stem, step = (found[1], int(found[2])) if found else (file.stem, where.get("iteration", 0))
-            site, dtype = known[file.parent].get(stem, (stem, None))
+            site, dtype = known[file.parent].get(stem, (stem, ""))
             entry = describe(file, site, step=step, rank=rank)
             if isinstance(entry, Entry) and entry.dtype == "float32" and dtype in STORED:
                 entry = dataclasses.replace(entry, dtype=dtype)
@@ -106,7 +106,7 @@ def _listing(path: Path, where: dict[str, int], depth: int) -> Iterator[tuple[Pa
             yield item, where, "not an .npy file"
 
 
-def _names(folder: Path) -> dict[str, tuple[str, str | None]]:
+def _names(folder: Path) -> dict[str, tuple[str, str]]:
     """Return what `npy-names.json` says, if it is there: stem of the files -> name of the tensor and its dtype."""
     if not (folder / _NAMES).exists():
         return {}
@@ -116,7 +116,7 @@ def _names(folder: Path) -> dict[str, tuple[str, str | None]]:
         document: Any = json.loads(text) if len(text) <= _MAX_NAMES_BYTES else None
         if document["schema_version"] > 1:
             raise CorruptError("written by a newer version", got=str(folder / _NAMES), expected="schema_version 1")
-        return {str(stem): (str(of["name"]), of.get("dtype")) for stem, of in document["files"].items()}
+        return {str(stem): (str(of["name"]), str(of.get("dtype"))) for stem, of in document["files"].items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CorruptError("the names of the arrays cannot be read", got=f"{folder / _NAMES}: {error!r}") from error
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,9 @@ from glassengine.results import Skipped
 
 # A deflated member of a few megabytes can claim and deliver gigabytes.
 _MAX_ARRAY_BYTES = 1 << 34
+_MAX_UNFOLDED_BYTES = 1 << 28
+_MAX_RATIO = 100
+_MAX_MEMBERS = 100_000
 
 
 class NumpyFile:
@@ -38,7 +40,10 @@ class NumpyFile:
         skipped: list[Skipped] = []
         try:
             self._archive = zipfile.ZipFile(path)
-            for member in self._archive.infolist():
+            members = self._archive.infolist()
+            if len(members) > _MAX_MEMBERS:
+                raise CorruptError("an .npz file has too many entries", got=f"{path}: {len(members)}")
+            for member in members:
                 name = member.filename.removesuffix(".npy")
                 with self._archive.open(member) as file:
                     try:
@@ -47,7 +52,7 @@ class NumpyFile:
                         skipped.append(Skipped(name, "both", f"not an array: {error}", step=0))
                         continue
                     header_bytes = file.tell()
-                reason = _why_not(dtype, shape, member.file_size - header_bytes)
+                reason = _why_not(dtype, shape, member, header_bytes)
                 if name in self._members:
                     reason = "two entries have this name"
                 if reason is not None:
@@ -56,7 +61,9 @@ class NumpyFile:
                 nbytes = math.prod(shape) * dtype.itemsize
                 self._members[name] = member
                 entries.append(Entry(name, 0, 0, dtype.newbyteorder("=").name, shape, nbytes=nbytes))
-        except (zipfile.BadZipFile, OSError, zlib.error, NotImplementedError, RuntimeError) as error:
+        except CorruptError:
+            raise
+        except Exception as error:  # a damaged archive makes zipfile raise anything
             raise CorruptError("not an .npz file", got=f"{path}: {error}") from error
         self.entries = tuple(entries)
         self.skipped = tuple(skipped)
@@ -71,7 +78,7 @@ class NumpyFile:
             with self._archive.open(self._members[entry.site]) as file:
                 shape, fortran, dtype = read_header(file)
                 data = bytearray(file.read(entry.nbytes))
-        except (zipfile.BadZipFile, OSError, zlib.error, ValueError, EOFError) as error:
+        except Exception as error:  # as above
             raise CorruptError("an array cannot be read", got=f"{entry.site!r} in {self.path}: {error}") from error
         if len(data) != entry.nbytes:
             raise CorruptError("an array is cut", got=f"{entry.site!r} in {self.path}: {len(data)} bytes")
@@ -79,14 +86,16 @@ class NumpyFile:
         return torch.from_numpy(array.astype(dtype.newbyteorder("="), copy=False))
 
 
-def _why_not(dtype: np.dtype[Any], shape: tuple[int, ...], num_bytes: int) -> str | None:
+def _why_not(dtype: np.dtype[Any], shape: tuple[int, ...], member: zipfile.ZipInfo, header_bytes: int) -> str | None:
     """Return why an array is not given as a tensor, or None."""
     reason = why_not(dtype)
     if reason is not None:
         return reason
     claimed = math.prod(shape) * dtype.itemsize
-    if claimed != num_bytes:
-        return f"the header claims {claimed} bytes, the file has {num_bytes}"
+    if claimed != member.file_size - header_bytes:
+        return f"the header claims {claimed} bytes, the file has {member.file_size - header_bytes}"
+    if claimed > _MAX_UNFOLDED_BYTES and claimed > _MAX_RATIO * member.compress_size:
+        return f"{member.compress_size} bytes unfold to {claimed}: save it uncompressed"
     if claimed > _MAX_ARRAY_BYTES:
         return f"{claimed} bytes are more than this format is read for: save it as .safetensors"
     return None

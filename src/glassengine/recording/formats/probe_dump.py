@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from glassengine.errors import CorruptError
-from glassengine.recording.formats.files import KINDS
+from glassengine.recording.formats.files import KINDS, why_not_a_file
 from glassengine.recording.formats.json_file import JsonFile
 from glassengine.recording.layout import Entry
 from glassengine.results import Skipped
@@ -168,19 +168,13 @@ def _entry(folder: Path, site: str, step: int, rank: int, described: dict[str, A
     name = described.get("data_name")
     if not isinstance(name, str):
         return "statistics only"
-    if Path(name).name != name or "\\" in name or "\0" in name:
-        return "its file is outside of the directory"
+    reason = why_not_a_file(folder, name)
+    if reason is not None:
+        return reason
     path = folder / name
     kind = KINDS.get(path.suffix.lower())
     if kind is None:
         return "its file is of a kind that is not known"
-    if folder.is_symlink() or path.is_symlink():
-        return "its file is a link, which could leave the directory"
-    try:
-        if not path.is_file():
-            return "its file is not there"
-    except OSError as error:
-        return f"its file cannot be opened: {error.strerror}"
     source = kind(path)
     if len(source.entries) != 1:
         reason = source.skipped[0].reason if source.skipped else "no tensor in it"

@@ -19,6 +19,8 @@ from glassengine.results import Skipped
 # A small file can name one list many times over; these bound what it unfolds to.
 _MAX_DEPTH = 64
 _MAX_LEAVES = 1_000_000
+_MAX_EXPANDED_BYTES = 1 << 34
+_MAX_PICKLE_BYTES = 1 << 28
 
 
 class TorchFile:
@@ -68,6 +70,7 @@ def load_torch(file: Path | io.BytesIO, name: str) -> Any:
             # torch.save stores; a compressed member could unfold to any size.
             if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
                 raise CorruptError("not a file that torch.save wrote", got=f"{name}: compressed members")
+            _refuse_to_fill_memory(archive, name)
         if not isinstance(file, Path):
             file.seek(0)
         return torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, Path))
@@ -87,6 +90,20 @@ def load_torch(file: Path | io.BytesIO, name: str) -> Any:
         raise
     except Exception as error:  # a hostile pickle can raise anything
         raise CorruptError("the file cannot be read", got=f"{name}: {error}") from error
+
+
+def _refuse_to_fill_memory(archive: zipfile.ZipFile, name: str) -> None:
+    """Refuse what torch lets through and what no tensor needs: `bytearray(10**12)` asks for that much memory.
+
+    Raises:
+        CorruptError: The pickle calls it, or is too large to be searched.
+    """
+    for member in archive.infolist():
+        if member.filename.endswith(".pkl"):
+            if member.file_size > _MAX_PICKLE_BYTES:
+                raise CorruptError("the file describes too much", got=f"{name}: {member.file_size} bytes of pickle")
+            if b"\nbytearray\n" in archive.read(member):
+                raise CorruptError("the file holds more than tensors and plain values", got=f"{name}: a bytearray")
 
 
 def _refused(error: Exception) -> str:
@@ -117,6 +134,8 @@ def why_not_a_tensor(value: Any) -> str | None:
     if value.is_quantized or value.is_meta or value.layout != torch.strided:
         kind = "quantized" if value.is_quantized else "meta" if value.is_meta else str(value.layout)
         return f"not a dense tensor: {kind}"
+    if value.nbytes > max(value.untyped_storage().nbytes(), _MAX_EXPANDED_BYTES):
+        return f"{value.untyped_storage().nbytes()} bytes that are expanded to {value.nbytes}"
     if str(value.dtype).removeprefix("torch.") not in STORED:
         return f"no arithmetic for {value.dtype}"
     return None
