@@ -9,7 +9,7 @@ import pytest
 
 Run = Callable[[Path], list[str]]
 
-PAGES = ["coming-from-ditto.md", "coming-from-tensorrt-llm.md"]
+PAGES = ["coming-from-ditto.md", "coming-from-tensorrt-llm.md", "coming-from-transformers.md"]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import re
 import shutil
@@ -75,7 +76,7 @@ def model_addition_debugger_context(
     notes = _Notes(model, recorder, pruned)
     failed = True
     try:
-        with recorder, torch.no_grad(), notes:
+        with recorder, torch.no_grad(), notes, _forward_is_a_call(model):
             yield model
         failed = False
     finally:
@@ -130,6 +131,35 @@ def _intermediate_layers(model: nn.Module) -> str | None:
             lists.setdefault(found["list"], []).append(path)
     between = [re.escape(path) for paths in lists.values() for path in paths[1:-1]]
     return rf"(?:{'|'.join(between)})(?:[.:@/]|$)" if between else None
+
+
+@contextlib.contextmanager
+def _forward_is_a_call(model: nn.Module) -> Iterator[None]:
+    """Make `model.forward(...)`, as the document has it, a call of the model: hooks hear of no other."""
+    state = threading.local()
+    had = "forward" in model.__dict__
+    original = model.forward
+
+    def called(*_: Any) -> None:
+        state.is_called = True
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or getattr(state, "is_called", False):
+            state.is_called = False
+            return original(*args, **kwargs)
+        return model(*args, **kwargs)
+
+    handle = model.register_forward_pre_hook(called)
+    model.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        handle.remove()
+        if had:
+            model.__dict__["forward"] = original
+        else:
+            model.__dict__.pop("forward", None)
 
 
 class _Notes:

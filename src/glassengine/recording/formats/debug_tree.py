@@ -197,7 +197,11 @@ class _Calls:
                 children.setdefault(_holder(path, position, calls_of), []).append(self._nodes[path, call])
         for position, key in enumerate(order):
             node = self._nodes[key]
-            node["inputs"] = {k: _as_lists(v) for k, v in node.pop("inputs").items() if v}
+            inputs = node.pop("inputs")
+            node["inputs"] = {name: _as_lists(value) for name, value in inputs.items() if value}
+            if key == (ROOT, 0):
+                # As the original has it, also where they are empty.
+                node["inputs"] = {"args": [], "kwargs": {}} | node["inputs"]
             node["outputs"] = _as_lists(node.pop("outputs"))
             for name in OTHER_PORTS:
                 if name in node:
