@@ -13,6 +13,7 @@ tensor carries a checksum of the whole, so that the files are equal only where t
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import tempfile
@@ -25,10 +26,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from glassengine import blocks
 from glassengine.errors import UsageError
 from glassengine.recording.formats.debugger_file import FULL, OTHER_PORTS, SUMMARY
 from glassengine.recording.layout import Entry
-from glassengine.recording.statistics import summarize
 from glassengine.sites import ROOT, port_site, with_call
 
 _SITE = re.compile(r"(?P<path>[^:@]*)(?:@(?P<call>\d+))?(?::(?P<port>\w+)(?P<keys>.*))?", re.DOTALL)
@@ -115,7 +116,7 @@ class TreeWriter:
         return calls.tree()
 
     def _describe(self, tensor: Tensor, stem: str, aside: Path) -> dict[str, Any]:
-        found = summarize(tensor)
+        found = blocks.moments(blocks.real_stream(tensor))
         described: dict[str, Any] = {"shape": repr(tensor.shape), "dtype": repr(tensor.dtype)}
         # safetensors has no such dtype: all of it is printed, to the last digit.
         no_file = tensor.dtype is torch.complex128 and not self._use_repr
@@ -130,13 +131,15 @@ class TreeWriter:
             name = self._file_name(stem)
             save_file({"data": tensor.contiguous()}, aside / f"{name}.safetensors")
             described["value"] = f"./{name}.safetensors"
-        for key in ("mean", "std", "min", "max"):
-            if (value := getattr(found, key)) is not None:
+        if found.num_finite:
+            std = math.sqrt(found.m2 / max(found.num_finite - 1, 1))
+            for key, value in {"mean": found.mean, "std": std, "min": found.min, "max": found.max}.items():
                 described[key] = f"tensor({value:.4e})"
-        if found.num_nan or found.num_inf:
+        if found.num_finite < found.num_elements:
             where = (~tensor.isfinite()).flatten().nonzero()[0].item()
             index = torch.unravel_index(torch.tensor(where), tensor.shape)
-            described |= {"num_nan": found.num_nan, "num_inf": found.num_inf}
+            described["num_nan"] = found.num_nan
+            described["num_inf"] = found.num_elements - found.num_finite - found.num_nan
             described["first_nonfinite"] = [int(i) for i in index]
         return described
 
