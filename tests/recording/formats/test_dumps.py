@@ -293,3 +293,16 @@ def test_json_of_another_kind(tmp_path: Path) -> None:
         (tmp_path / "x.json").write_text(text)
         with pytest.raises(CorruptError, match="JSON"):
             open_source(tmp_path / "x.json")
+
+
+def test_trees_of_several_models_keep_their_class_names(tmp_path: Path) -> None:
+    x = described(torch.ones(2), ["tensor([1., 1.])"])
+    for name in ("Encoder", "Decoder"):
+        leaf = {"module_path": f"{name}.a", "inputs": {"args": [x]}, "outputs": x}
+        tree = {"module_path": name, "inputs": {"args": [], "kwargs": {"x": x}}, "children": [leaf]}
+        (tmp_path / f"{name}_debug_tree_FULL_TENSORS.json").write_text(json.dumps(tree))
+    assert [entry.site for entry in open_source(tmp_path).entries] == [
+        "Decoder:in.x", "Decoder.a:in[0]", "Decoder.a", "Encoder:in.x", "Encoder.a:in[0]", "Encoder.a",
+    ]  # fmt: skip
+    one = open_source(tmp_path / "Encoder_debug_tree_FULL_TENSORS.json")
+    assert [entry.site for entry in one.entries] == [".:in.x", "a:in[0]", "a"]
