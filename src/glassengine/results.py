@@ -192,9 +192,10 @@ class LogitsDifference(Result):
 class Pair(Result):
     """One tensor of the baseline judged against one of the candidate.
 
-    `method` says how the two were paired ("name", "name+fingerprint", "alias", "map"); `judged_by` which guarantee the
-    verdict has ("noise floor", "tolerance (uncalibrated)"). `rho` is the error over the noise floor. `case` names
-    the batch of prompts of a check; `inherited` marks an error that was carried in by the inputs.
+    `method` says how the two were paired ("name", "name+fingerprint", "alias", "map", "output", "consumer") and
+    `judged_by` which guarantee the verdict has ("reverse replay", "noise floor", "tolerance (uncalibrated)"). `rho` is
+    the error over the noise floor, `beta` over the rounding bound. `case` names the batch of prompts of a check;
+    `inherited` marks an error that was carried in by the inputs.
     """
 
     step: int
@@ -273,11 +274,21 @@ class Rung(Result):
 
 
 @dataclass(frozen=True)
+class WeightsComparison(Result):
+    """Weights of two sides by name: how many are on both, which of them differ by more than rounding, and the rest."""
+
+    compared: int
+    different: tuple[str, ...]
+    only_baseline: tuple[str, ...]
+    only_candidate: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Comparison(Result):
     """The result of judging two sides.
 
     `ok` is decided by the rule of design section 6; `too_little` says that nothing was found wrong but too little was
-    judged (exit status 4).
+    judged (exit status 4). `weights` is None where both sides have theirs from one place.
     """
 
     baseline: str
@@ -295,4 +306,5 @@ class Comparison(Result):
     severity: Mapping[str, Any] = field(default_factory=dict)
     not_ok_because: str | None = None
     too_little: bool = False
+    weights: WeightsComparison | None = None
     schema_version: int = SCHEMA_VERSION

@@ -20,13 +20,14 @@ from glassengine.diagnose.replay import Replay
 from glassengine.diagnose.score import Score
 from glassengine.diagnose.severity import Severity
 from glassengine.diagnose.sides import EngineSide, ModuleSide, ProgramSide
+from glassengine.diagnose.weights import compare_weights, weights_of
 from glassengine.engine.build import build_program
 from glassengine.engine.engine import Engine
 from glassengine.errors import GlassError, IncomparableError, UsageError
 from glassengine.program import LoadedModel, Program, export_program, load_inputs
 from glassengine.program.outputs import OutputPlan, plan_outputs
 from glassengine.program.passes import apply_pass
-from glassengine.results import Skipped
+from glassengine.results import Skipped, WeightsComparison
 
 logger = logging.getLogger("glassengine")
 
@@ -48,6 +49,7 @@ class Climb:
     accumulation: Accumulation = FLOAT32_SUMS
     skipped: list[Skipped] = field(default_factory=list)
     severity: dict[str, Severity] = field(default_factory=dict)
+    weights: WeightsComparison | None = None
     stack: ExitStack = field(default_factory=ExitStack)
 
     def add(self, side: Any) -> None:
@@ -105,6 +107,7 @@ def add_engine(climb: Climb, release: Engine, progress: Progress) -> None:
         raise IncomparableError(
             "the engine was built from another kind of model", got=program.kind, expected=climb.program.kind
         )
+    climb.weights = compare_weights(weights_of(climb.program), weights_of(program))
     folder = Path(climb.stack.enter_context(tempfile.TemporaryDirectory(prefix="glassengine-check-")))
     plan = _plan(climb, program)
     observed = [*plan.added, *plan.derived]
@@ -134,6 +137,10 @@ def add_model(climb: Climb, candidate: LoadedModel, inputs: str | None, progress
         raise IncomparableError(
             "the two sides are different kinds of model", got=candidate.kind, expected=climb.baseline.kind
         )
+    known = weights_of(climb.program)
+    own = dict(candidate.module.state_dict(keep_vars=True)) | dict(candidate.module.named_buffers())
+    # A program has no weights that it does not use, and a tied one under one name: what only one side names is no news.
+    climb.weights = compare_weights(known, {name: tensor for name, tensor in own.items() if name in known})
     progress("exporting the candidate")
     try:
         program = export_program(

@@ -13,7 +13,7 @@ from glassengine.diagnose.sides import EngineSide, ModuleSide, ProgramSide
 from glassengine.errors import IncomparableError
 from glassengine.program.naming import is_tensor_node, op_name
 from glassengine.program.program import Program
-from glassengine.results import VERDICTS, Comparison, Divergence, Hint, Rung, Skipped, worst
+from glassengine.results import VERDICTS, Comparison, Divergence, Hint, Rung, Skipped, WeightsComparison, worst
 
 _TOO_LITTLE = "only"
 
@@ -23,6 +23,7 @@ def conclude(
     scores: Sequence[Score],
     skipped: Sequence[Skipped],
     severity: Mapping[str, Severity],
+    weights: WeightsComparison | None = None,
     *,
     baseline: str,
     candidate: str,
@@ -48,6 +49,9 @@ def conclude(
     if not pairs:
         raise IncomparableError("nothing was compared", expected="sites that both sides have")
     verdict = worst(pair.verdict for pair in pairs)
+    if weights is not None and weights.different:
+        # No tensor of these inputs may depend on it (the embedding of another token), but it is there.
+        verdict = worst([verdict, "suspicious"])
     main = next(
         (s for s in scores if s.side.guarantee == "judged op by op" and not s.side.rung.startswith("pass ")), scores[-1]
     )
@@ -78,6 +82,7 @@ def conclude(
         severity={rung: value.to_dict() for rung, value in severity.items()},
         not_ok_because=reason,
         too_little=reason is not None and reason.startswith(_TOO_LITTLE),
+        weights=weights,
     )
 
 
@@ -150,8 +155,7 @@ def _not_ok_because(
     severity: Mapping[str, Severity],
 ) -> str | None:
     if VERDICTS.index(verdict) >= VERDICTS.index(fail_on):
-        where = f" at {first.site}" if first else ""
-        return f"a tensor is {verdict}{where}"
+        return f"a tensor is {verdict} at {first.site}" if first else "weights differ"
     release = severity.get("release")
     if release is not None and release.first_change is not None:
         return f"the release engine picks another token than the engine: {release.first_change}"

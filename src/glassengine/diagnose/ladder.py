@@ -117,6 +117,7 @@ def check(
             climb.scores,
             climb.skipped,
             climb.severity,
+            climb.weights,
             baseline=model.spec,
             candidate=str(candidate) if candidate is not None else _described(climb),
             fail_on=fail_on,

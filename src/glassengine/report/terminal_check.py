@@ -21,6 +21,7 @@ _MAX_REASONS = 4
 def check(result: Comparison) -> RenderableType:
     """Return the one screen."""
     parts: list[RenderableType] = [_headline(result), Text(), _ladder(result)]
+    parts += _weights(result)
     if result.first_divergence is not None:
         parts += [Text(), *_divergence(result, result.first_divergence)]
     parts += [Text(), *_severity(result), *_skipped(result)]
@@ -68,6 +69,18 @@ def _worst(pairs: list[Pair]) -> str:
         return "not a number"
     values = [pair.rho for pair in pairs if pair.rho is not None]
     return f"{max(values):.3g}" if values else ""
+
+
+def _weights(result: Comparison) -> Iterator[Text]:
+    found = result.weights
+    if found is None or not found.different:
+        return
+    names = ", ".join(found.different[:_MAX_REASONS])
+    more = len(found.different) - _MAX_REASONS
+    text = f"weights: {len(found.different)} of {found.compared} differ: {names}" + (
+        f" and {more} more" if more > 0 else ""
+    )
+    yield Text(text, style="yellow")
 
 
 def _divergence(result: Comparison, found: Divergence) -> Iterator[Text]:
