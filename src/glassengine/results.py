@@ -274,6 +274,17 @@ class Rung(Result):
 
 
 @dataclass(frozen=True)
+class WrittenDifferently(Result):
+    """An op of both sides whose literal arguments or kind differ, with its worst verdict: it may make no difference."""
+
+    site: str
+    candidate_site: str
+    difference: str
+    verdict: Verdict
+    rung: str
+
+
+@dataclass(frozen=True)
 class WeightsComparison(Result):
     """Weights of two sides by name: how many are on both, which of them differ by more than rounding, and the rest."""
 
@@ -307,4 +318,5 @@ class Comparison(Result):
     not_ok_because: str | None = None
     too_little: bool = False
     weights: WeightsComparison | None = None
+    written_differently: tuple[WrittenDifferently, ...] = ()
     schema_version: int = SCHEMA_VERSION

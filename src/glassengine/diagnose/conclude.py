@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from glassengine.compare.operation import RANDOM
@@ -13,7 +13,18 @@ from glassengine.diagnose.sides import EngineSide, ModuleSide, ProgramSide
 from glassengine.errors import IncomparableError
 from glassengine.program.naming import is_tensor_node, op_name
 from glassengine.program.program import Program
-from glassengine.results import VERDICTS, Comparison, Divergence, Hint, Rung, Skipped, WeightsComparison, worst
+from glassengine.results import (
+    VERDICTS,
+    Comparison,
+    Divergence,
+    Hint,
+    Rung,
+    Skipped,
+    Verdict,
+    WeightsComparison,
+    WrittenDifferently,
+    worst,
+)
 
 _TOO_LITTLE = "only"
 
@@ -83,6 +94,7 @@ def conclude(
         not_ok_because=reason,
         too_little=reason is not None and reason.startswith(_TOO_LITTLE),
         weights=weights,
+        written_differently=tuple(_written_differently(scores)),
     )
 
 
@@ -174,6 +186,19 @@ def _reordered(scores: Sequence[Score], program: Program) -> list[Skipped]:
         for site in program.sites
         if site.kind == "module" and ":in" not in site.name and site.name.startswith(score.side.reordered)
     ]
+
+
+def _written_differently(scores: Sequence[Score]) -> Iterator[WrittenDifferently]:
+    for score in scores:
+        if not isinstance(score.side, ProgramSide):
+            continue
+        verdicts: dict[str, Verdict] = {}
+        for pair in score.pairs:
+            verdicts[pair.site] = worst([verdicts.get(pair.site, "identical"), pair.verdict])
+        for own in score.side.pairs.values():
+            if own.difference is not None and own.baseline.name in verdicts:
+                found = verdicts[own.baseline.name]
+                yield WrittenDifferently(own.baseline.name, own.candidate.name, own.difference, found, score.side.rung)
 
 
 def _random(program: Program) -> list[Skipped]:

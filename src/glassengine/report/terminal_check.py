@@ -24,7 +24,7 @@ def check(result: Comparison) -> RenderableType:
     parts += _weights(result)
     if result.first_divergence is not None:
         parts += [Text(), *_divergence(result, result.first_divergence)]
-    parts += [Text(), *_severity(result), *_skipped(result)]
+    parts += [Text(), *_severity(result), *_written_differently(result), *_skipped(result)]
     return Group(*parts)
 
 
@@ -77,10 +77,17 @@ def _weights(result: Comparison) -> Iterator[Text]:
         return
     names = ", ".join(found.different[:_MAX_REASONS])
     more = len(found.different) - _MAX_REASONS
-    text = f"weights: {len(found.different)} of {found.compared} differ: {names}" + (
-        f" and {more} more" if more > 0 else ""
-    )
-    yield Text(text, style="yellow")
+    rest = f" and {more} more" if more > 0 else ""
+    yield Text(f"weights: {len(found.different)} of {found.compared} differ: {names}{rest}", style="yellow")
+
+
+def _written_differently(result: Comparison) -> Iterator[Text]:
+    """What the graphs say and the values do not: gelu by tanh in bfloat16, say."""
+    found = [item for item in result.written_differently if item.verdict in ("identical", "rounding")]
+    if found:
+        yield Text(f"written differently, the same up to rounding: {len(found)} ops")
+    for item in found[:_MAX_REASONS]:
+        yield Text(f"  {item.site}: {item.difference}")
 
 
 def _divergence(result: Comparison, found: Divergence) -> Iterator[Text]:
