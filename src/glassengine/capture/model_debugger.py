@@ -191,7 +191,7 @@ class _Notes:
         if torch.compiler.is_compiling():
             return
         calls = self._calls()
-        place = _current_call(self._recorder)
+        place = self._recorder.current_call
         if place is None or (self._pruned is not None and self._pruned.match(place[1])):
             place = None
         calls.append((module, place))
@@ -220,15 +220,6 @@ class _Notes:
     def _note(self, step: int, where: str, port: str, value: Any) -> None:
         for key, text in _texts(port, value, 0):
             self.by_step.setdefault(step, []).append((port_site(where, key), text))
-
-
-def _current_call(recorder: Recorder) -> tuple[int, str] | None:
-    """Return step and path of the innermost call that is open in this thread, if it is recorded as one."""
-    forward = getattr(recorder._hooks._local, "forward", None)
-    if forward is None or not forward.open or not forward.records:
-        return None
-    _, where, passed_on = forward.open[-1]
-    return None if passed_on else (forward.step, where)
 
 
 def _texts(port: str, value: Any, depth: int) -> Iterator[tuple[str, str]]:

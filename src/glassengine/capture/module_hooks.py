@@ -102,6 +102,15 @@ class ModuleHooks:
         return forward is not None and bool(forward.open)
 
     @property
+    def current_call(self) -> tuple[int, str] | None:
+        """Step and path of the innermost call that is open in this thread; None where it is not recorded as one."""
+        forward: Forward | None = getattr(self._local, "forward", None)
+        if forward is None or not forward.open or not forward.records:
+            return None
+        _, where, passed_on = forward.open[-1]
+        return None if passed_on else (forward.step, where)
+
+    @property
     def current_step(self) -> int | None:
         """The step that what happens now in this thread belongs to: the open one, or the last one that is held."""
         forward: Forward | None = getattr(self._local, "forward", None)

@@ -111,6 +111,11 @@ class Recorder:
         """Whether a call of the model is open in this thread."""
         return self._writer is not None and self._hooks.is_open
 
+    @property
+    def current_call(self) -> tuple[int, str] | None:
+        """Step and path of the innermost recorded call of the model that is open in this thread."""
+        return None if self._writer is None else self._hooks.current_call
+
     def wait(self) -> None:
         """Wait until all that was recorded so far is in the file."""
         if self._writer is not None:

@@ -25,8 +25,28 @@ def command(
     values: Annotated[bool, typer.Option("--values", help="Print the values, the edges of large tensors.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Print all values.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    export: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Write the tensors of a recording or a dump: x.pt, x.npz or a directory."),
+    ] = None,
+    export_format: Annotated[
+        str | None, typer.Option(metavar="pt|npz|debug-tree", help="Into a directory. debug-tree by default.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace exported files that exist.")] = False,
 ) -> int:
     """Show the tensors of a recording and their statistics."""
+    if export is not None:
+        if rank is not None or nonfinite or values or full or json or len(step or ()) > 1:
+            got = "--rank, --nonfinite, --values, --full, --json or several --step"
+            raise UsageError("--export goes with PATTERN and one --step only", got=got)
+        format: Any = export_format
+        sites = None if pattern is None else [pattern]
+        only = step[0] if step else None
+        for path in glass.export(recording, export, format=format, sites=sites, step=only, overwrite=overwrite):
+            out.print(f"wrote {path}")
+        return 0
+    if export_format is not None or overwrite:
+        raise UsageError("nothing is exported", got="--export-format or --overwrite", hint="--export PATH")
     from glassengine.report import terminal_recording
     from glassengine.report.terminal_compare import recording as table
 

@@ -152,6 +152,28 @@ def test_calls_outputs_of_containers_and_caches_of_a_tree(tmp_path: Path) -> Non
     ]  # fmt: skip
 
 
+def test_values_that_the_original_overwrote_are_not_taken_for_those_of_an_earlier_call(tmp_path: Path) -> None:
+    class Twice(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = torch.nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.a(self.a(x))
+
+    torch.manual_seed(0)
+    model, x = Twice(), torch.ones(1, 3)
+    with model_addition_debugger_context(model, str(tmp_path), use_repr=False):
+        model.forward(x)
+    torch.set_printoptions(profile="default")
+    source = open_source(tmp_path)
+    assert torch.equal(tensors(source)["a@1"], model(x))
+    assert reasons(source) == {
+        "a:in[0]": "its file was overwritten by a@1:in[0]",
+        "a": "its file was overwritten by a@1",
+    }
+
+
 def test_polygraphy_results() -> None:
     source = open_source(MADE_BY / "polygraphy_results.json")
     runner = "onnxrt-runner-N0-x"

@@ -93,9 +93,17 @@ class DebuggerFile:
     def _tree(self, file: JsonFile, step: int, rank: int, several: bool) -> Iterator[Entry]:
         root = file.document["module_path"]
         calls: Counter[str] = Counter()
-        for where, value in _tensors(file.document, root, root if several else "", calls, 0):
-            reason = "two tensors have this name" if (where, step, rank) in self._taken else None
-            found = reason or self._entry(file.path.parent, where, step, rank, value)
+        tensors = list(_tensors(file.document, root, root if several else "", calls, 0))
+        # The original names files by module: of several calls, the last one's values are left.
+        last = {value["value"]: where for where, value in tensors if isinstance(value.get("value"), str)}
+        for where, value in tensors:
+            found: Entry | str
+            if (where, step, rank) in self._taken:
+                found = "two tensors have this name"
+            elif isinstance(value.get("value"), str) and last[value["value"]] != where:
+                found = f"its file was overwritten by {last[value['value']]}"
+            else:
+                found = self._entry(file.path.parent, where, step, rank, value)
             if isinstance(found, str):
                 self._skipped.append(Skipped(where, "both", found, step=step))
             else:

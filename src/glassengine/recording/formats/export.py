@@ -6,7 +6,7 @@ import contextlib
 import os
 import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from glassengine.errors import UsageError
+from glassengine.errors import UnknownNameError, UsageError
 from glassengine.recording.formats.debug_tree import TreeWriter
 from glassengine.recording.layout import Entry
 from glassengine.recording.source import TensorSource, open_source
+from glassengine.sites import matches
 
 Format = Literal["pt", "npz", "debug-tree"]
 FORMATS: tuple[Format, ...] = ("pt", "npz", "debug-tree")
@@ -34,6 +35,7 @@ def export(
     path: str | Path,
     *,
     format: Format | None = None,
+    sites: Sequence[str] | None = None,
     step: int | None = None,
     overwrite: bool = False,
 ) -> list[Path]:
@@ -48,10 +50,12 @@ def export(
         source: A recording, a dump, or a file of tensors; or one that is open.
         path: A file that ends in `.pt`, `.pth` or `.npz` for one step and rank, or a directory.
         format: By the end of `path` when None; of a directory "debug-tree".
+        sites: Patterns of the sites to write (globs and `re:`); all when None.
         step: Write only this one.
         overwrite: Replace files that exist.
 
     Raises:
+        UnknownNameError: A pattern matches nothing.
         UsageError: The format is unknown, several steps do not fit into one file, there is nothing to write, or the
             files exist or cannot be written.
         CorruptError: The source is damaged.
@@ -61,12 +65,14 @@ def export(
     kind = format or _BY_SUFFIX.get(target.suffix.lower(), "debug-tree")
     if kind not in FORMATS:
         raise UsageError("unknown format", got=str(kind), expected=FORMATS)
+    names = dict.fromkeys(entry.site for entry in opened.entries)
+    wanted = names if sites is None else _matching(sites, names)
     parts: dict[tuple[int, int], list[Entry]] = {}
     for entry in opened.entries:
-        if step in (None, entry.step):
+        if entry.site in wanted and step in (None, entry.step):
             parts.setdefault((entry.step, entry.rank), []).append(entry)
     if not parts:
-        steps = sorted({entry.step for entry in opened.entries})
+        steps = sorted({entry.step for entry in opened.entries if entry.site in wanted})
         raise UsageError("there is nothing to export", got=f"step {step} of {opened.path}", expected=f"steps {steps}")
     if kind == "debug-tree":
         return _export_tree(opened, [entry for part in parts.values() for entry in part], target, overwrite)
@@ -86,6 +92,16 @@ def export(
         with _aside(file) as temporary:
             _WRITERS[kind](temporary, opened, part)
     return list(files)
+
+
+def _matching(patterns: Sequence[str], names: Collection[str]) -> set[str]:
+    found: set[str] = set()
+    for pattern in patterns:
+        matched = {name for name in names if matches(pattern, name)}
+        if not matched:
+            raise UnknownNameError("site", pattern, names)
+        found |= matched
+    return found
 
 
 def _export_tree(source: TensorSource, entries: list[Entry], folder: Path, overwrite: bool) -> list[Path]:
