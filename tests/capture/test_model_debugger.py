@@ -17,7 +17,7 @@ from transformers.model_debugging_utils import model_addition_debugger_context a
 import glassengine as glass
 from glassengine.errors import UsageError
 from glassengine.recording.source import TensorSource, open_source
-from glassengine.testing.models import llama
+from glassengine.testing.models import gemma3, gpt2, llama
 
 IDS = torch.tensor([[5, 6, 7]])
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
@@ -93,6 +93,19 @@ def contained(theirs: Any, ours: Any, where: str, missing: list[str]) -> None:
             contained(a, b, f"{where}.{index}", missing)
     elif theirs != ours and theirs != "tensor(0.)":
         missing.append(f"{where}: {theirs!r} is {ours!r}"[:200])
+
+
+@pytest.mark.parametrize("family", [gpt2, gemma3])
+@pytest.mark.parametrize("use_repr", [True, False])
+def test_the_originals_traces_compare_with_ours(family: Any, use_repr: bool, tmp_path: Path) -> None:
+    model = family()
+    with original(model, str(tmp_path / "original"), do_prune_layers=False, use_repr=use_repr):
+        model.forward(IDS)
+    torch.set_printoptions(profile="default")
+    debug(model, tmp_path / "ours", IDS)
+    found = glass.compare(tmp_path / "original", tmp_path / "ours")
+    assert found.ok and found.counts["unmatched_baseline"] == 0 and found.counts["compared"] > 50
+    assert use_repr or found.verdict == "identical"
 
 
 def test_a_call_and_its_forward_are_the_same(both: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,18 @@ def test_polygraphy_results() -> None:
     assert tensors(source, 1)[f"{runner}.h/0"].tolist() == [3, 4]
     inputs = open_source(MADE_BY / "polygraphy_inputs.json")
     assert [(entry.site, entry.step) for entry in inputs.entries] == [("x", 0), ("x", 1)]
+
+
+@pytest.mark.parametrize("name", ["polygraphy_results.json", "polygraphy_inputs.json"])
+def test_the_older_marks_of_polygraphy(name: str, tmp_path: Path) -> None:
+    # As its decoder still reads them.
+    old = re.sub(
+        r'"polygraphy_class": "(\w+)"',
+        r'"__polygraphy_encoded_\1": "polygraphy_serialized_json_type"',
+        (MADE_BY / name).read_text(),
+    )
+    (tmp_path / name).write_text(old)
+    assert open_source(tmp_path / name).entries == open_source(MADE_BY / name).entries
 
 
 def results(**outputs: Any) -> dict[str, Any]:

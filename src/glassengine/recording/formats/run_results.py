@@ -26,6 +26,7 @@ from glassengine.recording.layout import Entry
 from glassengine.results import Skipped
 
 _CLASS = "polygraphy_class"
+_OLD_CLASS = "__polygraphy_encoded_"
 # Enough for any header that is read, and a multiple of four.
 _HEAD_BYTES = 16_384
 
@@ -123,12 +124,16 @@ _KEYS = ("array", "tensor")
 def is_run_results(document: Any) -> bool:
     """Return whether a JSON document is what Polygraphy saves: results of runners, or a list of feed dicts."""
     if isinstance(document, dict):
-        return document.get(_CLASS) == "RunResults"
+        return document.get(_CLASS) == "RunResults" or f"{_OLD_CLASS}RunResults" in document
     return (
         isinstance(document, list)
         and bool(document)
         and all(isinstance(feed, dict) for feed in document)
-        and any(isinstance(value, dict) and _CLASS in value for feed in document for value in feed.values())
+        and any(
+            isinstance(value, dict) and not {_CLASS, f"{_OLD_CLASS}ndarray"}.isdisjoint(value)
+            for feed in document
+            for value in feed.values()
+        )
     )
 
 
