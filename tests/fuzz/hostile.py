@@ -231,6 +231,11 @@ def pickle_that_fills_memory(folder: Path, records: int) -> Path:
 
 
 @case
+def name_that_torch_searches_for_minutes(folder: Path, records: int) -> Path:
+    return with_pickle(folder / "f.pt", b"\x80\x02c" + b"A" * 300_000 + b"\nx\n.")
+
+
+@case
 def pickle_that_unfolds(folder: Path, records: int) -> Path:
     level: Any = [torch.ones(1)]
     for _ in range(60):

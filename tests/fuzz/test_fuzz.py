@@ -21,6 +21,7 @@ ENDS: dict[str, str | list[str]] = {
             "index_that_is_cut", "shard_that_is_cut", "offsets_that_overlap", "absurd_lengths", "absurd_offset",
             "checksum_that_does_not_match", "record_of_two_gigabytes", "shards_that_are_links", "manifest_that_nests",
             "pickle_that_runs_code", "bare_pickle_that_runs_code", "pickle_that_fills_memory", "pickle_that_unfolds",
+            "name_that_torch_searches_for_minutes",
             "json_that_nests", "json_of_many_items", "json_string_without_end", "safetensors_with_an_absurd_header",
         ],
         "CorruptError",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from glassengine.errors import CorruptError
-from glassengine.recording.layout import STORED, Entry
+from glassengine.recording.layout import MAX_NAME_BYTES, STORED, Entry
 from glassengine.results import Skipped
 
 # A small file can name one list many times over; these bound what it unfolds to.
@@ -102,8 +103,19 @@ def _refuse_to_fill_memory(archive: zipfile.ZipFile, name: str) -> None:
         if member.filename.endswith(".pkl"):
             if member.file_size > _MAX_PICKLE_BYTES:
                 raise CorruptError("the file describes too much", got=f"{name}: {member.file_size} bytes of pickle")
-            if b"\nbytearray\n" in archive.read(member):
+            data = archive.read(member)
+            if b"\nbytearray\n" in data:
                 raise CorruptError("the file holds more than tensors and plain values", got=f"{name}: a bytearray")
+            # torch searches its message, which quotes such a text, in time that grows with the square of its length.
+            if max(map(len, data.split()), default=0) > MAX_NAME_BYTES and _longest_text(data) > MAX_NAME_BYTES:
+                raise CorruptError(
+                    "a name in the file is too long", got=name, expected=f"at most {MAX_NAME_BYTES} bytes"
+                )
+
+
+def _longest_text(data: bytes) -> int:
+    """Return the length of the longest text in a pickle, which is not run."""
+    return max((len(arg) for _, arg, _ in pickletools.genops(data) if isinstance(arg, str | bytes)), default=0)
 
 
 def _refused(error: Exception) -> str:
