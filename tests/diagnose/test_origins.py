@@ -115,3 +115,13 @@ def test_padding_that_differs_counts_where_nobody_can_leave_it_out() -> None:
     assert follow.visit(nodes["e"], 0, "wrong", introduced=False, masked=False).verdict == "rounding"
     follow.visit(nodes["b"], 0, "identical", introduced=False)
     assert follow.visit(nodes["c"], 0, "wrong", masked=False).verdict == "wrong"
+
+
+def test_what_is_not_finite_comes_from_whatever_origin_is_above() -> None:
+    """Padding that is left out of the verdict hides the way."""
+    follow, nodes = tracker(), graph()
+    follow.begin_step()
+    follow.visit(nodes["a"], 0, "wrong", introduced=True)
+    follow.visit(nodes["b"], 0, "identical", introduced=False)
+    assert follow.visit(nodes["c"], 0, "wrong", is_broken=True).inherited
+    assert list(follow.origins) == ["a"]

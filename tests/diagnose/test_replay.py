@@ -113,6 +113,29 @@ def test_an_op_without_bound_is_at_most_suspicious(single: Observed) -> None:
     assert found.reason is not None and "no rounding bound" in found.reason
 
 
+def test_what_is_not_finite_counts_in_padding_too(single: Observed) -> None:
+    node = single.node("linear")
+    broken = single.values[node.name].clone()
+    broken[0, 3] = torch.nan
+    valid = torch.ones(6, 1, dtype=torch.bool)
+    valid[0] = False
+    replay = Replay(single.program, compiled=True)
+    replay.begin_step({"x": single.x}, single.values)
+    found = replay.judge(node, broken, valid)
+    assert found is not None and found.judgement.verdict == "wrong"
+    assert found.judgement.reason is not None and "not finite" in found.judgement.reason
+    garbage = single.values[node.name].clone()
+    garbage[0] = 1e3
+    clean = replay.judge(node, garbage, valid)
+    assert clean is not None and clean.judgement.verdict == "identical"
+    # What reads it is not to blame.
+    after = {**single.values, node.name: broken}
+    replay.begin_step({"x": single.x}, after)
+    follower = next(n for n in single.program.graph.nodes if node in n.all_input_nodes)
+    getitem = next((n for n in follower.users if op_name(n) == "getitem"), follower)
+    assert replay.judge(getitem, single.values[getitem.name], valid) is None
+
+
 def test_random_numbers_and_missing_inputs_are_not_judged(single: Observed) -> None:
     assert single.judge(single.node("rand_like")) is None
     replay = Replay(single.program, compiled=True)

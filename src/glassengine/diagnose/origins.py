@@ -86,6 +86,7 @@ class OriginTracker:
         introduced: bool | None = None,
         tied: bool = False,
         is_choice: bool = False,
+        is_broken: bool = False,
         masked: bool = True,
         padding_differs: bool = False,
     ) -> Visited:
@@ -98,6 +99,7 @@ class OriginTracker:
             introduced: Whether a replay found that the op itself made the error; None when only the graph can tell.
             tied: Whether the op chose otherwise among values that rounding cannot tell apart.
             is_choice: Whether the values are integers or bools: another one comes of a tie, where no op made an error.
+            is_broken: Whether there are NaN or infinities: they come from whatever origin is above, where one is.
             masked: Whether padding was left out of the verdict, or there is none.
             padding_differs: Whether what was left out is not the reference's.
         """
@@ -106,6 +108,8 @@ class OriginTracker:
             trail |= self._trail_of(source)
         if trail.padding_differs and not masked:
             trail = replace(trail, is_tied=True)
+        if is_broken and not trail.blame:
+            trail = replace(trail, blame=trail.above)
         visited, blame = self._judged(node, step, verdict, introduced, trail)
         if is_choice and introduced is False and not visited.inherited and visited.verdict != verdict:
             visited, trail = Visited("rounding", reason=TIE), replace(trail, is_tied=True)

@@ -90,6 +90,7 @@ class Score:
             introduced=judged.introduced,
             tied=judgement.is_tie,
             is_choice=not judged.tensor.is_floating_point(),
+            is_broken=judged.tensor.is_floating_point() and not bool(judged.tensor.isfinite().all()),
             masked=reference.valid is not None,
             padding_differs=_padding_differs(judged.tensor, reference),
         )
