@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from glassengine.capture.calls import Forward, Known, ModuleNames
 from glassengine.capture.gradients import watch
 from glassengine.capture.intake import Intake
-from glassengine.capture.leaves import KV_AXES, CacheSites, tensors_in
+from glassengine.capture.leaves import KV_AXES, NO_TENSOR, CacheSites, tensors_in
 from glassengine.capture.steps import Steps
 from glassengine.recording.policy import Policy
 from glassengine.sites import tap_site
@@ -232,6 +232,17 @@ class ModuleHooks:
 
     def _deliver(self, forward: Forward, where: str, port: str, tree: Any) -> None:
         try:
+            if type(tree) is dict and not self._gradients:
+                # The short way of keyword arguments.
+                take, step = self._intake.take, forward.step
+                for key, item in tree.items():
+                    kind = type(item)
+                    if kind is Tensor:
+                        take(f"{where}{port}.{key}", step, item)
+                    elif kind not in NO_TENSOR:
+                        for name, tensor in tensors_in(f"{port}.{key}", item):
+                            take(where + name, step, tensor)
+                return
             for name, tensor in tensors_in(port, tree):
                 site = where if name == ":out" else where + name
                 self._intake.take(site, forward.step, tensor)

@@ -20,7 +20,8 @@ class Seen:
     """A tensor of an earlier step: what is like it has the same description.
 
     `nbytes` are those of its values, `room` what they take in the ring. `is_small` says that such tensors are written
-    in blocks, `is_simple` that their bytes are the values if they are contiguous and on the CPU.
+    in blocks, `is_simple` that their bytes are the values if they are contiguous and on the CPU, and
+    `is_measured` that the thread knows to compute light statistics of them.
     """
 
     description: Description
@@ -30,6 +31,7 @@ class Seen:
     room: int
     is_small: bool
     is_simple: bool
+    is_measured: bool
 
 
 @dataclass(slots=True)
@@ -75,7 +77,7 @@ class Block:
 
     `is_new` says that they were seen for the first time: what differs from step to step is kept apart from what does
     not, so that the descriptions of blocks repeat. `next` is where the next tensor will lie, `limit` where the slot
-    that was reserved ends.
+    that was reserved ends. With a `reason` it is only measured, and not written for that reason.
     """
 
     step: int
@@ -85,13 +87,15 @@ class Block:
     end: int
     next: int
     limit: int
+    reason: str | None
     descriptions: list[Description] = field(default_factory=list)
     header_room: int = _BLOCK_HEADER_BYTES
 
-    def takes(self, seen: Seen, step: int, rank: int, is_new: bool) -> bool:
+    def takes(self, seen: Seen, step: int, rank: int, is_new: bool, reason: str | None) -> bool:
         """Return whether such a tensor can be the next one."""
         return (
             self.step == step
+            and self.reason is reason
             and self.next + seen.room <= self.limit
             and self.is_new is is_new
             and self.rank == rank

@@ -26,6 +26,7 @@ from glassengine.recording.items import Alias, Block, Commit, Copied, Item, Piec
 from glassengine.recording.layout import ALIGNMENT, LeftOut
 from glassengine.recording.pinned import PinnedCopies
 from glassengine.recording.ring import Ring
+from glassengine.recording.statistics import MEASURED
 from glassengine.recording.values import describe
 from glassengine.recording.writer import RecordingWriter
 
@@ -80,6 +81,8 @@ class BackgroundWriter:
         self._queue: deque[Item | threading.Event | None] = deque()
         self._wake = threading.Event()
         self._woken = 0.0
+        # Whether a step has ended since the thread looked.
+        self._has_ended = False
         self._failure: Exception | None = None
         # Address and size of large tensors -> what was last stored from there.
         self._recent: dict[tuple[int, int], Stored] = {}
@@ -131,13 +134,7 @@ class BackgroundWriter:
         plain = seen.is_simple and tensor.is_cpu and tensor.is_contiguous()
         if plain and seen.is_small:
             # The short way of most tensors of a small model.
-            with self._lock:
-                block = self._block
-                if block is None or not block.takes(seen, step, rank, is_new):
-                    block = self._new_block(step, rank, is_new)
-                # What cannot be read is not added.
-                self._ring.fill(block.next, tensor, seen.nbytes)
-                block.add(seen)
+            self._add_small(seen, step, tensor, rank, is_new, None)
             return
         description, nbytes = seen.description, seen.nbytes
         ring = self._ring
@@ -166,7 +163,7 @@ class BackgroundWriter:
             else:
                 ring.fill_from(position, tensor, nbytes)
             if seen.is_small:
-                block = Block(step, rank, is_new, position, position, position, position + seen.room)
+                block = Block(step, rank, is_new, position, position, position, position + seen.room, None)
                 block.add(seen)
                 self._queue.append(block)
             else:
@@ -175,6 +172,38 @@ class BackgroundWriter:
                 if plain and nbytes:
                     self._recent[tensor.data_ptr(), nbytes] = stored
         self._wake_if_half_full()
+
+    def measure(self, site: str, step: int, tensor: Tensor, *, rank: int, reason: str) -> bool:
+        """Take note of a tensor whose values are not recorded, for `reason`; the thread adds light statistics.
+
+        Returns:
+            Whether it is a small one, of which that is faster than to compute them here; no note is taken of others.
+
+        Raises:
+            UsageError: The tensor or its name cannot be recorded.
+        """
+        seen = self._last_seen.get(site)
+        if (
+            seen is None
+            or seen.size != tensor.shape
+            or seen.dtype is not tensor.dtype
+            or tensor.layout is not torch.strided
+        ):
+            seen, _ = self._look(site, tensor, None, None)
+        if not (seen.is_small and seen.is_measured and seen.is_simple and tensor.is_cpu and tensor.is_contiguous()):
+            return False
+        if self._failure is None:
+            self._add_small(seen, step, tensor, rank, False, reason)
+        return True
+
+    def _add_small(self, seen: Seen, step: int, tensor: Tensor, rank: int, is_new: bool, reason: str | None) -> None:
+        with self._lock:
+            block = self._block
+            if block is None or not block.takes(seen, step, rank, is_new, reason):
+                block = self._new_block(step, rank, is_new, reason)
+            # What cannot be read is not added.
+            self._ring.fill(block.next, tensor, seen.nbytes)
+            block.add(seen)
 
     def _look(self, site: str, tensor: Tensor, axes: Mapping[str, int] | None, node: str | None) -> tuple[Seen, bool]:
         """Return what is known of such a tensor, and whether nothing was."""
@@ -196,15 +225,17 @@ class BackgroundWriter:
                 is_small=0 < nbytes < _MIN_SHARED_BYTES,
                 # A single element may be one that is to be negated when it is read.
                 is_simple=not tensor.dtype.is_complex and nbytes > tensor.itemsize,
+                is_measured=description.dtype in MEASURED,
             )
         self._last_seen[site] = seen
         return seen, is_new
 
-    def _new_block(self, step: int, rank: int, is_new: bool) -> Block:
+    def _new_block(self, step: int, rank: int, is_new: bool, reason: str | None) -> Block:
         """Begin a block; called with the lock."""
         self._publish()
         position = self._ring.reserve(self._block_bytes, self._on_wait)
-        block = self._block = Block(step, rank, is_new, position, position, position, position + self._block_bytes)
+        limit = position + self._block_bytes
+        block = self._block = Block(step, rank, is_new, position, position, position, limit, reason)
         self._wake_if_half_full()
         return block
 
@@ -231,6 +262,7 @@ class BackgroundWriter:
             self._publish()
             self._recent.clear()
             self._queue.append(Commit(step, token_ids, stopped))
+            self._has_ended = True
         if time.monotonic() - self._woken > _PERIOD_S:
             self._wake.set()
 
@@ -302,8 +334,10 @@ class BackgroundWriter:
 
     def _work(self) -> None:
         while True:
-            self._wake.wait(_LOOK_S)
+            if not self._wake.wait(_LOOK_S) and not self._has_ended:
+                continue  # nothing that is not in an ended step would be kept: leave the model alone
             self._wake.clear()
+            self._has_ended = False
             self._woken = time.monotonic()
             end = num_bytes = 0
             while self._queue:
@@ -337,6 +371,9 @@ class BackgroundWriter:
             return
         elif isinstance(item, Block):
             data = self._ring.bytes_at(item.position, item.end - item.position)
+            if item.reason is not None:
+                self._writer.leave_out_block(item.descriptions, item.step, item.rank, item.reason, data)
+                return
             self._writer.store_block(tuple(item.descriptions), item.step, item.rank, data, zlib.crc32(data))
         elif isinstance(item, Stored):
             self._store(item)
