@@ -81,12 +81,12 @@ def test_blocks_are_described_once_and_verified_as_a_whole(tmp_path: Path) -> No
 
 
 def test_shapes_that_never_repeat_take_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "_MAX_DESCRIPTIONS", 10)
+    monkeypatch.setattr(worker, "_MAX_SEEN", 10)
     writer = BackgroundWriter(tmp_path / "r", metadata={})
     for step in range(600):
         writer.write("grows", step, torch.full((step + 1,), step))
         writer.write("stays", step, torch.tensor(step))
-        assert len(writer._descriptions) <= 10
+        assert max(len(writer._seen), len(writer._last_seen)) <= 10
         writer.commit(step)
     writer.close()
     assert len(writer._writer._groups) <= 256

@@ -106,14 +106,15 @@ class ModuleNames:
 
     def enter(self, known: Known, forward: Forward) -> str | None:
         """Note a call and return its path with call; None where it passes on the call of its wrapper."""
-        if forward.open and forward.open[-1][0].wrapped is known.module:
-            forward.open.append((known, forward.open[-1][1], True))
+        open_calls, paths = forward.open, known.paths
+        if open_calls and open_calls[-1][0].wrapped is known.module:
+            open_calls.append((known, open_calls[-1][1], True))
             return None
-        path = known.paths[0] if len(known.paths) == 1 else self._alias(known, forward)
+        path = paths[0] if len(paths) == 1 else self._alias(known, forward)
         num_calls = forward.num_calls.get(path, 0)
         where = with_call(path, num_calls) if num_calls else path
         forward.num_calls[path] = num_calls + 1
-        forward.open.append((known, where, False))
+        open_calls.append((known, where, False))
         return where
 
     def log_aliases(self) -> None:

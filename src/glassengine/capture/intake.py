@@ -37,6 +37,9 @@ class Writer(Protocol):
     ) -> None:
         """Take values."""
 
+    def measure(self, site: str, step: int, tensor: Tensor, *, rank: int, reason: str) -> bool:
+        """Take note of a tensor whose values are not wanted, if the writer measures it."""
+
     def leave_out(self, item: LeftOut) -> None:
         """Take note of a tensor without values."""
 
@@ -73,11 +76,15 @@ class Intake:
             return
         names = self._names.get(step)
         # The short way of nearly all tensors; hooks run thousands of times a second.
-        if keeps and type(tensor) is Tensor and names is not None and site not in names and not self._has_budget:
+        if type(tensor) is Tensor and names is not None and site not in names and not self._has_budget:
             try:
-                self._writer.write(site, step, tensor, rank=self._rank, axes=axes)
-                names.add(site)
-                return
+                if keeps:
+                    self._writer.write(site, step, tensor, rank=self._rank, axes=axes)
+                    names.add(site)
+                    return
+                if self._writer.measure(site, step, tensor, rank=self._rank, reason=NO_VALUES):
+                    names.add(site)
+                    return
             except Exception:
                 _log.debug("%s takes the long way", site, exc_info=True)
         self._take(site, step, tensor, keeps, axes)

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from glassengine.sites import port_leaves
 
-_NO_TENSOR = frozenset({type(None), bool, int, float, complex, str, bytes})
+NO_TENSOR = frozenset({type(None), bool, int, float, complex, str, bytes})
+"""Types of what is passed to modules most often and holds no tensor."""
+
 _MAX_DEPTH = 32
 
 KV_AXES = {"batch": 0, "cache": 2}
@@ -22,17 +24,19 @@ def tensors_in(port: str, tree: Any, depth: int = 0) -> Iterator[tuple[str, Tens
     Mappings that torch does not know as containers are looked into as well.
     """
     kind = type(tree)
-    if kind in _NO_TENSOR or depth > _MAX_DEPTH:
+    if kind in NO_TENSOR or depth > _MAX_DEPTH:
         return
     if isinstance(tree, Tensor):
         yield port, tree
     elif kind is tuple or kind is list:
         for index, item in enumerate(tree):
-            if type(item) not in _NO_TENSOR:
+            if type(item) is Tensor:
+                yield f"{port}[{index}]", item
+            elif type(item) not in NO_TENSOR:
                 yield from tensors_in(f"{port}[{index}]", item, depth + 1)
     elif isinstance(tree, Mapping):
         for key, item in tree.items():
-            if type(item) not in _NO_TENSOR:
+            if type(item) not in NO_TENSOR:
                 yield from tensors_in(f"{port}.{key}", item, depth + 1)
     else:
         yield from port_leaves(port, tree)

@@ -22,13 +22,27 @@ from torch import Tensor, nn
 from glassengine.capture.calls import Forward, Known, ModuleNames
 from glassengine.capture.gradients import watch
 from glassengine.capture.intake import Intake
-from glassengine.capture.leaves import KV_AXES, CacheSites, tensors_in
+from glassengine.capture.leaves import KV_AXES, NO_TENSOR, CacheSites, tensors_in
 from glassengine.capture.steps import Steps
 from glassengine.recording.policy import Policy
 from glassengine.sites import tap_site
 from glassengine.taps import tap_sink
 
 _MAX_REASON = 300
+
+
+class _Forks:
+    """How many forks lie between this process and the one that was started: asking for its number takes longer."""
+
+    count = 0
+
+    @classmethod
+    def note(cls) -> None:
+        """Count one more; called in the child."""
+        cls.count += 1
+
+
+os.register_at_fork(after_in_child=_Forks.note)
 
 
 class ModuleHooks:
@@ -57,7 +71,7 @@ class ModuleHooks:
         self._open: dict[int, Forward] = {}
         self._held: dict[int, tuple[Forward, list[list[int]]]] = {}
         self._called: set[nn.Module] = set()
-        self._pid = os.getpid()
+        self._forks = _Forks.count
         self._handles: list[Any] = []
 
     def attach(self) -> None:
@@ -122,47 +136,56 @@ class ModuleHooks:
         return forward.step if forward is not None and forward.records else None
 
     def _hooks(self, known: Known) -> tuple[Callable[..., None], Callable[..., None]]:
+        # They run thousands of times a second: what does not change is looked up once.
+        local, enter, take, deliver = self._local, self.names.enter, self._intake.take, self._deliver
+        is_root, gradients, called = known.is_root, self._gradients, self._called
+        is_compiling, graph_task = torch.compiler.is_compiling, torch._C._current_graph_task_id
+
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if torch.compiler.is_compiling():
+            if is_compiling():
                 return
-            self._before(known, module, args, kwargs)
+            if module is not known.module or graph_task() != -1 or _Forks.count != self._forks:
+                return
+            forward: Forward | None = getattr(local, "forward", None)
+            # Hooks do not hear of the end of a call that was interrupted; nor do they when that happens to themselves.
+            if (
+                forward is not None
+                and forward.in_call
+                and (not forward.open or (is_root and _is_stale(forward, module)))
+            ):
+                self._end(forward, [], "an interruption")
+                forward = None
+            if forward is None or not forward.open:
+                forward = self._outermost(known, forward)
+            where = enter(known, forward)
+            if where is None or not forward.records:
+                return
+            called.add(module)
+            if len(args) == 1 and type(args[0]) is Tensor and not gradients:
+                take(where + ":in[0]", forward.step, args[0])
+            elif args:
+                deliver(forward, where, ":in", args)
+            if kwargs:
+                deliver(forward, where, ":in", kwargs)
 
         def after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-            if torch.compiler.is_compiling():
+            if is_compiling():
                 return
-            self._after(known, module, args, kwargs, result)
+            forward: Forward | None = getattr(local, "forward", None)
+            if forward is None or not forward.open or module is not known.module:
+                return
+            called_last, where, passed_on = forward.open[-1]
+            # The short way of most modules: one tensor comes out, and it is not the end of the forward.
+            if called_last is known and type(result) is Tensor and not gradients and len(forward.open) > 1:
+                forward.open.pop()
+                if forward.records and not passed_on:
+                    take(where, forward.step, result)
+            else:
+                self._after(known, forward, args, kwargs, result)
 
         return before, after
 
-    def _before(self, known: Known, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if module is not known.module or torch._C._current_graph_task_id() != -1 or os.getpid() != self._pid:
-            return
-        forward: Forward | None = getattr(self._local, "forward", None)
-        # Hooks do not hear of the end of a call that was interrupted; nor do they when that happens to themselves.
-        if (
-            forward is not None
-            and forward.in_call
-            and (not forward.open or (known.is_root and _is_stale(forward, module)))
-        ):
-            self._end(forward, [], "an interruption")
-            forward = None
-        if forward is None or not forward.open:
-            forward = self._outermost(known, forward)
-        where = self.names.enter(known, forward)
-        if where is None or not forward.records:
-            return
-        self._called.add(module)
-        if len(args) == 1 and type(args[0]) is Tensor and not self._gradients:
-            self._intake.take(where + ":in[0]", forward.step, args[0])
-        else:
-            self._deliver(forward, where, ":in", args)
-        if kwargs:
-            self._deliver(forward, where, ":in", kwargs)
-
-    def _after(self, known: Known, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        forward: Forward | None = getattr(self._local, "forward", None)
-        if forward is None or not forward.open or module is not known.module:
-            return
+    def _after(self, known: Known, forward: Forward, args: Any, kwargs: Any, result: Any) -> None:
         if forward.open[-1][0] is not known:
             if not any(known is called for called, _, _ in forward.open):
                 return
@@ -172,11 +195,7 @@ class ModuleHooks:
         error = sys.exc_info()[1] if result is None else None
         failed = error is not None and error is not forward.handled
         if forward.records and not passed_on and not failed:
-            # The short way of most modules: one tensor goes in, one comes out.
-            if type(result) is Tensor and not self._gradients:
-                self._intake.take(where, forward.step, result)
-            else:
-                self._deliver(forward, where, ":out", result)
+            self._deliver(forward, where, ":out", result)
         if forward.open:
             return
         forward.leave.close()
@@ -213,6 +232,17 @@ class ModuleHooks:
 
     def _deliver(self, forward: Forward, where: str, port: str, tree: Any) -> None:
         try:
+            if type(tree) is dict and not self._gradients:
+                # The short way of keyword arguments.
+                take, step = self._intake.take, forward.step
+                for key, item in tree.items():
+                    kind = type(item)
+                    if kind is Tensor:
+                        take(f"{where}{port}.{key}", step, item)
+                    elif kind not in NO_TENSOR:
+                        for name, tensor in tensors_in(f"{port}.{key}", item):
+                            take(where + name, step, tensor)
+                return
             for name, tensor in tensors_in(port, tree):
                 site = where if name == ":out" else where + name
                 self._intake.take(site, forward.step, tensor)

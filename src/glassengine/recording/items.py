@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from glassengine.recording.description import Description
-from glassengine.recording.layout import ALIGNMENT, MAX_GROUP_TENSORS, LeftOut, Location
+from glassengine.recording.layout import MAX_GROUP_TENSORS, LeftOut, Location
 
-_BLOCK_BYTES = 1 << 20
 _BLOCK_HEADER_BYTES = 1 << 16
+
+
+@dataclass(slots=True)
+class Seen:
+    """A tensor of an earlier step: what is like it has the same description.
+
+    `nbytes` are those of its values, `room` what they take in the ring. `is_small` says that such tensors are written
+    in blocks, `is_simple` that their bytes are the values if they are contiguous and on the CPU, and
+    `is_measured` that the thread knows to compute light statistics of them.
+    """
+
+    description: Description
+    dtype: torch.dtype
+    size: torch.Size
+    nbytes: int
+    room: int
+    is_small: bool
+    is_simple: bool
+    is_measured: bool
 
 
 @dataclass(slots=True)
@@ -57,7 +76,8 @@ class Block:
     """Small tensors of one step that lie behind one another in the ring.
 
     `is_new` says that they were seen for the first time: what differs from step to step is kept apart from what does
-    not, so that the descriptions of blocks repeat. `next` is where the next tensor would have to lie.
+    not, so that the descriptions of blocks repeat. `next` is where the next tensor will lie, `limit` where the slot
+    that was reserved ends. With a `reason` it is only measured, and not written for that reason.
     """
 
     step: int
@@ -65,28 +85,30 @@ class Block:
     is_new: bool
     position: int
     end: int
-    descriptions: list[Description]
-    most_header_bytes: int = 0
-    next: int = 0
+    next: int
+    limit: int
+    reason: str | None
+    descriptions: list[Description] = field(default_factory=list)
+    header_room: int = _BLOCK_HEADER_BYTES
 
-    def takes(self, step: int, rank: int, position: int, is_new: bool) -> bool:
-        """Return whether a tensor at `position` of the ring can be the next one."""
+    def takes(self, seen: Seen, step: int, rank: int, is_new: bool, reason: str | None) -> bool:
+        """Return whether such a tensor can be the next one."""
         return (
-            self.next == position
-            and self.step == step
-            and self.rank == rank
+            self.step == step
+            and self.reason is reason
+            and self.next + seen.room <= self.limit
             and self.is_new is is_new
-            and position - self.position <= _BLOCK_BYTES
+            and self.rank == rank
+            and self.header_room > 0
             and len(self.descriptions) < MAX_GROUP_TENSORS
-            and self.most_header_bytes <= _BLOCK_HEADER_BYTES
         )
 
-    def add(self, description: Description, position: int) -> None:
-        """Append the tensor at `position` of the ring."""
-        self.descriptions.append(description)
-        self.most_header_bytes += description.most_header_bytes
-        self.end = position + description.nbytes
-        self.next = -(-self.end // ALIGNMENT) * ALIGNMENT
+    def add(self, seen: Seen) -> None:
+        """Append the tensor whose bytes are at `next`."""
+        self.descriptions.append(seen.description)
+        self.header_room -= seen.description.most_header_bytes
+        self.end = self.next + seen.nbytes
+        self.next += seen.room
 
 
 @dataclass(slots=True)

@@ -89,6 +89,11 @@ class Ring:
         self._populated = max(self._populated, start % self.num_bytes + rounded)
         return start
 
+    def shorten(self, end: int, wanted_end: int) -> None:
+        """Give back what of the last slot, which ends at position `end`, lies behind `wanted_end`."""
+        if self._head == end:
+            self._head = -(-wanted_end // ALIGNMENT) * ALIGNMENT
+
     def release(self, end: int) -> None:
         """Give back every slot that ends at position `end` or before."""
         self._tail = max(self._tail, -(-end // ALIGNMENT) * ALIGNMENT)

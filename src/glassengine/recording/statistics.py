@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from glassengine import blocks
-from glassengine.recording.layout import LightStatistics
+from glassengine.recording.layout import LightStatistics, block_starts
 from glassengine.results import Summary
 
 _NUMPY = (torch.float32, torch.float64)
+_NUMPY_DTYPES: dict[str, str] = {
+    **{name: name for name in ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")},
+    "bfloat16": "uint16",
+}
+MEASURED = frozenset(_NUMPY_DTYPES)
+"""torch dtype names that `light_of_block` knows."""
 _FAST = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -77,8 +85,50 @@ def light(tensor: Tensor) -> LightStatistics:
         norm = float(torch.linalg.vector_norm(tensor, dtype=dtype))
         if math.isfinite(norm):
             return LightStatistics(float(low), float(high), norm, 0)
+    return _exact(tensor)
+
+
+def light_of_block(data: memoryview, tensors: Sequence[tuple[str, int]]) -> list[LightStatistics]:
+    """Return the light statistics of small tensors that lie behind one another, in a few passes over all of them.
+
+    Args:
+        data: The bytes, as `layout.block_starts` says.
+        tensors: dtype name (one of `MEASURED`) and number of bytes (not 0) of each.
+    """
+    starts, _ = block_starts([num_bytes for _, num_bytes in tensors])
+    found: list[LightStatistics | None] = [None] * len(tensors)
+    for name in {name for name, _ in tensors}:
+        mine = [index for index, (other, _) in enumerate(tensors) if other == name]
+        dtype = np.dtype(_NUMPY_DTYPES[name])
+        values = np.frombuffer(data, dtype, len(data) // dtype.itemsize)
+        # What lies between two of them is reduced as well, and dropped.
+        bounds = [starts[index] + end for index in mine for end in (0, tensors[index][1])]
+        places = np.array(bounds, dtype=np.int64) // dtype.itemsize
+        if places[-1] == len(values):
+            places = places[:-1]
+        with np.errstate(all="ignore"):
+            if name == "bfloat16":
+                values = (values.astype(np.uint32) << 16).view(np.float32)
+            wide = values.astype(np.float64)
+            low, high = (kind.reduceat(wide, places)[::2].tolist() for kind in (np.minimum, np.maximum))
+            norms = np.sqrt(np.add.reduceat(wide * wide, places)[::2]).tolist()
+        for index, *light in zip(mine, low, high, norms, strict=True):
+            if math.isfinite(light[2]):
+                found[index] = LightStatistics(light[0], light[1], light[2], 0)
+            else:
+                bytes_of_it = data[starts[index] : starts[index] + tensors[index][1]]
+                found[index] = _exact(torch.frombuffer(bytes_of_it, dtype=getattr(torch, name)))
+    return [light for light in found if light is not None]
+
+
+def _exact(tensor: Tensor) -> LightStatistics:
     found = blocks.moments(blocks.real_stream(tensor))
     if found.num_finite == 0:
         return LightStatistics(None, None, 0.0, found.num_elements)
     norm = math.sqrt(found.m2 + found.num_finite * found.mean * found.mean)
+    if not math.isfinite(norm):
+        # The squares are too large for float64, and so may be the norm; an index holds finite numbers only.
+        largest = max(abs(found.min), abs(found.max))
+        scaled = (torch.nan_to_num(tensor.double(), 0.0, 0.0, 0.0) / largest).square().sum().sqrt()
+        norm = min(largest * float(scaled), sys.float_info.max)
     return LightStatistics(found.min, found.max, norm, found.num_elements - found.num_finite)

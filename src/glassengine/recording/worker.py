@@ -22,11 +22,11 @@ from torch import Tensor
 
 from glassengine import blocks
 from glassengine.errors import GlassError
-from glassengine.recording.description import Description
-from glassengine.recording.items import Alias, Block, Commit, Copied, Item, Piece, Stored, Streamed
-from glassengine.recording.layout import LeftOut
+from glassengine.recording.items import Alias, Block, Commit, Copied, Item, Piece, Seen, Stored, Streamed
+from glassengine.recording.layout import ALIGNMENT, LeftOut
 from glassengine.recording.pinned import PinnedCopies
 from glassengine.recording.ring import Ring
+from glassengine.recording.statistics import MEASURED
 from glassengine.recording.values import describe
 from glassengine.recording.writer import RecordingWriter
 
@@ -40,9 +40,10 @@ _PERIOD_S = 0.02
 _LOOK_S = 0.1
 # Written at once; what a disk has no room for any more takes the steps of one such batch with it.
 _WRITE_BYTES = 4 << 20
-_MAX_DESCRIPTIONS = 1 << 14
+_MAX_SEEN = 1 << 14
 # Smaller tensors are written in blocks, and stored again rather than searched for.
 _MIN_SHARED_BYTES = 1 << 16
+_BLOCK_BYTES = 1 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -71,12 +72,17 @@ class BackgroundWriter:
         self._ring = Ring(ring_bytes)
         self._ring.warm()
         self._pinned = PinnedCopies(ring_bytes)
-        self._descriptions: dict[tuple[str, torch.dtype, torch.Size], Description] = {}
+        self._seen: dict[tuple[str, torch.dtype, torch.Size], Seen] = {}
+        # Of each site the last one.
+        self._last_seen: dict[str, Seen] = {}
+        self._block_bytes = min(_BLOCK_BYTES, ring_bytes // (2 * _PIECES_OF_RING))
         self._lock = threading.Lock()
         self._block: Block | None = None
         self._queue: deque[Item | threading.Event | None] = deque()
         self._wake = threading.Event()
         self._woken = 0.0
+        # Whether a step has ended since the thread looked.
+        self._has_ended = False
         self._failure: Exception | None = None
         # Address and size of large tensors -> what was last stored from there.
         self._recent: dict[tuple[int, int], Stored] = {}
@@ -113,20 +119,25 @@ class BackgroundWriter:
         Raises:
             UsageError: The tensor or its name cannot be recorded.
         """
-        key = (site, tensor.dtype, tensor.shape)
-        description = self._descriptions.get(key)
-        is_new = description is None
-        if description is None or tensor.layout is not torch.strided:
-            if len(self._descriptions) >= _MAX_DESCRIPTIONS:
-                self._descriptions.clear()  # a cache that grows has another shape in every step
-            description = self._descriptions[key] = describe(site, tensor, axes=axes, node=node)
+        seen = self._last_seen.get(site)
+        is_new = False
+        if (
+            seen is None
+            or seen.size != tensor.shape
+            or seen.dtype is not tensor.dtype
+            or tensor.layout is not torch.strided
+        ):
+            seen, is_new = self._look(site, tensor, axes, node)
         if self._failure is not None:
             return
-        nbytes = description.nbytes
+        # Attributes only: methods of torch that compute let go of the interpreter lock.
+        plain = seen.is_simple and tensor.is_cpu and tensor.is_contiguous()
+        if plain and seen.is_small:
+            # The short way of most tensors of a small model.
+            self._add_small(seen, step, tensor, rank, is_new, None)
+            return
+        description, nbytes = seen.description, seen.nbytes
         ring = self._ring
-        # Attributes only: methods of torch that compute let go of the interpreter lock. A single element may be one
-        # that is to be negated when it is read.
-        plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.dtype.is_complex and nbytes > tensor.itemsize
         if nbytes and not tensor.is_cpu and self._pinned.takes(tensor):
             data, ready = self._pinned.take(tensor, nbytes, self._on_wait_unlocked)
             with self._lock:
@@ -145,31 +156,101 @@ class BackgroundWriter:
                     self._publish()
                     self._queue.append(Alias(description, step, rank, original))
                     return
+            self._publish()
             position = ring.reserve(nbytes, self._on_wait)
             if plain:
                 ring.fill(position, tensor, nbytes)
             else:
                 ring.fill_from(position, tensor, nbytes)
-            if 0 < nbytes < _MIN_SHARED_BYTES:
-                block = self._block
-                if block is None or not block.takes(step, rank, position, is_new):
-                    self._publish()
-                    block = self._block = Block(step, rank, is_new, position, position, [])
-                block.add(description, position)
+            if seen.is_small:
+                block = Block(step, rank, is_new, position, position, position, position + seen.room, None)
+                block.add(seen)
+                self._queue.append(block)
             else:
-                self._publish()
                 stored = Stored(description, step, rank, position)
                 self._queue.append(stored)
                 if plain and nbytes:
                     self._recent[tensor.data_ptr(), nbytes] = stored
-        if 2 * ring.in_use > ring.num_bytes:
+        self._wake_if_half_full()
+
+    def measure(self, site: str, step: int, tensor: Tensor, *, rank: int, reason: str) -> bool:
+        """Take note of a tensor whose values are not recorded, for `reason`; the thread adds light statistics.
+
+        Returns:
+            Whether it is a small one, of which that is faster than to compute them here; no note is taken of others.
+
+        Raises:
+            UsageError: The tensor or its name cannot be recorded.
+        """
+        seen = self._last_seen.get(site)
+        if (
+            seen is None
+            or seen.size != tensor.shape
+            or seen.dtype is not tensor.dtype
+            or tensor.layout is not torch.strided
+        ):
+            seen, _ = self._look(site, tensor, None, None)
+        if not (seen.is_small and seen.is_measured and seen.is_simple and tensor.is_cpu and tensor.is_contiguous()):
+            return False
+        if self._failure is None:
+            self._add_small(seen, step, tensor, rank, False, reason)
+        return True
+
+    def _add_small(self, seen: Seen, step: int, tensor: Tensor, rank: int, is_new: bool, reason: str | None) -> None:
+        with self._lock:
+            block = self._block
+            if block is None or not block.takes(seen, step, rank, is_new, reason):
+                block = self._new_block(step, rank, is_new, reason)
+            # What cannot be read is not added.
+            self._ring.fill(block.next, tensor, seen.nbytes)
+            block.add(seen)
+
+    def _look(self, site: str, tensor: Tensor, axes: Mapping[str, int] | None, node: str | None) -> tuple[Seen, bool]:
+        """Return what is known of such a tensor, and whether nothing was."""
+        key = (site, tensor.dtype, tensor.shape)
+        seen = self._seen.get(key)
+        is_new = seen is None
+        if seen is None or tensor.layout is not torch.strided:
+            if len(self._seen) >= _MAX_SEEN:
+                self._seen.clear()  # a cache that grows has another shape in every step
+                self._last_seen.clear()
+            description = describe(site, tensor, axes=axes, node=node)
+            nbytes = description.nbytes
+            seen = self._seen[key] = Seen(
+                description,
+                tensor.dtype,
+                tensor.shape,
+                nbytes,
+                room=-(-nbytes // ALIGNMENT) * ALIGNMENT,
+                is_small=0 < nbytes < _MIN_SHARED_BYTES,
+                # A single element may be one that is to be negated when it is read.
+                is_simple=not tensor.dtype.is_complex and nbytes > tensor.itemsize,
+                is_measured=description.dtype in MEASURED,
+            )
+        self._last_seen[site] = seen
+        return seen, is_new
+
+    def _new_block(self, step: int, rank: int, is_new: bool, reason: str | None) -> Block:
+        """Begin a block; called with the lock."""
+        self._publish()
+        position = self._ring.reserve(self._block_bytes, self._on_wait)
+        limit = position + self._block_bytes
+        block = self._block = Block(step, rank, is_new, position, position, position, limit, reason)
+        self._wake_if_half_full()
+        return block
+
+    def _wake_if_half_full(self) -> None:
+        if 2 * self._ring.in_use > self._ring.num_bytes:
             self._wake.set()
 
     def _publish(self) -> None:
         """Hand the current block to the thread; called with the lock."""
-        if self._block is not None:
-            self._queue.append(self._block)
+        block = self._block
+        if block is not None:
             self._block = None
+            self._ring.shorten(block.limit, block.end)
+            if block.descriptions:
+                self._queue.append(block)
 
     def leave_out(self, item: LeftOut) -> None:
         """Note a tensor whose values are not recorded."""
@@ -181,6 +262,7 @@ class BackgroundWriter:
             self._publish()
             self._recent.clear()
             self._queue.append(Commit(step, token_ids, stopped))
+            self._has_ended = True
         if time.monotonic() - self._woken > _PERIOD_S:
             self._wake.set()
 
@@ -252,8 +334,10 @@ class BackgroundWriter:
 
     def _work(self) -> None:
         while True:
-            self._wake.wait(_LOOK_S)
+            if not self._wake.wait(_LOOK_S) and not self._has_ended:
+                continue  # nothing that is not in an ended step would be kept: leave the model alone
             self._wake.clear()
+            self._has_ended = False
             self._woken = time.monotonic()
             end = num_bytes = 0
             while self._queue:
@@ -287,6 +371,9 @@ class BackgroundWriter:
             return
         elif isinstance(item, Block):
             data = self._ring.bytes_at(item.position, item.end - item.position)
+            if item.reason is not None:
+                self._writer.leave_out_block(item.descriptions, item.step, item.rank, item.reason, data)
+                return
             self._writer.store_block(tuple(item.descriptions), item.step, item.rank, data, zlib.crc32(data))
         elif isinstance(item, Stored):
             self._store(item)

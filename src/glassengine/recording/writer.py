@@ -22,6 +22,7 @@ from glassengine.recording.directory import make_directory, reason_of, save_mani
 from glassengine.recording.layout import LeftOut, Location
 from glassengine.recording.open_step import EndedStep, OpenStep
 from glassengine.recording.shard import Shard, write_all
+from glassengine.recording.statistics import light_of_block
 from glassengine.recording.values import bytes_of, describe
 
 SHARD_BYTES = 1 << 31
@@ -218,6 +219,25 @@ class RecordingWriter:
         opened = self._opened(item.site, item.step)
         opened.frames.append(records.left_out_frame(item))
         opened.num_left_out += 1
+
+    def leave_out_block(
+        self, descriptions: Sequence[Description], step: int, rank: int, reason: str, data: memoryview
+    ) -> None:
+        """Note tensors of an open step, with the light statistics of values that are not recorded.
+
+        Args:
+            descriptions: What the tensors are; dtypes of `statistics.MEASURED`.
+            step: A step that is not committed.
+            rank: Process that has them.
+            reason: Why their values are not recorded.
+            data: Their bytes, behind one another as `layout.block_starts` says.
+
+        Raises:
+            UsageError: The step is committed.
+        """
+        kinds = [(description.dtype, description.nbytes) for description in descriptions]
+        for description, light in zip(descriptions, light_of_block(data, kinds), strict=True):
+            self.leave_out(LeftOut(description.site, step, rank, reason, description.dtype, description.shape, light))
 
     def commit(self, step: int, *, token_ids: Sequence[Sequence[int]] = (), stopped: str | None = None) -> None:
         """Complete `step`: from now on it survives the end of the process.
