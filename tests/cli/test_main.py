@@ -9,7 +9,6 @@ import logging
 import os
 import subprocess
 import sys
-import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -71,13 +70,11 @@ def test_help_lists_the_table_and_imports_no_command() -> None:
 
 
 def test_help_is_fast() -> None:
-    # The best of several runs: what is measured is our imports, not the other work of the machine.
-    def once() -> float:
-        start = time.perf_counter()
-        assert glass("--help").returncode == 0
-        return time.perf_counter() - start
-
-    assert min(once() for _ in range(5)) < 0.2
+    # Time is made of imports. Their number is the same on a busy machine: 357 took 0.12 s (median of 20) on a quiet
+    # one.
+    code = "import sys; from glassengine.cli.main import main; main(['--help']); print(len(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert int(done.stdout.splitlines()[-1]) < 450
 
 
 @pytest.mark.parametrize("name", sorted(cli.COMMANDS))
