@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from glassengine.errors import GlassError, UsageError
-from glassengine.recording import pinned, shard, worker
+from glassengine.recording import pinned, records, shard, worker
 from glassengine.recording.layout import ALIGNMENT, LeftOut, LightStatistics
 from glassengine.recording.reader import Recording
 from glassengine.recording.ring import Ring
@@ -306,3 +306,59 @@ def test_the_ring_starts_over_when_it_is_empty() -> None:
         assert position % ring.num_bytes == 0
         ring.release(position + 1000)
     assert worker.RING_BYTES >= 1 << 26
+
+
+def test_statistics_of_a_block_are_those_of_each_tensor(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tensors = {
+        "float32": torch.randn(3, 5),
+        "bfloat16": torch.randn(101).bfloat16(),
+        "float16": torch.randn(33).half(),
+        "int64": torch.tensor([-7, 3, 900]),
+        "bool": torch.tensor([True, False, True]),
+        "not finite": torch.tensor([1.0, float("nan"), -2.0, float("inf")]),
+        "nothing finite": torch.full((2,), float("nan")).half(),
+        "overflows": torch.tensor([-3e200, 4e200], dtype=torch.float64),
+        "last": torch.randn(7).to(torch.float64),
+    }
+    writer = BackgroundWriter(tmp_path / "r", metadata={})
+    for step in range(3):
+        for site, tensor in tensors.items():
+            assert writer.measure(site, step, tensor, rank=0, reason="because")
+        assert not writer.measure("large", step, torch.zeros(1 << 16), rank=0, reason="because")
+        writer.commit(step)
+    writer.close()
+    opened = Recording.open(tmp_path / "r")
+    assert len(opened.left_out) == 3 * len(tensors)
+    for item in opened.left_out:
+        tensor, found = tensors[item.site], item.statistics
+        assert found is not None and item.reason == "because" and item.shape == tuple(tensor.shape)
+        finite = tensor.double()[tensor.double().isfinite()]
+        assert found.num_nonfinite == tensor.numel() - finite.numel()
+        assert found.min == (float(finite.min()) if len(finite) else None)
+        assert found.max == (float(finite.max()) if len(finite) else None)
+        scale = float(finite.abs().max()) if len(finite) else 1.0
+        assert found.norm == pytest.approx(scale * float((finite / scale).norm()), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"group": 1},
+        {"step": -1},
+        {"reason": 3},
+        {"statistics": []},
+        {"statistics": [[0.0, 1.0, 1.0]]},
+        {"statistics": [["0", 1.0, 1.0, 0]]},
+        {"statistics": [[0.0, 1.0, None, 0]]},
+        {"statistics": [[0.0, 1.0, 1.0, -1]]},
+    ],
+)
+def test_statistics_of_a_block_are_not_trusted(change: dict[str, Any]) -> None:
+    group = {"rank": 0, "tensors": [{"site": "a", "dtype": "float32", "shape": [2], "axes": {}, "node": None}]}
+    group["tensors"][0]["nbytes"] = 8  # type: ignore[index]
+    groups = {0: records.group_from(group)}
+    payload = {"group": 0, "step": 2, "reason": "because", "statistics": [[0.0, 1.0, 1.0, 0]]}
+    assert records.measured_from(payload, groups)[0].statistics == LightStatistics(0.0, 1.0, 1.0, 0)
+    with pytest.raises(ValueError):
+        records.measured_from({**payload, **change}, groups)

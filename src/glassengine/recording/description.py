@@ -61,6 +61,7 @@ class Group:
     Attributes:
         starts: Offset of each tensor in a block of the group.
         nbytes: Size of a block.
+        kinds: (dtype name, number of bytes) of each tensor.
         names: (site, rank) of each tensor.
     """
 
@@ -69,6 +70,7 @@ class Group:
         self.descriptions = descriptions
         self.rank = rank
         self.starts, self.nbytes = block_starts([description.nbytes for description in descriptions])
+        self.kinds = tuple((description.dtype, description.nbytes) for description in descriptions)
         self.names = {(description.site, rank) for description in descriptions}
         # Blocks have no aliases; a pad entry lies between tensors that do not end where the next one may begin.
         self.most_header_bytes = sum(

@@ -9,7 +9,7 @@ import functools
 import json
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any, BinaryIO
 
@@ -177,13 +177,60 @@ def left_out_from(payload: dict[str, Any]) -> LeftOut:
         if not isinstance(found, dict):
             raise ValueError("statistics are not an object")
         low, high, norm = (found.get(key) for key in ("min", "max", "norm"))
-        (count,) = sizes_of(found, "num_nonfinite")
-        numbers = all(isinstance(value, (float, int, NoneType)) for value in (low, high))
-        if not numbers or not isinstance(norm, (float, int)):
-            raise ValueError("statistics are not numbers")
-        statistics = LightStatistics(low, high, float(norm), count)
+        statistics = _light_from(low, high, norm, found.get("num_nonfinite"))
     sizes = None if shape is None else tuple(shape)
     return LeftOut(site, int(str(step)), int(str(rank)), reason, dtype, sizes, statistics)
+
+
+def measured_frame(
+    group: int, step: int, reason: str, statistics: Sequence[tuple[float | None, float | None, float, int]]
+) -> bytes:
+    """Return the index frame of the tensors of a group whose values are not recorded.
+
+    Args:
+        group: Its number.
+        step: Step that had them.
+        reason: Why the values are not recorded.
+        statistics: min, max, norm and number of non-finite elements of each.
+    """
+    return frame({"kind": "measured", "group": group, "step": step, "reason": reason, "statistics": statistics})
+
+
+def measured_from(payload: dict[str, Any], groups: Mapping[int, Sequence[Entry]]) -> list[LeftOut]:
+    """Inverse of `measured_frame`, which trusts nothing.
+
+    Args:
+        payload: Of the frame.
+        groups: Number -> tensors of the groups described so far.
+
+    Raises:
+        ValueError: A field is missing, of the wrong kind, or contradicts the description of the group.
+    """
+    number, step = sizes_of(payload, "group", "step")
+    tensors, reason, rows = groups.get(number), payload.get("reason"), payload.get("statistics")
+    if tensors is None:
+        raise ValueError(f"group {number} is not described")
+    if not isinstance(reason, str):
+        raise ValueError("a name is not text")
+    if not isinstance(rows, list) or len(rows) != len(tensors):
+        raise ValueError("statistics are not those of the group")
+    if not all(isinstance(row, list) and len(row) == 4 for row in rows):
+        raise ValueError("statistics are not an object")
+    return [
+        LeftOut(tensor.site, step, tensor.rank, reason, tensor.dtype, tensor.shape, _light_from(*row))
+        for tensor, row in zip(tensors, rows, strict=True)
+    ]
+
+
+def _light_from(low: object, high: object, norm: object, count: object) -> LightStatistics:
+    (num_nonfinite,) = sizes_of({"count": count}, "count")
+    if (
+        not isinstance(low, (float, int, NoneType))
+        or not isinstance(high, (float, int, NoneType))
+        or not isinstance(norm, (float, int))
+    ):
+        raise ValueError("statistics are not numbers")
+    return LightStatistics(low, high, float(norm), num_nonfinite)
 
 
 def token_payloads(rows: Sequence[Sequence[int]]) -> Iterator[dict[str, Any]]:

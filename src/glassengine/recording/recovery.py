@@ -17,6 +17,7 @@ from glassengine.recording.records import (
     group_from,
     left_out_from,
     location_from,
+    measured_from,
     read_frame,
     sizes_of,
     tokens_from,
@@ -105,6 +106,10 @@ def read_index(file: BinaryIO, shard_bytes: Mapping[int, int]) -> IndexContents:
                     raise ValueError(f"more than {MAX_ENTRIES} tensors")
             elif kind == "left_out":
                 pending_left_out.append(left_out_from(payload))
+            elif kind == "measured":
+                pending_left_out += measured_from(payload, groups)
+                if len(left_out) + len(pending_left_out) > MAX_ENTRIES:
+                    raise ValueError(f"more than {MAX_ENTRIES} tensors")
             elif kind == "tokens":
                 pending_tokens += tokens_from(payload)
             else:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -88,37 +88,54 @@ def light(tensor: Tensor) -> LightStatistics:
     return _exact(tensor)
 
 
-def light_of_block(data: memoryview, tensors: Sequence[tuple[str, int]]) -> list[LightStatistics]:
-    """Return the light statistics of small tensors that lie behind one another, in a few passes over all of them.
+def light_of_block(
+    data: memoryview, tensors: tuple[tuple[str, int], ...]
+) -> list[tuple[float | None, float | None, float, int]]:
+    """Return min, max, norm and number of non-finite elements of small tensors that lie behind one another.
+
+    Takes a few passes over all of them together; the norm is computed in float64.
 
     Args:
         data: The bytes, as `layout.block_starts` says.
         tensors: dtype name (one of `MEASURED`) and number of bytes (not 0) of each.
     """
-    starts, _ = block_starts([num_bytes for _, num_bytes in tensors])
-    found: list[LightStatistics | None] = [None] * len(tensors)
-    for name in {name for name, _ in tensors}:
-        mine = [index for index, (other, _) in enumerate(tensors) if other == name]
+    found: list[tuple[float | None, float | None, float, int]] = [(None, None, 0.0, 0)] * len(tensors)
+    for name, mine, places in _places(tensors):
         dtype = np.dtype(_NUMPY_DTYPES[name])
         values = np.frombuffer(data, dtype, len(data) // dtype.itemsize)
-        # What lies between two of them is reduced as well, and dropped.
-        bounds = [starts[index] + end for index in mine for end in (0, tensors[index][1])]
-        places = np.array(bounds, dtype=np.int64) // dtype.itemsize
-        if places[-1] == len(values):
-            places = places[:-1]
+        bounds = places[:-1] if places[-1] == len(values) else places
         with np.errstate(all="ignore"):
             if name == "bfloat16":
                 values = (values.astype(np.uint32) << 16).view(np.float32)
             wide = values.astype(np.float64)
-            low, high = (kind.reduceat(wide, places)[::2].tolist() for kind in (np.minimum, np.maximum))
-            norms = np.sqrt(np.add.reduceat(wide * wide, places)[::2]).tolist()
-        for index, *light in zip(mine, low, high, norms, strict=True):
+            low, high = (kind.reduceat(wide, bounds)[::2].tolist() for kind in (np.minimum, np.maximum))
+            norms = np.sqrt(np.add.reduceat(wide * wide, bounds)[::2]).tolist()
+        for index, start, *light in zip(mine, places[::2].tolist(), low, high, norms, strict=True):
             if math.isfinite(light[2]):
-                found[index] = LightStatistics(light[0], light[1], light[2], 0)
+                found[index] = (light[0], light[1], light[2], 0)
             else:
-                bytes_of_it = data[starts[index] : starts[index] + tensors[index][1]]
-                found[index] = _exact(torch.frombuffer(bytes_of_it, dtype=getattr(torch, name)))
-    return [light for light in found if light is not None]
+                count = tensors[index][1] // dtype.itemsize
+                values_of_it = torch.frombuffer(
+                    data, dtype=getattr(torch, name), count=count, offset=start * dtype.itemsize
+                )
+                exact = _exact(values_of_it)
+                found[index] = (exact.min, exact.max, exact.norm, exact.num_nonfinite)
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def _places(tensors: tuple[tuple[str, int], ...]) -> list[tuple[str, list[int], np.typing.NDArray[np.int64]]]:
+    """Return, for each dtype in a block, which tensors have it, and where each of these begins and ends, in elements.
+
+    A reduction between these places also yields something for what lies between two tensors.
+    """
+    starts, _ = block_starts([num_bytes for _, num_bytes in tensors])
+    found = []
+    for name in dict.fromkeys(name for name, _ in tensors):
+        mine = [index for index, (other, _) in enumerate(tensors) if other == name]
+        bounds = [starts[index] + end for index in mine for end in (0, tensors[index][1])]
+        found.append((name, mine, np.array(bounds, dtype=np.int64) // np.dtype(_NUMPY_DTYPES[name]).itemsize))
+    return found
 
 
 def _exact(tensor: Tensor) -> LightStatistics:

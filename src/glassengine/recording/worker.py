@@ -372,7 +372,7 @@ class BackgroundWriter:
         elif isinstance(item, Block):
             data = self._ring.bytes_at(item.position, item.end - item.position)
             if item.reason is not None:
-                self._writer.leave_out_block(item.descriptions, item.step, item.rank, item.reason, data)
+                self._writer.leave_out_block(tuple(item.descriptions), item.step, item.rank, item.reason, data)
                 return
             self._writer.store_block(tuple(item.descriptions), item.step, item.rank, data, zlib.crc32(data))
         elif isinstance(item, Stored):

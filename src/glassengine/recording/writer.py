@@ -221,7 +221,7 @@ class RecordingWriter:
         opened.num_left_out += 1
 
     def leave_out_block(
-        self, descriptions: Sequence[Description], step: int, rank: int, reason: str, data: memoryview
+        self, descriptions: tuple[Description, ...], step: int, rank: int, reason: str, data: memoryview
     ) -> None:
         """Note tensors of an open step, with the light statistics of values that are not recorded.
 
@@ -235,9 +235,12 @@ class RecordingWriter:
         Raises:
             UsageError: The step is committed.
         """
-        kinds = [(description.dtype, description.nbytes) for description in descriptions]
-        for description, light in zip(descriptions, light_of_block(data, kinds), strict=True):
-            self.leave_out(LeftOut(description.site, step, rank, reason, description.dtype, description.shape, light))
+        self._require_open()
+        opened = self._opened(descriptions[0].site, step)
+        group = self._groups.get((rank, descriptions)) or self._new_group(descriptions, rank)
+        opened.groups.append(group)
+        opened.frames.append(records.measured_frame(group.number, step, reason, light_of_block(data, group.kinds)))
+        opened.num_left_out += len(descriptions)
 
     def commit(self, step: int, *, token_ids: Sequence[Sequence[int]] = (), stopped: str | None = None) -> None:
         """Complete `step`: from now on it survives the end of the process.
