@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from glassengine.errors import GlassError, UsageError
-from glassengine.recording import pinned, records, shard, worker
+from glassengine.recording import pinned, records, seen, shard, worker
 from glassengine.recording.layout import ALIGNMENT, LeftOut, LightStatistics
 from glassengine.recording.reader import Recording
 from glassengine.recording.ring import Ring
@@ -81,12 +81,12 @@ def test_blocks_are_described_once_and_verified_as_a_whole(tmp_path: Path) -> No
 
 
 def test_shapes_that_never_repeat_take_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "_MAX_SEEN", 10)
+    monkeypatch.setattr(seen, "_MAX_SEEN", 10)
     writer = BackgroundWriter(tmp_path / "r", metadata={})
     for step in range(600):
         writer.write("grows", step, torch.full((step + 1,), step))
         writer.write("stays", step, torch.tensor(step))
-        assert max(len(writer._seen), len(writer._last_seen)) <= 10
+        assert max(len(writer._seen.all), len(writer._seen.last)) <= 10
         writer.commit(step)
     writer.close()
     assert len(writer._writer._groups) <= 256

@@ -6,32 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from glassengine.recording.description import Description
 from glassengine.recording.layout import MAX_GROUP_TENSORS, LeftOut, Location
+from glassengine.recording.seen import Seen
 
 _BLOCK_HEADER_BYTES = 1 << 16
-
-
-@dataclass(slots=True)
-class Seen:
-    """A tensor of an earlier step: what is like it has the same description.
-
-    `nbytes` are those of its values, `room` what they take in the ring. `is_small` says that such tensors are written
-    in blocks, `is_simple` that their bytes are the values if they are contiguous and on the CPU, and
-    `is_measured` that the thread knows to compute light statistics of them.
-    """
-
-    description: Description
-    dtype: torch.dtype
-    size: torch.Size
-    nbytes: int
-    room: int
-    is_small: bool
-    is_simple: bool
-    is_measured: bool
 
 
 @dataclass(slots=True)

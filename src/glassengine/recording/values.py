@@ -52,3 +52,9 @@ def bytes_of(tensor: Tensor) -> memoryview:
     """Return the bytes of `tensor` in row-major order; a copy only where the tensor is elsewhere or not contiguous."""
     flat = blocks.flat(tensor.to("cpu").resolve_conj().resolve_neg())
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # a buffer at run time
+
+
+def identity(tensor: Tensor) -> tuple[object, ...]:
+    """Return what tells two live tensors of one step apart; equal for views that have the same bytes."""
+    place = (str(tensor.device), tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    return place if tensor.is_contiguous() else (*place, tensor.dtype, tensor.shape, tensor.stride())

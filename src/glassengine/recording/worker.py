@@ -17,17 +17,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from glassengine import blocks
 from glassengine.errors import GlassError
-from glassengine.recording.items import Alias, Block, Commit, Copied, Item, Piece, Seen, Stored, Streamed
-from glassengine.recording.layout import ALIGNMENT, LeftOut
+from glassengine.recording.items import Alias, Block, Commit, Copied, Item, Piece, Stored, Streamed
+from glassengine.recording.layout import LeftOut
 from glassengine.recording.pinned import PinnedCopies
 from glassengine.recording.ring import Ring
-from glassengine.recording.statistics import MEASURED
-from glassengine.recording.values import describe
+from glassengine.recording.seen import MIN_SHARED_BYTES, Seen, SeenTensors
 from glassengine.recording.writer import RecordingWriter
 
 RING_BYTES = 256 << 20
@@ -40,9 +38,6 @@ _PERIOD_S = 0.02
 _LOOK_S = 0.1
 # Written at once; what a disk has no room for any more takes the steps of one such batch with it.
 _WRITE_BYTES = 4 << 20
-_MAX_SEEN = 1 << 14
-# Smaller tensors are written in blocks, and stored again rather than searched for.
-_MIN_SHARED_BYTES = 1 << 16
 _BLOCK_BYTES = 1 << 20
 
 _log = logging.getLogger(__name__)
@@ -72,9 +67,7 @@ class BackgroundWriter:
         self._ring = Ring(ring_bytes)
         self._ring.warm()
         self._pinned = PinnedCopies(ring_bytes)
-        self._seen: dict[tuple[str, torch.dtype, torch.Size], Seen] = {}
-        # Of each site the last one.
-        self._last_seen: dict[str, Seen] = {}
+        self._seen = SeenTensors()
         self._block_bytes = min(_BLOCK_BYTES, ring_bytes // (2 * _PIECES_OF_RING))
         self._lock = threading.Lock()
         self._block: Block | None = None
@@ -119,15 +112,7 @@ class BackgroundWriter:
         Raises:
             UsageError: The tensor or its name cannot be recorded.
         """
-        seen = self._last_seen.get(site)
-        is_new = False
-        if (
-            seen is None
-            or seen.size != tensor.shape
-            or seen.dtype is not tensor.dtype
-            or tensor.layout is not torch.strided
-        ):
-            seen, is_new = self._look(site, tensor, axes, node)
+        seen, is_new = self._seen.look(site, tensor, axes, node)
         if self._failure is not None:
             return
         # Attributes only: methods of torch that compute let go of the interpreter lock.
@@ -148,7 +133,7 @@ class BackgroundWriter:
             if nbytes > ring.num_bytes // _PIECES_OF_RING:
                 self._stream(Streamed(description, step, rank), tensor)
                 return
-            if plain and nbytes >= _MIN_SHARED_BYTES:
+            if plain and nbytes >= MIN_SHARED_BYTES:
                 # What one module returns another one is given: found by its address, proved by its bytes.
                 place = (tensor.data_ptr(), nbytes)
                 original = self._recent.get(place)
@@ -176,20 +161,9 @@ class BackgroundWriter:
     def measure(self, site: str, step: int, tensor: Tensor, *, rank: int, reason: str) -> bool:
         """Take note of a tensor whose values are not recorded, for `reason`; the thread adds light statistics.
 
-        Returns:
-            Whether it is a small one, of which that is faster than to compute them here; no note is taken of others.
-
-        Raises:
-            UsageError: The tensor or its name cannot be recorded.
+        Returns whether it is a small one, of which that is faster than to compute them here; of others it takes none.
         """
-        seen = self._last_seen.get(site)
-        if (
-            seen is None
-            or seen.size != tensor.shape
-            or seen.dtype is not tensor.dtype
-            or tensor.layout is not torch.strided
-        ):
-            seen, _ = self._look(site, tensor, None, None)
+        seen, _ = self._seen.look(site, tensor)
         if not (seen.is_small and seen.is_measured and seen.is_simple and tensor.is_cpu and tensor.is_contiguous()):
             return False
         if self._failure is None:
@@ -205,39 +179,14 @@ class BackgroundWriter:
             self._ring.fill(block.next, tensor, seen.nbytes)
             block.add(seen)
 
-    def _look(self, site: str, tensor: Tensor, axes: Mapping[str, int] | None, node: str | None) -> tuple[Seen, bool]:
-        """Return what is known of such a tensor, and whether nothing was."""
-        key = (site, tensor.dtype, tensor.shape)
-        seen = self._seen.get(key)
-        is_new = seen is None
-        if seen is None or tensor.layout is not torch.strided:
-            if len(self._seen) >= _MAX_SEEN:
-                self._seen.clear()  # a cache that grows has another shape in every step
-                self._last_seen.clear()
-            description = describe(site, tensor, axes=axes, node=node)
-            nbytes = description.nbytes
-            seen = self._seen[key] = Seen(
-                description,
-                tensor.dtype,
-                tensor.shape,
-                nbytes,
-                room=-(-nbytes // ALIGNMENT) * ALIGNMENT,
-                is_small=0 < nbytes < _MIN_SHARED_BYTES,
-                # A single element may be one that is to be negated when it is read.
-                is_simple=not tensor.dtype.is_complex and nbytes > tensor.itemsize,
-                is_measured=description.dtype in MEASURED,
-            )
-        self._last_seen[site] = seen
-        return seen, is_new
-
     def _new_block(self, step: int, rank: int, is_new: bool, reason: str | None) -> Block:
         """Begin a block; called with the lock."""
         self._publish()
         position = self._ring.reserve(self._block_bytes, self._on_wait)
         limit = position + self._block_bytes
-        block = self._block = Block(step, rank, is_new, position, position, position, limit, reason)
         self._wake_if_half_full()
-        return block
+        self._block = Block(step, rank, is_new, position, position, position, limit, reason)
+        return self._block
 
     def _wake_if_half_full(self) -> None:
         if 2 * self._ring.in_use > self._ring.num_bytes:
@@ -371,10 +320,11 @@ class BackgroundWriter:
             return
         elif isinstance(item, Block):
             data = self._ring.bytes_at(item.position, item.end - item.position)
-            if item.reason is not None:
-                self._writer.leave_out_block(tuple(item.descriptions), item.step, item.rank, item.reason, data)
-                return
-            self._writer.store_block(tuple(item.descriptions), item.step, item.rank, data, zlib.crc32(data))
+            what = (tuple(item.descriptions), item.step, item.rank)
+            if item.reason is None:
+                self._writer.store_block(*what, data, zlib.crc32(data))
+            else:
+                self._writer.leave_out_block(*what, item.reason, data)
         elif isinstance(item, Stored):
             self._store(item)
         elif isinstance(item, Alias):

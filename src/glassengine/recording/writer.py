@@ -23,7 +23,7 @@ from glassengine.recording.layout import LeftOut, Location
 from glassengine.recording.open_step import EndedStep, OpenStep
 from glassengine.recording.shard import Shard, write_all
 from glassengine.recording.statistics import light_of_block
-from glassengine.recording.values import bytes_of, describe
+from glassengine.recording.values import bytes_of, describe, identity
 
 SHARD_BYTES = 1 << 31
 _MAX_GROUPS = 256
@@ -114,13 +114,13 @@ class RecordingWriter:
         data = bytes_of(tensor)
         checksum = zlib.crc32(data)
         same = self._open[step].identities
-        identity = _identity(tensor)
-        original, location, _ = same.get(identity, (None, None, None))
+        place = identity(tensor)
+        original, location, _ = same.get(place, (None, None, None))
         # The checksum catches a buffer that was refilled in between: kernels do that behind the version counter's back.
         if original is not None and location is not None and location.checksum == checksum and data.nbytes:
             self.alias(description, step, rank, original, location)
             return
-        same[identity] = (description, self.store(description, step, rank, [data], checksum), tensor)
+        same[place] = (description, self.store(description, step, rank, [data], checksum), tensor)
         self.flush()
 
     def store(
@@ -223,18 +223,7 @@ class RecordingWriter:
     def leave_out_block(
         self, descriptions: tuple[Description, ...], step: int, rank: int, reason: str, data: memoryview
     ) -> None:
-        """Note tensors of an open step, with the light statistics of values that are not recorded.
-
-        Args:
-            descriptions: What the tensors are; dtypes of `statistics.MEASURED`.
-            step: A step that is not committed.
-            rank: Process that has them.
-            reason: Why their values are not recorded.
-            data: Their bytes, behind one another as `layout.block_starts` says.
-
-        Raises:
-            UsageError: The step is committed.
-        """
+        """Note tensors that are measured and not recorded; see `store_block`."""
         self._require_open()
         opened = self._opened(descriptions[0].site, step)
         group = self._groups.get((rank, descriptions)) or self._new_group(descriptions, rank)
@@ -408,9 +397,3 @@ class RecordingWriter:
             except (TypeError, ValueError, RecursionError) as error:
                 raise UsageError("recording metadata is not JSON", got=f"{key!r}: {error}") from error
         return json.dumps({**document, "metadata": self.metadata}, indent=1).encode()
-
-
-def _identity(tensor: Tensor) -> tuple[object, ...]:
-    """Return what tells two live tensors of one step apart; equal for views that have the same bytes."""
-    place = (str(tensor.device), tensor.data_ptr(), tensor.numel() * tensor.element_size())
-    return place if tensor.is_contiguous() else (*place, tensor.dtype, tensor.shape, tensor.stride())
