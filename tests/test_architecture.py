@@ -18,7 +18,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / PACKAGE
 
 # From the ground up; a unit (file or folder directly under the package) imports only from floors below its own.
 FLOORS = (
-    {"errors", "environment"},
+    {"errors", "environment", "writing"},
     {"sites", "taps", "results", "blocks"},
     {"recording", "program"},
     {"compare", "capture", "executable"},

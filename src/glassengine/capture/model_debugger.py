@@ -26,6 +26,7 @@ from glassengine.errors import GlassError, UsageError
 from glassengine.recording.formats.debug_tree import TreeWriter
 from glassengine.recording.reader import Recording
 from glassengine.sites import port_site
+from glassengine.writing import put_away
 
 _log = logging.getLogger(__name__)
 
@@ -106,16 +107,7 @@ def _move_earlier(folder: Path, name: str) -> None:
     if not ours:
         return
     values = folder.glob(f"{name}[._]*.safetensors")
-    number = 0
-    while True:
-        target = folder / f"earlier-{number:03d}"
-        try:
-            target.mkdir()
-            break
-        except FileExistsError:
-            number += 1
-    for item in {*ours, *values}:
-        item.replace(target / item.name)
+    target = put_away(folder, {*ours, *values}, first=0)
     _log.warning("the debug tree of an earlier %s is in %s", name, target)
 
 

@@ -37,6 +37,7 @@ from glassengine.program.program import Program
 from glassengine.program.python_source import module_source
 from glassengine.report.html_artifacts import index_page
 from glassengine.report.network import network_text, plugin_text
+from glassengine.writing import aside, put_away
 
 _STAGE_FOLDER = re.compile(r"\.?\d\d-[\w.-]+")
 
@@ -98,15 +99,15 @@ class ArtifactWriter:
         entry = {"name": stage.name, "directory": folder, "num_nodes": len(lines)}
         entry |= {kind: diff.count(kind) if diff else 0 for kind in ("added", "removed", "changed")}
         with self._writing():
-            aside = self.directory / f".{folder}"
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir()
+            hidden = self.directory / f".{folder}"
+            shutil.rmtree(hidden, ignore_errors=True)
+            hidden.mkdir()
             try:
                 for name, text in files.items():
-                    (aside / name).write_text(text, encoding="utf-8")
-                aside.rename(self.directory / folder)
+                    (hidden / name).write_text(text, encoding="utf-8")
+                hidden.rename(self.directory / folder)
             except BaseException:
-                shutil.rmtree(aside, ignore_errors=True)
+                shutil.rmtree(hidden, ignore_errors=True)
                 raise
             stages.append(entry)
             for name in files:
@@ -172,15 +173,9 @@ class ArtifactWriter:
             )
         names = {name.split("/")[0] for name in earlier["files"]} | {MANIFEST}
         names |= {entry.name for entry in self.directory.iterdir() if _STAGE_FOLDER.fullmatch(entry.name)}
-        number = 1 + max(
-            (int(p.name[8:]) for p in self.directory.glob("earlier-*") if p.name[8:].isdecimal()), default=0
-        )
-        target = self.directory / f"earlier-{number:03d}"
-        target.mkdir()
         # The manifest last: as long as it is here, a move that was interrupted is carried on by the next build.
-        for name in sorted(names, key=lambda name: name == MANIFEST):
-            if (self.directory / name).exists():
-                (self.directory / name).rename(target / name)
+        there = (self.directory / name for name in sorted(names, key=lambda name: (name == MANIFEST, name)))
+        put_away(self.directory, [path for path in there if path.exists()])
 
     def _write(self, name: str, text: str) -> None:
         _write_aside(self.directory / name, text)
@@ -206,12 +201,8 @@ class ArtifactWriter:
 
 
 def _write_aside(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}.partial")
-    try:
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    with aside(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def _is_alive(process: Any) -> bool:

@@ -7,14 +7,13 @@ aside, then renamed; a step's tensors are dropped once they are written.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -24,7 +23,9 @@ import torch
 
 from glassengine import environment
 from glassengine.errors import UsageError
+from glassengine.recording.formats.torch_file import save_pt
 from glassengine.recording.statistics import summarize
+from glassengine.writing import ASIDE, aside, put_away
 
 try:
     import fcntl
@@ -40,7 +41,7 @@ FORMATS = ("pt", "txt", "npy")
 NAMES = "npy-names.json"
 """Which tensor each .npy file holds."""
 
-_OURS = re.compile(rf"step\d+\.(pt|txt)|.+-step\d+\.npy|{re.escape(NAMES)}|\.\d+\.partial")
+_OURS = re.compile(rf"step\d+\.(pt|txt)|.+-step\d+\.npy|{re.escape(NAMES)}|{ASIDE.pattern}")
 _RANK = re.compile(r"rank(\d+)")
 _EDGE = 8  # values shown of each end of a tensor
 _MAX_STEM = 120  # characters of a name that become part of a file's
@@ -134,15 +135,11 @@ class StepFiles:
         self.num_steps += 1
 
     def _write_pt(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        with _aside(self.directory / f"step{step}.pt") as path:
-            try:
-                torch.save(dict(tensors), path)
-            except RuntimeError as error:  # what torch makes of a full disk; its words are those of its source code
-                reason = f"the disk is full or the file too large: {str(error).splitlines()[0]}"
-                raise OSError(None, reason, str(path)) from error
+        with aside(self.directory / f"step{step}.pt") as path:
+            save_pt(tensors, path)
 
     def _write_txt(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        with _aside(self.directory / f"step{step}.txt") as path, path.open("w", encoding="utf-8") as file:
+        with aside(self.directory / f"step{step}.txt") as path, path.open("w", encoding="utf-8") as file:
             for name, tensor in tensors.items():
                 file.write(_describe(name, tensor))
 
@@ -150,11 +147,11 @@ class StepFiles:
         stems = _file_stems(tensors)
         if stems != self._stems:
             notes = {stems[name]: _note(name, tensor) for name, tensor in tensors.items()}
-            with _aside(self.directory / NAMES) as path:
+            with aside(self.directory / NAMES) as path:
                 path.write_text(json.dumps({"schema_version": 1, "files": notes}, indent=1), encoding="utf-8")
             self._stems = stems
         for name, tensor in tensors.items():
-            with _aside(self.directory / f"{stems[name]}-step{step}.npy") as path, path.open("wb") as file:
+            with aside(self.directory / f"{stems[name]}-step{step}.npy") as path, path.open("wb") as file:
                 np.save(file, _as_numpy(tensor), allow_pickle=False)
 
     def _move_earlier_files(self) -> None:
@@ -167,11 +164,7 @@ class StepFiles:
             old += [path for path, found in ranks if found and int(found[1]) >= max(num_ranks, 1)]
         if not old:
             return
-        taken = [int(name[1]) for p in self.directory.iterdir() if (name := re.fullmatch(r"earlier-(\d+)", p.name))]
-        target = self.directory / f"earlier-{max(taken, default=0) + 1:03d}"
-        target.mkdir()
-        for path in old:
-            path.rename(target / path.name)
+        target = put_away(self.directory, old)
         logger.warning("the files of an earlier run were moved to %s", target)
 
     def _cannot_write(self, error: OSError, step: int | None = None) -> UsageError:
@@ -212,18 +205,6 @@ def _locked(directory: Path) -> int | None:
         os.close(lock)
         return None
     return lock
-
-
-@contextlib.contextmanager
-def _aside(target: Path) -> Iterator[Path]:
-    """Yield a path beside `target` that takes its place when the block ends well, and vanishes otherwise."""
-    aside = target.parent / f".{os.getpid()}.partial"
-    try:
-        yield aside
-        aside.replace(target)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
 
 
 def _describe(name: str, tensor: torch.Tensor) -> str:

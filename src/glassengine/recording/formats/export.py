@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import tempfile
 import zipfile
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.recording.formats.debug_tree import TreeWriter
+from glassengine.recording.formats.torch_file import save_pt
 from glassengine.recording.layout import Entry
 from glassengine.recording.source import TensorSource, open_source
 from glassengine.sites import matches
+from glassengine.writing import aside
 
 Format = Literal["pt", "npz", "debug-tree"]
 FORMATS: tuple[Format, ...] = ("pt", "npz", "debug-tree")
@@ -89,8 +87,13 @@ def export(
         files = {folders[rank] / f"step{number}.{kind}": part for (number, rank), part in parts.items()}
     _refuse(files, overwrite)
     for file, part in files.items():
-        with _aside(file) as temporary:
-            _WRITERS[kind](temporary, opened, part)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with aside(file) as temporary:
+                _WRITERS[kind](temporary, opened, part)
+        except OSError as error:
+            reason = f"{error.filename or file}: {error.strerror or error}"
+            raise UsageError("cannot write the file", got=reason) from error
     return list(files)
 
 
@@ -124,27 +127,8 @@ def _refuse(files: Iterable[Path], overwrite: bool) -> None:
         raise UsageError("the file exists already", got=str(existing[0]), hint="replace it with --overwrite")
 
 
-@contextlib.contextmanager
-def _aside(file: Path) -> Iterator[Path]:
-    """Yield a path beside `file`, which is renamed to it if all goes well."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        number, name = tempfile.mkstemp(prefix=f".{file.name[:100]}.", suffix=".partial", dir=file.parent)
-        os.close(number)
-        try:
-            yield Path(name)
-            Path(name).replace(file)
-        finally:
-            Path(name).unlink(missing_ok=True)
-    except OSError as error:
-        raise UsageError("cannot write the file", got=f"{error.filename or file}: {error.strerror or error}") from error
-
-
 def _write_pt(path: Path, source: TensorSource, entries: list[Entry]) -> None:
-    try:
-        torch.save({entry.site: _own(source.tensor(entry)) for entry in entries}, path)
-    except RuntimeError as error:  # what torch makes of a full disk
-        raise OSError(None, f"{error}".splitlines()[0], str(path)) from error
+    save_pt({entry.site: _own(source.tensor(entry)) for entry in entries}, path)
 
 
 def _own(tensor: Tensor) -> Tensor:

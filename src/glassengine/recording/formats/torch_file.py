@@ -56,6 +56,19 @@ class TorchFile:
         return self._tensors[entry.site]
 
 
+def save_pt(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a `.pt` file of a plain dict.
+
+    Raises:
+        OSError: It cannot be written, for want of room, say.
+    """
+    try:
+        torch.save(dict(tensors), path)
+    except RuntimeError as error:  # what torch makes of a full disk; its words are those of its source code
+        reason = f"the disk is full or the file too large: {str(error).splitlines()[0]}"
+        raise OSError(None, reason, str(path)) from error
+
+
 def load_torch(file: Path | io.BytesIO, name: str) -> Any:
     """Return what `torch.save` wrote, tensors and plain values only; a file is mapped.
 

@@ -1,0 +1,35 @@
+"""Files that appear whole or not at all, and what is put away."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from glassengine.writing import ASIDE, aside, put_away
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "a.txt"
+    target.write_text("before")
+    with pytest.raises(KeyboardInterrupt), aside(target) as path:
+        path.write_text("half")
+        assert ASIDE.fullmatch(path.name) and target.read_text() == "before"
+        raise KeyboardInterrupt
+    assert target.read_text() == "before" and list(tmp_path.iterdir()) == [target]
+    with aside(target) as path:
+        path.write_text("after")
+    assert target.read_text() == "after" and list(tmp_path.iterdir()) == [target]
+
+
+def test_what_is_put_away_is_numbered_and_keeps_its_order(tmp_path: Path) -> None:
+    (tmp_path / "earlier-x").mkdir()
+    for number in (1, 2):
+        for name in "ab":
+            (tmp_path / name).write_text(f"{name}{number}")
+        assert put_away(tmp_path, [tmp_path / "a", tmp_path / "b"]) == tmp_path / f"earlier-{number:03d}"
+    assert (tmp_path / "earlier-001" / "b").read_text() == "b1"
+    (tmp_path / "c").write_text("")
+    with pytest.raises(FileNotFoundError):
+        put_away(tmp_path, [tmp_path / "missing", tmp_path / "c"])
+    assert (tmp_path / "c").exists(), "what comes later stays"
