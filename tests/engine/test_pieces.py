@@ -113,9 +113,9 @@ def test_automatic_size() -> None:
 def test_long_prompts_run_in_pieces_by_themselves(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = engine.generate(input_ids=ROWS, max_new_tokens=4).token_ids
     sizes: list[int] = []
-    run = engine.executable.run_graph
+    run = engine.executable.function
     monkeypatch.setattr(
-        engine.executable, "run_graph", lambda inputs: sizes.append(inputs["input_ids"].shape[1]) or run(inputs)
+        engine.executable, "function", lambda inputs: sizes.append(inputs["input_ids"].shape[1]) or run(inputs)
     )
     monkeypatch.setattr(generate_module, "automatic_chunk", lambda *_: 6)
     made = engine.generate(input_ids=ROWS, max_new_tokens=4)

@@ -40,7 +40,7 @@ def test_runs_are_counted_and_timed() -> None:
 def test_a_failure_names_the_executable_and_keeps_the_original() -> None:
     executable = Executable("tiny/main", double)
     executable.run(X)
-    executable.run_graph = fail
+    executable.function = fail
     with pytest.raises(BackendError, match=r"'tiny/main' failed in execution 1\n.*RuntimeError: segment") as error:
         executable.run(X)
     assert isinstance(error.value.__cause__, RuntimeError)

@@ -6,78 +6,118 @@ functions and `Executable.run` keep counts and times; metrics, snapshots and the
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from glassengine import environment
 from glassengine.errors import BackendError, GlassError
+from glassengine.executable.observers import Arguments, Execution, is_watched
 
 logger = logging.getLogger("glassengine")
 
-Tensors = dict[str, torch.Tensor]
-Run = Callable[[Mapping[str, torch.Tensor]], Tensors]
+Function = Callable[[Any], Any]
+_numbers = itertools.count()
 
 
-@dataclass
+@dataclass(eq=False)
 class Executable:
     """One compiled graph, loaded.
 
     Attributes:
         name: Shown in messages, e.g. "tiny-llama/main".
-        run_graph: Inputs by name -> outputs by name; mutates cache inputs where the back-end does.
-        num_executions: Completed runs.
-        execute_s: Seconds spent in them.
+        function: What the back-end gave: takes the inputs and returns the outputs, both by name or both in order;
+            mutates cache inputs where the back-end does. One that takes a list empties it.
+        input_names: Names of the inputs in order; needed where they come as a list.
+        output_names: Names of the outputs in order; needed where they come as a sequence.
         synchronous: Whether a run ends when its devices have finished. An accelerator reports an error when it is next
             waited for, by default in a later execution, perhaps of another executable. Costs the overlap of host and
             device; nothing on the CPU.
+        number: Of this executable among those of the process.
+        executions: Index of a device -> completed runs on it.
+        execute_s: Seconds spent in them.
     """
 
     name: str
-    run_graph: Run
-    num_executions: int = 0
-    execute_s: float = 0.0
+    function: Function
+    input_names: tuple[str, ...] = ()
+    output_names: tuple[str, ...] = ()
     synchronous: bool = field(default_factory=environment.synchronous)
+    number: int = field(default_factory=lambda: next(_numbers))
+    executions: dict[int, int] = field(default_factory=dict)
+    execute_s: float = 0.0
 
-    def run(self, inputs: Mapping[str, torch.Tensor]) -> Tensors:
+    @property
+    def num_executions(self) -> int:
+        """Completed runs on all devices."""
+        return sum(self.executions.values())
+
+    def run(self, inputs: Arguments) -> Any:
         """Run once.
 
+        Args:
+            inputs: By name; or a list in the order of `input_names`, which is emptied.
+
+        Returns:
+            The outputs, by name or as a sequence, as `function` gives them.
+
         Raises:
-            BackendError: The back-end failed; names the executable and chains the original error.
+            BackendError: The back-end failed with inputs by name; names the executable and chains the original error.
+            Exception: The back-end failed with inputs in a list: its own error, with a note, because the caller is the
+                user's code and may expect it. Or what an observer raised.
         """
+        device = _device_index(inputs)
+        number = self.executions.get(device, 0)
+        accelerators = _accelerators(inputs) if self.synchronous else []
+        execution = Execution(self, number, device, inputs) if is_watched() else None
         start = time.perf_counter()
         try:
-            outputs = self.run_graph(inputs)
-            if self.synchronous:
-                for device in _accelerators(inputs):
-                    torch.accelerator.synchronize(device)
-        except GlassError:
-            raise
+            outputs = self.function(inputs)
+            for accelerator in accelerators:
+                torch.accelerator.synchronize(accelerator)
         except Exception as error:
-            shapes = ", ".join(f"{name}: {_spell(tensor)}" for name, tensor in list(inputs.items())[:6])
-            late = not self.synchronous and bool(_accelerators(inputs))
-            raise BackendError(
-                f"executable {self.name!r} failed in execution {self.num_executions}"
-                + (", or one before it" if late else ""),
-                got=f"{type(error).__name__}: {error}",
-                expected=f"inputs that fit the built ranges, on the right device; these were {shapes}",
-                hint="wait for the device after each execution: --synchronous, or GLASS_SYNCHRONOUS=1"
-                if late
-                else None,
-            ) from error
+            if execution is not None:
+                execution.fail(error)
+            if isinstance(error, GlassError):
+                raise
+            if isinstance(inputs, Mapping):
+                raise self._failure(error, number, inputs) from error
+            error.add_note(f"in executable {self.name!r}, execution {number}")
+            raise
         self.execute_s += time.perf_counter() - start
-        self.num_executions += 1
+        self.executions[device] = number + 1
+        if execution is not None:
+            execution.finish(outputs)
         return outputs
 
+    def _failure(self, error: Exception, number: int, inputs: Mapping[str, torch.Tensor]) -> BackendError:
+        shapes = ", ".join(f"{name}: {_spell(tensor)}" for name, tensor in list(inputs.items())[:6])
+        late = not self.synchronous and bool(_accelerators(inputs))
+        return BackendError(
+            f"executable {self.name!r} failed in execution {number}" + (", or one before it" if late else ""),
+            got=f"{type(error).__name__}: {error}",
+            expected=f"inputs that fit the built ranges, on the right device; these were {shapes}",
+            hint="wait for the device after each execution: --synchronous, or GLASS_SYNCHRONOUS=1" if late else None,
+        )
 
-def _accelerators(tensors: Mapping[str, torch.Tensor]) -> list[torch.device]:
-    """Return the devices of `tensors` that work on their own time."""
-    found = {tensor.device: None for tensor in tensors.values()}
+
+def _accelerators(inputs: Arguments) -> list[torch.device]:
+    """Return the devices of `inputs` that work on their own time."""
+    values = inputs.values() if isinstance(inputs, Mapping) else inputs
+    found = dict.fromkeys(value.device for value in values if hasattr(value, "device"))
     return [device for device in found if device.type not in ("cpu", "meta")]
+
+
+def _device_index(inputs: Arguments) -> int:
+    if not torch.accelerator.is_available():
+        return 0
+    return next((device.index or 0 for device in _accelerators(inputs)), 0)
 
 
 def _spell(tensor: torch.Tensor) -> str:
@@ -128,7 +168,7 @@ def compile_executable(name: str, compiler: Callable[[Path], None], directory: P
     logger.info("compiled %s in %.1f s", name, seconds)
 
 
-def load_executable(name: str, loader: Callable[[Path], Run], directory: Path) -> Executable:
+def load_executable(name: str, loader: Callable[[Path], Function], directory: Path) -> Executable:
     """Load what `compile_executable` wrote.
 
     Raises:
