@@ -121,6 +121,17 @@ def test_numpy_files(tmp_path: Path) -> None:
     assert files["half"]["dtype"] == "bfloat16" and "float32" in files["half"]["note"]
 
 
+def test_numpy_files_of_steps_with_other_tensors_keep_their_names(tmp_path: Path) -> None:
+    with glass.StepFiles(tmp_path, formats=("npy",)) as files:
+        for step, tensors in enumerate(({"a/b": 0, "first": 1}, {"a.b": 2}, {"a.b": 3, "a/b": 4})):
+            files(session(step, **{name: torch.tensor(value) for name, value in tensors.items()}))
+    notes = json.loads((tmp_path / module.NAMES).read_text())["files"]
+    stems = {note["name"]: stem for stem, note in notes.items()}
+    assert stems.keys() == {"a/b", "a.b", "first"} == {note["name"] for note in notes.values()}
+    for name, step, value in (("a/b", 0, 0), ("first", 0, 1), ("a.b", 1, 2), ("a.b", 2, 3), ("a/b", 2, 4)):
+        assert int(np.load(tmp_path / f"{stems[name]}-step{step}.npy")) == value
+
+
 @pytest.mark.parametrize("fmt", ["pt", "txt", "npy"])
 def test_names_never_become_paths(tmp_path: Path, fmt: str) -> None:
     hostile = [

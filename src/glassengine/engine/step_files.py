@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -83,7 +83,7 @@ class StepFiles:
         self.directory = self._root / f"rank{rank}" if rank else self._root
         self.num_steps = 0
         self._formats = tuple(dict.fromkeys(formats))
-        self._stems: dict[str, str] = {}
+        self._files: dict[str, dict[str, str]] = {}
         self._error: UsageError | None = None
         self._lock: int | None = None
 
@@ -144,12 +144,13 @@ class StepFiles:
                 file.write(_describe(name, tensor))
 
     def _write_npy(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        stems = _file_stems(tensors)
-        if stems != self._stems:
-            notes = {stems[name]: _note(name, tensor) for name, tensor in tensors.items()}
+        named = {note["name"]: stem for stem, note in self._files.items()}
+        stems = _file_stems(tensors, named)
+        notes = {stems[name]: _note(name, tensor) for name, tensor in tensors.items() if name not in named}
+        if notes:
+            self._files |= notes
             with aside(self.directory / NAMES) as path:
-                path.write_text(json.dumps({"schema_version": 1, "files": notes}, indent=1), encoding="utf-8")
-            self._stems = stems
+                path.write_text(json.dumps({"schema_version": 1, "files": self._files}, indent=1), encoding="utf-8")
         for name, tensor in tensors.items():
             with aside(self.directory / f"{stems[name]}-step{step}.npy") as path, path.open("wb") as file:
                 np.save(file, _as_numpy(tensor), allow_pickle=False)
@@ -228,11 +229,18 @@ def _values(flat: torch.Tensor) -> str:
     return ", ".join(map(str, flat.tolist()))
 
 
-def _file_stems(names: Mapping[str, object]) -> dict[str, str]:
-    """Return name -> what its files are called: a plain, short word each, also where letter case does not count."""
-    stems: dict[str, str] = {}
-    taken: set[str] = set()
+def _file_stems(names: Iterable[str], named: Mapping[str, str]) -> dict[str, str]:
+    """Return name -> what its files are called: a plain, short word each, also where letter case does not count.
+
+    Args:
+        names: Of the tensors of a step.
+        named: What those of earlier steps are called, which they stay.
+    """
+    stems = dict(named)
+    taken = {stem.lower() for stem in named.values()}
     for name in names:
+        if name in stems:
+            continue
         stem = re.sub(r"[^A-Za-z0-9._-]", "_", name.replace("/", ".")).lstrip(".")
         if len(stem) > _MAX_STEM or not stem or stem.lower() in taken:
             stem = f"{stem[:_MAX_STEM]}.{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:12]}"
