@@ -116,14 +116,36 @@ def test_dumb_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cache_dirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR"):
+    for name in ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR", "GLASS_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
     found = environment.cache_dirs()
+    assert found["glassengine"] == Path("~/.cache/glassengine").expanduser()
     assert found["huggingface"] == Path("~/.cache/huggingface/hub").expanduser()
     assert found["inductor"].name.startswith("torchinductor_")
     monkeypatch.setenv("HF_HOME", "/h")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/i")
-    assert environment.cache_dirs() == {"huggingface": Path("/h/hub"), "inductor": Path("/i")}
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    expected = {"huggingface": Path("/h/hub"), "inductor": Path("/i"), "glassengine": Path("/x/glassengine")}
+    assert environment.cache_dirs() == expected
+    monkeypatch.setenv("GLASS_CACHE_DIR", "/c")
+    assert environment.cache_dirs() == expected | {"glassengine": Path("/c")}
+
+
+def test_compiler_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLASS_CC_FLAGS", raising=False)
+    monkeypatch.setenv("NEURON_CC_FLAGS", "--log_level=INFO")
+    assert environment.compiler_flags() == ("--log_level=INFO", "NEURON_CC_FLAGS")
+    monkeypatch.setenv("GLASS_CC_FLAGS", "--max_autotune")
+    assert environment.compiler_flags() == ("--max_autotune", "GLASS_CC_FLAGS")
+
+
+@pytest.mark.parametrize("name", ["GLASS_EAGER_DEBUG", "NEURON_USE_EAGER_DEBUG_MODE"])
+def test_eager_debug(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for variable in ("GLASS_EAGER_DEBUG", "NEURON_USE_EAGER_DEBUG_MODE"):
+        monkeypatch.delenv(variable, raising=False)
+    assert not environment.eager_debug()
+    monkeypatch.setenv(name, "1")
+    assert environment.eager_debug()
 
 
 @pytest.mark.parametrize("error", [KeyError("uid"), OSError("no name")])

@@ -159,13 +159,32 @@ def num_ranks() -> int | None:
 
 def synchronous() -> bool:
     """Return whether GLASS_SYNCHRONOUS or CUDA_LAUNCH_BLOCKING asks to wait for the device after each execution."""
-    names = ("GLASS_SYNCHRONOUS", "CUDA_LAUNCH_BLOCKING")
-    return any(os.environ.get(name, "").lower() not in ("", "0", "false") for name in names)
+    return any(_is_on(name) for name in ("GLASS_SYNCHRONOUS", "CUDA_LAUNCH_BLOCKING"))
+
+
+def eager_debug() -> bool:
+    """Return whether GLASS_EAGER_DEBUG or NEURON_USE_EAGER_DEBUG_MODE asks to run every op by itself."""
+    return any(_is_on(name) for name in ("GLASS_EAGER_DEBUG", "NEURON_USE_EAGER_DEBUG_MODE"))
+
+
+def compiler_flags() -> tuple[str, str]:
+    """Return the flags for the compiler and the variable they are from: GLASS_CC_FLAGS, or else NEURON_CC_FLAGS."""
+    name = "GLASS_CC_FLAGS" if os.environ.get("GLASS_CC_FLAGS") else "NEURON_CC_FLAGS"
+    return os.environ.get(name, ""), name
+
+
+def cache_max_bytes() -> str:
+    """Return what GLASS_CACHE_MAX_BYTES says of how large the cache of compiled graphs may grow; "" where it is unset."""
+    return os.environ.get("GLASS_CACHE_MAX_BYTES", "")
 
 
 def in_ci() -> bool:
     """Return whether CI says that no person is watching."""
-    return os.environ.get("CI", "").lower() not in ("", "0", "false")
+    return _is_on("CI")
+
+
+def _is_on(name: str) -> bool:
+    return os.environ.get(name, "").lower() not in ("", "0", "false")
 
 
 def is_dumb_terminal() -> bool:
@@ -174,8 +193,9 @@ def is_dumb_terminal() -> bool:
 
 
 def cache_dirs() -> dict[str, Path]:
-    """Return where downloaded models and compiled kernels are kept; the directories need not exist."""
-    hf_home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    """Return where downloaded models, compiled kernels and compiled graphs are kept; the directories need not exist."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    hf_home = os.environ.get("HF_HOME") or Path(home, "huggingface")
     try:
         user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
     except (KeyError, OSError):  # a user id without a name, as in many containers
@@ -185,6 +205,7 @@ def cache_dirs() -> dict[str, Path]:
         "inductor": Path(
             os.environ.get("TORCHINDUCTOR_CACHE_DIR") or Path(tempfile.gettempdir(), f"torchinductor_{user}")
         ),
+        "glassengine": Path(os.environ.get("GLASS_CACHE_DIR") or Path(home, "glassengine")).expanduser(),
     }
 
 
