@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from glassengine.backends.protocol import Availability, Capabilities, Network, Run, Weights, program_network
+from glassengine.backends.protocol import (
+    Availability,
+    Capabilities,
+    GraphFunction,
+    Network,
+    Run,
+    Weights,
+    program_network,
+)
 from glassengine.capture.interpreter import run_program
 from glassengine.program.program import Program, load_program, save_program
 
@@ -38,6 +46,16 @@ class EagerBackend:
 
         def run(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             return run_program(program, inputs)
+
+        return run
+
+    def compile_graph(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> GraphFunction:
+        """Return the graph's own Python code."""
+
+        def run(arguments: list[Any]) -> Any:
+            values = tuple(arguments)
+            arguments.clear()
+            return module(*values)
 
         return run
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from glassengine import environment
 from glassengine.backends.io import read_io, write_io
 from glassengine.backends.kernels import list_kernels
-from glassengine.backends.protocol import Availability, Capabilities, Network, Run, Weights
+from glassengine.backends.protocol import Availability, Capabilities, GraphFunction, Network, Run, Weights
 from glassengine.program.program import Program
 
 FREEZE_LIMIT_BYTES = 2 << 30
@@ -69,6 +69,20 @@ class InductorBackend:
                 if name in order.caches and tensor is not inputs[name]:
                     inputs[name].copy_(tensor)
             return dict(zip(order.outputs, results, strict=True))
+
+        return run
+
+    def compile_graph(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> GraphFunction:
+        """Compile in memory, with the sizes that the trace in progress has as symbols."""
+        with torch.no_grad(), _quiet():
+            artifact = torch._inductor.standalone_compile(
+                module, list(example_inputs), dynamic_shapes="from_tracing_context"
+            )
+
+        def run(arguments: list[Any]) -> Any:
+            values = tuple(arguments)
+            arguments.clear()
+            return artifact(*values)
 
         return run
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -18,6 +18,8 @@ logger = logging.getLogger("glassengine")
 
 Run = Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
 Weights = Mapping[str, torch.Tensor]
+GraphFunction = Callable[[list[Any]], Any]
+"""Takes the inputs of a graph as a list, which it empties, and returns its outputs as a sequence."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,19 @@ class Describing(Protocol):
 
     def network(self, program: Program, directory: Path) -> Network:
         """Return what `build` made of `program` in `directory`."""
+
+
+@runtime_checkable
+class CompilingGraphs(Protocol):
+    """A back-end that can compile a graph in memory, for `torch.compile`; a third party may leave this out."""
+
+    def compile_graph(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> GraphFunction:
+        """Compile a flat ATen graph, which must not be changed.
+
+        Args:
+            module: Its results are a flat tuple of tensors, numbers and None; it may write to its inputs.
+            example_inputs: Fake tensors, whose sizes may be symbols, and numbers; in the order of the placeholders.
+        """
 
 
 def effective_options(backend: Backend, program: Program) -> dict[str, Any]:

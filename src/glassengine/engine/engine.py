@@ -20,6 +20,7 @@ from glassengine.engine.session import Session
 from glassengine.engine.stream import TextCallback
 from glassengine.errors import CorruptError, UsageError
 from glassengine.executable.executable import Executable, load_executable
+from glassengine.executable.graph import captured_program
 from glassengine.program import Program, load_model
 from glassengine.program.causal_lm import USER_MODULE
 from glassengine.program.outputs import PREFIX, DerivedValues
@@ -264,4 +265,6 @@ def load(directory: str | Path, *, verify: bool = False) -> Engine:
     executable = load_executable(
         f"{manifest.name}/{files.MAIN}", lambda main: backend.load(main, weights), path / files.MAIN
     )
-    return Engine(path, manifest, executable, names["sites"])
+    engine = Engine(path, manifest, executable, names["sites"])
+    executable.graph = lambda: captured_program(engine.program)
+    return engine

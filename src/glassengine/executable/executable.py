@@ -18,6 +18,7 @@ import torch
 
 from glassengine import environment
 from glassengine.errors import BackendError, GlassError
+from glassengine.executable.graph import CapturedGraph
 from glassengine.executable.observers import Arguments, Execution, is_watched
 
 logger = logging.getLogger("glassengine")
@@ -36,6 +37,8 @@ class Executable:
             mutates cache inputs where the back-end does. One that takes a list empties it.
         input_names: Names of the inputs in order; needed where they come as a list.
         output_names: Names of the outputs in order; needed where they come as a sequence.
+        graph: What was compiled, or a function that reads it from where it is stored; None where nobody knows.
+        cache_key: Of the compiled code in the persistent cache; "" where it is not kept there.
         synchronous: Whether a run ends when its devices have finished. An accelerator reports an error when it is next
             waited for, by default in a later execution, perhaps of another executable. Costs the overlap of host and
             device; nothing on the CPU.
@@ -48,6 +51,8 @@ class Executable:
     function: Function
     input_names: tuple[str, ...] = ()
     output_names: tuple[str, ...] = ()
+    graph: CapturedGraph | Callable[[], CapturedGraph] | None = None
+    cache_key: str = ""
     synchronous: bool = field(default_factory=environment.synchronous)
     number: int = field(default_factory=lambda: next(_numbers))
     executions: dict[int, int] = field(default_factory=dict)
@@ -57,6 +62,12 @@ class Executable:
     def num_executions(self) -> int:
         """Completed runs on all devices."""
         return sum(self.executions.values())
+
+    def captured(self) -> CapturedGraph | None:
+        """Return the graph, read now if need be; None where nobody knows it."""
+        if callable(self.graph):
+            self.graph = self.graph()
+        return self.graph
 
     def run(self, inputs: Arguments) -> Any:
         """Run once.
@@ -166,6 +177,35 @@ def compile_executable(name: str, compiler: Callable[[Path], None], directory: P
     seconds = time.perf_counter() - start
     ledger.compilations.append(CompileRecord(name, seconds))
     logger.info("compiled %s in %.1f s", name, seconds)
+
+
+def compile_graph(name: str, graph: CapturedGraph, compiler: Callable[[], Function]) -> Executable:
+    """Compile a captured graph in memory.
+
+    Args:
+        name: Shown in messages.
+        graph: What is compiled.
+        compiler: Given by the back-end: returns a function that takes the inputs as a list, which it empties, and
+            returns the outputs as a sequence.
+
+    Raises:
+        BackendError: The compiler failed; chains the original error.
+    """
+    start = time.perf_counter()
+    try:
+        function = compiler()
+    except GlassError:
+        raise
+    except Exception as error:
+        raise BackendError(
+            f"compiling {name!r} failed",
+            got=f"{type(error).__name__}: {error}",
+            hint='another back-end: options={"backend": "eager"}',
+        ) from error
+    seconds = time.perf_counter() - start
+    ledger.compilations.append(CompileRecord(name, seconds))
+    input_names = tuple(spec.name for spec in graph.inputs)
+    return Executable(name, function, input_names, graph.output_names, graph)
 
 
 def load_executable(name: str, loader: Callable[[Path], Function], directory: Path) -> Executable:

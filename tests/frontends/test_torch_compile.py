@@ -1,0 +1,145 @@
+"""The back-end "glass" of torch.compile: registration, options, values, names of inputs and outputs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch._dynamo.exc import BackendCompilerFailed
+
+from glassengine.executable import observers
+from glassengine.executable.observers import Execution
+
+EAGER = {"backend": "eager"}
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    torch._dynamo.reset()
+
+
+class Seen:
+    """Keeps what runs."""
+
+    def __init__(self) -> None:
+        self.executions: list[Execution] = []
+
+    def before(self, execution: Execution) -> None:
+        self.executions.append(execution)
+
+    def after(self, execution: Execution) -> None: ...
+
+    def failed(self, execution: Execution, error: Exception) -> None: ...
+
+
+@pytest.fixture
+def seen() -> Iterator[Seen]:
+    seen = Seen()
+    observers.attach(seen)
+    yield seen
+    observers.detach(seen)
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 4)
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.scale = torch.nn.Parameter(torch.full((4,), 0.5))
+
+    def forward(self, x: torch.Tensor, times: int = 2) -> torch.Tensor:
+        return torch.softmax(self.norm(self.linear(x)), -1) * self.scale * times
+
+
+def compiled(model: torch.nn.Module, **options: str) -> torch.nn.Module:
+    return torch.compile(model, backend="glass", options={**EAGER, **options})
+
+
+@pytest.mark.parametrize("statement", ["", "import glassengine"])
+def test_registered_by_name_in_any_process(statement: str) -> None:
+    call = f"torch.compile(lambda x: x + 1, backend='glass', options={EAGER})(torch.ones(2))"
+    code = f"{statement}\nimport torch\nprint({call})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "tensor([2., 2.])\n"
+
+
+def test_inference_is_bitwise(seen: Seen) -> None:
+    model = Block().eval()
+    x = torch.randn(5, 3)
+    with torch.no_grad():
+        assert torch.equal(compiled(model)(x), model(x))
+    (execution,) = seen.executions
+    assert execution.executable.name == "Block/inference-0.0"
+    assert execution.inputs["x"] is x
+    assert execution.inputs["linear.weight"] is model.linear.weight
+
+
+def test_training_is_bitwise_and_inputs_have_the_users_names(seen: Seen) -> None:
+    torch.manual_seed(0)
+    expected, actual = Block(), Block()
+    actual.load_state_dict(expected.state_dict())
+    x = torch.randn(5, 3)
+    expected(x).square().sum().backward()
+    compiled(actual)(x).square().sum().backward()
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(parameter.grad, actual.get_parameter(name).grad)
+    assert torch.equal(expected.norm.running_mean, actual.norm.running_mean)
+    forward, backward = (execution.executable.captured() for execution in seen.executions)
+    assert forward is not None and backward is not None
+    assert (forward.kind, backward.kind) == ("forward", "backward")
+    kinds = {spec.name: (spec.kind, spec.requires_grad, spec.is_mutated) for spec in forward.inputs}
+    assert kinds["x"] == ("input", False, False)
+    assert kinds["linear.weight"] == kinds["scale"] == ("parameter", True, False)
+    assert kinds["norm.running_mean"] == ("buffer", False, True)
+    assert forward.output_names[0] == "output[0]"
+    saved = [name for name in forward.output_names if name.startswith("saved(")]
+    assert saved
+    assert {"grad(linear.weight)", "grad(linear.bias)", "grad(scale)"} <= set(backward.output_names)
+    assert "tangent(output[0])" in {spec.name for spec in backward.inputs}
+    (addmm,) = [node for node in forward.nodes if str(node.target) == "aten.addmm.default"]
+    assert forward.describe(addmm).startswith("linear, ") and "self.norm(self.linear(x))" in forward.describe(addmm)
+
+
+def test_names_begin_with_the_variable_where_modules_hang_on_several(seen: Seen) -> None:
+    first, second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+
+    @torch.compile(backend="glass", options=EAGER)
+    def both(given: dict[str, torch.Tensor]) -> torch.Tensor:
+        return second(first(given["x"]))
+
+    with torch.no_grad():
+        both({"x": torch.ones(1, 3)})
+    (execution,) = seen.executions
+    assert set(execution.inputs) == {"first.weight", "first.bias", "second.weight", "second.bias", "given['x']"}
+    assert execution.executable.name.startswith("both/inference-")
+
+
+def test_dynamic_shapes_have_symbols(seen: Seen) -> None:
+    model = compiled(Block().eval())
+    with torch.no_grad():
+        for rows in (4, 5, 6):
+            x = torch.randn(rows, 3)
+            torch._dynamo.mark_dynamic(x, 0)
+            model(x)
+    (executable,) = {execution.executable for execution in seen.executions}
+    (size,) = [spec for spec in executable.captured().inputs if spec.kind == "size"]
+    (x,) = [spec for spec in executable.captured().inputs if spec.name == "x"]
+    assert size.dtype == "int" and x.shape == (size.symbol, 3)
+    assert [execution.inputs[size.name] for execution in seen.executions] == [4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"back_end": "eager"}, r"unknown option of torch.compile 'back_end'\n.*nearest: backend"),
+        ({"backend": "inductr"}, r"unknown back-end 'inductr'\n.*inductor"),
+        ({"mode": "eager-debug"}, r"unknown mode 'eager-debug'\n.*eager_debug"),
+        ({"backend": "onnxruntime"}, r"'onnxruntime' builds engines .*\n.*eager"),
+    ],
+)
+def test_wrong_options_are_explained(options: dict[str, str], message: str) -> None:
+    with pytest.raises(BackendCompilerFailed, match=message):
+        torch.compile(lambda x: x + 1, backend="glass", options=options)(torch.ones(2))
