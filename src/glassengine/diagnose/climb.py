@@ -24,7 +24,7 @@ from glassengine.diagnose.weights import compare_weights, weights_of
 from glassengine.engine.build import build_program
 from glassengine.engine.engine import Engine
 from glassengine.errors import GlassError, IncomparableError, UsageError
-from glassengine.program import LoadedModel, Program, export_program, load_inputs
+from glassengine.program import LoadedModel, Program, example_inputs, export_program, load_inputs
 from glassengine.program.outputs import OutputPlan, plan_outputs
 from glassengine.program.passes import apply_pass
 from glassengine.results import Skipped, WeightsComparison
@@ -63,8 +63,8 @@ def start(model: LoadedModel, inputs: str | None, steps: int, stack: ExitStack, 
         cases = causal_cases(model, inputs, steps)
         given = None
     else:
-        given = load_inputs(inputs) if inputs else None
-        cases = module_cases(given or [])
+        given = load_inputs(inputs) if inputs else example_inputs(model.module, model.directory)
+        cases = module_cases(given)
     progress("exporting the program")
     program = export_program(model, inputs=given)
     side = ModuleSide(model.module, program)

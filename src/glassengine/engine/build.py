@@ -32,11 +32,10 @@ from glassengine.engine.outputs import BuildPlan
 from glassengine.engine.requests import read_requests, requests_from_environment
 from glassengine.errors import BackendError, UsageError
 from glassengine.executable.executable import compile_executable
-from glassengine.program import LoadedModel, Program, export_program, load_inputs, load_model
+from glassengine.program import LoadedModel, Program, example_inputs, export_program, load_inputs, load_model
 from glassengine.program.listing import stage_of
 from glassengine.program.outputs import add_outputs
 from glassengine.program.program import save_program
-from glassengine.sites import port_leaves
 
 logger = logging.getLogger("glassengine")
 
@@ -150,6 +149,8 @@ def build(
     steps = load_inputs(inputs) if isinstance(inputs, str) else inputs
     if steps is not None:
         loaded = dataclasses.replace(loaded, kind="module")
+    elif loaded.kind == "module":
+        steps = example_inputs(loaded.module, loaded.directory)
     _check_dtype(chosen, loaded.dtype)
     settings = Settings(
         backend=chosen.name,
@@ -160,7 +161,6 @@ def build(
         overwrite=overwrite,
         byte_budget=byte_budget,
         passes=passes,
-        fixed_inputs=_fixed_inputs(steps),
         model={"spec": loaded.spec, "directory": loaded.directory, "revision": revision, **loaded.metadata},
         # Reading an engine must not run code: only plain checkpoints are ever loaded again.
         reloadable=loaded.directory is not None and not trust_remote_code and not passes,
@@ -327,7 +327,7 @@ def _about(model: LoadedModel, backend: Backend, passes: Sequence[str]) -> dict[
 
 def _options(settings: Settings) -> dict[str, Any]:
     """The options of a build that shape its executable."""
-    names = ("max_batch_size", "max_seq_len", "byte_budget", "fixed_inputs")
+    names = ("max_batch_size", "max_seq_len", "byte_budget")
     return {"add_output": list(settings.add_output), **{name: getattr(settings, name) for name in names}}
 
 
@@ -378,15 +378,6 @@ def _check_sizes(model: LoadedModel, batch: int, length: int | None) -> int | No
             expected=f"2 to {limit}, max_position_embeddings of its configuration",
         )
     return length
-
-
-def _fixed_inputs(steps: Any) -> dict[str, Any]:
-    """Arguments that are no tensors: their values become part of the graph."""
-    if steps is None:
-        return {}
-    first = dict(steps) if isinstance(steps, Mapping) else dict(steps[0])
-    tensors = {port.removeprefix(":in.").split("[")[0].split(".")[0] for port, _ in port_leaves(":in", first)}
-    return {k: v for k, v in first.items() if k not in tensors and isinstance(v, (bool, int, float, str, type(None)))}
 
 
 def _num_bytes(program: Program) -> int:

@@ -13,7 +13,7 @@ from glassengine import environment
 from glassengine.backends.protocol import Backend
 from glassengine.engine.manifest import AddedOutput, Manifest, TensorEntry, instruction_flags, list_files
 from glassengine.program import Program
-from glassengine.program.program import GRAPH_LEVEL
+from glassengine.program.program import FIXED_INPUTS, GRAPH_LEVEL, SMALLEST
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,6 @@ class Settings:
     overwrite: bool = False
     byte_budget: int | None = None
     passes: Sequence[str] = ()
-    fixed_inputs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     reloadable: bool = False
     notes: tuple[str, ...] = ()
@@ -76,7 +75,7 @@ def describe_engine(
         inputs=tuple(TensorEntry(port.name, port.node, port.dtype, port.shape) for port in program.inputs),
         outputs=_results(program),
         ranges={} if is_causal_lm else _ranges(program),
-        fixed_inputs=dict(settings.fixed_inputs),
+        fixed_inputs=dict(program.metadata.get(FIXED_INPUTS, {})),
         added_outputs=tuple(added),
         left_out=dict(left_out),
         passes=tuple(settings.passes),
@@ -111,8 +110,10 @@ def _results(program: Program) -> tuple[TensorEntry, ...]:
 def _ranges(program: Program) -> dict[str, tuple[int, int | None]]:
     """Ranges of the dynamic sizes of a plain module."""
     limit = sys.maxsize // 2
+    smallest = program.metadata.get(SMALLEST, {})
     found = {}
     for symbol, bounds in program.exported.range_constraints.items():
         upper = bounds.upper
-        found[str(symbol)] = (int(bounds.lower), int(upper) if upper.is_finite and upper < limit else None)
+        lower = smallest.get(str(symbol), int(bounds.lower))
+        found[str(symbol)] = (lower, int(upper) if upper.is_finite and upper < limit else None)
     return found

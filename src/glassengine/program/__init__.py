@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from glassengine.errors import UsageError
+from glassengine.program.example_inputs import example_inputs
 from glassengine.program.export import export_causal_lm, export_module
 from glassengine.program.listing import OnStage, stage_of
 from glassengine.program.load import LoadedModel, load_inputs, load_model
@@ -14,7 +14,7 @@ from glassengine.program.passes import apply_pass
 from glassengine.program.program import Program, load_names
 from glassengine.sites import Site, SiteTable
 
-__all__ = ["LoadedModel", "Program", "export_program", "load_inputs", "load_model", "sites"]
+__all__ = ["LoadedModel", "Program", "example_inputs", "export_program", "load_inputs", "load_model", "sites"]
 
 
 def export_program(
@@ -28,22 +28,18 @@ def export_program(
 
     Args:
         model: From `load_model`.
-        inputs: Inputs of a plain module; see `export_module`.
+        inputs: Inputs of a plain module, see `export_module`; None makes them up where the model is transformers' own.
         passes: `file.py:function`, in order.
         on_stage: Called with each stage as it is reached: "exported" (as traced), "functional", "pass-<function>".
 
     Raises:
-        UsageError: It cannot be traced; or it is a plain module and no inputs were given.
+        UsageError: It cannot be traced; or it is a plain module whose inputs are unknown.
     """
     if model.kind == "causal_lm":
         program = export_causal_lm(model.module, metadata=model.metadata, on_stage=on_stage)
-    elif inputs is None:
-        raise UsageError(
-            f"{model.spec} is not a causal language model, so its inputs must be given",
-            got=model.metadata["class"],
-            hint="--inputs file.py:factory, which returns a dict of keyword arguments",
-        )
     else:
+        if inputs is None:
+            inputs = example_inputs(model.module, model.directory)
         program = export_module(model.module, inputs, metadata=model.metadata, on_stage=on_stage)
     if on_stage is not None:
         on_stage(stage_of(program, "functional"))

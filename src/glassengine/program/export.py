@@ -19,7 +19,8 @@ from glassengine.program import causal_lm
 from glassengine.program.listing import OnStage, Stage
 from glassengine.program.marks import collect_marks, marking
 from glassengine.program.naming import Paths, build_sites, describe_shape
-from glassengine.program.program import CALLED_AS, Port, Program, rebuilt
+from glassengine.program.program import CALLED_AS, FIXED_INPUTS, SMALLEST, Port, Program, rebuilt
+from glassengine.program.small_sizes import small_sizes
 from glassengine.sites import port_leaves
 
 
@@ -36,11 +37,7 @@ def export_causal_lm(
     Raises:
         UsageError: The model has no plain key/value cache, or torch.export cannot trace it.
     """
-    has_values = not any(p.is_meta for p in model.parameters())
-    if not has_values:
-        # Kernels on meta tensors choose other layouts; untouched CPU memory costs nothing and gives the same graph.
-        model.to_empty(device="cpu")
-        model.tie_weights()  # type: ignore[operator]
+    has_values = _place(model)
     layout = causal_lm.probe_layout(model, has_values=has_values)
     parameter = next(p for p in model.parameters() if p.is_floating_point())
     wrapper = causal_lm.CausalLM(model)
@@ -82,8 +79,9 @@ def export_module(
     steps = [inputs] if isinstance(inputs, Mapping) else list(inputs)
     if not steps:
         raise UsageError("no inputs to export with", hint="--inputs file.py:factory that returns a dict")
+    has_values = _place(module)
     example, dynamic = _example(steps)
-    return _export(
+    program = _export(
         module,
         example,
         dynamic,
@@ -92,9 +90,30 @@ def export_module(
         input_names=list(named_inputs(example)),
         output_names=None,
         layout=None,
-        metadata=metadata or {},
+        metadata={**(metadata or {}), FIXED_INPUTS: _fixed_inputs(example)},
         on_stage=on_stage,
     )
+    if has_values and (smallest := small_sizes(module, program, steps)):
+        program.metadata[SMALLEST] = smallest
+    return program
+
+
+def _fixed_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that are no tensors: their values become part of the graph."""
+    tensors = {port.removeprefix(":in.").split("[")[0].split(".")[0] for port, _ in port_leaves(":in", dict(inputs))}
+    return {k: v for k, v in inputs.items() if k not in tensors and isinstance(v, (bool, int, float, str, type(None)))}
+
+
+def _place(model: nn.Module) -> bool:
+    """Move a model without values off the meta device; return whether it has values.
+
+    Kernels on meta tensors choose other layouts; untouched CPU memory costs nothing and gives the same graph.
+    """
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        return True
+    model.to_empty(device="cpu")
+    model.tie_weights()  # type: ignore[operator]
+    return False
 
 
 def named_inputs(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:

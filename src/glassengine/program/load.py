@@ -16,6 +16,7 @@ from torch import nn
 
 from glassengine.errors import UnknownNameError, UsageError, nearest
 from glassengine.program.factory import call_factory, is_factory
+from glassengine.program.model_class import model_class_of, without_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 FORMS = "a Hugging Face directory or id, file.py:factory, package.module:factory"
@@ -146,7 +147,7 @@ def fingerprint(module: nn.Module) -> str:
 def _from_transformers(
     spec: str, dtype: str, attention: str | None, remote: bool, revision: str | None, weights: bool
 ) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.utils import logging as transformers_logging
 
     path = Path(spec).expanduser()
@@ -163,17 +164,17 @@ def _from_transformers(
     transformers_logging.disable_progress_bar()  # it would draw over ours
     try:
         config = AutoConfig.from_pretrained(spec, **options)
+        model_class = model_class_of(config, is_sentence_encoder=(path / "modules.json").is_file())
         if attention:
             options["attn_implementation"] = attention
         if weights:
             options["dtype"] = DTYPES.get(dtype, "auto")
-            loaded, report = AutoModelForCausalLM.from_pretrained(spec, output_loading_info=True, **options)
+            loaded, report = model_class.from_pretrained(spec, output_loading_info=True, **options)
             _require_all_weights(spec, report["missing_keys"])
         else:
             options.pop("revision")
             target = DTYPES.get(dtype) or config.dtype or torch.float32
-            with torch.device("meta"):
-                loaded = AutoModelForCausalLM.from_config(config, dtype=target, **options)
+            loaded = without_weights(model_class, config, target, **options)
     except UsageError:
         raise
     except Exception as error:
@@ -196,7 +197,7 @@ def _require_all_weights(spec: str, missing: Iterable[str]) -> None:
         raise UsageError(
             f"{spec} lacks weights of the model that its configuration describes",
             got=f"{len(names)} missing: {', '.join(names[:3])}",
-            expected="a checkpoint of a causal language model, or file.py:factory for anything else",
+            expected="a complete checkpoint, or file.py:factory for anything else",
         )
 
 

@@ -26,6 +26,10 @@ SCHEMA_VERSION = 1
 GRAPH_LEVEL = "run_decompositions({})"
 CALLED_AS = "called_as"
 """Key of the metadata, for models that call one module by several names."""
+FIXED_INPUTS = "fixed_inputs"
+"""Key of the metadata: arguments of a plain module that are no tensors and became part of the graph."""
+SMALLEST = "smallest"
+"""Key of the metadata: dynamic size of a plain module -> the size below the exporter's bound that was tried."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,163 @@
+"""Inputs to export a model of transformers with, where it is no causal language model: what its forward takes.
+
+The steps differ in the sizes that may change when the engine runs (batch, tokens, mel frames where the model allows
+it), and a dimension that differs between steps is exported as dynamic. Values are random but the same every time; a
+row is padded on its right, so that the masks are exercised.
+
+Shape legend: B batch, S tokens, C channels, H and W height and width of an image, F frames, M mel bins.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from glassengine.errors import UsageError
+
+SIZES = ((2, 6), (3, 9), (1, 4))
+"""(B, S) of the steps: what differs is dynamic, and the last shows whether a single row will do."""
+
+DEFAULT_IMAGE_SIZE = 224
+"""For models of images whose configuration and preprocessor state no size."""
+
+TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+"""Inputs that a tokenizer makes."""
+
+
+def example_inputs(module: nn.Module, directory: str | None = None) -> list[dict[str, Any]]:
+    """Return steps of keyword arguments for `module.forward`.
+
+    Args:
+        module: A model of transformers.
+        directory: Hugging Face directory, whose preprocessor may state the size of images.
+
+    Raises:
+        UsageError: It is no model of transformers, or takes something that cannot be made up.
+    """
+    from transformers import PreTrainedModel
+
+    name = type(module).__name__
+    if not isinstance(module, PreTrainedModel):
+        raise _needs_inputs(name, "its inputs are known to its author alone")
+    parameters = inspect.signature(module.forward).parameters
+    steps = []
+    for seed, (batch, tokens) in enumerate(SIZES):
+        maker = _Maker(module, directory, batch, torch.Generator().manual_seed(seed))
+        step = {key: make(maker, tokens) for key, make in _MAKERS.items() if _takes(module, key, parameters)}
+        missing = [
+            key
+            for key, parameter in parameters.items()
+            if parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+            and key not in step
+        ]
+        if missing or module.main_input_name not in step:
+            raise _needs_inputs(name, f"nothing is known about {', '.join(missing) or module.main_input_name}")
+        # A cache would be one more result; what has a cache that counts is exported as a causal language model.
+        steps.append(step | ({"use_cache": False} if "use_cache" in parameters else {}))
+    return steps
+
+
+def _needs_inputs(name: str, reason: str) -> UsageError:
+    return UsageError(
+        f"{name} is not a causal language model, so its inputs must be given",
+        got=reason,
+        hint="--inputs file.py:factory, which returns a dict of keyword arguments",
+    )
+
+
+def _takes(module: Any, key: str, parameters: Mapping[str, Any]) -> bool:
+    """Whether an argument is needed, or used where it is given, for the main input of the model."""
+    if key not in parameters:
+        return False
+    if key == "token_type_ids":
+        return (getattr(module.config, "type_vocab_size", 0) or 0) > 1
+    if key == "decoder_input_ids":
+        return bool(module.config.is_encoder_decoder)
+    if key in ("input_ids", "attention_mask"):
+        # Speech models take a mask over samples, which changes nothing without padding.
+        return module.main_input_name == "input_ids" or (key == "input_ids" and "pixel_values" in parameters)
+    return key == module.main_input_name or (key == "pixel_values" and "input_ids" in parameters)
+
+
+class _Maker:
+    """Makes the arguments of one step."""
+
+    def __init__(self, module: Any, directory: str | None, batch: int, generator: torch.Generator) -> None:
+        self._module, self._directory, self._batch, self._generator = module, directory, batch, generator
+
+    def ids(self, tokens: int) -> torch.Tensor:
+        """[B, S] int64. The highest ids are left out: they are often markers with a meaning."""
+        vocabulary = max(int(self._module.config.get_text_config().vocab_size) - 8, 2)
+        return torch.randint(min(8, vocabulary - 1), vocabulary, (self._batch, tokens), generator=self._generator)
+
+    def decoder_ids(self, tokens: int) -> torch.Tensor:
+        """[B, S] int64, one token less than the encoder has."""
+        ids = self.ids(tokens - 1)
+        start = getattr(self._module.config, "decoder_start_token_id", None)
+        ids[:, 0] = 0 if start is None else start
+        return ids
+
+    def mask(self, tokens: int) -> torch.Tensor:
+        """[B, S] int64; the last row has two tokens of padding."""
+        mask = torch.ones((self._batch, tokens), dtype=torch.int64)
+        mask[-1, -2:] = 0
+        return mask
+
+    def types(self, tokens: int) -> torch.Tensor:
+        """[B, S] int64: a first and a second text."""
+        return (torch.arange(tokens) >= tokens // 2).long().repeat(self._batch, 1)
+
+    def images(self, _: int) -> torch.Tensor:
+        """[B, C, H, W]."""
+        config: Any = getattr(self._module.config, "vision_config", self._module.config)
+        channels = int(getattr(config, "num_channels", 3))
+        size = getattr(config, "image_size", None) or _preprocessor_size(self._directory) or DEFAULT_IMAGE_SIZE
+        height, width = (size, size) if isinstance(size, int) else size
+        return self._drawn(channels, int(height), int(width))
+
+    def features(self, _: int) -> torch.Tensor:
+        """[B, M, F] of a spectrogram; the length that the positions of the encoder are made for."""
+        config = self._module.config
+        return self._drawn(int(config.num_mel_bins), 2 * int(config.max_source_positions))
+
+    def samples(self, tokens: int) -> torch.Tensor:
+        """[B, samples] of sound."""
+        return self._drawn(400 * tokens)
+
+    def _drawn(self, *shape: int) -> torch.Tensor:
+        return torch.randn((self._batch, *shape), generator=self._generator).to(self._module.dtype)
+
+
+_MAKERS = {
+    "input_ids": _Maker.ids,
+    "attention_mask": _Maker.mask,
+    "token_type_ids": _Maker.types,
+    "pixel_values": _Maker.images,
+    "input_features": _Maker.features,
+    "input_values": _Maker.samples,
+    "decoder_input_ids": _Maker.decoder_ids,
+}
+
+
+def _preprocessor_size(directory: str | None) -> int | tuple[int, int] | None:
+    """Return what `preprocessor_config.json` says images are brought to."""
+    path = Path(directory or "") / "preprocessor_config.json"
+    if directory is None or not path.is_file():
+        return None
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        size = data.get("crop_size") or data.get("size")
+        if isinstance(size, int):
+            return size
+        if "height" in size:
+            return int(size["height"]), int(size["width"])
+        return int(size["shortest_edge"])
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
+        return None
