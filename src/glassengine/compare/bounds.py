@@ -12,8 +12,8 @@
     sums           2u |P| + (4 sqrt(K) U + u_in) A                    A: the op on absolute values, K: terms of one sum
     products       2u |P| + 4 sqrt(K) U A + 4 max(u_w, u_in) sqrt(A2) A2: the op on squares
     softmax        P (2u + 8U (1 + max|x|) + 2 u_in max|x|)
-    normalisation  2u (|P| + |b|) + (8 sqrt(n) U + 2 u_in) |w| (|x| + mean|x| + |z| rms(x)) / sigma
-                   with z = (x - mean) / sigma
+    normalisation  2u (|P| + |b|) + |w| [2 sqrt(n) U (m / sigma + |z| s^2 / 2 sigma^2) + 2 u_in |z| (1 + s / sigma) + 4U |z|]
+                   with m = mean|x|, s = rms(x), |z| = (|x| + m) / sigma
     attention      composed of scores, softmax and context, see `_attention`
 
 sqrt(K) instead of K is the probabilistic bound of Higham and Mary (2019). The constants are those of the numerics study

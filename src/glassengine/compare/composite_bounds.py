@@ -30,14 +30,18 @@ def log_softmax(operation: Operation, roundoff: Roundoff) -> Tensor:
 
 
 def _normalised(x: Tensor, dims: list[int], sigma: Tensor, w: Tensor, b: Tensor, exact: Tensor, r: Roundoff) -> Tensor:
-    """Bound of w (x - mean) / sigma + b with statistics over `dims`."""
+    """Bound of w (x - mean) / sigma + b with statistics over `dims`.
+
+    The variance may be taken as mean(x^2) - mean^2, whose rounding grows with mean(x^2) / sigma^2.
+    """
     n = math.prod(x.shape[d] for d in dims)
-    rms = x.square().mean(dims, keepdim=True).sqrt()
+    square = x.square().mean(dims, keepdim=True)
     mean = x.abs().mean(dims, keepdim=True)
     z = (x.abs() + mean) / sigma
-    spread = (x.abs() + mean + z * rms) / sigma
-    inner = 8 * math.sqrt(n) * U_ACCUMULATE + 2 * r.u_in
-    return 2 * r.u * (exact.abs() + b.abs()) + inner * w.abs() * spread + r.u_w * (w.abs() * z + b.abs())
+    of_sums = 2 * math.sqrt(n) * U_ACCUMULATE * (mean / sigma + 0.5 * z * square / sigma.square())
+    of_inputs = 2 * r.u_in * (z + z * square.sqrt() / sigma)
+    inner = of_sums + of_inputs + 4 * U_ACCUMULATE * z
+    return 2 * r.u * (exact.abs() + b.abs()) + w.abs() * inner + r.u_w * (w.abs() * z + b.abs())
 
 
 def _argument(operation: Operation, index: int, name: str, default: Any) -> Any:

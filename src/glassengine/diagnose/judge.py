@@ -49,8 +49,9 @@ def run_cases(
         for step in range(case.num_steps):
             if step:
                 inputs = _next(case, step, inputs, model)
+            num_seen = int(inputs.cache_position[-1]) + 1 if isinstance(inputs, StepInputs) else 0
             for score in scores:
-                score.begin_step()
+                score.begin_step(num_seen)
                 score.side.step(inputs)
             named = inputs.named() if isinstance(inputs, StepInputs) else named_inputs(inputs)
             if program.layout is not None and step == 0:

@@ -65,6 +65,8 @@ class Replay:
         wide_operands: Whether the candidate's products may read unrounded registers, as its other ops may.
         accumulation: How the candidate's products are summed.
         seed: Of the noise.
+        worth_a_bound: From this rho on the rounding bound is worked out; the verdict does not depend on it below
+            `INTRODUCED_SUSPICIOUS`, but beta is known for more tensors.
     """
 
     def __init__(
@@ -76,7 +78,9 @@ class Replay:
         wide_operands: bool = False,
         accumulation: Accumulation = FLOAT32_SUMS,
         seed: int = 0,
+        worth_a_bound: float = 1.6,
     ) -> None:
+        self._worth_a_bound = worth_a_bound
         self._compiled = compiled
         self._wide_operands = wide_operands
         self._accumulation = accumulation
@@ -99,6 +103,11 @@ class Replay:
         """
         self._values = {self._inputs[name]: tensor for name, tensor in inputs.items() if name in self._inputs}
         self._values |= values
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """What the candidate was given and made in this step, by baseline node."""
+        return self._values
 
     @torch.no_grad()
     def judge(self, node: Node, candidate: torch.Tensor, valid: torch.Tensor | None) -> Replayed | None:
@@ -148,12 +157,17 @@ class Replay:
             return Reference(operation.exact, native, runs, dtype=candidate.dtype, valid=valid, relative_floor=floor)
 
         # Most ops are within the floor of one run; the rest is worth the other runs, and the bound.
-        found = against([]).judge_introduced(candidate, lambda: None)
-        if found.verdict == "identical" or (found.rho is not None and found.reason is None):
+        quick = against([])
+        found = quick.measured(candidate)
+        if found.rho is None or found.verdict == "identical":
+            return found
+        # Terms of a product are of one size, and so are the errors of its elements, however small these are.
+        is_even = operation.name in _FROM_MEMORY or not quick.has_outliers(candidate)
+        if found.rho <= self._worth_a_bound and is_even:
             return found
         reference = against([*self._noise(op, operation, roundoff), *_other_kernel(op, args, kwargs)])
         self._relative_floors[node.name] = reference.relative_floor
-        return reference.judge_introduced(candidate, lambda: rounding_bound(operation, roundoff))
+        return reference.judge_introduced(candidate, rounding_bound(operation, roundoff))
 
     def _noise(self, op: Node, operation: Operation, roundoff: Roundoff) -> list[torch.Tensor]:
         """Return results of the op with rounded inputs, weights and result."""

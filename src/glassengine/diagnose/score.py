@@ -15,6 +15,7 @@ from glassengine.compare.operation import RANDOM
 from glassengine.compare.tolerance import tolerance
 from glassengine.compare.verdict import TIE, Judgement, Reference
 from glassengine.diagnose.cases import Case
+from glassengine.diagnose.evidence import EvidenceBox
 from glassengine.diagnose.origins import OriginTracker
 from glassengine.diagnose.replay import Replay
 from glassengine.diagnose.sides import Observed, Side
@@ -52,7 +53,9 @@ class Score:
     pairs: list[Pair] = field(default_factory=list)
     divergences: dict[str, Divergence] = field(default_factory=dict)
     judged_nodes: set[str] = field(default_factory=set)
+    evidence: EvidenceBox | None = None
     _tracker: OriginTracker | None = None
+    _num_seen: int = 0
 
     def begin(self, case: Case) -> None:
         """Start a case: neither caches nor blame outlive one."""
@@ -118,12 +121,14 @@ class Score:
             )
         )
         if node.name in self._tracker.origins and flagged and not visited.inherited:
+            if self.evidence is not None and node.name not in self.divergences:
+                self.evidence.keep(self.side, node, observed, reference, step)
             self.divergences.setdefault(node.name, self._divergence(node, observed, judged, reference, step))
         return judgement.is_tie or visited.reason == TIE
 
     def _judge(self, node: Node, observed: Observed, reference: Reference) -> _Judged:
         """Judge one observed value: by replay where the op's inputs were observed, else by the accumulated floor."""
-        tensor = _completed(observed.tensor, reference, self.program, node)
+        tensor = _completed(observed.tensor, reference, self.program, node, self._num_seen)
         accumulated = reference.judge(tensor)
         replay: Replay | None = getattr(self.side, "replay", None)
         replayed = None if replay is None else replay.judge(node, observed.tensor, reference.valid)
@@ -161,9 +166,10 @@ class Score:
                 found = self.divergences[name]
                 self.divergences[name] = dataclasses.replace(found, verdict=worst([found.verdict, origin.verdict]))
 
-    def begin_step(self) -> None:
-        """Start a step."""
+    def begin_step(self, num_seen: int) -> None:
+        """Start a step in which `num_seen` slots of the cache are in use."""
         assert self._tracker is not None
+        self._num_seen = num_seen
         self._tracker.begin_step()
 
     def _divergence(
@@ -230,17 +236,23 @@ def _inherited(predicted: torch.Tensor, reference: Reference) -> float | None:
     return float(difference.square().mean().sqrt()) if difference.numel() else 0.0
 
 
-def _completed(tensor: torch.Tensor, reference: Reference, program: Program, node: Node) -> torch.Tensor:
-    """A growing cache is shorter than the static one: only the part that both have is compared."""
+def _completed(
+    tensor: torch.Tensor, reference: Reference, program: Program, node: Node, num_seen: int
+) -> torch.Tensor:
+    """A cache that grows is shorter than the static one, and one that slides holds the newest slots only.
+
+    Only the part that both have is compared.
+    """
     axis = program.sites.by_node[node.name][0].axes.get("cache")
     native = reference.native
     if axis is None or tensor.dim() != native.dim() or tensor.shape[axis] >= native.shape[axis]:
         return tensor
     if any(tensor.shape[i] != native.shape[i] for i in range(native.dim()) if i != axis):
         return tensor
-    size = tensor.shape[axis]
-    rest = native.narrow(axis, size, native.shape[axis] - size).to(tensor.dtype)
-    return torch.cat([tensor, rest], dim=axis)
+    start = max(0, num_seen - tensor.shape[axis])
+    whole = native.to(tensor.dtype, copy=True)
+    whole.narrow(axis, start, tensor.shape[axis]).copy_(tensor)
+    return whole
 
 
 def _weights(program: Program) -> dict[str, torch.Tensor]:

@@ -117,7 +117,10 @@ def interpreted(bench: Bench, mutant: Mutant) -> ProgramSide:
     """Return the side of a candidate program, paired and replayed as `check` does."""
     pairs, _, _ = pair_sites(bench.program, mutant.program)
     return ProgramSide(
-        mutant.program, {pair.baseline.node: pair for pair in pairs}, rung="candidate", replay=Replay(bench.program)
+        mutant.program,
+        {pair.baseline.node: pair for pair in pairs},
+        rung="candidate",
+        replay=Replay(bench.program, worth_a_bound=0.0),
     )
 
 
@@ -130,7 +133,8 @@ def varied(bench: Bench, program: Program, variation: Variation) -> VariedSide:
             nodes[ours.node] = site.node
     known = {node.name for node in bench.program.graph.nodes}
     inserted = {node.name for node in program.graph.nodes} - known
-    replay = Replay(bench.program, compiled=True, dtype=getattr(torch, bench.model.dtype))
+    dtype = getattr(torch, bench.model.dtype)
+    replay = Replay(bench.program, compiled=True, dtype=dtype, worth_a_bound=0.0)
     return VariedSide(program, nodes, variation, replay, plain=inserted)
 
 
