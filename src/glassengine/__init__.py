@@ -32,10 +32,15 @@ if TYPE_CHECKING:
     from glassengine.errors import IncomparableError as IncomparableError
     from glassengine.errors import UnknownNameError as UnknownNameError
     from glassengine.errors import UsageError as UsageError
+    from glassengine.executable.profile import profile as profile
+    from glassengine.executable.profile_files import read_profiles as read_profiles
+    from glassengine.executable.profile_server import request_profile as request_profile
+    from glassengine.executable.profile_server import start_server as start_server
     from glassengine.program import sites as sites
     from glassengine.program.artifacts import compare_artifacts as compare_artifacts
     from glassengine.recording.formats.export import export as export
     from glassengine.recording.reader import Recording as Recording
+    from glassengine.spans import Trace as Trace
     from glassengine.taps import NetworkOutputs as NetworkOutputs
     from glassengine.taps import register_network_output as register_network_output
     from glassengine.taps import tap as tap
@@ -51,6 +56,7 @@ _PUBLIC = {
     "NetworkOutputs": "glassengine.taps",
     "Recording": "glassengine.recording.reader",
     "StepFiles": "glassengine.engine.step_files",
+    "Trace": "glassengine.spans",
     "UnknownNameError": "glassengine.errors",
     "UsageError": "glassengine.errors",
     "build": "glassengine.engine.build",
@@ -63,12 +69,16 @@ _PUBLIC = {
     "load": "glassengine.engine.engine",
     "model_addition_debugger_context": "glassengine.capture.model_debugger",
     "named_network_outputs": "glassengine.capture.hooks",
+    "profile": "glassengine.executable.profile",
+    "read_profiles": "glassengine.executable.profile_files",
     "record": "glassengine.capture.record",
     "record_script": "glassengine.capture.run_script",
     "record_target": "glassengine.capture.target",
     "register_network_output": "glassengine.taps",
+    "request_profile": "glassengine.executable.profile_server",
     "side_by_side": "glassengine.diagnose.side_by_side",
     "sites": "glassengine.program",
+    "start_server": "glassengine.executable.profile_server",
     "tap": "glassengine.taps",
 }
 

@@ -178,6 +178,11 @@ def cache_max_bytes() -> str:
     return os.environ.get("GLASS_CACHE_MAX_BYTES", "")
 
 
+def quiet_profiler() -> None:
+    """Let torch's profiler keep its own log to itself, unless KINETO_LOG_LEVEL says what it should say."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+
 def in_ci() -> bool:
     """Return whether CI says that no person is watching."""
     return _is_on("CI")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from glassengine import spans
 from glassengine.errors import UsageError
 from glassengine.program.program import Program
 
@@ -18,9 +19,14 @@ class _Observing(torch.fx.Interpreter):
     def __init__(self, program: Program, observer: Observer | None) -> None:
         super().__init__(program.exported.graph_module)
         self._observer = observer
+        self._sites = program.sites.by_node if spans.is_recording() else {}
 
     def run_node(self, n: Node) -> Any:
-        value = super().run_node(n)
+        if n.name in self._sites:
+            with spans.span("op", self._sites[n.name][0].name):
+                value = super().run_node(n)
+        else:
+            value = super().run_node(n)
         if self._observer is not None and n.op == "call_function":
             self._observer(n, value)
         return value

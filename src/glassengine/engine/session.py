@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from glassengine import spans
 from glassengine.engine.checks import mask_row, require_generating, size_rows, token_row
 from glassengine.engine.debug_buffers import DebugBuffers
 from glassengine.engine.inputs_table import Row, refuse, render_tensors
@@ -199,7 +200,7 @@ class Session:
         inputs = self._inputs = self._step_inputs(tokens, self.position)
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("inputs of step %d:\n%s", self.step + 1, render_tensors(inputs))
-        outputs = self._run(inputs)
+        outputs: dict[str, torch.Tensor] = self._run(inputs)
         self._cache.update(outputs)
         self.position += tokens.shape[1]
         return outputs
@@ -214,6 +215,7 @@ class Session:
         if self._names:
             self.debug_buffers = self._collect(self._names)
             self.debug_history.append((self.step, self.debug_buffers))
+        spans.step_ended()
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return tensors of the last step by name, not copied: valid until the next step.

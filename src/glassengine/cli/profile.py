@@ -1,0 +1,61 @@
+"""`glass profile`: where the time of a profile went, or a new profile of a program that runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import glassengine as glass
+from glassengine.cli.options import out, write_json
+from glassengine.errors import UsageError
+
+
+def command(
+    directory: Annotated[
+        str | None,
+        typer.Argument(help="What --profile or glass.profile wrote to; the newest profile in it.", show_default=False),
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Compare with this profile instead of the one before.")
+    ] = None,
+    capture: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Take a profile of a program that called glass.start_server(PORT)."),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="With --capture: how many steps. 1 by default.")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Most rows of a table.")] = 30,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> int:
+    """Show where the time of a profile went, or take one of a program that runs."""
+    if capture is not None:
+        if directory is not None:
+            raise UsageError("the program that is profiled chooses the directory", got=directory, hint="leave it out")
+        answer = glass.request_profile(capture, steps=steps or 1)
+        directory = str(answer["directory"])
+        if not answer["complete"]:
+            raise UsageError(
+                "the program ended too few steps in time",
+                got=f"{answer['num_steps']} of {steps or 1}; the profile so far is in {directory}",
+                hint="glass.mark_step() at the end of each of its steps",
+            )
+    elif steps is not None:
+        raise UsageError("--steps goes with --capture", got=f"{steps}")
+    if directory is None:
+        raise UsageError("which profile?", expected="a directory, or --capture ADDRESS", hint="glass profile DIR")
+    found, earlier = glass.read_profiles(directory, against=against)
+    if json:
+        write_json(found.data | {"directory": str(found.directory), "against": earlier and earlier.data})
+        return 0
+    from glassengine.report import terminal_profile
+
+    out.print(
+        terminal_profile.profile(
+            found.data,
+            earlier and earlier.data,
+            rows=rows,
+            title=str(found.directory),
+            earlier_title=earlier.directory.name if earlier else "",
+        )
+    )
+    return 0

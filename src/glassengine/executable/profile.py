@@ -1,0 +1,269 @@
+"""Take a profile: the trace of torch.profiler with the spans of executables, modules and steps in it.
+
+    DIR/profile-000001/rank0.pt.trace.json.gz   for Perfetto, chrome://tracing and TensorBoard
+    DIR/profile-000001/profile.json             where the time went, for `glass profile DIR`
+    DIR/profile-000001/events.out.tfevents.*    step times, where TensorBoard is installed
+
+A profile covers every thread of the process, whichever thread started it, so that one can be taken of a program that
+knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import logging
+import re
+import tempfile
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.profiler import ProfilerActivity
+
+from glassengine import environment, spans
+from glassengine.errors import UsageError
+from glassengine.executable import observers, profile_events
+from glassengine.executable.observers import Execution
+from glassengine.executable.profile_trace import FORMAT, SCHEMA_VERSION, annotate, summarize
+from glassengine.sites import ROOT
+from glassengine.writing import aside
+
+logger = logging.getLogger("glassengine")
+
+TRACE = "rank{rank}.pt.trace.json.gz"
+SUMMARY = "profile.json"
+
+_one_at_a_time = threading.Lock()
+
+
+class Profile:
+    """A profile that is being taken, or has been.
+
+    Attributes:
+        directory: Of its files, complete once it has stopped.
+        num_steps: Steps that ended while it was taken.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self._rank = environment.rank()
+        self._root = Path(directory) / f"rank{self._rank}" if self._rank else Path(directory)
+        self.directory = self._root
+        self.num_steps = 0
+        self._undo = contextlib.ExitStack()
+        self._started = 0.0
+        self._profiler = _torch_profiler()
+
+    def start(self) -> None:
+        """Begin.
+
+        Raises:
+            UsageError: Another profile is being taken in this process, or nothing can be written.
+        """
+        if not _one_at_a_time.acquire(blocking=False):
+            raise UsageError("another profile is being taken in this process", hint="one glass.profile at a time")
+        self._undo.callback(_one_at_a_time.release)
+        try:
+            self.directory = _numbered(self._root)
+            self._profiler.start()
+            self._undo.callback(self._profiler.stop)
+            spans.set_recording(1)
+            self._undo.callback(spans.set_recording, -1)
+            watching = _Executions()
+            observers.attach(watching)
+            self._undo.callback(observers.detach, watching)
+            self._undo.callback(_watch_modules())
+            self._undo.callback(spans.on_step_end(self._count))
+        except BaseException:
+            self._undo.close()
+            raise
+        self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        """End and write the files.
+
+        Raises:
+            UsageError: They cannot be written.
+        """
+        wall_s = time.perf_counter() - self._started
+        self._undo.close()
+        try:
+            self._write(wall_s)
+        except OSError as error:
+            raise UsageError(
+                "cannot write the profile",
+                got=f"{error.strerror or error} ({error.filename or self.directory})",
+                hint="name a directory on a disk that is writable and has room",
+            ) from error
+
+    def _count(self) -> None:
+        with spans.span("step", str(self.num_steps)):
+            self.num_steps += 1
+
+    def _write(self, wall_s: float) -> None:
+        with tempfile.TemporaryDirectory(dir=self.directory) as folder:
+            raw = Path(folder, "trace.json")
+            self._profiler.export_chrome_trace(str(raw))
+            trace = json.loads(raw.read_bytes())
+        annotate(trace, spans.kernels_of)
+        target = self.directory / TRACE.format(rank=self._rank)
+        with aside(target) as path, gzip.open(path, "wt", encoding="utf-8", compresslevel=3) as file:
+            json.dump(trace, file)
+        summary = {
+            "format": FORMAT,
+            "schema_version": SCHEMA_VERSION,
+            "wall_us": wall_s * 1e6,
+            "num_steps": self.num_steps,
+            **summarize(trace),
+            "environment": environment.describe(),
+        }
+        with aside(self.directory / SUMMARY) as path:
+            path.write_text(json.dumps(summary), encoding="utf-8")
+        profile_events.write(self.directory, summary)
+        logger.info("the profile is in %s", self.directory)
+
+
+def prepare() -> None:
+    """Set torch's profiler up in this thread; where another thread does, it complains on stderr."""
+    profiler = _torch_profiler()
+    profiler.start()
+    profiler.stop()
+
+
+def _torch_profiler() -> torch.profiler.profile:
+    environment.quiet_profiler()
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    return torch.profiler.profile(activities=activities, experimental_config=everywhere)
+
+
+@contextlib.contextmanager
+def profile(directory: str | Path, *, steps: int | None = None) -> Iterator[Profile]:
+    """Take a profile of a block of code, in all threads.
+
+    Args:
+        directory: A new directory `profile-NNNNNN` is made in it; in `rank<r>/` of it for ranks above 0.
+        steps: End after this many steps (`glass.mark_step`, or runs of an engine that generates); None: with the block.
+
+    Raises:
+        UsageError: Nothing can be written there, or another profile is being taken.
+    """
+    taken = Profile(directory)
+    stopped = threading.Event()
+
+    def stop() -> None:
+        if not stopped.is_set():
+            stopped.set()
+            taken.stop()
+
+    def stop_in_time() -> None:
+        if steps is not None and taken.num_steps >= steps:
+            stop()
+
+    taken.start()
+    undo = spans.on_step_end(stop_in_time)
+    try:
+        yield taken
+    finally:
+        undo()
+        stop()
+
+
+class _Executions:
+    """Spans around executions."""
+
+    def __init__(self) -> None:
+        self._open = threading.local()
+
+    def before(self, execution: Execution) -> None:
+        entered = spans.span("execute", execution.executable.name)
+        entered.__enter__()
+        self._stack().append(entered)
+
+    def after(self, execution: Execution) -> None:
+        self._leave()
+
+    def failed(self, execution: Execution, error: Exception) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        if stack := self._stack():
+            stack.pop().__exit__(None, None, None)
+
+    def _stack(self) -> list[contextlib.AbstractContextManager[Any]]:
+        if not hasattr(self._open, "stack"):
+            self._open.stack = []
+        found: list[contextlib.AbstractContextManager[Any]] = self._open.stack
+        return found
+
+
+def _watch_modules() -> Callable[[], None]:
+    """Put a span around every call of a module outside compiled graphs, and return what undoes it.
+
+    The outermost module of a thread is the root; the others are called what the root calls them.
+    """
+    names: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
+    state = threading.local()
+
+    def enter(module: nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if not hasattr(state, "stack"):
+            state.stack = []
+        root = state.stack[0][0] if state.stack else module
+        if root not in names:
+            found = root.named_modules()
+            names[root] = {id(child): path or ROOT for path, child in found}
+        entered = spans.span("module", names[root].get(id(module), type(module).__name__))
+        entered.__enter__()
+        state.stack.append((module, entered))
+
+    def leave(module: nn.Module, _: Any, __: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        stack = getattr(state, "stack", [])
+        # Calls that were open when the profile began are not on the stack.
+        if any(entered is module for entered, _ in stack):
+            while stack:
+                found, entered = stack.pop()
+                entered.__exit__(None, None, None)
+                if found is module:
+                    break
+
+    # Said by torch when a compiled module is first called: the extra span of its wrapper is what is wanted here.
+    warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are global hooks")
+    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo
+
+
+def _numbered(root: Path) -> Path:
+    """Make and return the next `profile-NNNNNN` in `root`."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        taken = [int(found[1]) for path in root.iterdir() if (found := re.fullmatch(r"profile-(\d+)", path.name))]
+        number = max(taken, default=0) + 1
+        while True:
+            target = root / f"profile-{number:06d}"
+            with contextlib.suppress(FileExistsError):
+                target.mkdir()
+                return target
+            number += 1
+    except OSError as error:
+        raise UsageError(
+            "the profile cannot be written there", got=f"{root}: {error.strerror or error}", hint="--profile DIR"
+        ) from error

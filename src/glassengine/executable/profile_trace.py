@@ -1,0 +1,162 @@
+"""A trace of torch.profiler: our spans made readable, and where the time went.
+
+The trace is the JSON object that Chrome and Perfetto read: `traceEvents` with one event per span ("ph": "X"), times in
+microseconds. Spans of one thread are nested by time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from glassengine.spans import PREFIX, Kernels
+
+FORMAT = "glass-profile"
+SCHEMA_VERSION = 1
+OUTSIDE = "(outside of modules)"
+
+Event = dict[str, Any]
+Trace = dict[str, Any]
+
+
+@dataclass
+class Span:
+    """One event with what happened inside it; times in microseconds."""
+
+    event: Event
+    children: list[Span] = field(default_factory=list)
+
+    @property
+    def duration(self) -> float:
+        """Of the whole span."""
+        return float(self.event["dur"])
+
+    @property
+    def own(self) -> float:
+        """Of what none of the children covers."""
+        return max(self.duration - sum(child.duration for child in self.children), 0.0)
+
+
+def annotate(trace: Trace, kernels_of: Callable[[str], Kernels]) -> None:
+    """Rewrite our spans in place: plain names, `args.kind`, `args.site`; steps as spans from one end to the next.
+
+    Args:
+        trace: What torch wrote.
+        kernels_of: Name of an executable -> (name of kernel, site) in the order of execution.
+    """
+    ends: list[Event] = []
+    for event in trace["traceEvents"]:
+        name = str(event.get("name", ""))
+        if event.get("ph") == "X" and name.startswith(PREFIX):
+            _, kind, event["name"] = name.split("|", 2)
+            event["args"] = {**event.get("args", {}), "kind": kind}
+            if kind in ("op", "module"):
+                event["args"]["site"] = event["name"]
+            if kind == "step":
+                ends.append(event)
+    for root in nest(trace):
+        for span in _walk(root):
+            if kind_of(span.event) == "execute":
+                _name_kernels(span, kernels_of(span.event["name"]))
+    begin = min((float(event["ts"]) for event in trace["traceEvents"] if event.get("ph") == "X"), default=0.0)
+    for event in sorted(ends, key=lambda event: float(event["ts"])):
+        end = float(event["ts"])
+        # The name by which TensorBoard knows steps; on a row of their own, since other spans may cross their ends.
+        event |= {"name": f"ProfilerStep#{event['name']}", "ts": begin, "dur": end - begin, "tid": "steps"}
+        begin = end
+
+
+def nest(trace: Trace) -> list[Span]:
+    """Return the outermost spans of every thread, in order of time; steps are left out, which cross them."""
+    threads: dict[tuple[Any, Any], list[Event]] = defaultdict(list)
+    for event in trace["traceEvents"]:
+        if event.get("ph") == "X" and event.get("cat") not in ("Trace", None) and kind_of(event) != "step":
+            threads[event.get("pid"), event.get("tid")].append(event)
+    roots: list[Span] = []
+    for events in threads.values():
+        events.sort(key=lambda event: (float(event["ts"]), -float(event["dur"])))
+        stack: list[Span] = []
+        for event in events:
+            start = float(event["ts"])
+            while stack and float(stack[-1].event["ts"]) + stack[-1].duration <= start:
+                stack.pop()
+            span = Span(event)
+            (stack[-1].children if stack else roots).append(span)
+            stack.append(span)
+    return roots
+
+
+def kind_of(event: Event) -> str | None:
+    """Return the kind of one of our spans; None for an operation of torch."""
+    found = event.get("args", {}).get("kind")
+    return str(found) if found is not None else None
+
+
+def summarize(trace: Trace) -> dict[str, Any]:
+    """Return where the time went, as JSON values; times in microseconds.
+
+    Returns:
+        `kinds`: kind -> count and total. `paths`: module path -> number of calls and the time spent in it and not in
+        its submodules, kernels and ops of compiled graphs under the module that they compute. `flame`: the spans of the
+        same names on top of each other, merged, with count, total and own time. `steps`: length of each.
+    """
+    kinds: dict[str, dict[str, float]] = defaultdict(lambda: {"count": 0, "total_us": 0.0})
+    paths: dict[str, dict[str, float]] = defaultdict(lambda: {"calls": 0, "own_us": 0.0})
+    flame: dict[str, Any] = {}
+    steps = []
+    for event in trace["traceEvents"]:
+        if (kind := kind_of(event)) is not None:
+            kinds[kind]["count"] += 1
+            kinds[kind]["total_us"] += float(event["dur"])
+            if kind == "step":
+                steps.append(float(event["dur"]))
+
+    def add(span: Span, level: dict[str, Any], path: str) -> None:
+        site = span.event.get("args", {}).get("site")
+        if site is not None:
+            path = _module_path(site)
+            paths[path]["calls"] += kind_of(span.event) == "module"
+        paths[path]["own_us"] += span.own
+        entry = level.setdefault(_label(span.event), {"count": 0, "total_us": 0.0, "own_us": 0.0, "children": {}})
+        entry["count"] += 1
+        entry["total_us"] += span.duration
+        entry["own_us"] += span.own
+        for child in span.children:
+            add(child, entry["children"], path)
+
+    for root in nest(trace):
+        add(root, flame, OUTSIDE)
+    return {"kinds": dict(kinds), "paths": dict(paths), "flame": flame, "steps_us": steps}
+
+
+def _module_path(site: str) -> str:
+    return re.split(r"[/@:]", site, maxsplit=1)[0]
+
+
+def _label(event: Event) -> str:
+    kind = kind_of(event)
+    name = str(event["name"])
+    return f"{kind}: {name}" if kind in ("compile", "execute", "transfer", "snapshot") else name
+
+
+def _walk(span: Span) -> Iterator[Span]:
+    yield span
+    for child in span.children:
+        yield from _walk(child)
+
+
+def _name_kernels(execution: Span, kernels: Kernels) -> None:
+    """Put sites on the kernels of one execution: they ran in the order in which `kernels` lists them."""
+    position = 0
+    for span in _walk(execution):
+        name = str(span.event["name"])
+        for ahead in range(position, len(kernels)):
+            kernel, site = kernels[ahead]
+            if name == kernel or name.endswith("_" + kernel):
+                span.event["args"] = {**span.event.get("args", {}), "site": site, "kind": "op", "kernel": name}
+                span.event["name"] = site
+                position = ahead + 1
+                break
