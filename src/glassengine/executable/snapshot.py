@@ -1,0 +1,206 @@
+"""`Snapshot`: one execution of one executable, read back. Reading it runs no code and needs none of the user's."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+
+from glassengine.errors import CorruptError, UnknownNameError, UsageError
+from glassengine.executable import snapshot_layout as layout
+from glassengine.executable.snapshot_graph import load_graph
+from glassengine.executable.snapshot_layout import Entry
+from glassengine.executable.snapshot_tensors import TensorFile, restored
+from glassengine.recording.values import bytes_of
+
+
+class Snapshot:
+    """One execution: graph, inputs, outputs, random states. Values are read when they are asked for.
+
+    Attributes:
+        path: The directory, or the packed file.
+        meta: `meta.json`, without the entries.
+        inputs: In the order of the placeholders of the graph, weights and constants included.
+        outputs: In the order of the results of the graph; None where the execution did not end, or they were not kept.
+    """
+
+    def __init__(self, path: Path, meta: dict[str, Any], packed: TensorFile | None) -> None:
+        self.path = path
+        self._packed = packed
+        self._files: dict[str, TensorFile] = {}
+        try:
+            if meta["schema_version"] > layout.SCHEMA_VERSION:
+                raise CorruptError(
+                    f"{path.name} was written by a newer version",
+                    got=f"schema {meta['schema_version']}",
+                    expected=f"at most {layout.SCHEMA_VERSION}",
+                    hint="upgrade glassengine",
+                )
+            self.inputs = tuple(Entry.from_dict(entry) for entry in meta.pop("inputs"))
+            outputs = meta.pop("outputs")
+            self.outputs = outputs if outputs is None else tuple(Entry.from_dict(entry) for entry in outputs)
+            self.name = str(meta["name"])
+            self.kind = str(meta["kind"])
+            self.reason = str(meta["reason"])
+            self.process, self.executable, self.device_index, self.execution = (
+                int(meta[key]) for key in ("process", "executable", "device_index", "execution")
+            )
+            self.graph_hash: str | None = meta["graph_hash"]
+            self.redacted = bool(meta["redacted"])
+            self._rng = {str(device): Entry.from_dict(entry) for device, entry in meta.pop("rng").items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise _damaged(path, error) from error
+        self.meta = meta
+
+    @classmethod
+    def open(cls, path: str | Path) -> Snapshot:
+        """Open the directory of a snapshot, or what `pack` made of one.
+
+        Raises:
+            UsageError: There is nothing there, or a directory of snapshots.
+            CorruptError: It is damaged, or of a newer schema.
+        """
+        path = Path(path)
+        if path.is_file():
+            packed = TensorFile(path)
+            if layout.META not in packed.metadata:
+                raise CorruptError("not a packed snapshot", got=str(path), hint="glass snapshot pack SNAPSHOT")
+            return cls(path, _parsed(path, packed.metadata[layout.META]), packed)
+        meta = path / layout.META
+        if not meta.is_file():
+            inside = sorted(item.parent.name for item in path.glob(f"*/{layout.META}")) if path.is_dir() else []
+            raise UsageError(
+                "not a snapshot",
+                got=str(path),
+                expected=f"one of its {len(inside)} snapshots, such as {path / inside[-1]}" if inside else None,
+                hint="give the directory of one execution, or a packed file",
+            )
+        try:
+            if meta.stat().st_size > layout.MAX_META_BYTES:
+                raise _damaged(path, ValueError(f"more than {layout.MAX_META_BYTES} bytes"))
+            return cls(path, _parsed(path, meta.read_text(encoding="utf-8")), None)
+        except (OSError, UnicodeDecodeError) as error:
+            raise _damaged(path, error) from error
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """Names of all inputs in the order of the graph's placeholders."""
+        return tuple(entry.name for entry in self.inputs)
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """Names of the results in the order of the graph."""
+        return tuple(str(name) for name in self.meta["output_names"])
+
+    @functools.cached_property
+    def graph(self) -> ExportedProgram:
+        """The graph: its placeholders take `arguments()`, its results are called `output_names`.
+
+        Run it with `graph.graph_module(*arguments)` or an `fx.Interpreter`; nodes carry modules and source lines.
+
+        Raises:
+            UsageError: The snapshot has none; says why.
+            CorruptError: It is damaged, or is not the one that belongs to the inputs.
+        """
+        if self.graph_hash is None:
+            raise UsageError(f"the snapshot {self.path.name} has no graph", got=str(self.meta.get("graph_problem")))
+        if self._packed is None:
+            exported = load_graph(_within(self.path, layout.GRAPH))
+        else:
+            with tempfile.TemporaryDirectory() as directory:
+                copy = Path(directory, layout.GRAPH)
+                copy.write_bytes(bytes_of(self._packed.read(layout.GRAPH)))
+                exported = load_graph(copy)
+        placeholders = sum(node.op == "placeholder" for node in exported.graph.nodes)
+        if placeholders != len(self.inputs):
+            raise CorruptError(
+                f"{layout.GRAPH} does not belong to {layout.META}",
+                got=f"{placeholders} inputs",
+                expected=f"{len(self.inputs)}",
+            )
+        return exported
+
+    @functools.cached_property
+    def rng_states(self) -> dict[str, Tensor]:
+        """State of each device's generator before the run: uint8 tensors by device, "cpu" always among them."""
+        return {device: self._values(entry) for device, entry in self._rng.items()}
+
+    def input(self, name: str, *, device: str | torch.device = "cpu") -> Any:
+        """Return an input as it was before the run: a tensor with its strides, or a plain value.
+
+        Raises:
+            UnknownNameError: There is no such input.
+            UsageError: Its value was not kept.
+            CorruptError: Its bytes are not what was written.
+        """
+        return self._value(self._entry(self.inputs, name, "input"), device)
+
+    def output(self, name: str, *, device: str | torch.device = "cpu") -> Any:
+        """Return an output; raises as `input`."""
+        return self._value(self._entry(self.outputs or (), name, "output"), device)
+
+    def arguments(self, *, device: str | torch.device = "cpu") -> list[Any]:
+        """Return new values of all inputs in the order of the graph's placeholders; raises as `input`."""
+        return [self._value(entry, device) for entry in self.inputs]
+
+    def _entry(self, entries: tuple[Entry, ...], name: str, what: str) -> Entry:
+        for entry in entries:
+            if entry.name == name:
+                return entry
+        raise UnknownNameError(f"{what} of the snapshot", name, [entry.name for entry in entries])
+
+    def _value(self, entry: Entry, device: str | torch.device) -> Any:
+        if entry.left_out is not None or (entry.is_tensor and entry.file is None):
+            raise UsageError(
+                f"the value of {entry.name!r} is not in the snapshot {self.path.name}",
+                got=entry.left_out or "a redacted snapshot",
+            )
+        if not entry.is_tensor:
+            try:
+                return layout.plain_value(entry)
+            except (KeyError, ValueError) as error:
+                raise _damaged(self.path, error) from error
+        tensor = self._values(entry)
+        if torch.device(device).type != "cpu":
+            tensor = tensor.to(device)
+        return tensor.requires_grad_(entry.requires_grad and tensor.is_floating_point())
+
+    def _values(self, entry: Entry) -> Tensor:
+        assert entry.file is not None and entry.key is not None
+        if self._packed is not None:
+            stored = self._packed.read(f"{entry.file}/{entry.key}")
+        else:
+            if entry.file not in self._files:
+                self._files[entry.file] = TensorFile(_within(self.path, entry.file))
+            stored = self._files[entry.file].read(entry.key)
+        if zlib.crc32(bytes_of(stored)) != entry.crc32:
+            raise CorruptError(f"the bytes of {entry.name!r} are not what was written", got=f"{self.path / entry.file}")
+        return restored(stored, entry.dtype, entry.shape, entry.stride)
+
+
+def _parsed(path: Path, text: str) -> dict[str, Any]:
+    try:
+        meta = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, error) from error
+    if not isinstance(meta, dict):
+        raise _damaged(path, TypeError("not an object"))
+    return meta
+
+
+def _within(directory: Path, name: str) -> Path:
+    path = directory / name
+    if path.is_symlink():
+        raise CorruptError(f"{name} is a link to somewhere else", got=str(path))
+    return path
+
+
+def _damaged(path: Path, error: Exception) -> CorruptError:
+    return CorruptError(f"the snapshot {path.name} cannot be read", got=f"{type(error).__name__}: {error}")

@@ -1,0 +1,140 @@
+"""The layout of a snapshot on disk: one execution of one executable.
+
+    meta.json                what ran, on what, and an entry for every input and output
+    graph.pt2                the captured graph without values; a hard link where a snapshot beside it has the same one
+    inputs.safetensors       values of the inputs before the run
+    weights-N.safetensors    values of parameters, buffers and constants; hard links where they have not changed
+    rng.safetensors          states of the random number generators before the run
+    outputs.safetensors      values of the outputs
+
+What was not kept is absent, and `meta.json` says why. A packed snapshot is one safetensors file with all of that: its
+tensors are called `<file>/<key>`, its metadata has `meta.json`, and the bytes of `graph.pt2` are a tensor, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+SCHEMA_VERSION = 1
+META = "meta.json"
+GRAPH = "graph.pt2"
+INPUTS = "inputs.safetensors"
+OUTPUTS = "outputs.safetensors"
+RNG = "rng.safetensors"
+TENSOR_FILE = re.compile(r"(inputs|outputs|rng|weights-\d{1,3})\.safetensors")
+MAX_META_BYTES = 64 << 20
+
+_LONGEST_NAME = 100
+_PLAIN = {"int": int, "float": float, "bool": bool, "str": str}
+
+
+def weights_file(number: int) -> str:
+    """Return the name of the file of weights with this number."""
+    return f"weights-{number}.safetensors"
+
+
+def directory_name(name: str, process: int, executable: int, device: int, execution: int) -> str:
+    """Return what the snapshot of an execution is called; any name of an executable becomes a safe one."""
+    safe = re.sub(r"[^\w.+=@-]+", ".", name, flags=re.ASCII).strip(".")[:_LONGEST_NAME] or "executable"
+    return f"{safe}-process{process:06d}-executable{executable:06d}-device{device:06d}-execution{execution:06d}"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One input or output.
+
+    Attributes:
+        name: Unique among the inputs, or among the outputs.
+        kind: What it is to the graph: "parameter", "buffer", "constant", "input", "size", "saved", "tangent", "other";
+            "output" for an output.
+        dtype: torch dtype name of a tensor; "int", "float", "bool", "str" or "NoneType" for a plain value.
+        shape: Sizes of a tensor.
+        stride: Steps in elements.
+        device: Where it was; "" for a plain value.
+        requires_grad: Whether it takes part in autograd.
+        is_mutated: Whether the graph writes to it.
+        file: Where its values are; None where they were not kept.
+        key: Its key there.
+        crc32: Of its bytes.
+        value: Of a plain value; a float that is not finite is text.
+        left_out: Why there is no value.
+        sha256: Of its bytes, where a redacted snapshot has no value.
+        statistics: `results.Summary` as a dict, where a redacted snapshot has no value.
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    device: str = ""
+    requires_grad: bool = False
+    is_mutated: bool = False
+    file: str | None = None
+    key: str | None = None
+    crc32: int | None = None
+    value: int | float | bool | str | None = None
+    left_out: str | None = None
+    sha256: str | None = None
+    statistics: dict[str, Any] | None = None
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is a tensor; a plain value or something else otherwise."""
+        return bool(self.device)
+
+    def describe(self) -> str:
+        """Return dtype and shape, as in `float32[2,3]`, or the plain value."""
+        if self.is_tensor:
+            return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+        return self.dtype if self.left_out or self.value is None else f"{self.dtype} {self.value}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what stands in `meta.json`: whatever is not the default."""
+        found = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.default is dataclasses.MISSING or value != field.default:
+                found[field.name] = list(value) if isinstance(value, tuple) else value
+        return found
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Entry:
+        """Inverse of `to_dict`.
+
+        Raises:
+            ValueError: Something in it is of a wrong kind.
+            TypeError: It lacks something, or holds something unknown.
+        """
+        entry = cls(**{**data, "shape": tuple(data.get("shape", ())), "stride": tuple(data.get("stride", ()))})
+        sizes = (*entry.shape, *entry.stride)
+        texts = (entry.name, entry.kind, entry.dtype, entry.device, entry.file or "", entry.key or "")
+        if not all(type(size) is int and size >= 0 for size in sizes) or not all(type(t) is str for t in texts):
+            raise ValueError(f"a damaged entry: {str(data)[:200]}")
+        if entry.file is not None and not (TENSOR_FILE.fullmatch(entry.file) and entry.key is not None):
+            raise ValueError(f"values in {entry.file!r}")
+        return entry
+
+
+def plain_entry(name: str, kind: str, value: Any) -> Entry:
+    """Return the entry of an input or output that is no tensor."""
+    if value is None:
+        return Entry(name, kind, "NoneType")
+    dtype = type(value).__name__
+    if type(value) not in _PLAIN.values():
+        return Entry(name, kind, dtype, left_out=f"a {dtype} has no values to keep")
+    if isinstance(value, float) and not math.isfinite(value):
+        value = str(value)
+    return Entry(name, kind, dtype, value=value)
+
+
+def plain_value(entry: Entry) -> int | float | bool | str | None:
+    """Return the value of an entry that is no tensor and was not left out."""
+    if entry.dtype == "NoneType" or entry.value is None:
+        return None
+    return _PLAIN[entry.dtype](entry.value)  # type: ignore[no-any-return]

@@ -1,0 +1,149 @@
+"""Tensors of a snapshot on disk: safetensors files written in one go, and tensors read back with their strides.
+
+A file holds values in row-major order; what else a compiled graph depends on (strides) stands in `meta.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from glassengine.errors import CorruptError
+from glassengine.recording.layout import STORED
+from glassengine.recording.shard import write_all
+from glassengine.recording.values import bytes_of, dtype_name, why_not
+
+_BATCH_BYTES = 8 << 20
+_PADDING = 8
+
+
+def obstacle(value: Any) -> str | None:
+    """Return why the values of an input or output cannot be stored, or None."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    if type(value) not in (Tensor, torch.nn.Parameter):
+        return f"a {type(value).__name__}, which holds other tensors"
+    return why_not(value)
+
+
+def file_key(name: str) -> str:
+    """Return what a tensor is called in a file: its name, unless safetensors cannot spell it."""
+    key = name.encode(errors="backslashreplace").decode()
+    return f"{key}_" if key == "__metadata__" else key
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Write tensors by key, one large sequential write after another.
+
+    Memory: one tensor is copied where it is elsewhere or not contiguous.
+
+    Args:
+        path: A new file.
+        tensors: Key -> dense tensor of a dtype of `recording.layout.STORED`.
+
+    Returns:
+        CRC-32 of the bytes of each.
+
+    Raises:
+        OSError: The file exists or cannot be written.
+    """
+    # The largest elements first, so that every tensor is aligned to its elements.
+    ordered = sorted(tensors.items(), key=lambda item: -STORED[dtype_name(item[1].dtype)][1].itemsize)
+    header: dict[str, Any] = {}
+    end = 0
+    for key, tensor in ordered:
+        code, _, parts = STORED[dtype_name(tensor.dtype)]
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        shape = [*tensor.shape, parts] if parts > 1 else list(tensor.shape)
+        header[key] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _PADDING)
+    checksums: dict[str, int] = {}
+    with path.open("xb", buffering=0) as file:
+        waiting: list[bytes | memoryview] = [len(text).to_bytes(8, "little"), text]
+        size = 0
+        for key, tensor in ordered:
+            data = bytes_of(tensor.detach())
+            checksums[key] = zlib.crc32(data)
+            waiting.append(data)
+            size += data.nbytes
+            if size >= _BATCH_BYTES:
+                write_all(file, waiting)
+                waiting, size = [], 0
+        write_all(file, waiting)
+    return checksums
+
+
+class TensorFile:
+    """A safetensors file, mapped; tensors are read one by one.
+
+    Raises:
+        CorruptError: The file is missing or damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = cast(Any, safe_open(path, framework="pt"))
+            self.keys = frozenset(self._file.keys())
+            self.metadata: dict[str, str] = dict(self._file.metadata() or {})
+        except (SafetensorError, OSError) as error:
+            raise CorruptError(f"{path.name} cannot be read", got=f"{type(error).__name__}: {error}") from error
+
+    def read(self, key: str) -> Tensor:
+        """Return a tensor as it is stored, mapped.
+
+        Raises:
+            CorruptError: There is none of this key.
+        """
+        if key not in self.keys:
+            raise CorruptError(f"{self.path.name} lacks the tensor {key!r}")
+        return cast(Tensor, self._file.get_tensor(key))
+
+
+def restored(stored: Tensor, dtype: str, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """Return a tensor of its own memory with the values of `stored`, and strides as they were where memory allows.
+
+    Args:
+        stored: Row-major values of `shape`; complex128 as pairs.
+        dtype: torch dtype name.
+        shape: Sizes.
+        stride: Steps in elements; a dimension of step 0 is expanded again. Other overlapping memory becomes contiguous.
+
+    Raises:
+        CorruptError: The values do not fit.
+    """
+    expected = getattr(torch, dtype, None) if dtype in STORED else None
+    if expected is torch.complex128 and stored.shape[-1:] == (2,):
+        stored = torch.view_as_complex(stored)
+    shape, stride = tuple(shape), tuple(stride)
+    if stored.dtype != expected or tuple(stored.shape) != shape or len(stride) != len(shape):
+        raise CorruptError(
+            "a tensor of the snapshot is not what meta.json says",
+            got=f"{dtype_name(stored.dtype)}{list(stored.shape)}",
+            expected=f"{dtype}{list(shape)}",
+        )
+    own = [1 if step == 0 else size for size, step in zip(shape, stride, strict=True)]
+    if stored.numel() == 0 or not _is_dense(own, stride):
+        return stored.clone(memory_format=torch.contiguous_format)
+    narrowed = stored[tuple(slice(0, size) for size in own)]
+    return torch.empty_strided(own, stride, dtype=stored.dtype).copy_(narrowed).expand(shape)
+
+
+def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether no two elements share memory, and hardly any memory lies between them."""
+    end = 1
+    for size, step in sorted(zip(shape, stride, strict=True), key=lambda pair: pair[1]):
+        if size == 1:
+            continue
+        if step < end:
+            return False
+        end = step * (size - 1) + end
+    return end <= 4 * torch.Size(shape).numel() + 4096

@@ -1,0 +1,308 @@
+"""Writes snapshots: each appears whole under a name that was free, and shares what it has in common with earlier ones.
+
+What is killed half-way leaves a hidden directory; nothing that is there is ever replaced, except that the `meta.json`
+of a snapshot is told of outputs that came after it was written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import errno
+import functools
+import hashlib
+import json
+import os
+import shutil
+import socket
+import threading
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glassengine import environment
+from glassengine.executable import snapshot_layout as layout
+from glassengine.executable.graph import CapturedGraph
+from glassengine.executable.snapshot_graph import flatten, graph_archive
+from glassengine.executable.snapshot_layout import Entry, plain_entry
+from glassengine.executable.snapshot_tensors import file_key, obstacle, write_tensors
+from glassengine.executable.snapshot_weights import Home, Place, SharedWeights, link
+from glassengine.recording.statistics import summarize
+from glassengine.recording.values import bytes_of, dtype_name
+from glassengine.writing import aside
+
+WEIGHT_KINDS = ("parameter", "buffer", "constant")
+_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
+
+
+@dataclass
+class Taken:
+    """What is known of one execution when its snapshot is written.
+
+    Attributes:
+        name: Of the executable.
+        executable: Its number.
+        device_index: Where it ran.
+        execution: How many executions went before.
+        graph: What was compiled; None where nobody knows.
+        reason: "every", "nonfinite" or "error".
+        inputs: As they were before the run; None where they are not wanted.
+        outputs: After the run; None where they are not wanted, or there are none.
+        rng: State of each device's generator before the run.
+        facts: What else stands in `meta.json`.
+    """
+
+    name: str
+    executable: int
+    device_index: int
+    execution: int
+    graph: CapturedGraph | None
+    reason: str
+    inputs: Mapping[str, Any] | None
+    outputs: Mapping[str, Any] | None = None
+    rng: Mapping[str, Tensor] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class _Graph:
+    """A captured graph as it is written.
+
+    Attributes:
+        archive: Content of `graph.pt2`; None where there is none.
+        problem: Why there is none.
+        constants: Tensors that the captured graph holds itself.
+        home: Of the last snapshot that has it.
+    """
+
+    archive: bytes | None = None
+    problem: str | None = None
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
+    home: Home = field(default_factory=lambda: Home(None))
+
+
+class SnapshotWriter:
+    """Writes snapshots into one directory; not safe for several threads at once.
+
+    Args:
+        directory: Made when the first snapshot is written.
+        redact: Write shapes, statistics and hashes of values in place of the values, no source lines, and nothing of
+            the machine but versions and processor.
+    """
+
+    def __init__(self, directory: Path, *, redact: bool = False) -> None:
+        self.directory = directory
+        self._redact = redact
+        self._weights = SharedWeights()
+        self._graphs: dict[str, _Graph] = {}
+
+    def num_bytes(self, taken: Taken) -> int:
+        """Return about how many bytes a snapshot will take on disk, without what it shares with earlier ones."""
+        if self._redact:
+            return 0
+        tensors = [*(taken.inputs or {}).values(), *(taken.outputs or {}).values()]
+        if taken.inputs is not None and taken.graph is not None:
+            tensors += taken.graph.weights.values()
+        return sum(t.nbytes for t in tensors if obstacle(t) is None and not self._weights.is_known(t))
+
+    def write(self, taken: Taken) -> Path:
+        """Write one snapshot and return where it is.
+
+        Raises:
+            OSError: It cannot be written; nothing of it is left.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        name = layout.directory_name(
+            taken.name, environment.rank(), taken.executable, taken.device_index, taken.execution
+        )
+        partial = self.directory / f".{name}.{os.getpid()}-{threading.get_ident()}.partial"
+        partial.mkdir()
+        home = Home(partial)
+        try:
+            meta = self._write_files(taken, home)
+            (partial / layout.META).write_text(_text(meta), encoding="utf-8")
+            home.path = _claim(partial, self.directory / name)
+        except BaseException:
+            home.path = None
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        return home.path
+
+    def add_outputs(self, path: Path, outputs: Mapping[str, Any]) -> None:
+        """Add the outputs to a snapshot that was written before its run ended.
+
+        Raises:
+            OSError: They cannot be written; the snapshot is what it was.
+        """
+        meta = json.loads((path / layout.META).read_text(encoding="utf-8"))
+        try:
+            entries = self._entries(Home(path), layout.OUTPUTS, _as("output", outputs))
+            meta |= {"outputs": [entry.to_dict() for entry in entries], "output_names": list(outputs)}
+            with aside(path / layout.META) as new:
+                new.write_text(_text(meta), encoding="utf-8")
+        except BaseException:
+            (path / layout.OUTPUTS).unlink(missing_ok=True)
+            raise
+
+    def _write_files(self, taken: Taken, home: Home) -> dict[str, Any]:
+        graph = self._graph(taken.graph)
+        if graph.archive is not None:
+            self._write_graph(graph, home)
+        inputs: list[Entry] = []
+        rng: list[Entry] = []
+        if taken.inputs is not None:
+            inputs = self._write_inputs(taken, graph.constants, home)
+            if not self._redact:
+                rng = self._entries(home, layout.RNG, _as("other", taken.rng))
+        outputs = None
+        if taken.outputs is not None:
+            outputs = [entry.to_dict() for entry in self._entries(home, layout.OUTPUTS, _as("output", taken.outputs))]
+        known = taken.graph.output_names if taken.graph is not None else tuple(taken.outputs or ())
+        return {
+            "schema_version": layout.SCHEMA_VERSION,
+            "name": taken.name,
+            "kind": taken.graph.kind if taken.graph is not None else "unknown",
+            "reason": taken.reason,
+            "process": environment.rank(),
+            "num_processes": environment.num_ranks(),
+            "executable": taken.executable,
+            "device_index": taken.device_index,
+            "execution": taken.execution,
+            "graph_hash": taken.graph.hash if taken.graph is not None and graph.archive is not None else None,
+            "graph_problem": graph.problem,
+            "redacted": self._redact,
+            "created": dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds"),
+            **taken.facts,
+            "inputs": [entry.to_dict() for entry in inputs],
+            "output_names": list(known),
+            "outputs": outputs,
+            "rng": {entry.name: entry.to_dict() for entry in rng},
+            "settings": _settings(),
+            "environment": _surroundings(self._redact),
+        }
+
+    def _graph(self, graph: CapturedGraph | None) -> _Graph:
+        if graph is None:
+            return _Graph(problem="the executable does not know its graph")
+        if graph.hash not in self._graphs:
+            self._graphs[graph.hash] = _written(graph, with_source=not self._redact)
+        return self._graphs[graph.hash]
+
+    def _write_graph(self, graph: _Graph, home: Home) -> None:
+        assert home.path is not None and graph.archive is not None
+        target = home.path / layout.GRAPH
+        if graph.home.path is None or not link(graph.home.path / layout.GRAPH, target):
+            target.write_bytes(graph.archive)
+        graph.home = home
+
+    def _write_inputs(self, taken: Taken, constants: Mapping[str, Tensor], home: Home) -> list[Entry]:
+        assert taken.inputs is not None
+        given = _as("input", taken.inputs)
+        specs = {spec.name: spec for spec in taken.graph.inputs} if taken.graph is not None else {}
+        held: Mapping[str, Tensor] = {}
+        if taken.graph is not None:
+            held = taken.graph.weights
+            given = {
+                name: (spec.kind, held[name] if name in held else taken.inputs[name]) for name, spec in specs.items()
+            }
+        given |= _as("constant", constants)
+        found = []
+        for entry in self._entries(home, layout.INPUTS, given, constant=held.keys() | constants.keys()):
+            spec = specs.get(entry.name)
+            if spec is not None:
+                entry = dataclasses.replace(entry, requires_grad=spec.requires_grad, is_mutated=spec.is_mutated)
+            found.append(entry)
+        return found
+
+    def _entries(
+        self, home: Home, file: str, values: Mapping[str, tuple[str, Any]], *, constant: Container[str] = ()
+    ) -> list[Entry]:
+        """Write the values that can be written and return an entry for each of all, in their order."""
+        assert home.path is not None
+        found: dict[str, Entry] = {}
+        tensors: dict[str, Tensor] = {}
+        for name, (kind, value) in values.items():
+            problem = obstacle(value)
+            if not isinstance(value, Tensor):
+                found[name] = plain_entry(name, kind, value)
+                continue
+            found[name] = _tensor_entry(name, kind, value)
+            if problem is not None:
+                found[name] = dataclasses.replace(found[name], left_out=problem)
+            elif self._redact:
+                found[name] = _redacted(found[name], value)
+            else:
+                tensors[name] = value
+        weights = {name for name in tensors if values[name][0] in WEIGHT_KINDS}
+        places = self._weights.place(home, tensors, weights, constant) if file == layout.INPUTS else {}
+        rest = {name: tensor for name, tensor in tensors.items() if name not in places}
+        if rest:
+            checksums = write_tensors(home.path / file, {file_key(name): tensor for name, tensor in rest.items()})
+            places |= {name: Place(file, file_key(name), checksums[file_key(name)]) for name in rest}
+        for name, place in places.items():
+            found[name] = dataclasses.replace(found[name], file=place.file, key=place.key, crc32=place.crc32)
+        return list(found.values())
+
+
+def _as(kind: str, values: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    return {name: (kind, value) for name, value in values.items()}
+
+
+def _written(graph: CapturedGraph, *, with_source: bool) -> _Graph:
+    try:
+        flat = flatten(graph.module, with_source=with_source)
+        return _Graph(graph_archive(flat), constants=flat.constants)
+    except Exception as error:
+        # A snapshot without a graph is still worth more than none.
+        reason = str(error).strip().splitlines()
+        return _Graph(problem=f"torch cannot write it: {type(error).__name__}: {reason[0] if reason else ''}")
+
+
+def _tensor_entry(name: str, kind: str, tensor: Tensor) -> Entry:
+    stride = tuple(tensor.stride()) if tensor.layout == torch.strided else ()
+    return Entry(name, kind, dtype_name(tensor.dtype), tuple(tensor.shape), stride, str(tensor.device))
+
+
+def _redacted(entry: Entry, tensor: Tensor) -> Entry:
+    digest = hashlib.sha256(bytes_of(tensor.detach())).hexdigest()
+    return dataclasses.replace(entry, sha256=digest, statistics=summarize(tensor.detach()).to_dict())
+
+
+def _claim(partial: Path, wanted: Path) -> Path:
+    """Rename a finished directory to the first name that is free: the one wanted, or with -2, -3, ... behind it."""
+    number = 1
+    while True:
+        target = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+        try:
+            # A directory takes the place of an empty one only, so what another process wrote meanwhile is safe.
+            partial.rename(target)
+            return target
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
+        number += 1
+
+
+def _text(meta: Mapping[str, Any]) -> str:
+    return json.dumps(meta, indent=1, allow_nan=False) + "\n"
+
+
+def _settings() -> dict[str, Any]:
+    """What changes results from one process to another, besides versions and processor."""
+    return {
+        "num_threads": torch.get_num_threads(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+@functools.cache
+def _surroundings(redact: bool) -> dict[str, Any]:
+    known = environment.describe()
+    if redact:
+        return {name: known[name] for name in ("versions", "machine", "cpu", "cpu_flags")}
+    return {**known, "pid": os.getpid(), "host": socket.gethostname()}
