@@ -162,6 +162,16 @@ def synchronous() -> bool:
     return any(_is_on(name) for name in ("GLASS_SYNCHRONOUS", "CUDA_LAUNCH_BLOCKING"))
 
 
+def metrics() -> bool:
+    """Return whether counters and metrics are kept, which GLASS_METRICS=0 turns off."""
+    return os.environ.get("GLASS_METRICS", "").lower() not in ("0", "false")
+
+
+def explain() -> bool:
+    """Return whether GLASS_EXPLAIN asks for a line on stderr for every compilation."""
+    return _is_on("GLASS_EXPLAIN")
+
+
 def eager_debug() -> bool:
     """Return whether GLASS_EAGER_DEBUG or NEURON_USE_EAGER_DEBUG_MODE asks to run every op by itself."""
     return any(_is_on(name) for name in ("GLASS_EAGER_DEBUG", "NEURON_USE_EAGER_DEBUG_MODE"))
@@ -174,7 +184,7 @@ def compiler_flags() -> tuple[str, str]:
 
 
 def cache_max_bytes() -> str:
-    """Return what GLASS_CACHE_MAX_BYTES says of how large the cache of compiled graphs may grow; "" where it is unset."""
+    """Return what GLASS_CACHE_MAX_BYTES says of how large the cache of compiled graphs may grow; "" where unset."""
     return os.environ.get("GLASS_CACHE_MAX_BYTES", "")
 
 

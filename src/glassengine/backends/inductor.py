@@ -16,9 +16,11 @@ from typing import Any
 import torch
 
 from glassengine import environment
+from glassengine.backends.compiler_flags import flags_in_effect
 from glassengine.backends.io import read_io, write_io
-from glassengine.backends.kernels import list_kernels
+from glassengine.backends.kernels import kernel_nodes, list_kernels
 from glassengine.backends.protocol import Availability, Capabilities, GraphFunction, Network, Run, Weights
+from glassengine.executable.cache import CompilerCache
 from glassengine.program.program import Program
 
 FREEZE_LIMIT_BYTES = 2 << 30
@@ -74,7 +76,7 @@ class InductorBackend:
 
     def compile_graph(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> GraphFunction:
         """Compile in memory, with the sizes that the trace in progress has as symbols."""
-        with torch.no_grad(), _quiet():
+        with torch.no_grad(), _quiet(), flags_in_effect():
             artifact = torch._inductor.standalone_compile(
                 module, list(example_inputs), dynamic_shapes="from_tracing_context"
             )
@@ -85,6 +87,13 @@ class InductorBackend:
             return artifact(*values)
 
         return run
+
+    def graph_cache(self) -> CompilerCache:
+        """Return the caches of Inductor itself."""
+        # Importing it starts Inductor, which engines that are only run do without.
+        from glassengine.backends.inductor_cache import InductorCache
+
+        return InductorCache()
 
     def options(self, program: Program) -> dict[str, Any]:
         """Return every setting of Inductor that is a plain value, those of this back-end put in."""
@@ -99,6 +108,10 @@ class InductorBackend:
     def network(self, program: Program, directory: Path) -> Network:
         """Return the kernels and library calls in the order of the generated code."""
         return list_kernels(program, directory / _PACKAGE)
+
+    def kernels(self, directory: Path) -> list[tuple[str, tuple[str, ...]]]:
+        """Return the kernels in the order of execution, and what each computes."""
+        return kernel_nodes(directory / _PACKAGE)
 
     def _choices(self, program: Program) -> dict[str, Any]:
         frozen = self.keeps_weights(program)

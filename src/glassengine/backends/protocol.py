@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from glassengine.executable.cache import CompilerCache
 from glassengine.program.listing import list_nodes, stage_of
 from glassengine.program.naming import op_name
 from glassengine.program.program import Program
@@ -115,6 +116,14 @@ class Describing(Protocol):
 
 
 @runtime_checkable
+class NamingKernels(Protocol):
+    """A back-end whose kernels show as spans in a profile; a third party may leave this out."""
+
+    def kernels(self, directory: Path) -> list[tuple[str, tuple[str, ...]]]:
+        """Return (name of a kernel's span, nodes that it computes) in the order of execution."""
+
+
+@runtime_checkable
 class CompilingGraphs(Protocol):
     """A back-end that can compile a graph in memory, for `torch.compile`; a third party may leave this out."""
 
@@ -125,6 +134,14 @@ class CompilingGraphs(Protocol):
             module: Its results are a flat tuple of tensors, numbers and None; it may write to its inputs.
             example_inputs: Fake tensors, whose sizes may be symbols, and numbers; in the order of the placeholders.
         """
+
+
+@runtime_checkable
+class CachingGraphs(Protocol):
+    """A back-end whose `compile_graph` can find again what it compiled in another process."""
+
+    def graph_cache(self) -> CompilerCache:
+        """Return how it is told where to keep its products."""
 
 
 def effective_options(backend: Backend, program: Program) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import torch
 
 from glassengine import environment
 from glassengine.errors import BackendError, GlassError
+from glassengine.executable.cache import CompilerCache, compiled
 from glassengine.executable.graph import CapturedGraph
 from glassengine.executable.observers import Arguments, Execution, is_watched
 
@@ -179,21 +180,24 @@ def compile_executable(name: str, compiler: Callable[[Path], None], directory: P
     logger.info("compiled %s in %.1f s", name, seconds)
 
 
-def compile_graph(name: str, graph: CapturedGraph, compiler: Callable[[], Function]) -> Executable:
-    """Compile a captured graph in memory.
+def compile_graph(
+    name: str, graph: CapturedGraph, compiler: Callable[[], Function], cache: CompilerCache | None = None
+) -> Executable:
+    """Compile a captured graph in memory, or take it from the persistent cache.
 
     Args:
         name: Shown in messages.
         graph: What is compiled.
         compiler: Given by the back-end: returns a function that takes the inputs as a list, which it empties, and
             returns the outputs as a sequence.
+        cache: How the back-end's compiler keeps its products; None where it cannot.
 
     Raises:
         BackendError: The compiler failed; chains the original error.
     """
     start = time.perf_counter()
     try:
-        function = compiler()
+        made = compiled(name, graph, compiler, cache)
     except GlassError:
         raise
     except Exception as error:
@@ -202,10 +206,10 @@ def compile_graph(name: str, graph: CapturedGraph, compiler: Callable[[], Functi
             got=f"{type(error).__name__}: {error}",
             hint='another back-end: options={"backend": "eager"}',
         ) from error
-    seconds = time.perf_counter() - start
-    ledger.compilations.append(CompileRecord(name, seconds))
+    if made.outcome != "hit":
+        ledger.compilations.append(CompileRecord(name, time.perf_counter() - start))
     input_names = tuple(spec.name for spec in graph.inputs)
-    return Executable(name, function, input_names, graph.output_names, graph)
+    return Executable(name, made.function, input_names, graph.output_names, graph, made.key)
 
 
 def load_executable(name: str, loader: Callable[[Path], Function], directory: Path) -> Executable:

@@ -17,9 +17,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import CompileContext, TracingContext
 
-from glassengine.backends.protocol import Backend, CompilingGraphs, GraphFunction
+from glassengine.backends.protocol import Backend, CachingGraphs, CompilingGraphs, GraphFunction
 from glassengine.backends.registry import choose_backend, find_backend, list_backends
 from glassengine.errors import UnknownNameError, UsageError
+from glassengine.executable.cache import CompilerCache
 from glassengine.executable.executable import compile_graph
 from glassengine.executable.graph import CapturedGraph, GraphKind
 from glassengine.frontends.aot_graph import Names, captured
@@ -61,13 +62,14 @@ def glass_backend(
     """
     chosen = read_options(options, mode)
     backend = graph_backend(chosen.backend)
+    cache = backend.graph_cache() if isinstance(backend, CachingGraphs) else None
     names = Names(module.graph)
     label = _label(names)
 
     def compiler(kind: GraphKind) -> Callable[[torch.fx.GraphModule, Sequence[Any]], GraphFunction]:
         def compile_one(traced: torch.fx.GraphModule, inputs: Sequence[Any]) -> GraphFunction:
             graph = captured(traced, kind, names)
-            return _boxed(graph, f"{label}/{_number(kind)}", lambda: backend.compile_graph(traced, inputs))
+            return _boxed(graph, f"{label}/{_number(kind)}", lambda: backend.compile_graph(traced, inputs), cache)
 
         return compile_one
 
@@ -80,8 +82,10 @@ def glass_backend(
     )(module, example_inputs)
 
 
-def _boxed(graph: CapturedGraph, name: str, compiler: Callable[[], GraphFunction]) -> GraphFunction:
-    run = compile_graph(name, graph, compiler).run
+def _boxed(
+    graph: CapturedGraph, name: str, compiler: Callable[[], GraphFunction], cache: CompilerCache | None
+) -> GraphFunction:
+    run = compile_graph(name, graph, compiler, cache).run
 
     def call(arguments: list[Any]) -> Any:
         return run(arguments)

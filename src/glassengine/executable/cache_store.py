@@ -1,0 +1,287 @@
+"""The directory of the persistent cache: one directory per compiled graph, which appears whole or not at all.
+
+    <key>/manifest.json   key, name, parts of the key, why it was compiled, checksums of the files; itself checksummed
+    <key>/files/          what the compiler keeps of its own, in its own format
+    <key>/uses            a byte for every hit; its time of change is that of the last use
+
+What is in `files` becomes code of the process that loads it. So the directory must belong to the user alone, nothing is
+taken from it but what the manifest lists, and every file is checked while it is copied out: the compiler never works in
+this directory, and what it reads is what was checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from glassengine.errors import CorruptError, UsageError
+from glassengine.executable.cache_key import Parts, digest
+
+SCHEMA_VERSION = 1
+_MANIFEST, _FILES, _USES = "manifest.json", "files", "uses"
+_MAX_MANIFEST_BYTES = 4 << 20
+_CHUNK = 1 << 20
+_ABANDONED_S = 3600.0  # age above which what a killed process was writing is removed
+_KEY = re.compile(r"[0-9a-f]{40}")
+_TRIES = 3  # another process may replace an entry while it is read
+_serial = itertools.count()
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What an entry is.
+
+    Attributes:
+        key: Digest of `parts`.
+        name: Of the executable it was compiled for first.
+        graph_hash: Of the captured graph.
+        parts: Of the key.
+        cause: Why it had to be compiled.
+        compile_s: Seconds that took.
+        files: Relative path -> (bytes, sha256).
+    """
+
+    key: str
+    name: str
+    graph_hash: str
+    parts: Parts
+    cause: str
+    compile_s: float
+    files: dict[str, tuple[int, str]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files."""
+        return sum(size for size, _ in self.files.values())
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A stored entry: its manifest, how often it was taken, and when last, in seconds since the epoch."""
+
+    manifest: Manifest
+    num_hits: int
+    last_used: float
+
+
+class Store:
+    """The entries of one directory.
+
+    Args:
+        root: Created with access for its owner only.
+
+    Raises:
+        UsageError: Somebody else owns the directory or can write to it.
+        OSError: It can neither be read nor created.
+    """
+
+    def __init__(self, root: Path) -> None:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = root.stat()
+        problem = None
+        if hasattr(os, "geteuid") and status.st_uid != os.geteuid():
+            problem = f"user {status.st_uid} owns it"
+        elif os.name == "posix" and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            problem = f"mode {stat.S_IMODE(status.st_mode):04o}: others can write to it"
+        if problem is not None:
+            raise UsageError(
+                f"the cache of compiled graphs {root} cannot be trusted",
+                got=problem,
+                expected="a directory of your own, mode 0700: what is in it is run",
+                hint="chmod 700, or another directory: GLASS_CACHE_DIR",
+            )
+        self.root = root
+        self._manifests: dict[str, tuple[int, Manifest]] = {}
+
+    def fetch(self, key: str, target: Path) -> Manifest | None:
+        """Copy the files of an entry into the empty directory `target`, checking them; None where there is no entry.
+
+        Raises:
+            CorruptError: The entry is damaged.
+        """
+        for _ in range(_TRIES):
+            entry = self.root / key
+            try:
+                manifest = _read_manifest(entry / _MANIFEST)
+            except FileNotFoundError:
+                if not entry.is_dir():
+                    return None
+                raise CorruptError(f"cache entry {key} has no manifest") from None
+            if digest(manifest.parts) != key or manifest.key != key:
+                raise CorruptError(f"cache entry {key} is of another key", got=manifest.key)
+            try:
+                for name, (size, checksum) in manifest.files.items():
+                    _copy_checked(entry / _FILES / name, target / name, size, checksum)
+            except FileNotFoundError as error:
+                if (entry / _MANIFEST).exists():
+                    raise CorruptError(f"cache entry {key} lacks a file", got=Path(error.filename).name) from None
+                continue
+            with contextlib.suppress(OSError), (entry / _USES).open("ab") as uses:
+                uses.write(b".")
+            return manifest
+        return None
+
+    def put(self, manifest: Manifest, source: Path) -> None:
+        """Store the files of `source` that the manifest lists; an entry of the same key is replaced.
+
+        Raises:
+            OSError: The disk is full, the directory cannot be written; nothing is left behind.
+        """
+        self._remove_abandoned()
+        aside = self._aside()
+        try:
+            for name in manifest.files:
+                target = aside / _FILES / name
+                target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                shutil.copyfile(source / name, target)
+            (aside / _MANIFEST).write_text(_manifest_text(manifest), encoding="utf-8")
+            for _ in range(_TRIES):
+                try:
+                    aside.rename(self.root / manifest.key)
+                    break
+                except OSError:
+                    if not (self.root / manifest.key).exists():
+                        raise
+                    self.remove(manifest.key)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def remove(self, key: str) -> None:
+        """Remove an entry, if it can be; one that another process is reading vanishes for it as a whole."""
+        aside = self._aside()
+        with contextlib.suppress(OSError):
+            (self.root / key).rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def entries(self) -> Iterator[Entry]:
+        """Yield every readable entry; damaged ones are found, counted and removed when they are wanted."""
+        for path in sorted(self.root.iterdir()):
+            if not _KEY.fullmatch(path.name):
+                continue
+            try:
+                changed = (path / _MANIFEST).stat()
+                known = self._manifests.get(path.name)
+                if known is None or known[0] != changed.st_mtime_ns:
+                    known = (changed.st_mtime_ns, _read_manifest(path / _MANIFEST))
+                    self._manifests[path.name] = known
+            except (OSError, CorruptError):
+                continue
+            try:
+                uses = (path / _USES).stat()
+                yield Entry(known[1], uses.st_size, uses.st_mtime)
+            except OSError:
+                yield Entry(known[1], 0, changed.st_mtime)
+
+    def shrink(self, max_bytes: int) -> list[Entry]:
+        """Remove the entries that were used least recently until all are within `max_bytes`, and return them."""
+        entries = sorted(self.entries(), key=lambda entry: entry.last_used)
+        total = sum(entry.manifest.num_bytes for entry in entries)
+        removed = []
+        for entry in entries:
+            if total <= max_bytes:
+                break
+            self.remove(entry.manifest.key)
+            total -= entry.manifest.num_bytes
+            removed.append(entry)
+        return removed
+
+    def _aside(self) -> Path:
+        return self.root / f".{os.getpid()}-{next(_serial)}-{time.time_ns():x}"
+
+    def _remove_abandoned(self) -> None:
+        for path in self.root.glob(".*-*-*"):
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime > _ABANDONED_S:
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+def list_files(directory: Path) -> dict[str, tuple[int, str]]:
+    """Return relative path -> (bytes, sha256) of every file under `directory`, without the compiler's locks."""
+    found = {}
+    for path in sorted(directory.rglob("*")):
+        if path.is_file() and not path.is_symlink() and path.suffix != ".lock":
+            with path.open("rb") as file:
+                checksum = hashlib.file_digest(file, "sha256").hexdigest()
+            found[path.relative_to(directory).as_posix()] = (path.stat().st_size, checksum)
+    return found
+
+
+def _manifest_text(manifest: Manifest) -> str:
+    content = {
+        "schema_version": SCHEMA_VERSION,
+        "key": manifest.key,
+        "name": manifest.name,
+        "graph_hash": manifest.graph_hash,
+        "cause": manifest.cause,
+        "compile_s": round(manifest.compile_s, 3),
+        "parts": manifest.parts,
+        "files": {name: {"bytes": size, "sha256": checksum} for name, (size, checksum) in manifest.files.items()},
+    }
+    return json.dumps(content | {"checksum": _checksum(content)}, indent=1)
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _read_manifest(path: Path) -> Manifest:
+    """Read and check a manifest.
+
+    Raises:
+        CorruptError: It is damaged.
+        FileNotFoundError: There is none.
+    """
+    with path.open("rb") as file:
+        data = file.read(_MAX_MANIFEST_BYTES + 1)
+    try:
+        content = json.loads(data)
+        checksum = content.pop("checksum")
+        if len(data) > _MAX_MANIFEST_BYTES or checksum != _checksum(content):
+            raise ValueError("its checksum is wrong")
+        files = {name: (int(file["bytes"]), str(file["sha256"])) for name, file in content["files"].items()}
+        if any(PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts for name in files):
+            raise ValueError("it names files outside of the entry")
+        return Manifest(
+            content["key"],
+            content["name"],
+            content["graph_hash"],
+            content["parts"],
+            content["cause"],
+            content["compile_s"],
+            files,
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        what = f"the manifest of cache entry {path.parent.name} is damaged"
+        raise CorruptError(what, got=f"{type(error).__name__}: {error}") from error
+
+
+def _copy_checked(source: Path, target: Path, size: int, checksum: str) -> None:
+    """Copy a file that must have `size` bytes and the SHA-256 `checksum`.
+
+    Raises:
+        CorruptError: It has not.
+        FileNotFoundError: There is none.
+    """
+    found = hashlib.sha256()
+    with open(os.open(source, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as file:  # noqa: PTH123
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_size != size:
+            raise CorruptError(f"{source.name} in the cache is damaged", got=f"{status.st_size} bytes, not {size}")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("wb") as copy:
+            while chunk := file.read(_CHUNK):
+                found.update(chunk)
+                copy.write(chunk)
+    if found.hexdigest() != checksum:
+        raise CorruptError(f"{source.name} in the cache is damaged", got="other bytes than were stored")
