@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import math
+import struct
 import threading
 import time
 from pathlib import Path
@@ -341,24 +344,37 @@ def test_statistics_of_a_block_are_those_of_each_tensor(tmp_path: Path) -> None:
         assert found.norm == pytest.approx(scale * float((finite / scale).norm()), rel=1e-6)
 
 
+def _rows(*numbers: float) -> str:
+    return base64.b64encode(struct.pack(f"<{len(numbers)}d", *numbers)).decode()
+
+
 @pytest.mark.parametrize(
     "change",
     [
         {"group": 1},
         {"step": -1},
         {"reason": 3},
-        {"statistics": []},
-        {"statistics": [[0.0, 1.0, 1.0]]},
-        {"statistics": [["0", 1.0, 1.0, 0]]},
-        {"statistics": [[0.0, 1.0, None, 0]]},
-        {"statistics": [[0.0, 1.0, 1.0, -1]]},
+        {"rows": 3},
+        {"rows": "?"},
+        {"rows": ""},
+        {"rows": _rows(0.0, 1.0)},
+        {"rows": _rows(0.0, 1.0, 1.0, 1.0)},
+        {"rows": _rows(0.0, 1.0, -1.0)},
+        {"rows": _rows(0.0, 1.0, math.nan)},
+        {"rows": _rows(0.0, math.inf, 1.0)},
+        {"rows": _rows(math.nan, 1.0, 1.0)},
+        {"num_nonfinite": None},
+        {"num_nonfinite": [[0]]},
+        {"num_nonfinite": [[1, 1]]},
+        {"num_nonfinite": [[0, -1]]},
+        {"num_nonfinite": [["0", 1]]},
     ],
 )
 def test_statistics_of_a_block_are_not_trusted(change: dict[str, Any]) -> None:
     group = {"rank": 0, "tensors": [{"site": "a", "dtype": "float32", "shape": [2], "axes": {}, "node": None}]}
     group["tensors"][0]["nbytes"] = 8  # type: ignore[index]
     groups = {0: records.group_from(group)}
-    payload = {"group": 0, "step": 2, "reason": "because", "statistics": [[0.0, 1.0, 1.0, 0]]}
-    assert records.measured_from(payload, groups)[0].statistics == LightStatistics(0.0, 1.0, 1.0, 0)
+    payload = {"group": 0, "step": 2, "reason": "because", "rows": _rows(0.0, 1.0, 1.0), "num_nonfinite": [[0, 1]]}
+    assert records.measured_from(payload, groups)[0].statistics == LightStatistics(0.0, 1.0, 1.0, 1)
     with pytest.raises(ValueError):
         records.measured_from({**payload, **change}, groups)

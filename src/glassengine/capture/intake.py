@@ -75,6 +75,8 @@ class Intake:
         if not wanted:
             return
         names = self._names.get(step)
+        if names is None and step not in self._committed:
+            names = self._names.setdefault(step, set())
         # The short way of nearly all tensors; hooks run thousands of times a second.
         if type(tensor) is Tensor and names is not None and site not in names and not self._has_budget:
             try:

@@ -19,9 +19,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 MANIFEST = "recording.json"
 INDEX = "index.log"
 STATISTICS = "statistics.log"
@@ -127,6 +128,19 @@ class LightStatistics:
     max: float | None
     norm: float
     num_nonfinite: int
+
+
+@dataclass(frozen=True)
+class LightTable:
+    """The light statistics of several tensors.
+
+    Attributes:
+        rows: float64[3, tensors]: minima, maxima (NaN where nothing finite is left) and norms.
+        num_nonfinite: Index of a tensor -> its NaN and infinite elements, where it has any.
+    """
+
+    rows: np.typing.NDArray[np.float64]
+    num_nonfinite: dict[int, int]
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,17 @@ A frame is: payload length (u32), CRC-32 of the payload (u32), JSON payload; lit
 
 from __future__ import annotations
 
+import base64
 import functools
 import json
+import math
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any, BinaryIO
+
+import numpy as np
 
 from glassengine.recording.layout import (
     ALIGNMENT,
@@ -23,6 +27,7 @@ from glassengine.recording.layout import (
     Entry,
     LeftOut,
     LightStatistics,
+    LightTable,
     Location,
     num_bytes,
 )
@@ -176,24 +181,25 @@ def left_out_from(payload: dict[str, Any]) -> LeftOut:
     if found is not None:
         if not isinstance(found, dict):
             raise ValueError("statistics are not an object")
-        low, high, norm = (found.get(key) for key in ("min", "max", "norm"))
-        statistics = _light_from(low, high, norm, found.get("num_nonfinite"))
+        statistics = _light_from(found)
     sizes = None if shape is None else tuple(shape)
     return LeftOut(site, int(str(step)), int(str(rank)), reason, dtype, sizes, statistics)
 
 
-def measured_frame(
-    group: int, step: int, reason: str, statistics: Sequence[tuple[float | None, float | None, float, int]]
-) -> bytes:
+def measured_frame(group: int, step: int, reason: str, table: LightTable) -> bytes:
     """Return the index frame of the tensors of a group whose values are not recorded.
+
+    Numbers as text would take longer than it takes to compute them: `rows` is base64 of the little-endian bytes.
 
     Args:
         group: Its number.
         step: Step that had them.
         reason: Why the values are not recorded.
-        statistics: min, max, norm and number of non-finite elements of each.
+        table: Their statistics.
     """
-    return frame({"kind": "measured", "group": group, "step": step, "reason": reason, "statistics": statistics})
+    rows = base64.b64encode(table.rows.astype("<f8", copy=False).tobytes()).decode()
+    what = {"kind": "measured", "group": group, "step": step, "reason": reason}
+    return frame({**what, "rows": rows, "num_nonfinite": list(table.num_nonfinite.items())})
 
 
 def measured_from(payload: dict[str, Any], groups: Mapping[int, Sequence[Entry]]) -> list[LeftOut]:
@@ -207,23 +213,41 @@ def measured_from(payload: dict[str, Any], groups: Mapping[int, Sequence[Entry]]
         ValueError: A field is missing, of the wrong kind, or contradicts the description of the group.
     """
     number, step = sizes_of(payload, "group", "step")
-    tensors, reason, rows = groups.get(number), payload.get("reason"), payload.get("statistics")
+    tensors, reason = groups.get(number), payload.get("reason")
+    rows, counts = payload.get("rows"), payload.get("num_nonfinite")
     if tensors is None:
         raise ValueError(f"group {number} is not described")
-    if not isinstance(reason, str):
+    if not isinstance(reason, str) or not isinstance(rows, str):
         raise ValueError("a name is not text")
-    if not isinstance(rows, list) or len(rows) != len(tensors):
+    numbers = base64.b64decode(rows, validate=True)
+    if len(numbers) != 3 * 8 * len(tensors):
         raise ValueError("statistics are not those of the group")
-    if not all(isinstance(row, list) and len(row) == 4 for row in rows):
-        raise ValueError("statistics are not an object")
+    if not isinstance(counts, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in counts):
+        raise ValueError("counts are not numbers")
+    num_nonfinite = [0] * len(tensors)
+    for pair in counts:
+        index, count = sizes_of({"index": pair[0], "count": pair[1]}, "index", "count")
+        if index >= len(tensors):
+            raise ValueError("statistics are not those of the group")
+        num_nonfinite[index] = count
+    table = np.frombuffer(numbers, "<f8").reshape(3, -1).T.tolist()
     return [
-        LeftOut(tensor.site, step, tensor.rank, reason, tensor.dtype, tensor.shape, _light_from(*row))
-        for tensor, row in zip(tensors, rows, strict=True)
+        LeftOut(tensor.site, step, tensor.rank, reason, tensor.dtype, tensor.shape, _light_of(*row, count))
+        for tensor, row, count in zip(tensors, table, num_nonfinite, strict=True)
     ]
 
 
-def _light_from(low: object, high: object, norm: object, count: object) -> LightStatistics:
-    (num_nonfinite,) = sizes_of({"count": count}, "count")
+def _light_of(low: float, high: float, norm: float, num_nonfinite: int) -> LightStatistics:
+    if not 0 <= norm < math.inf or math.isinf(low) or math.isinf(high) or math.isnan(low) != math.isnan(high):
+        raise ValueError("statistics are impossible numbers")
+    if math.isnan(low):
+        return LightStatistics(None, None, norm, num_nonfinite)
+    return LightStatistics(low, high, norm, num_nonfinite)
+
+
+def _light_from(found: Mapping[str, object]) -> LightStatistics:
+    low, high, norm = (found.get(key) for key in ("min", "max", "norm"))
+    (num_nonfinite,) = sizes_of({"count": found.get("num_nonfinite")}, "count")
     if (
         not isinstance(low, (float, int, NoneType))
         or not isinstance(high, (float, int, NoneType))
