@@ -51,6 +51,10 @@ def command(
         str | None,
         typer.Option(metavar="DTYPE", help="How the candidate sums products: float32, tf32, bfloat16 or float16."),
     ] = None,
+    reproduction: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Write a test of the first divergence that needs neither side nor glass."),
+    ] = None,
     attn_implementation: Annotated[str | None, typer.Option(help="As in transformers: sdpa, eager.")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Let code that comes with a checkpoint run.")] = False,
     revision: Annotated[str | None, typer.Option(help="Revision of a hub id.")] = None,
@@ -74,6 +78,7 @@ def command(
             fail_on=fail_on.value,
             min_coverage=min_coverage,
             accumulation=accum,
+            reproduction=reproduction,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
             revision=revision,

@@ -21,7 +21,10 @@ from glassengine.compare.verdict import unit_roundoff
 from glassengine.diagnose.cases import Case
 from glassengine.diagnose.climb import Climb, Progress, add_built, add_engine, add_model, start
 from glassengine.diagnose.conclude import conclude
+from glassengine.diagnose.evidence import EvidenceBox
 from glassengine.diagnose.judge import run_cases
+from glassengine.diagnose.reproduce import with_reproduction
+from glassengine.diagnose.reproduction_files import require_free
 from glassengine.diagnose.severity import Severity
 from glassengine.diagnose.sides import EngineSide
 from glassengine.engine.engine import load
@@ -47,6 +50,7 @@ def check(
     fail_on: Literal["suspicious", "wrong"] = "wrong",
     min_coverage: float = 0.9,
     accumulation: str | None = None,
+    reproduction: str | Path | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     revision: str | None = None,
@@ -68,6 +72,8 @@ def check(
         min_coverage: Least share of the baseline's float-valued sites that must have been judged.
         accumulation: "float32", "tf32", "bfloat16" or "float16": how the candidate sums its products, where it is less
             than float32; None takes what `torch.set_float32_matmul_precision` says.
+        reproduction: Directory for a test of the first divergence that needs neither the models nor Glass Engine; what
+            an earlier one left in it is put away. Nothing is written where there is no divergence.
         attn_implementation: As in transformers, for models that are loaded by transformers.
         trust_remote_code: Allow code that comes with a checkpoint to run.
         revision: Of a hub id.
@@ -78,6 +84,8 @@ def check(
         BackendError: A back-end is missing or failed.
         IncomparableError: The two sides have nothing in common to judge.
     """
+    if reproduction is not None:
+        require_free(Path(reproduction))
     options: dict[str, Any] = {
         "attn_implementation": attn_implementation,
         "trust_remote_code": trust_remote_code,
@@ -102,6 +110,9 @@ def check(
             coarsest = add_model(climb, load_model(candidate, dtype=dtype, **options), inputs, progress)
         else:
             add_built(climb, backend, passes, progress)
+        if reproduction is not None:
+            for score in climb.scores:
+                score.evidence = EvidenceBox(climb.program)
         progress(f"judging {len(climb.cases)} cases")
         run_cases(
             climb.program,
@@ -112,7 +123,7 @@ def check(
             accumulation=climb.accumulation,
             on_step=_severity_counter(climb),
         )
-        return conclude(
+        result = conclude(
             climb.program,
             climb.scores,
             climb.skipped,
@@ -124,6 +135,10 @@ def check(
             min_coverage=min_coverage,
             environment=environment.describe(),
         )
+        if reproduction is None or result.first_divergence is None:
+            return result
+        progress("writing a reproduction")
+        return with_reproduction(result, Path(reproduction), climb.scores, climb.program)
 
 
 def _accumulation(name: str | None) -> Accumulation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -103,6 +104,10 @@ def _divergence(result: Comparison, found: Divergence) -> Iterator[Text]:
         yield Text(f"  rms      introduced {found.introduced:.3g}, inherited {found.inherited:.3g}")
     for hint in found.hints[:_MAX_HINTS]:
         yield Text(f"  hint     {hint.text}")
+    if found.reproduction:
+        yield Text(f"  test     python {Path(found.reproduction) / 'test_repro.py'}")
+    else:
+        yield Text("  test     --reproduction DIR writes one that shows this without the models")
     inherited = sum(pair.inherited for pair in result.pairs if pair.rung == found.rung)
     others = [d for d in result.origins if d.rung == found.rung and d is not found]
     yield Text(f"  after    {inherited} later tensors merely inherited an error")

@@ -1,0 +1,185 @@
+"""The text of `test_repro.py`: what a reproduction runs, and how it decides.
+
+Everything here is our own; of the model there are operators, literals and escaped comments (see `torch_source`).
+"""
+
+from __future__ import annotations
+
+HEADER = """\
+# Reproduction written by Glass Engine {version}.
+#
+#     python test_repro.py        (or: python -m pytest test_repro.py)
+#
+# It needs {needs}, and the tensors beside it.
+#
+{about}
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+HERE = Path(__file__).resolve().parent
+STRIDES = {strides}
+DEVICES = {devices}
+
+
+"""
+
+CHECK = '''\
+def disagreement(actual, expected, allowed):
+    """Say what is wrong with `actual`; "" where rounding explains all of it."""
+    if actual.shape != expected.shape:
+        return f"shape {tuple(actual.shape)} for {tuple(expected.shape)}"
+    value = actual.double().cpu()
+    same = (value == expected) | (value.isnan() & expected.isnan())
+    error = torch.where(same, 0.0, (value - expected).abs())
+    wrong = ~(error <= allowed)
+    if not wrong.any():
+        return ""
+    worst = int((error / allowed).nan_to_num(torch.inf)[wrong].argmax())
+    index = tuple(wrong.nonzero()[worst].tolist())
+    return (
+        f"{int(wrong.sum())} of {wrong.numel()} values are further from float64 than rounding explains, most at "
+        f"{list(index)}: {float(value[index]):.8g}, expected {float(expected[index]):.8g}, give or take "
+        f"{float(allowed[index]):.3g}"
+    )
+
+
+def load(name):
+    """Return the tensors of a file, on the device and with the memory layout in which they were recorded."""
+    found = {}
+    for key, tensor in load_file(HERE / f"{name}.safetensors").items():
+        found[key] = tensor.to(DEVICES.get(key, "cpu"))
+        if key in STRIDES:
+            laid_out = torch.empty_strided(tensor.shape, STRIDES[key], dtype=tensor.dtype, device=found[key].device)
+            found[key] = laid_out.copy_(found[key])
+    return found
+
+
+def given(names):
+    tensors = load("inputs") | load("weights")
+    return [tensors[name] for name in names]
+
+
+def compare(results):
+    """Say what is wrong with the results of `actual`; "" where rounding explains all of it."""
+    expected = load("expected")
+    found = [disagreement(value, expected[f"output{i}"], expected[f"allowed{i}"]) for i, value in enumerate(results)]
+    return "; ".join(text for text in found if text)
+
+
+'''
+
+TEST_EXPECTED = """\
+def test_expected_is_what_float64_gives():
+    stored = load("expected")
+    doubles = [value.double() if value.is_floating_point() else value for value in given({arguments})]
+    for i, value in enumerate(expected(*doubles)):
+        wanted = stored[f"output{{i}}"]
+        torch.testing.assert_close(value.cpu(), wanted, rtol=1e-9, atol=1e-12, equal_nan=True, check_stride=False)
+
+
+"""
+
+TEST_ACTUAL = """\
+def test_actual_agrees_with_expected():
+    problem = compare(actual())
+    assert not problem, problem
+
+
+if __name__ == "__main__":
+    found = compare(actual())
+    raise SystemExit(found or print("agrees with float64"))
+"""
+
+_EAGER = '''\
+def actual():
+    """What the candidate makes of the inputs."""
+    with torch.no_grad():
+        return candidate(*given({arguments}))
+
+
+'''
+
+_INDUCTOR = '''\
+def actual():
+    """What Inductor makes of the inputs."""
+    torch._dynamo.reset()
+    with torch.no_grad(), torch._inductor.config.patch({settings}):
+        return torch.compile(candidate, fullgraph=True, dynamic=False)(*given({arguments}))
+
+
+'''
+
+_AOT_INDUCTOR = '''\
+def actual():
+    """What Inductor makes of the inputs ahead of time, with the weights in the package."""
+    import tempfile
+
+    inputs, weights = load("inputs"), load("weights")
+
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name, tensor in weights.items():
+                self.register_buffer(name, tensor)
+
+        def forward(self, **given):
+            every = {{**given, **{{name: getattr(self, name) for name in weights}}}}
+            return candidate(*(every[name] for name in {arguments}))
+
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        exported = torch.export.export(Module(), (), kwargs=inputs)
+        package = torch._inductor.aoti_compile_and_package(
+            exported, package_path=folder + "/model.pt2", inductor_configs={settings}
+        )
+        return torch._inductor.aoti_load_package(package)(**inputs)
+
+
+'''
+
+_ONNXRUNTIME = '''\
+def actual():
+    """What ONNX Runtime makes of the inputs."""
+    import onnxruntime
+
+    class Module(torch.nn.Module):
+        def forward(self, {parameters}):
+            return candidate({parameters})
+
+    arguments = dict(zip({arguments}, given({arguments})))
+    program = torch.onnx.export(
+        Module(), (), kwargs=arguments, input_names=list(arguments), dynamo=True, opset_version=20, verbose=False
+    )
+    session = onnxruntime.InferenceSession(program.model_proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    wanted = {{entry.name for entry in session.get_inputs()}}
+    results = session.run(None, {{name: tensor.numpy() for name, tensor in arguments.items() if name in wanted}})
+    return [torch.from_numpy(value) for value in results]
+
+
+'''
+
+_RECORDED = '''\
+def actual():
+    """What the candidate made of the inputs when it was recorded.
+
+    To test a mended candidate, return here what it makes of {inputs} now.
+    """
+    recorded = load("actual")
+    return [recorded[f"output{{i}}"] for i in range(len(recorded))]
+
+
+'''
+
+RUNNERS = {
+    "eager": _EAGER,
+    "inductor": _INDUCTOR,
+    "aot_inductor": _AOT_INDUCTOR,
+    "onnxruntime": _ONNXRUNTIME,
+    "recorded": _RECORDED,
+}
+"""How the candidate runs -> the function `actual` of the test."""
+
+NEEDS = {"onnxruntime": "torch, safetensors, onnxscript and onnxruntime"}
+NEEDS_ALWAYS = "torch and safetensors"

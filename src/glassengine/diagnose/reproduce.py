@@ -1,0 +1,149 @@
+"""A reproduction of the first divergence of a check: the smallest thing that still shows the mistake.
+
+Tried in this order, each by running the very test that is written: the candidate's own graph in eager mode (the mistake
+is in the graph or in a weight), the same compiled by the engine's back-end alone, then with more and more of the ops
+before it (a mistake of fusion). Where none of them shows it, what was recorded is kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from glassengine.compare.verdict import WRONG
+from glassengine.diagnose.cut_graph import Piece
+from glassengine.diagnose.evidence import Evidence
+from glassengine.diagnose.reproduction_files import Reproduction, run_reproduction, write_reproduction
+from glassengine.diagnose.score import Score
+from glassengine.errors import GlassError
+from glassengine.program.program import Program
+from glassengine.results import Comparison, Divergence
+
+logger = logging.getLogger("glassengine")
+
+_RUNNERS: Mapping[str, tuple[tuple[str, Mapping[str, Any]], ...]] = {
+    "inductor": (("inductor", {}), ("aot_inductor", {"freezing": True})),
+    "onnxruntime": (("onnxruntime", {}),),
+}
+"""Back-end -> what may show its mistakes without Glass Engine, and with which options."""
+
+_DEPTHS = (1, 2, 4, 8)
+
+
+def with_reproduction(result: Comparison, directory: Path, scores: Sequence[Score], baseline: Program) -> Comparison:
+    """Write a reproduction of the first divergence and return `result` with the name of its directory.
+
+    Args:
+        result: Has a first divergence.
+        directory: See `reproduction_files.require_free`.
+        scores: Of the check, with evidence.
+        baseline: The baseline program.
+
+    Raises:
+        UsageError: The directory holds other files.
+        OSError: It cannot be written.
+    """
+    first = result.first_divergence
+    assert first is not None and first.node is not None
+    score = next(score for score in scores if score.side.rung == first.rung)
+    evidence = None if score.evidence is None else score.evidence.get(first.node, first.step)
+    if evidence is None:
+        logger.warning("no reproduction of %s: its tensors were not kept", first.site)
+        return result
+    _reproduce(directory, first, evidence, baseline)
+    told = replace(first, reproduction=str(directory))
+    origins = tuple(told if origin is first else origin for origin in result.origins)
+    return replace(result, first_divergence=told, origins=origins)
+
+
+def _reproduce(directory: Path, divergence: Divergence, evidence: Evidence, baseline: Program) -> None:
+    weights, sites = _names("e", baseline)
+    if evidence.program is not None:
+        own = _names("c", evidence.program)
+        weights, sites = weights | own[0], sites | own[1]
+    recorded = Reproduction(
+        {**_about(divergence), "shown by": "the recorded result"},
+        "recorded",
+        evidence.exact,
+        None,
+        [evidence.expected],
+        [evidence.allowed],
+        [evidence.actual],
+        weights,
+        sites,
+    )
+    for found in _attempts(recorded, evidence):
+        if _shows(found):
+            write_reproduction(directory, found)
+            return
+    write_reproduction(directory, recorded)
+
+
+def _names(letter: str, program: Program) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the names of weights, and of everything else, by the letter of a side and the node."""
+    weights = {f"{letter}:{node}": name for node, name in program.weight_names().items()}
+    return weights, {f"{letter}:{node}": sites[0].name for node, sites in program.sites.by_node.items()}
+
+
+def _attempts(recorded: Reproduction, evidence: Evidence) -> Iterator[Reproduction]:
+    piece = evidence.candidate()
+    if piece is None:
+        return
+    own = {**recorded.about, "shown by": "the candidate's graph in eager mode"}
+    yield replace(recorded, about=own, runner="eager", candidate=piece)
+    seen: set[tuple[str, ...]] = set()
+    for depth in _DEPTHS:
+        region = evidence.candidate(depth)
+        if region is None or (key := tuple(node.name for node in region.ops)) in seen:
+            continue
+        seen.add(key)
+        for runner, settings in _RUNNERS.get(evidence.backend or "", ()):
+            own = {**recorded.about, "shown by": f"{len(region.ops)} ops compiled by {runner}"}
+            found = replace(recorded, about=own, runner=runner, settings=settings, candidate=region)
+            yield found if depth == 1 else _of_region(found, region)
+
+
+def _of_region(found: Reproduction, region: Piece) -> Reproduction:
+    """The expected value of a region: several ops round, so the bound of the last one is widened by what they do."""
+    expected = region.exact()
+    errors = [value.double() - exact for value, exact in zip(region.run(), expected, strict=True)]
+    widened = [
+        allowed + WRONG * float(error.nan_to_num(0.0, 0.0, 0.0).square().mean().sqrt())
+        for allowed, error in zip(found.allowed, errors, strict=True)
+    ]
+    return replace(found, exact=region, expected=expected, allowed=widened)
+
+
+def _shows(found: Reproduction) -> bool:
+    """Whether the test of a reproduction fails by itself."""
+    with tempfile.TemporaryDirectory(prefix="glassengine-reproduction-") as folder:
+        try:
+            write_reproduction(Path(folder), found)
+            problem = run_reproduction(Path(folder))
+        except (OSError, MemoryError):
+            raise
+        except GlassError as error:
+            logger.info("no reproduction by %s: %s", found.runner, error.what)
+            return False
+        except Exception as error:
+            logger.info("no reproduction by %s: %s: %s", found.runner, type(error).__name__, error)
+            return False
+    return bool(problem)
+
+
+def _about(divergence: Divergence) -> dict[str, Any]:
+    """What the reader of a reproduction is told."""
+    told = {
+        "site": divergence.site,
+        "candidate": divergence.candidate_site,
+        "source": divergence.source,
+        "rung": divergence.rung,
+        "step": divergence.step,
+        "verdict": divergence.verdict,
+        "hint": "; ".join(hint.text for hint in divergence.hints) or None,
+    }
+    return {label: value for label, value in told.items() if value is not None}
