@@ -10,12 +10,13 @@ from torch.fx import Node
 
 from glassengine.testing import corpus
 from glassengine.testing.corpus import Bench
-from glassengine.testing.edits import DoesNotApply, Edit, Mistake, Mutant, find_guilt, plant
+from glassengine.testing.edits import DoesNotApply, Edit, Mistake, Mutant, plant
 from glassengine.testing.families import make_bench
 from glassengine.testing.mistakes import MISTAKES
 from glassengine.testing.places import aten
 from glassengine.testing.random_mistakes import RANDOM_MISTAKES
 from glassengine.testing.rewrites import REWRITES
+from glassengine.testing.truth import find_guilt
 from glassengine.testing.variations import VARIATIONS
 
 SAMPLE = (

@@ -19,10 +19,10 @@ U_ACCUMULATE = 2.0**-24
 MOVES = _names(
     """
     _unsafe_view abs adaptive_max_pool2d alias amax amin arange as_strided broadcast_to cat chunk clamp clamp_max
-    clamp_min clone constant_pad_nd contiguous copy cummax cummin detach diagonal embedding empty expand expand_as
+    clamp_min clone constant_pad_nd contiguous copy cummax cummin detach diagonal embedding expand expand_as
     expand_copy flatten flip full full_like gather getitem hardtanh index index_copy index_put index_select
     lift_fresh_copy masked_fill masked_scatter max max_pool1d max_pool2d max_pool2d_with_indices max_pool3d maximum
-    min minimum movedim narrow neg new_empty new_full new_ones new_zeros ones ones_like pad permute pixel_shuffle
+    min minimum movedim narrow neg new_full new_ones new_zeros ones ones_like pad permute pixel_shuffle
     pixel_unshuffle reflection_pad1d reflection_pad2d relu relu6 repeat repeat_interleave replication_pad1d
     replication_pad2d reshape roll scalar_tensor scatter select select_scatter sign slice slice_scatter sort split
     split_with_sizes squeeze stack swapaxes t threshold tile topk transpose tril triu unbind unflatten unfold
@@ -57,6 +57,9 @@ RANDOM = _names(
     """
 )
 """Ops whose result is drawn anew: never judged."""
+
+UNDEFINED = _names("empty empty_like empty_permuted empty_strided new_empty new_empty_strided")
+"""Ops whose result is whatever the memory held: never judged, nor are elements that nothing has overwritten yet."""
 
 # Inside of these, errors are relative to the argument, not to the result: 1 + tanh and 1 + erf cancel, and arguments
 # of sines are reduced.

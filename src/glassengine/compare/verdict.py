@@ -26,6 +26,7 @@ rho_B sees what drowns in rho: errors of small elements beside large ones (the o
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -190,8 +191,8 @@ class Reference:
         """Rho of the whole tensor with every element in units of its bound."""
         counted = self._counted()
         legal = [self._share(run, bound).nan_to_num(0.0, 0.0, 0.0) for run in (self.native, *self._noisy)]
-        floor = max(_mean(own.square(), counted) for own in legal) ** 0.5
-        return float(_mean(share.square(), counted) ** 0.5) / max(floor, _LEAST_SHARE)
+        floor = math.sqrt(max(_mean(own.square(), counted) for own in legal))
+        return math.sqrt(_mean(share.square(), counted)) / max(floor, _LEAST_SHARE)
 
     def measured(self, candidate: torch.Tensor) -> Judgement:
         """Return rho and the error; the verdict is final where rho is None or the values are identical."""

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from glassengine.compare.operation import RANDOM
+from glassengine.compare.operation import RANDOM, UNDEFINED
 from glassengine.diagnose.score import FLAGGED, Score, float_nodes
 from glassengine.diagnose.severity import Severity
 from glassengine.diagnose.sides import EngineSide, ModuleSide, ProgramSide
@@ -69,7 +69,12 @@ def conclude(
     coverage = _coverage(main, program)
     first = _first(origins, order, [score.side.rung for score in scores])
     reason = _not_ok_because(verdict, first, fail_on, coverage, min_coverage, severity)
-    all_skipped = [*skipped, *_unobserved(main, program, skipped), *_reordered(scores, program), *_random(program)]
+    all_skipped = [
+        *skipped,
+        *_unobserved(main, program, skipped),
+        *_reordered(scores, program),
+        *_without_value(program),
+    ]
     return Comparison(
         baseline=baseline,
         candidate=candidate,
@@ -201,10 +206,10 @@ def _written_differently(scores: Sequence[Score]) -> Iterator[WrittenDifferently
                 yield WrittenDifferently(own.baseline.name, own.candidate.name, own.difference, found, score.side.rung)
 
 
-def _random(program: Program) -> list[Skipped]:
-    nodes = [node for node in program.graph.nodes if op_name(node) in RANDOM and is_tensor_node(node)]
-    reason = "random: every run draws anew"
-    return [Skipped(program.sites.by_node[node.name][0].name, "both", reason) for node in nodes]
+def _without_value(program: Program) -> list[Skipped]:
+    reasons = dict.fromkeys(RANDOM, "random: every run draws anew") | dict.fromkeys(UNDEFINED, "memory not yet written")
+    nodes = [node for node in program.graph.nodes if op_name(node) in reasons and is_tensor_node(node)]
+    return [Skipped(program.sites.by_node[node.name][0].name, "both", reasons[op_name(node)]) for node in nodes]
 
 
 def _unobserved(score: Score, program: Program, skipped: Sequence[Skipped]) -> list[Skipped]:

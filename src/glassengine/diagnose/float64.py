@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
+
+from glassengine.compare.operation import MOVES, UNDEFINED
+from glassengine.program.naming import op_name
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -23,5 +28,25 @@ def retarget(value: Any) -> Any:
 
 
 def target_of(node: Node) -> Any:
-    """Return what to call for `node` in float64: another kernel's memory layout may not allow a strict view."""
-    return torch.ops.aten.reshape.default if node.target is torch.ops.aten.view.default else node.target
+    """Return what to call for `node` in float64.
+
+    Another kernel's memory layout may not allow a strict view, and memory that nobody has written is NaN.
+    """
+    if node.target is torch.ops.aten.view.default:
+        return torch.ops.aten.reshape.default
+    return partial(_unwritten, node.target) if op_name(node) in UNDEFINED else node.target
+
+
+def unwritten_nodes(graph: Graph) -> set[str]:
+    """Return the nodes whose values may have elements that nothing has written, which are NaN in the reference."""
+    found: set[str] = set()
+    for node in graph.nodes:
+        moves = op_name(node) in MOVES and any(source.name in found for source in node.all_input_nodes)
+        if moves or op_name(node) in UNDEFINED:
+            found.add(node.name)
+    return found
+
+
+def _unwritten(target: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    value: torch.Tensor = target(*args, **kwargs)
+    return value.fill_(math.nan) if value.is_floating_point() else value.zero_()

@@ -29,6 +29,7 @@ from glassengine.compare.operation import (
     FLOAT32_SUMS,
     PRODUCTS,
     RANDOM,
+    UNDEFINED,
     Accumulation,
     Operation,
     Roundoff,
@@ -80,7 +81,7 @@ class Replay:
         seed: int = 0,
         worth_a_bound: float = 1.6,
     ) -> None:
-        self._worth_a_bound = worth_a_bound
+        self.worth_a_bound = worth_a_bound
         self._compiled = compiled
         self._wide_operands = wide_operands
         self._accumulation = accumulation
@@ -113,7 +114,7 @@ class Replay:
     def judge(self, node: Node, candidate: torch.Tensor, valid: torch.Tensor | None) -> Replayed | None:
         """Judge the error that `node` introduced; None where an input of it has no counterpart in the candidate."""
         op, call = _called(node)
-        if op_name(op) in RANDOM:
+        if op_name(op) in RANDOM | UNDEFINED:
             return None
         try:
             args, kwargs = torch.fx.node.map_arg((op.args, dict(op.kwargs)), self._value)
@@ -163,7 +164,7 @@ class Replay:
             return found
         # Terms of a product are of one size, and so are the errors of its elements, however small these are.
         is_even = operation.name in _FROM_MEMORY or not quick.has_outliers(candidate)
-        if found.rho <= self._worth_a_bound and is_even:
+        if found.rho <= self.worth_a_bound and is_even:
             return found
         reference = against([*self._noise(op, operation, roundoff), *_other_kernel(op, args, kwargs)])
         self._relative_floors[node.name] = reference.relative_floor

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from glassengine.compare.hints import tensor_hints, weight_hints
 from glassengine.compare.measure import measure
-from glassengine.compare.operation import RANDOM
+from glassengine.compare.operation import RANDOM, UNDEFINED
 from glassengine.compare.tolerance import tolerance
 from glassengine.compare.verdict import TIE, Judgement, Reference
 from glassengine.diagnose.cases import Case
@@ -80,6 +80,9 @@ class Score:
             # Drawn anew by every side, and the reference knows nothing of what follows: there only replay counts.
             self._tracker.visit(node, step, None, tied=True)
             return True
+        if op_name(node) in UNDEFINED:
+            self._tracker.visit(node, step, None)
+            return tied
         found = [(observed, self._judge(node, observed, reference)) for observed in self.side.observed(node.name)]
         if not found:
             self._tracker.visit(node, step, None, tied=tied)
@@ -236,9 +239,7 @@ def _inherited(predicted: torch.Tensor, reference: Reference) -> float | None:
     return float(difference.square().mean().sqrt()) if difference.numel() else 0.0
 
 
-def _completed(
-    tensor: torch.Tensor, reference: Reference, program: Program, node: Node, num_seen: int
-) -> torch.Tensor:
+def _completed(tensor: torch.Tensor, reference: Reference, program: Program, node: Node, num_seen: int) -> torch.Tensor:
     """A cache that grows is shorter than the static one, and one that slides holds the newest slots only.
 
     Only the part that both have is compared.
@@ -263,8 +264,9 @@ def _weights(program: Program) -> dict[str, torch.Tensor]:
 def float_nodes(program: Program, kinds: Sequence[str], *, without: tuple[str, ...] = ()) -> set[str]:
     """What coverage is counted over: nodes of floating dtype with a site of one of `kinds`.
 
-    Module inputs are left out (they are outputs of something else), so are names that start with one of `without`, and
-    nodes that depend on weights alone (they are taken from the weights, see `program.outputs`) and random numbers.
+    Module inputs are left out (they are outputs of something else), so are names that start with one of `without`,
+    nodes that depend on weights alone (they are taken from the weights, see `program.outputs`), random numbers and
+    memory that nothing has written.
     """
     constant = {node.name for node in weight_only_nodes(program)}
     counted = [s for s in program.sites if s.kind in kinds and ":in" not in s.name and not s.name.startswith(without)]
@@ -275,5 +277,5 @@ def float_nodes(program: Program, kinds: Sequence[str], *, without: tuple[str, .
         if node.name in named
         and is_tensor_node(node)
         and node.meta["val"].is_floating_point()
-        and op_name(node) not in RANDOM
+        and op_name(node) not in RANDOM | UNDEFINED
     }

@@ -6,6 +6,7 @@ reference, through the same `run_cases`, `Score` and `conclude` that `glass chec
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,6 +16,7 @@ import torch
 from torch.fx import Node
 
 from glassengine.compare.pairing import pair_sites
+from glassengine.compare.verdict import SUSPICIOUS
 from glassengine.diagnose.cases import Case, StepInputs
 from glassengine.diagnose.conclude import conclude
 from glassengine.diagnose.judge import run_cases
@@ -26,7 +28,8 @@ from glassengine.program import LoadedModel, Program
 from glassengine.program.naming import op_name
 from glassengine.program.outputs import is_view
 from glassengine.results import Comparison
-from glassengine.testing.edits import DoesNotApply, Guilt, Mistake, Mutant, find_guilt, plant
+from glassengine.testing.edits import DoesNotApply, Mistake, Mutant, plant
+from glassengine.testing.truth import Guilt, find_guilt, is_equivalent
 from glassengine.testing.variations import Variation, VariedSide
 
 
@@ -88,9 +91,13 @@ class Row:
         named: The node that was named first.
         guilty: The node that is guilty first.
         num_extra: Origins that are not guilty.
-        is_beneath: The mistake is in a float32 island and too small for the program's dtype (`Guilt.is_below_dtype`).
-        largest: Largest min(rho / 2, beta) over all tensors (rho / 2 where beta is unknown), and where.
-        note: Why a mistake does not count: "no effect", "below precision", "does not apply", or an error.
+        is_beneath: No value can show the mistake: it is in a float32 island and too small for the program's dtype
+            (`Guilt.is_below_dtype`), or no error at a guilty op is larger than rounding may make there (`effect` <= 1).
+        effect: Largest beta at the guilty ops: error over rounding bound; infinite where it is no matter of size.
+        ulp: Largest error at the guilty ops in units in the last place (`Guilt.ulp`).
+        largest: Largest min(rho / 2, beta) of a tensor judged by replay (rho / 2 where beta is unknown), and where.
+        accumulated: Largest rho / 4 of a tensor judged by the noise floor alone.
+        note: Why a mistake does not count: "no effect", "equivalent", "below precision", "does not apply", or an error.
     """
 
     bench: str
@@ -104,8 +111,11 @@ class Row:
     guilty: str | None = None
     num_extra: int = 0
     is_beneath: bool = False
+    effect: float = 0.0
+    ulp: float = 0.0
     largest: float = 0.0
     largest_at: str = ""
+    accumulated: float = 0.0
     note: str = ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -188,6 +198,8 @@ def _try(bench: Bench, mistake: Mistake, seed: str, row: Row, planter: Planter) 
         return None
     row.guilty = next(iter(guilt.nodes), None)
     row.note = "no effect" if not guilt.nodes else "below precision" if guilt.is_below_precision else ""
+    if not row.note and is_equivalent(bench.program, mutant, bench.inputs):
+        row.note = "equivalent"
     return Planted(mutant, guilt)
 
 
@@ -217,7 +229,9 @@ def rows_of_mistakes(bench: Bench, planted: Sequence[Planted], execution: str, s
     for item, side, result in zip(planted, sides, judge(bench, sides)[1:], strict=True):
         row = Row(bench.name, execution, item.mutant.mistake.name, item.mutant.mistake.group)
         row.guilty = next(iter(item.guilt.nodes))
-        row.is_beneath = item.guilt.is_below_dtype
+        row.ulp = item.guilt.ulp
+        row.effect = _effect(bench.program, item.guilt, result)
+        row.is_beneath = item.guilt.is_below_dtype or row.effect <= 1.0
         _fill(row, result)
         known = own_nodes(side)
         row.is_exact = row.named is not None and is_near(bench.program, item, row.named, known)
@@ -255,10 +269,25 @@ def _fill(row: Row, result: Comparison) -> None:
     row.named = result.first_divergence.node if result.first_divergence else None
     row.num_extra = len(result.origins)
     for pair in result.pairs:
-        if pair.rho is not None:
-            figure = pair.rho / 2 if pair.beta is None else min(pair.rho / 2, pair.beta)
-            if figure > row.largest:
-                row.largest, row.largest_at = figure, f"step {pair.step} {pair.site}"
+        if pair.rho is None:
+            continue
+        if pair.judged_by == "noise floor":
+            row.accumulated = max(row.accumulated, pair.rho / SUSPICIOUS)
+            continue
+        figure = pair.rho / 2 if pair.beta is None else min(pair.rho / 2, pair.beta)
+        if figure > row.largest:
+            row.largest, row.largest_at = figure, f"step {pair.step} {pair.site}"
+
+
+def _effect(program: Program, guilt: Guilt, result: Comparison) -> float:
+    """Largest beta at the guilty ops; infinite where one was not observed or its values differ in kind."""
+    found: dict[str, float] = {}
+    for pair in result.pairs:
+        site = program.sites.get(pair.site)
+        if site is not None and site.node in guilt.nodes:
+            beta = 0.0 if pair.verdict == "identical" else math.inf if pair.beta is None else pair.beta
+            found[site.node] = max(found.get(site.node, 0.0), beta)
+    return max((found.get(node, math.inf) for node in guilt.nodes), default=0.0)
 
 
 def is_near(program: Program, item: Planted, named: str, known: Mapping[str, str]) -> bool:

@@ -1,9 +1,7 @@
-"""Plant one mistake in a copy of a program, as a pass of a careless author would, and find the guilty op by running it.
+"""Plant one mistake in a copy of a program, as a pass of a careless author would.
 
 A `Mistake` edits a graph or weights through an `Edit`. `plant` gives the changed program with the node that holds the
-value of each node of the original. `find_guilt` runs it and compares every op with the original's op on the same
-inputs and the same kernels: an op that differs by a bit is guilty. This is the truth that the verdict is held against;
-it uses nothing of the verdict but the masks of elements that count.
+value of each node of the original; `truth` says which op is guilty.
 """
 
 from __future__ import annotations
@@ -19,15 +17,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.fx import Graph, GraphModule, Node
-from torch.utils import _pytree as pytree
 
-from glassengine.capture.interpreter import run_program
-from glassengine.diagnose.cases import StepInputs
-from glassengine.diagnose.float64 import retarget, target_of
-from glassengine.diagnose.sides import empty_caches
-from glassengine.diagnose.validity import valid_mask
-from glassengine.program.export import named_inputs
-from glassengine.program.naming import is_tensor_node, op_name
+from glassengine.program.naming import op_name
 from glassengine.program.outputs import weight_only_nodes
 from glassengine.program.passes import apply_function
 from glassengine.program.program import Program
@@ -186,101 +177,3 @@ def with_weights(program: Program, weights: Mapping[str, Tensor]) -> Program:
             store[name] = torch.nn.Parameter(weights[name], requires_grad=False) if is_parameter else weights[name]
         setattr(exported, attribute, store)
     return replace(program, exported=exported)
-
-
-@dataclass(frozen=True)
-class Guilt:
-    """Which ops of the original a mutant computes wrongly.
-
-    Attributes:
-        nodes: Node -> first step in which it differs, in order of (step, graph).
-        is_below_precision: Everywhere the result is a faithful rounding of the right one (within one unit in the last
-            place of the float64 result, which is a shift of at most half a unit): nobody can tell.
-        is_below_dtype: Likewise in units of the program's dtype, where the op computes in a finer one (a norm in
-            float32 within a bfloat16 model): only who looks into the norm can tell.
-    """
-
-    nodes: Mapping[str, int]
-    is_below_precision: bool
-    is_below_dtype: bool
-
-
-@torch.no_grad()
-def find_guilt(program: Program, mutant: Mutant, steps: Iterable[StepInputs | Mapping[str, Any]]) -> Guilt:
-    """Run `mutant` over `steps` and compare each op with that of `program` on the same inputs."""
-    guilty: dict[str, int] = {}
-    apart: list[float] = []
-    own_eps = torch.finfo(getattr(torch, str(program.metadata.get("dtype", "float32")))).eps
-    apart_in_dtype: list[float] = []
-    caches: dict[str, Tensor] = {}
-    for number, inputs in enumerate(steps):
-        own: dict[str, Any] = {}
-
-        def keep(node: Node, value: Any, own: dict[str, Any] = own) -> None:
-            own[node.name] = value
-
-        named = inputs.named() if isinstance(inputs, StepInputs) else named_inputs(inputs)
-        if program.layout is not None and not caches:
-            caches = empty_caches(program, named)
-        outputs = run_program(mutant.program, {**named, **caches}, keep)
-        user = {port.node: {**named, **caches}[port.name] for port in program.inputs}
-        values = user | {ours: own[theirs] for ours, theirs in mutant.moved.items() if theirs in own}
-        values |= {ours: user[theirs] for ours, theirs in mutant.moved.items() if theirs in user}
-        evaluate = _Evaluation(program, values)
-        for node in program.graph.nodes:
-            if not is_tensor_node(node) or node.name not in values:
-                continue
-            site = program.sites.by_node[node.name][0]
-            valid = valid_mask(site, values[node.name], inputs) if isinstance(inputs, StepInputs) else None
-            found = evaluate.difference(node, valid)
-            if found is None:
-                continue
-            guilty.setdefault(node.name, number)
-            apart.append(found)
-            dtype = values[node.name].dtype
-            is_finer = dtype.is_floating_point and torch.finfo(dtype).eps < own_eps
-            # Half a unit of the coarser dtype; the half that rounding adds is negligible in the finer one.
-            apart_in_dtype.append(2 * found * torch.finfo(dtype).eps / own_eps if is_finer else found)
-        caches = {past: outputs[present] for past, present in mutant.program.caches.items()}
-    return Guilt(guilty, max(apart, default=2.0) <= 1.0, max(apart_in_dtype, default=2.0) <= 1.0)
-
-
-class _Evaluation:
-    """The original's ops on the mutant's values of one step."""
-
-    def __init__(self, program: Program, values: dict[str, Any]) -> None:
-        self._values = values
-        self._weights = program.weights()
-
-    def difference(self, node: Node, valid: Tensor | None) -> float | None:
-        """Return how many units in the last place the value is from the float64 result, None where no bit differs."""
-        value = self._values[node.name]
-        args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), self._value)
-        try:
-            native = target_of(node)(*args, **kwargs)
-        except (RuntimeError, IndexError, ValueError):
-            return None
-        if native.shape != value.shape:
-            return float("inf")
-        differs = ~((native == value) | (native.isnan() & value.isnan()))
-        if valid is not None:
-            differs = differs & valid
-        if not bool(differs.any()):
-            return None
-        if not native.is_floating_point() or native.dtype is not value.dtype:
-            return float("inf")
-        exact_args, exact_kwargs = pytree.tree_map(retarget, (args, kwargs))
-        exact = target_of(node)(*exact_args, **exact_kwargs)
-        unit = torch.finfo(value.dtype).eps * torch.exp2(exact.abs().log2().floor())
-        unit = unit.nan_to_num(0.0).clamp(min=torch.finfo(value.dtype).tiny)
-        apart = torch.where(differs, (value.double() - exact).abs() / unit, 0.0)
-        return float(apart.nan_to_num(nan=float("inf")).max())
-
-    def _value(self, node: Node) -> Any:
-        if node.name in self._values:
-            return self._values[node.name]
-        if node.name in self._weights:
-            return self._weights[node.name]
-        args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), self._value)
-        self._values[node.name] = value = target_of(node)(*args, **kwargs)
-        return value
