@@ -32,6 +32,11 @@ if TYPE_CHECKING:
     from glassengine.errors import IncomparableError as IncomparableError
     from glassengine.errors import UnknownNameError as UnknownNameError
     from glassengine.errors import UsageError as UsageError
+    from glassengine.executable.metrics import metrics as metrics
+    from glassengine.executable.metrics import metrics_report as metrics_report
+    from glassengine.executable.metrics import reset_metrics as reset_metrics
+    from glassengine.executable.metrics_reader import read_metrics as read_metrics
+    from glassengine.executable.metrics_report import merge_metrics as merge_metrics
     from glassengine.executable.profile import profile as profile
     from glassengine.executable.profile_files import read_profiles as read_profiles
     from glassengine.executable.profile_server import request_profile as request_profile
@@ -67,15 +72,20 @@ _PUBLIC = {
     "export": "glassengine.recording.formats.export",
     "list_backends": "glassengine.backends.registry",
     "load": "glassengine.engine.engine",
+    "merge_metrics": "glassengine.executable.metrics_report",
+    "metrics": "glassengine.executable.metrics",
+    "metrics_report": "glassengine.executable.metrics",
     "model_addition_debugger_context": "glassengine.capture.model_debugger",
     "named_network_outputs": "glassengine.capture.hooks",
     "profile": "glassengine.executable.profile",
+    "read_metrics": "glassengine.executable.metrics_reader",
     "read_profiles": "glassengine.executable.profile_files",
     "record": "glassengine.capture.record",
     "record_script": "glassengine.capture.run_script",
     "record_target": "glassengine.capture.target",
     "register_network_output": "glassengine.taps",
     "request_profile": "glassengine.executable.profile_server",
+    "reset_metrics": "glassengine.executable.metrics",
     "side_by_side": "glassengine.diagnose.side_by_side",
     "sites": "glassengine.program",
     "start_server": "glassengine.executable.profile_server",

@@ -20,6 +20,7 @@ from glassengine import environment
 from glassengine.errors import BackendError, GlassError
 from glassengine.executable.cache import CompilerCache, compiled
 from glassengine.executable.graph import CapturedGraph
+from glassengine.executable.metrics import registry
 from glassengine.executable.observers import Arguments, Execution, is_watched
 
 logger = logging.getLogger("glassengine")
@@ -84,15 +85,16 @@ class Executable:
             Exception: The back-end failed with inputs in a list: its own error, with a note, because the caller is the
                 user's code and may expect it. Or what an observer raised.
         """
-        device = _device_index(inputs)
+        busy = _accelerators(inputs) if self.synchronous or torch.accelerator.is_available() else []
+        device = busy[0].index or 0 if busy else 0
         number = self.executions.get(device, 0)
-        accelerators = _accelerators(inputs) if self.synchronous else []
         execution = Execution(self, number, device, inputs) if is_watched() else None
-        start = time.perf_counter()
+        start = time.perf_counter_ns()
         try:
             outputs = self.function(inputs)
-            for accelerator in accelerators:
-                torch.accelerator.synchronize(accelerator)
+            if self.synchronous:
+                for accelerator in busy:
+                    torch.accelerator.synchronize(accelerator)
         except Exception as error:
             if execution is not None:
                 execution.fail(error)
@@ -102,8 +104,13 @@ class Executable:
                 raise self._failure(error, number, inputs) from error
             error.add_note(f"in executable {self.name!r}, execution {number}")
             raise
-        self.execute_s += time.perf_counter() - start
+        elapsed = time.perf_counter_ns() - start
+        self.execute_s += elapsed * 1e-9
         self.executions[device] = number + 1
+        if registry.enabled:
+            registry.sample("DispatchTime" if busy and not self.synchronous else "ExecuteTime", elapsed, "ns")
+            if number:
+                registry.count("CachedCompile")
         if execution is not None:
             execution.finish(outputs)
         return outputs
@@ -124,12 +131,6 @@ def _accelerators(inputs: Arguments) -> list[torch.device]:
     values = inputs.values() if isinstance(inputs, Mapping) else inputs
     found = dict.fromkeys(value.device for value in values if hasattr(value, "device"))
     return [device for device in found if device.type not in ("cpu", "meta")]
-
-
-def _device_index(inputs: Arguments) -> int:
-    if not torch.accelerator.is_available():
-        return 0
-    return next((device.index or 0 for device in _accelerators(inputs)), 0)
 
 
 def _spell(tensor: torch.Tensor) -> str:
