@@ -12,7 +12,7 @@ import typer
 
 import glassengine as glass
 from glassengine import environment
-from glassengine.cli import foreign
+from glassengine.cli import foreign, run_forward
 from glassengine.cli.options import err, out, settings, write_json
 from glassengine.errors import UsageError
 
@@ -45,6 +45,10 @@ def command(
     chat: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="A .json file of messages instead, put through the model's chat template."),
+    ] = None,
+    inputs: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Tensors instead, for an engine that does not generate: images, sound."),
     ] = None,
     tokenizer: Annotated[str | None, typer.Option(metavar="DIR", help="Tokenizer instead of the engine's own.")] = None,
     max_new_tokens: Annotated[
@@ -138,7 +142,7 @@ def command(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a recording that exists.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> int:
-    """Generate text with an engine; print or record its tensors."""
+    """Generate text with an engine, or run it once where it does not generate; print or record its tensors."""
     # Every session of ours is one of Python, and a single prompt is always streamed.
     del use_py_session, streaming
     if engine is not None and engine_dir is not None:
@@ -170,6 +174,19 @@ def command(
     loaded = glass.load(str(engine or engine_dir))
     if synchronous:
         loaded.executable.synchronous = True
+    if loaded.manifest.kind == "module":
+        others = {**given, "prompt_file": None, "max_new_tokens": max_new_tokens, "debug_dir": files}
+        sources = {
+            "prompts": list(input_text) if input_text else None,
+            "input_ids": input_ids,
+            "prompt_file": input_file,
+            "inputs": inputs,
+            "tokenizer": tokenizer,
+        }
+        wanted = {"debug": list(debug or ()), "record": record, "overwrite": overwrite}
+        return run_forward.run(loaded, {**sources, **wanted}, others, json=json)
+    if inputs is not None:
+        raise UsageError("an engine that generates takes prompts", got="--inputs", hint="--input-text TEXT")
     observers = [_printer(names, prints)] if names or prints else []
     streams = len(input_text or ()) == 1 and not json and not observers
     with files if files is not None else contextlib.nullcontext(), _kept(files, record), _line() as write:

@@ -27,7 +27,19 @@ def require_generating(manifest: Manifest) -> None:
         raise UsageError(
             f"the engine {manifest.name!r} has no prefill and decode",
             got=f"kind {manifest.kind}",
-            hint="call it: engine(**inputs)",
+            hint="call it: engine(**inputs), or engine.forward(TEXT)",
+        )
+
+
+def require_module(manifest: Manifest) -> None:
+    """Raise unless the engine runs in one forward.
+
+    Raises:
+        UsageError: It generates.
+    """
+    if manifest.kind != "module":
+        raise UsageError(
+            f"the engine {manifest.name!r} generates", hint="engine.generate(PROMPT) or engine.session(...)"
         )
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from glassengine import spans
+from glassengine.backends.protocol import NamingKernels
 from glassengine.backends.registry import find_backend
 from glassengine.engine import files
-from glassengine.engine.checks import check_inputs
+from glassengine.engine.checks import check_inputs, require_module
+from glassengine.engine.forward import Forward, forward
 from glassengine.engine.generate import Generation, StepCallback, generate
 from glassengine.engine.manifest import AddedOutput, Manifest, check_files, read_manifest, require_fit, require_intact
 from glassengine.engine.prompts import Chat, Request, TokenIds, load_tokenizer
@@ -60,6 +63,9 @@ class Engine:
     @functools.cached_property
     def debug_names(self) -> list[str]:
         """Every input and output of a step under the documents' names, in their order."""
+        if self.manifest.kind == "module":
+            ports = dict.fromkeys(entry.name for entry in (*self.manifest.inputs, *self.manifest.outputs))
+            return [*ports, *self.added_outputs]
         names = ["input_ids", "logits", "position_ids", "attention_mask", "cache_position"]
         caches = list(self.manifest.caches.items())
         for key, value in zip(caches[::2], caches[1::2], strict=True):
@@ -166,6 +172,41 @@ class Engine:
             overwrite=overwrite,
         )
 
+    def forward(
+        self,
+        prompts: str | Sequence[str] | None = None,
+        *,
+        input_ids: TokenIds | None = None,
+        prompt_file: str | Path | None = None,
+        inputs: str | Mapping[str, Any] | None = None,
+        tokenizer: str | Path | None = None,
+        debug: Sequence[str] = (),
+        record: str | Path | None = None,
+        overwrite: bool = False,
+    ) -> Forward:
+        """Run an engine of kind "module" once, from texts or tensors.
+
+        Args:
+            prompts: One text or several; they are one batch, padded on the right.
+            input_ids: Token ids instead, as for `generate`.
+            prompt_file: A file of texts instead, as for `generate`.
+            inputs: Keyword arguments instead: a dict, or what `--inputs` takes with one step.
+            tokenizer: Directory of a tokenizer; None takes the engine's own.
+            debug: Names or patterns of inputs and outputs to return; none returns every result and added output.
+            record: Directory in which to record every result and added output.
+            overwrite: Replace a recording that exists.
+
+        Raises:
+            UsageError: What was given does not fit the engine, or the recording cannot be written.
+            UnknownNameError: A pattern of `debug` names nothing.
+        """
+        request = None
+        if prompts is not None or input_ids is not None or prompt_file is not None:
+            if inputs is not None:
+                raise UsageError("text and tensors were both given", hint="--input-text TEXT, or --inputs FILE")
+            request = Request(prompts=prompts, input_ids=input_ids, prompt_file=prompt_file, tokenizer=tokenizer)
+        return forward(self, request, inputs, debug=debug, record=record, overwrite=overwrite)
+
     def __call__(self, **inputs: Any) -> dict[str, torch.Tensor]:
         """Run an engine of kind "module" once.
 
@@ -178,10 +219,7 @@ class Engine:
         Raises:
             UsageError: An input does not fit; the message is a table of all of them.
         """
-        if self.manifest.kind != "module":
-            raise UsageError(
-                f"the engine {self.manifest.name!r} generates", hint="engine.generate(PROMPT) or engine.session(...)"
-            )
+        require_module(self.manifest)
         tensors = check_inputs(self.manifest, inputs)
         # A module that writes into an argument does so in a copy, which is then among the results.
         tensors |= {name: tensors[name].clone() for name in self.manifest.caches}
@@ -267,4 +305,17 @@ def load(directory: str | Path, *, verify: bool = False) -> Engine:
     )
     engine = Engine(path, manifest, executable, names["sites"])
     executable.graph = lambda: captured_program(engine.program)
+    if isinstance(backend, NamingKernels):
+        kernels = backend.kernels
+        spans.name_kernels(executable.name, lambda: _kernel_sites(kernels(path / files.MAIN), engine.sites))
     return engine
+
+
+def _kernel_sites(kernels: Iterable[tuple[str, tuple[str, ...]]], sites: SiteTable) -> list[tuple[str, str]]:
+    """Return (kernel, site of the last node that it computes), for a profile."""
+    order = {node: number for number, node in enumerate(sites.by_node)}
+    named = []
+    for kernel, nodes in kernels:
+        last = max((node for node in nodes if node in order), key=order.__getitem__, default=None)
+        named.append((kernel, kernel if last is None else sites.by_node[last][0].name))
+    return named

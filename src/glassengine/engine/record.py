@@ -1,41 +1,60 @@
-"""Record a session: every added output and the logits of every step, by site."""
+"""Record an engine: every added output and result of every step, by site."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
+
+import torch
 
 from glassengine import environment
 from glassengine.engine.session import Session
 from glassengine.recording.worker import BackgroundWriter
 from glassengine.sites import Site
 
+if TYPE_CHECKING:
+    from glassengine.engine.engine import Engine
 
-class SessionRecorder:
-    """Called after each step of `session`; a context manager.
+
+class Recorder:
+    """Writes the steps of an engine; a context manager.
 
     Args:
         path: Directory of the recording.
-        session: Before its prefill.
-        rows: Token ids of the prompts, without padding.
+        engine: The engine.
+        results: Names of the results to record beside the added outputs.
+        rows: Token ids of the prompts, without padding; none where tensors were given.
+        padding: "left" or "right", where prompts of one batch are padded.
         overwrite: Replace a recording that exists.
 
     Raises:
         UsageError: The recording cannot be written, or exists.
     """
 
-    def __init__(self, path: str | Path, session: Session, rows: Sequence[Sequence[int]], *, overwrite: bool) -> None:
-        engine = session.engine
+    def __init__(
+        self,
+        path: str | Path,
+        engine: Engine,
+        results: Sequence[str],
+        rows: Sequence[Sequence[int]],
+        *,
+        padding: str,
+        overwrite: bool,
+    ) -> None:
         manifest = engine.manifest
-        logits = _logits_site(engine.sites.by_node[_node_of(engine, "logits")])
+        nodes = {entry.name: str(entry.node) for entry in manifest.outputs}
+        named = {
+            name: result_site(engine.sites.by_node[nodes[name]])
+            for name in results
+            if nodes[name] in engine.sites.by_node
+        }
         by_name = {entry.name: engine.sites.get(entry.site) for entry in manifest.added_outputs}
         # One site may have been asked for under two names.
         sites = {site.name: (name, site) for name, site in by_name.items() if site is not None}
-        self._sites = {**sites, logits.name: ("logits", logits)}
-        self._prompts = [list(row) for row in rows]
+        self._sites = {**sites, **{site.name: (name, site) for name, site in named.items()}}
         metadata = {
             "kind": "engine",
             "model": dict(manifest.model),
@@ -48,7 +67,7 @@ class SessionRecorder:
             "cpu": environment.cpu_name(),
             "command_line": environment.without_secrets(sys.argv),
             "prompt_lengths": [len(row) for row in rows],
-            "padding": "left",
+            "padding": padding,
             "sources": {name: site.source for name, (_, site) in self._sites.items() if site.source},
             "aliases": {name: site for site, (name, _) in self._sites.items() if name != site}
             | {entry.name: entry.site for entry in manifest.added_outputs if entry.name != entry.site},
@@ -56,14 +75,24 @@ class SessionRecorder:
         }
         self._writer = BackgroundWriter(path, metadata=metadata, overwrite=overwrite)
 
-    def __call__(self, session: Session) -> None:
-        """Record the step that just ran."""
-        names = [name for name, _ in self._sites.values()]
-        values = session.read(names)
-        tokens = session.read(["input_ids"])["input_ids"][:, :1].tolist() if session.step else self._prompts
+    @property
+    def names(self) -> list[str]:
+        """What `write_step` must be given, as the engine calls it."""
+        return [name for name, _ in self._sites.values()]
+
+    def write_step(
+        self, step: int, values: Mapping[str, torch.Tensor], *, token_ids: Sequence[Sequence[int]] = ()
+    ) -> None:
+        """Record one step.
+
+        Args:
+            step: Its number.
+            values: Tensors by the engine's names.
+            token_ids: Of each sequence in this step.
+        """
         for site_name, (name, site) in self._sites.items():
-            self._writer.write(site_name, session.step, values[name], axes=site.axes, node=site.node)
-        self._writer.commit(session.step, token_ids=tokens)
+            self._writer.write(site_name, step, values[name], axes=site.axes, node=site.node)
+        self._writer.commit(step, token_ids=token_ids)
 
     def __enter__(self) -> Self:
         return self
@@ -74,12 +103,30 @@ class SessionRecorder:
         self._writer.close(None if error is None else f"stopped by {type(error).__name__}")
 
 
-def _node_of(engine: object, output: str) -> str:
-    entries = engine.manifest.outputs  # type: ignore[attr-defined]
-    return next(str(entry.node) for entry in entries if entry.name == output)
+class SessionRecorder(Recorder):
+    """Called after each step of `session`, with its logits and added outputs.
+
+    Args:
+        path: As for `Recorder`.
+        session: Before its prefill.
+        rows: As for `Recorder`.
+        overwrite: As for `Recorder`.
+
+    Raises:
+        UsageError: As `Recorder`.
+    """
+
+    def __init__(self, path: str | Path, session: Session, rows: Sequence[Sequence[int]], *, overwrite: bool) -> None:
+        super().__init__(path, session.engine, ["logits"], rows, padding="left", overwrite=overwrite)
+        self._prompts = [list(row) for row in rows]
+
+    def __call__(self, session: Session) -> None:
+        """Record the step that just ran."""
+        tokens = session.read(["input_ids"])["input_ids"][:, :1].tolist() if session.step else self._prompts
+        self.write_step(session.step, session.read(self.names), token_ids=tokens)
 
 
-def _logits_site(sites: Sequence[Site]) -> Site:
-    """The name of the logits that a recording of the model itself would use: the output of the head module."""
+def result_site(sites: Sequence[Site]) -> Site:
+    """The name of a result that a recording of the model itself would use: the output of a module."""
     modules = [site for site in sites if site.kind == "module" and ":" not in site.name]
     return modules[0] if modules else sites[0]

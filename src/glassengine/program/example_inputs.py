@@ -20,8 +20,8 @@ from torch import nn
 
 from glassengine.errors import UsageError
 
-SIZES = ((2, 6), (3, 9), (1, 4))
-"""(B, S) of the steps: what differs is dynamic, and the last shows whether a single row will do."""
+SIZES = ((2, 6), (3, 9), (1, 1))
+"""(B, S) of the steps: what differs is dynamic, and the last shows whether sizes of 1 will do."""
 
 DEFAULT_IMAGE_SIZE = 224
 """For models of images whose configuration and preprocessor state no size."""
@@ -98,8 +98,8 @@ class _Maker:
         return torch.randint(min(8, vocabulary - 1), vocabulary, (self._batch, tokens), generator=self._generator)
 
     def decoder_ids(self, tokens: int) -> torch.Tensor:
-        """[B, S] int64, one token less than the encoder has."""
-        ids = self.ids(tokens - 1)
+        """[B, S] int64, one token less than the encoder has, but at least one."""
+        ids = self.ids(max(tokens - 1, 1))
         start = getattr(self._module.config, "decoder_start_token_id", None)
         ids[:, 0] = 0 if start is None else start
         return ids
@@ -107,7 +107,8 @@ class _Maker:
     def mask(self, tokens: int) -> torch.Tensor:
         """[B, S] int64; the last row has two tokens of padding."""
         mask = torch.ones((self._batch, tokens), dtype=torch.int64)
-        mask[-1, -2:] = 0
+        if tokens > 2:
+            mask[-1, -2:] = 0
         return mask
 
     def types(self, tokens: int) -> torch.Tensor:

@@ -31,7 +31,7 @@ def byte_tokenizer(*extra_tokens: str) -> Any:
 
 
 def save_checkpoint(model: nn.Module, directory: Path, *, tokenizer: bool = True) -> Path:
-    """Write a causal language model, and the byte tokenizer, into `directory`; return it."""
+    """Write a model of transformers, and the byte tokenizer, into `directory`; return it."""
     saved: Any = model
     saved.save_pretrained(directory)
     if tokenizer:
