@@ -96,9 +96,10 @@ def _build() -> Any:
         verbose: options.Verbose = 0,
         no_color: options.NoColor = False,
         no_progress: options.NoProgress = False,
+        metrics: options.Metrics = False,
     ) -> None:
         """Compile a model into an engine you can see through, and find the first op that goes wrong."""
-        options.configure(quiet, verbose, no_color, no_progress)
+        options.configure(quiet, verbose, no_color, no_progress, metrics)
 
     for name, help_line in COMMANDS.items():
         app.command(name, help=help_line)(lambda: None)
@@ -123,4 +124,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with command.make_context("glass", given) as context:
             return command.invoke(context) or 0
 
-    return exit_status(run)
+    status = exit_status(run)
+    options.print_metrics()
+    return status

@@ -40,6 +40,14 @@ Verbose = Annotated[
 ]
 NoColor = Annotated[bool, typer.Option("--no-color", help="Print without colors.", rich_help_panel=_PANEL)]
 NoProgress = Annotated[bool, typer.Option("--no-progress", help="Show no progress bars.", rich_help_panel=_PANEL)]
+Metrics = Annotated[
+    bool,
+    typer.Option(
+        "--metrics",
+        help="Explain every compilation, and print counters and times when done: on stderr, and within --json.",
+        rich_help_panel=_PANEL,
+    ),
+]
 
 
 @dataclass
@@ -49,6 +57,7 @@ class _Settings:
     quiet: bool = False
     verbose: int = 0
     show_progress: bool = True
+    metrics: bool = False
 
 
 settings = _Settings()
@@ -66,18 +75,23 @@ _handler = _ConsoleHandler()
 
 def reset() -> None:
     """Return to the defaults: each command line starts from them, also within one process."""
-    settings.quiet, settings.verbose, settings.show_progress = False, 0, True
+    settings.quiet, settings.verbose, settings.show_progress, settings.metrics = False, 0, True, False
     out.no_color = err.no_color = _NO_COLOR
     configure()
 
 
 def configure(
-    quiet: Quiet = False, verbose: Verbose = 0, no_color: NoColor = False, no_progress: NoProgress = False
+    quiet: Quiet = False,
+    verbose: Verbose = 0,
+    no_color: NoColor = False,
+    no_progress: NoProgress = False,
+    metrics: Metrics = False,
 ) -> None:
     """Put global flags into effect; they accumulate, since they may stand before and after the command's name."""
     settings.quiet |= quiet
     settings.verbose += verbose
     settings.show_progress &= not no_progress
+    settings.metrics |= metrics
     if no_color:
         out.no_color = err.no_color = True
     logger = logging.getLogger("glassengine")
@@ -87,6 +101,8 @@ def configure(
         logger.setLevel(logging.ERROR)
     else:
         logger.setLevel({0: logging.WARNING, 1: logging.INFO}.get(settings.verbose, logging.DEBUG))
+    # The lines that say why something was compiled.
+    logging.getLogger("glassengine.compilations").setLevel(logging.INFO if settings.metrics else logging.NOTSET)
 
 
 def shows_progress() -> bool:
@@ -133,12 +149,26 @@ def stages() -> Iterator[Callable[[str], None]]:
         yield lambda text: err.print(f"{text} ...")
 
 
+def print_metrics() -> None:
+    """Print the counters and times of this process on stderr, where `--metrics` asks for them."""
+    if settings.metrics:
+        import glassengine as glass
+
+        err.print(glass.metrics_report().rstrip() or "no metrics: nothing was compiled or run in this process")
+
+
 def write_json(document: Mapping[str, Any], destination: str) -> None:
     """Write one JSON document to the file `destination`, or to stdout when that is "-".
+
+    With `--metrics` it has the key "metrics".
 
     Raises:
         ValueError: if `document` holds a NaN or an infinity, which JSON cannot.
     """
+    if settings.metrics:
+        import glassengine as glass
+
+        document = {**document, "metrics": glass.metrics().to_dict()}
     text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     if destination == "-":
         sys.stdout.write(text)
