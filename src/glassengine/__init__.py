@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from glassengine.compare.compare import compare as compare
     from glassengine.compare.many import compare_many as compare_many
     from glassengine.diagnose import check as check
+    from glassengine.diagnose.noise_floor import measure_noise_floor as measure_noise_floor
     from glassengine.diagnose.side_by_side import side_by_side as side_by_side
     from glassengine.engine.build import build as build
     from glassengine.engine.engine import load as load
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
     from glassengine.executable.profile_files import read_profiles as read_profiles
     from glassengine.executable.profile_server import request_profile as request_profile
     from glassengine.executable.profile_server import start_server as start_server
+    from glassengine.executable.steps import add_step_closure as add_step_closure
+    from glassengine.executable.steps import current_step as current_step
+    from glassengine.executable.steps import mark_step as mark_step
     from glassengine.program import sites as sites
     from glassengine.program.artifacts import compare_artifacts as compare_artifacts
     from glassengine.recording.formats.export import export as export
@@ -64,14 +68,18 @@ _PUBLIC = {
     "Trace": "glassengine.spans",
     "UnknownNameError": "glassengine.errors",
     "UsageError": "glassengine.errors",
+    "add_step_closure": "glassengine.executable.steps",
     "build": "glassengine.engine.build",
     "check": "glassengine.diagnose",
     "compare": "glassengine.compare.compare",
     "compare_artifacts": "glassengine.program.artifacts",
     "compare_many": "glassengine.compare.many",
+    "current_step": "glassengine.executable.steps",
     "export": "glassengine.recording.formats.export",
     "list_backends": "glassengine.backends.registry",
     "load": "glassengine.engine.engine",
+    "mark_step": "glassengine.executable.steps",
+    "measure_noise_floor": "glassengine.diagnose.noise_floor",
     "merge_metrics": "glassengine.executable.metrics_report",
     "metrics": "glassengine.executable.metrics",
     "metrics_report": "glassengine.executable.metrics",

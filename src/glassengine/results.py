@@ -193,7 +193,8 @@ class Pair(Result):
     """One tensor of the baseline judged against one of the candidate.
 
     `method` says how the two were paired ("name", "name+fingerprint", "alias", "map", "output", "consumer") and
-    `judged_by` which guarantee the verdict has ("reverse replay", "noise floor", "tolerance (uncalibrated)"). `rho` is
+    `judged_by` which guarantee the verdict has ("reverse replay", "segment", "noise floor", "given tolerance",
+    "tolerance (uncalibrated)", "shape"). `rho` is
     the error over the noise floor, `beta` over the rounding bound. `case` names the batch of prompts of a check;
     `inherited` marks an error that was carried in by the inputs.
     """
@@ -299,7 +300,8 @@ class Comparison(Result):
     """The result of judging two sides.
 
     `ok` is decided by the rule of design section 6; `too_little` says that nothing was found wrong but too little was
-    judged (exit status 4). `weights` is None where both sides have theirs from one place.
+    judged (exit status 4). `weights` is None where both sides have theirs from one place. `calibration` says what the
+    verdicts on two records rest on: "uncalibrated", or what they were calibrated by; None where models were run.
     """
 
     baseline: str
@@ -317,6 +319,7 @@ class Comparison(Result):
     severity: Mapping[str, Any] = field(default_factory=dict)
     not_ok_because: str | None = None
     too_little: bool = False
+    calibration: str | None = None
     weights: WeightsComparison | None = None
     written_differently: tuple[WrittenDifferently, ...] = ()
     schema_version: int = SCHEMA_VERSION

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glassengine.capture.intake import Intake
+from glassengine.capture.intake import Intake, Writer
 from glassengine.capture.module_hooks import ModuleHooks
 from glassengine.capture.record import record
 from glassengine.errors import UsageError
@@ -60,6 +60,7 @@ def record_target(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     revision: str | None = None,
+    then: Callable[[Path, Callable[[Writer], None]], None] | None = None,
 ) -> RecordedTarget:
     """Run a model under `torch.no_grad()` and record it.
 
@@ -77,6 +78,8 @@ def record_target(
         attn_implementation: As in transformers.
         trust_remote_code: Allow code that comes with the checkpoint to run.
         revision: Of a hub id.
+        then: Called with the finished recording and a function that runs the model again, on the same tokens, for
+            another writer: `glass.measure_noise_floor` keeps in the recording what rounding does to each tensor.
 
     Raises:
         UsageError: The target or its inputs cannot be loaded, or the recording cannot be written.
@@ -92,17 +95,22 @@ def record_target(
     )
     given = load_inputs(str(inputs)) if isinstance(inputs, (str, Path)) else inputs
     batches = [given] if isinstance(given, Mapping) else list(given)
-    policy = Policy(sites=sites, values=values, steps=steps, byte_budget=byte_budget)
-    counter = _Counter()
-    if path is None:
-        hooks = ModuleHooks(loaded.module, Intake(counter, policy, 0), policy)
+
+    def observe(writer: Writer, forced: Sequence[Tensor | None] = ()) -> None:
+        policy = Policy(sites=sites, values=values, steps=steps, byte_budget=byte_budget)
+        hooks = ModuleHooks(loaded.module, Intake(writer, policy, 0), policy)
         hooks.attach()
         try:
-            _run(loaded, batches, max_new_tokens)
+            _run(loaded, batches, max_new_tokens, forced)
         finally:
             hooks.detach()
         hooks.finish()
+
+    if path is None:
+        counter = _Counter()
+        observe(counter)
         return counter.result(None)
+    buffers = {name: buffer.clone() for name, buffer in loaded.module.named_buffers()} if then is not None else {}
     with record(
         loaded.module,
         path,
@@ -113,7 +121,17 @@ def record_target(
         overwrite=overwrite,
         metadata={**loaded.metadata, "model_fingerprint": loaded.metadata["fingerprint"]},
     ):
-        _run(loaded, batches, max_new_tokens)
+        made = _run(loaded, batches, max_new_tokens)
+    if then is not None:
+
+        def again(writer: Writer) -> None:
+            # A module may count its calls, or keep a state: every run begins as the recorded one did.
+            for name, buffer in loaded.module.named_buffers():
+                if name in buffers and buffers[name].shape == buffer.shape:
+                    buffer.copy_(buffers[name])
+            observe(writer, made)
+
+        then(Path(path), again)
     from glassengine.recording.reader import Recording
 
     opened = Recording.open(path)
@@ -121,16 +139,40 @@ def record_target(
     return RecordedTarget(str(path), len(opened.steps), len(opened.entries), len(opened.left_out), total)
 
 
-def _run(loaded: LoadedModel, batches: Sequence[Mapping[str, Any]], max_new_tokens: int | None) -> None:
+def _run(
+    loaded: LoadedModel,
+    batches: Sequence[Mapping[str, Any]],
+    max_new_tokens: int | None,
+    forced: Sequence[Tensor | None] = (),
+) -> list[Tensor | None]:
+    """Run every batch, generating what `forced` says where it says it; return what was generated of each."""
     module: Any = loaded.module
     if max_new_tokens is not None and not hasattr(module, "generate"):
         raise UsageError("only a model that generates can", got=loaded.spec, hint="leave out --max-new-tokens")
+    made: list[Tensor | None] = []
     with torch.no_grad():
-        for batch in batches:
+        for number, batch in enumerate(batches):
             if max_new_tokens is None:
                 module(**batch)
-            else:
-                module.generate(**batch, max_new_tokens=max_new_tokens, do_sample=False)
+                made.append(None)
+                continue
+            options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
+            tokens = forced[number] if forced else None
+            if tokens is not None:
+                options["logits_processor"] = [_Forced(tokens)]
+            made.append(module.generate(**batch, **options))
+    return made
+
+
+@dataclass(frozen=True)
+class _Forced:
+    """Makes `generate` choose tokens [B, S] again."""
+
+    tokens: Tensor
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        chosen = self.tokens[:, input_ids.shape[1], None]
+        return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
 
 
 class _Counter:

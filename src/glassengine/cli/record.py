@@ -39,6 +39,10 @@ def command(
     byte_budget: Annotated[
         str | None, typer.Option("--byte-budget", metavar="SIZE", help="Most bytes of values, e.g. 500M.")
     ] = None,
+    noise_floor: Annotated[
+        bool,
+        typer.Option("--noise-floor", help="Run it twice more, and keep what rounding alone does to each tensor."),
+    ] = False,
     dtype: Annotated[str, typer.Option(help="auto keeps that of the checkpoint.")] = "auto",
     attn_implementation: Annotated[str | None, typer.Option(help="As in transformers: sdpa, eager.")] = None,
     trust_remote_code: Annotated[
@@ -58,8 +62,9 @@ def command(
         "overwrite": overwrite,
     }
     if target[0].endswith(".py"):
-        if inputs is not None or max_new_tokens is not None or dry_run:
-            raise UsageError("a script brings its own inputs", got="--inputs, --max-new-tokens or --dry-run")
+        if inputs is not None or max_new_tokens is not None or dry_run or noise_floor:
+            got = "--inputs, --max-new-tokens, --noise-floor or --dry-run"
+            raise UsageError("a script brings its own inputs, and is run once", got=got)
         return _script(target, output_dir, policy, json)
     if len(target) > 1:
         raise UsageError("more than one TARGET", got=" ".join(target), hint="glass record -o DIR -- script.py ARGS...")
@@ -75,6 +80,7 @@ def command(
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
             revision=revision,
+            then=glass.measure_noise_floor if noise_floor else None,
             **policy,
         )
     if json:

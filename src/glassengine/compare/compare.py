@@ -1,18 +1,20 @@
-"""Compares two records of tensors without their models: pairs them, judges by dtype-aware tolerances.
+"""Compares two records of tensors without their models: pairs them, judges by the baseline's noise floor or tolerances.
 
 Pipeline: open both sides, refuse what cannot be compared, pair by map, name and alias within a step and rank, judge
-one pair of blocks at a time, rank. What is not judged is listed with its reason. Tolerances know nothing about the
-computation, so every verdict says that it is uncalibrated, and an error cannot be told from one that was inherited.
+one pair of blocks at a time, rank. What is not judged is listed with its reason. A baseline that was recorded with its
+noise floor says what rounding alone explains; dtype-aware tolerances know nothing about the computation, so a verdict
+that rests on them says that it is uncalibrated. In either case an error cannot be told from one that was inherited.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from glassengine.compare.judging import Judge
+from glassengine.compare.judging import BY_FLOOR, BY_GIVEN_TOLERANCE, BY_TOLERANCE, Judge
 from glassengine.compare.maps import TensorMap, load_map
 from glassengine.compare.matching import Match, Matching, match
 from glassengine.compare.requirements import (
@@ -21,8 +23,10 @@ from glassengine.compare.requirements import (
     require_names,
     require_same_tokens,
 )
-from glassengine.compare.tolerance import is_inexact
+from glassengine.compare.tolerance import is_inexact, tolerance
 from glassengine.recording.layout import Entry
+from glassengine.recording.noise_floor import NoiseFloor, read_noise_floor
+from glassengine.recording.reader import Recording
 from glassengine.recording.source import TensorSource, open_source
 from glassengine.results import VERDICTS, Comparison, Divergence, Pair, Skipped, Verdict, worst
 from glassengine.sites import matches
@@ -83,7 +87,8 @@ def compare(
     chosen = [one for one in matching.matches if _deselected(one, show_only, floating_point_only) is None]
     if not chosen:
         raise nothing_to_compare(left, right)
-    judge = Judge(left, right, rtol, atol, transpose, device)
+    floor, why_not = _floor(left, right)
+    judge = Judge(left, right, rtol, atol, transpose, device, floor)
     pairs = judge.with_statistics([judge.pair(one) for one in chosen], chosen, all_of_them=bool(show_only))
     skipped, unmatched = _skipped(matching, show_only, floating_point_only)
     verdict = worst(pair.verdict for pair in pairs)
@@ -112,8 +117,36 @@ def compare(
         skipped=(*not_tensors, *skipped),
         environment={"baseline": _environment(left), "candidate": _environment(right)},
         coverage=coverage,
+        calibration=_calibration(pairs, floor, left, why_not),
         not_ok_because=reason,
         too_little=reason is not None and not is_bad,
+    )
+
+
+def _floor(left: TensorSource, right: TensorSource) -> tuple[NoiseFloor | None, str | None]:
+    """Return the noise floor of the baseline, or why it cannot be used."""
+    floor = read_noise_floor(left.path) if isinstance(left, Recording) else None
+    if floor is None:
+        return None, None
+    ours, theirs = (str(side.metadata.get("dtype")) for side in (left, right))
+    # A coarser model's tensors may have been recorded in a finer dtype: its float32 islands, logits that were cast.
+    if (
+        all(is_inexact(dtype) for dtype in (ours, theirs))
+        and tolerance(theirs, theirs).rtol > tolerance(ours, ours).rtol
+    ):
+        return None, f"the floor of {left.path} is that of {ours}, too fine for {theirs}"
+    return floor, None
+
+
+def _calibration(pairs: Sequence[Pair], floor: NoiseFloor | None, left: TensorSource, why_not: str | None) -> str:
+    """Return in words what the verdicts rest on."""
+    by = Counter(pair.judged_by for pair in pairs if pair.verdict != "identical")
+    if by[BY_GIVEN_TOLERANCE]:
+        return "by the given tolerances"
+    if floor is None or (by[BY_TOLERANCE] and not by[BY_FLOOR]):
+        return "uncalibrated" + (f": {why_not}" if why_not else "")
+    return f"calibrated by the floor of {left.path}" + (
+        f"; {by[BY_TOLERANCE]} uncalibrated" if by[BY_TOLERANCE] else ""
     )
 
 
@@ -147,7 +180,9 @@ def _coverage(
 
 
 def _first_divergence(pairs: Sequence[Pair], judged: Sequence[Match], sources: object) -> Divergence | None:
-    found = next((i for i, pair in enumerate(pairs) if pair.verdict == "wrong"), None)
+    levels: tuple[Verdict, ...] = ("wrong", "suspicious")
+    indices = (i for level in levels for i, pair in enumerate(pairs) if pair.verdict == level)
+    found = next(indices, None)
     if found is None:
         return None
     pair, entry = pairs[found], judged[found].baseline
@@ -160,7 +195,7 @@ def _first_divergence(pairs: Sequence[Pair], judged: Sequence[Match], sources: o
         candidate_site=pair.candidate_site,
         source=source if isinstance(source, str) else None,
         verdict=pair.verdict,
-        rho=None,
+        rho=pair.rho,
         beta=None,
         introduced=None,
         inherited=None,

@@ -15,14 +15,21 @@ from glassengine.compare import layouts, shapes
 from glassengine.compare.globs import NameIndex
 from glassengine.compare.matching import Match
 from glassengine.compare.measure import measure, summarize, summarize_errors
+from glassengine.compare.padding import CACHES, Padding
+from glassengine.compare.slices import rho, slices
 from glassengine.compare.tolerance import Tolerance, tolerance
+from glassengine.compare.verdict import SUSPICIOUS, WRONG
 from glassengine.errors import UsageError, nearest
 from glassengine.recording.layout import Entry
+from glassengine.recording.noise_floor import NoiseFloor
 from glassengine.recording.source import TensorSource
 from glassengine.results import VERDICTS, Pair, Verdict
 from glassengine.sites import matches
 
-JUDGED_BY = "tolerance (uncalibrated)"
+BY_FLOOR = "noise floor"
+BY_TOLERANCE = "tolerance (uncalibrated)"
+BY_GIVEN_TOLERANCE = "given tolerance"
+BY_SHAPE = "shape"
 
 # Statistics need several passes (the median), so of many pairs only the worst get them.
 _NUM_SUMMARIZED = 3
@@ -39,6 +46,7 @@ class Judge:
         atol: Absolute tolerance instead of the dtype's own.
         transpose: Patterns of tensors of the baseline whose last two dimensions are exchanged.
         device: Where the arithmetic runs.
+        floor: What rounding alone does to the tensors of the baseline, where that was measured.
     """
 
     left: TensorSource
@@ -47,6 +55,7 @@ class Judge:
     atol: float | None
     transpose: Sequence[str]
     device: str
+    floor: NoiseFloor | None = None
 
     def pair(self, match: Match) -> Pair:
         """Return the verdict on one match.
@@ -56,16 +65,28 @@ class Judge:
         """
         entry = match.baseline
         site, step, other = entry.site, entry.step, match.candidate_site
-        pair = Pair(step, site, other, match.method, 1.0, "wrong", JUDGED_BY, rank=entry.rank)
+        is_given = self.rtol is not None or self.atol is not None
+        judged_by = BY_GIVEN_TOLERANCE if is_given else BY_TOLERANCE
+        pair = Pair(step, site, other, match.method, 1.0, "wrong", judged_by, rank=entry.rank)
         x, y = self._tensors(match)
         if x.shape != y.shape:
             what = shapes.difference(tuple(x.shape), tuple(y.shape), site)
-            return dataclasses.replace(pair, judged_by="shape", reason=what)
+            return dataclasses.replace(pair, judged_by=BY_SHAPE, reason=what)
         allowed = self._tolerance(match, x, y)
         figures = measure(x, y, rtol=allowed.rtol, atol=allowed.atol, device=self.device)
-        verdict: Verdict = "wrong" if not figures.allclose else "rounding" if figures.num_different else "identical"
         reason = None if x.dtype == y.dtype else f"dtypes differ: {_name(x)} and {_name(y)}"
-        return dataclasses.replace(pair, verdict=verdict, figures=figures, reason=reason)
+        pair = dataclasses.replace(pair, figures=figures, reason=reason)
+        if figures.num_different == 0:
+            return dataclasses.replace(pair, verdict="identical")
+        floor = None if self.floor is None or is_given else self.floor.of(entry)
+        if self.floor is not None and floor is not None:
+            why_not = _floor_does_not_fit(match, x, y, floor.slices)
+            if why_not is None:
+                found = rho(slices(x, y), floor, self.floor.relative(entry), x.dtype)
+                by_floor: Verdict = "wrong" if found > WRONG else "suspicious" if found > SUSPICIOUS else "rounding"
+                return dataclasses.replace(pair, verdict=by_floor, rho=found, judged_by=BY_FLOOR)
+            pair = dataclasses.replace(pair, reason="; ".join(filter(None, (reason, why_not))))
+        return dataclasses.replace(pair, verdict="rounding" if figures.allclose else "wrong")
 
     def with_statistics(self, pairs: Sequence[Pair], judged: Sequence[Match], *, all_of_them: bool) -> list[Pair]:
         """Return `pairs` where all, or else the worst few, carry the statistics of both sides and of the errors."""
@@ -106,7 +127,31 @@ class Judge:
         # A pattern such as "*.weight" also names vectors, which have nothing to exchange.
         if x.ndim > 1 and any(matches(pattern, match.baseline.site) for pattern in self.transpose):
             x = x.mT
-        return x, parts[0]
+        return self._counted(match, x, parts[0])
+
+    def _counted(self, match: Match, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Leave out what the model says nothing about: rows of padding, and slots of a cache that hold nothing."""
+        if match.rule is not None or any(matches(pattern, match.baseline.site) for pattern in self.transpose):
+            return x, y
+        entry, other = match.baseline, match.candidates[0]
+        ours, theirs = self._paddings
+        if entry.site.endswith(CACHES) and x.ndim == y.ndim > 2:
+            known = [used for used in (ours.slots(entry), theirs.slots(other)) if used is not None]
+            used = min([x.shape[-2], y.shape[-2], *known])
+            x, y = x.narrow(-2, 0, used), y.narrow(-2, 0, used)
+        if x.dtype is torch.bool and y.is_floating_point():
+            # A mask: what may be seen is True, or 0 to be added.
+            y = y == 0
+        elif y.dtype is torch.bool and x.is_floating_point():
+            x = x == 0
+        valid = ours.valid(entry, tuple(x.shape)) if x.shape == y.shape else None
+        if valid is None:
+            return x, y
+        return tuple(torch.where(valid, side, torch.zeros((), dtype=side.dtype)) for side in (x, y))  # type: ignore[return-value]
+
+    @functools.cached_property
+    def _paddings(self) -> tuple[Padding, Padding]:
+        return Padding(self.left), Padding(self.right)
 
     def _lookup(self, side: TensorSource, near: Entry) -> layouts.Lookup:
         """Return a function from a name to the tensor of that name on `side`, of the step and rank of `near`."""
@@ -137,6 +182,17 @@ class Judge:
         dtypes = [match.baseline.dtype, _name(x), _name(y), *(entry.dtype for entry in match.candidates)]
         each = [tolerance(dtype, dtype, rtol=self.rtol, atol=self.atol) for dtype in dtypes]
         return Tolerance(max(one.rtol for one in each), max(one.atol for one in each))
+
+
+def _floor_does_not_fit(match: Match, x: Tensor, y: Tensor, noise: Sequence[Tensor]) -> str | None:
+    """Return why the floor of the baseline says nothing about this pair, if it does not."""
+    if match.rule is not None and match.rule.baseline_ops:
+        return "the floor is of another layout"
+    if any(len(means) != size for means, size in zip(noise, x.shape, strict=True)):
+        return "the floor is of another shape"
+    if all(side.dtype.is_floating_point for side in (x, y)) and torch.finfo(y.dtype).eps > torch.finfo(x.dtype).eps:
+        return f"the floor is that of {_name(x)}, too fine for {_name(y)}"
+    return None
 
 
 def severity(pair: Pair) -> tuple[float, ...]:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from glassengine.errors import UsageError
-from glassengine.recording import layout
+from glassengine.recording import layout, noise_floor
 
 
 def make_directory(path: Path, overwrite: bool) -> None:
@@ -48,5 +48,5 @@ def reason_of(error: OSError, path: Path) -> str:
 
 
 def _is_ours(name: str) -> bool:
-    own = (layout.MANIFEST, f"{layout.MANIFEST}.tmp", layout.INDEX, layout.STATISTICS)
+    own = (layout.MANIFEST, f"{layout.MANIFEST}.tmp", layout.INDEX, layout.STATISTICS, noise_floor.FILE)
     return name in own or re.fullmatch(r"shard-\d{5}\.(part|safetensors)", name) is not None

@@ -59,6 +59,8 @@ def recording(rows: Iterable[tuple[int, int, str, Summary]], *, complete: bool, 
 def _verdict(result: Comparison) -> Text:
     counts = ", ".join(f"{result.counts[name]} {name}" for name in reversed(VERDICTS) if result.counts.get(name))
     text = Text().append("ok" if result.ok else "NOT OK", style="bold green" if result.ok else "bold red")
+    if result.ok:
+        text.append(f" ({result.calibration})")
     text.append(f"  verdict {result.verdict}", style=STYLES[result.verdict])
     text.append(f"  {result.counts['compared']} compared: {counts}; coverage {result.coverage:.1%}")
     if result.not_ok_because:

@@ -1,0 +1,190 @@
+"""The noise floor of a recorded run: the same model on the same inputs again, every op rounded otherwise.
+
+The model runs as it is; after each op a dispatch mode adds to the result what a second implementation's rounding would
+make of it (`diagnose.rounding`, twice: both sides round), and attention is written out instead of fused. What a tensor
+differs by from the recorded one is a sample of its noise; of several runs the largest counts, slice by slice.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from glassengine.compare.operation import CASTS
+from glassengine.compare.padding import Padding
+from glassengine.compare.slices import slices
+from glassengine.compare.verdict import unit_roundoff
+from glassengine.diagnose.float64 import retarget
+from glassengine.diagnose.rounding import noisy, rounds
+from glassengine.errors import GlassError
+from glassengine.program.naming import op_name
+from glassengine.recording.layout import LeftOut
+from glassengine.recording.noise_floor import Floor, Key, write_noise_floor
+from glassengine.recording.reader import Recording
+
+NUM_RUNS = 2
+
+HOW = f"{NUM_RUNS} runs with every op rounded otherwise and attention written out"
+
+
+def measure_noise_floor(path: Path, run_again: Callable[[Any], None]) -> None:
+    """Measure the noise floor of a finished recording and keep it there; `then` of `glass.record_target`.
+
+    Costs two runs of the model, each several times slower than usual, and no memory beyond one tensor's.
+
+    Args:
+        path: Directory of the recording.
+        run_again: Runs the model as it was run for the recording, on the same tokens, and delivers what the recording
+            has to the writer that it is given.
+
+    Raises:
+        GlassError: The runs did not make the recorded tensors again.
+    """
+    recording = Recording.open(path)
+    floors: dict[Key, Floor] = {}
+    for seed in range(NUM_RUNS):
+        collector = _Collector(recording, floors)
+        with RoundedOtherwise(seed) as mode, sdpa_kernel(SDPBackend.MATH):
+            collector.mode = mode
+            run_again(collector)
+    if not floors:
+        raise GlassError("the noise floor was not measured: the second run made none of the recorded tensors")
+    write_noise_floor(path, floors, HOW)
+
+
+class RoundedOtherwise(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is on, every op that rounds rounds otherwise: one legal sample, drawn from `seed`."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._generator = torch.Generator().manual_seed(seed)
+        self._is_paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave ops alone for a while."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if self._is_paused:
+            return func(*args, **given)
+        before = self._kept(func, args, given)
+        result = func(*args, **given)
+        if before is None:
+            return result
+        with torch.no_grad():
+            return pytree.tree_map(functools.partial(self._disturbed, func, before), result)
+
+    def _kept(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Return the float64 arguments of an op that rounds (a copy: the op may write into them), else None."""
+        node = _node(func)
+        if op_name(node) in CASTS:
+            # `rounds` reads the dtypes of a cast from a traced node; here they are those of the tensors.
+            return ((), {}) if _narrows(args, kwargs.get("dtype")) else None
+        if not rounds(node):
+            return None
+        wide: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(retarget, (args, kwargs))
+        if func._schema.is_mutable:
+            return pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, wide)  # type: ignore[no-any-return]
+        return wide
+
+    def _disturbed(self, func: Any, before: tuple[tuple[Any, ...], dict[str, Any]], value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point() or not value.numel():
+            return value
+        args, kwargs = before
+        wide = value.double()
+        u = unit_roundoff(value.dtype)
+        for _ in range(2):
+            try:
+                wide = noisy(_node(func), wide, args, kwargs, u, self._generator)
+            except (RuntimeError, IndexError, TypeError):
+                # An op whose sums cannot be worked out (it has no float64 kernel, say) rounds its result all the same.
+                unit = torch.rand(wide.shape, generator=self._generator, dtype=torch.float64) * 2 - 1
+                wide = wide + u * wide.abs() * unit
+        found = wide.to(value.dtype)
+        is_number = value.abs() < torch.finfo(value.dtype).max / 4
+        found = torch.where(is_number & found.isfinite(), found, value)
+        return value.copy_(found) if func._schema.is_mutable else found
+
+
+@functools.cache
+def _node(func: Any) -> Node:
+    """Return a node that calls `func`: ops are classed by their nodes."""
+    return Graph().call_function(func)
+
+
+def _narrows(args: tuple[Any, ...], target: Any) -> bool:
+    source = args[0].dtype if args and isinstance(args[0], Tensor) else None
+    if not all(isinstance(dtype, torch.dtype) and dtype.is_floating_point for dtype in (source, target)):
+        return False
+    assert source is not None
+    return torch.finfo(source).bits > torch.finfo(target).bits
+
+
+class _Collector:
+    """Takes the place of a writer and compares with what was recorded."""
+
+    mode: RoundedOtherwise
+
+    def __init__(self, recording: Recording, floors: dict[Key, Floor]) -> None:
+        self._recording = recording
+        self._padding = Padding(recording)
+        self._entries = {(entry.site, entry.step, entry.rank): entry for entry in recording.entries}
+        self._floors = floors
+
+    def write(
+        self,
+        site: str,
+        step: int,
+        tensor: Tensor,
+        *,
+        rank: int = 0,
+        axes: Mapping[str, int] | None = None,
+        node: str | None = None,
+    ) -> None:
+        """Compare one tensor with the recorded one."""
+        entry = self._entries.get((site, step, rank))
+        if entry is None or entry.shape != tuple(tensor.shape):
+            return
+        with self.mode.paused(), torch.no_grad():
+            ours, theirs = self._recording.tensor(entry), tensor.detach()
+            valid = self._padding.valid(entry, entry.shape)
+            if valid is not None:
+                ours, theirs = (torch.where(valid, side, torch.zeros((), dtype=side.dtype)) for side in (ours, theirs))
+            found = slices(ours, theirs)
+        key = entry.site, entry.step, entry.rank
+        known = self._floors.get(key)
+        whole, parts = found.error, found.errors
+        if known is not None:
+            whole = max(whole, known.whole)
+            parts = tuple(torch.maximum(a, b) for a, b in zip(parts, known.slices, strict=True))
+        self._floors[key] = Floor(whole, found.power, parts)
+
+    def measure(self, site: str, step: int, tensor: Tensor, *, rank: int, reason: str) -> bool:
+        """Tensors without values have no floor."""
+        return True
+
+    def leave_out(self, item: LeftOut) -> None:
+        """Likewise."""
+
+    def commit(self, step: int, *, token_ids: Sequence[Sequence[int]] = (), stopped: str | None = None) -> None:
+        """Nothing is kept from step to step."""
