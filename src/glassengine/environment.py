@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 PACKAGES = ("glassengine", "torch", "transformers", "onnxruntime", "onnx", "onnxscript", "numpy", "safetensors")
 
@@ -155,6 +155,30 @@ def num_ranks() -> int | None:
     if value.isdecimal():
         return int(value)
     return None if os.environ.get("RANK") else 1
+
+
+def local_rank() -> int:
+    """Return the rank of this process on its machine, from LOCAL_RANK; without it, that among all."""
+    value = os.environ.get("LOCAL_RANK", "")
+    return int(value) if value.isdecimal() else rank()
+
+
+class SnapshotRequest(NamedTuple):
+    """Values of the variables by which PyTorch NeuronX asks for snapshots; "" for one that is not set."""
+
+    xla_flags: str
+    dump_hlo_snapshot: str
+    framework_debug: str
+    nc0_only: str
+
+
+def snapshot_request() -> SnapshotRequest | None:
+    """Return what the environment says about snapshots now; None, after a microsecond, where it says nothing."""
+    flags, dump = os.environ.get("XLA_FLAGS", ""), os.environ.get("NEURON_DUMP_HLO_SNAPSHOT", "")
+    if not dump and "--xla_dump_" not in flags:
+        return None
+    get = os.environ.get
+    return SnapshotRequest(flags, dump, get("NEURON_FRAMEWORK_DEBUG", ""), get("NEURON_NC0_ONLY_SNAPSHOT", ""))
 
 
 def synchronous() -> bool:

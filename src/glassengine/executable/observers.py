@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from glassengine.executable.snapshot_environment import requested_taker
+
 if TYPE_CHECKING:
     from glassengine.executable.executable import Executable
 
@@ -27,7 +29,7 @@ class Execution:
     """
 
     def __init__(self, executable: Executable, number: int, device_index: int, arguments: Arguments) -> None:
-        self._looking = _attached
+        self._looking = _observers()
         self.executable = executable
         self.number = number
         self.device_index = device_index
@@ -83,4 +85,10 @@ def detach(observer: Observer) -> None:
 
 def is_watched() -> bool:
     """Return whether anyone looks at the execution that begins now."""
-    return bool(_attached)
+    return bool(_observers())
+
+
+def _observers() -> tuple[Observer, ...]:
+    """Return who looks now; the environment is asked each time, so that a loop may turn its variables on and off."""
+    taker = requested_taker()
+    return _attached if taker is None else (*_attached, taker)

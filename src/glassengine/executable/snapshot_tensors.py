@@ -130,11 +130,29 @@ def restored(stored: Tensor, dtype: str, shape: Sequence[int], stride: Sequence[
             got=f"{dtype_name(stored.dtype)}{list(stored.shape)}",
             expected=f"{dtype}{list(shape)}",
         )
+    return copied(stored, shape, stride)
+
+
+def copied(tensor: Tensor, shape: Sequence[int], stride: Sequence[int], room: Tensor | None = None) -> Tensor:
+    """Return a copy that autograd does not know, with the strides given where memory allows.
+
+    Args:
+        tensor: Values of `shape`, with any strides.
+        shape: Sizes.
+        stride: Steps in elements, of the copy; a dimension of step 0 is expanded. Other overlapping memory becomes
+            contiguous.
+        room: What an earlier call returned for the same shape, stride, dtype and device: written over.
+    """
     own = [1 if step == 0 else size for size, step in zip(shape, stride, strict=True)]
-    if stored.numel() == 0 or not _is_dense(own, stride):
-        return stored.clone(memory_format=torch.contiguous_format)
-    narrowed = stored[tuple(slice(0, size) for size in own)]
-    return torch.empty_strided(own, stride, dtype=stored.dtype).copy_(narrowed).expand(shape)
+    with torch.inference_mode(False), torch.no_grad():
+        if room is None and tensor.numel() and _is_dense(own, stride):
+            room = torch.empty_strided(own, tuple(stride), dtype=tensor.dtype, device=tensor.device)
+        elif room is None:
+            own = list(shape)
+            room = torch.empty(own, dtype=tensor.dtype, device=tensor.device)
+        corner = tuple(slice(0, size) for size in own)
+        room[corner].copy_(tensor[corner])
+    return room.expand(tuple(shape))
 
 
 def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:

@@ -50,6 +50,7 @@ class Taken:
         execution: How many executions went before.
         graph: What was compiled; None where nobody knows.
         reason: "every", "nonfinite" or "error".
+        process: Its rank.
         inputs: As they were before the run; None where they are not wanted.
         outputs: After the run; None where they are not wanted, or there are none.
         rng: State of each device's generator before the run.
@@ -62,7 +63,8 @@ class Taken:
     execution: int
     graph: CapturedGraph | None
     reason: str
-    inputs: Mapping[str, Any] | None
+    process: int
+    inputs: Mapping[str, Any] | None = None
     outputs: Mapping[str, Any] | None = None
     rng: Mapping[str, Tensor] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -116,9 +118,7 @@ class SnapshotWriter:
             OSError: It cannot be written; nothing of it is left.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        name = layout.directory_name(
-            taken.name, environment.rank(), taken.executable, taken.device_index, taken.execution
-        )
+        name = layout.directory_name(taken.name, taken.process, taken.executable, taken.device_index, taken.execution)
         partial = self.directory / f".{name}.{os.getpid()}-{threading.get_ident()}.partial"
         partial.mkdir()
         home = Home(partial)
@@ -132,20 +132,27 @@ class SnapshotWriter:
             raise
         return home.path
 
-    def add_outputs(self, path: Path, outputs: Mapping[str, Any]) -> None:
-        """Add the outputs to a snapshot that was written before its run ended.
+    def add(self, path: Path, *, outputs: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        """Add what was known only after a snapshot had been written.
+
+        Args:
+            path: What `write` returned; without outputs.
+            outputs: Written unless there are none.
+            facts: Laid over `meta.json`.
 
         Raises:
             OSError: They cannot be written; the snapshot is what it was.
         """
-        meta = json.loads((path / layout.META).read_text(encoding="utf-8"))
+        meta = json.loads((path / layout.META).read_text(encoding="utf-8")) | facts
         try:
-            entries = self._entries(Home(path), layout.OUTPUTS, _as("output", outputs))
-            meta |= {"outputs": [entry.to_dict() for entry in entries], "output_names": list(outputs)}
+            if outputs:
+                entries = self._entries(Home(path), layout.OUTPUTS, _as("output", outputs))
+                meta |= {"outputs": [entry.to_dict() for entry in entries], "output_names": list(outputs)}
             with aside(path / layout.META) as new:
                 new.write_text(_text(meta), encoding="utf-8")
         except BaseException:
-            (path / layout.OUTPUTS).unlink(missing_ok=True)
+            if outputs:
+                (path / layout.OUTPUTS).unlink(missing_ok=True)
             raise
 
     def _write_files(self, taken: Taken, home: Home) -> dict[str, Any]:
@@ -167,7 +174,7 @@ class SnapshotWriter:
             "name": taken.name,
             "kind": taken.graph.kind if taken.graph is not None else "unknown",
             "reason": taken.reason,
-            "process": environment.rank(),
+            "process": taken.process,
             "num_processes": environment.num_ranks(),
             "executable": taken.executable,
             "device_index": taken.device_index,
