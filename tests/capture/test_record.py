@@ -551,7 +551,8 @@ def test_statistics_of_what_is_not_finite(tmp_path: Path) -> None:
     model = Calls(lambda self, *xs: None)
     with record(model, tmp_path / "r", values=False):
         model(x, x[1:2], x[:1] * 1e38)
-    first, second, third = (item.statistics for item in Recording.open(tmp_path / "r").left_out)
+    found = {item.site: item.statistics for item in Recording.open(tmp_path / "r").left_out}
+    first, second, third = (found[f".:in[{index}]"] for index in range(3))
     assert first and (first.min, first.max, first.num_nonfinite) == (-3.0, 1.0, 2)
     assert second and (second.min, second.max, second.norm, second.num_nonfinite) == (None, None, 0.0, 1)
     assert third and third.num_nonfinite == 0 and third.norm == pytest.approx(1e38)

@@ -14,6 +14,7 @@ import glassengine
 from glassengine.cli.main import main
 from glassengine.recording import layout
 from glassengine.recording.records import frame
+from glassengine.recording.writer import RecordingWriter
 
 
 class Model(nn.Module):
@@ -117,3 +118,12 @@ def test_statistics_of_a_directory_that_cannot_be_written(recording: Path, show:
         assert len(json.loads(show("--json"))["tensors"]) == 6
     finally:
         (recording / layout.STATISTICS).rmdir()
+
+
+def test_modules_that_were_not_seen_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    unseen = {"a": "runs inside of compiled code: that of .", "b": "runs inside of compiled code: that of ."}
+    with RecordingWriter(tmp_path / "r", metadata={"not_seen": unseen}) as writer:
+        writer.write(".", 0, torch.ones(2))
+        writer.commit(0)
+    assert main(["show", str(tmp_path / "r")]) == 0
+    assert "2 modules not seen: runs inside of compiled code: that of ." in capsys.readouterr().out

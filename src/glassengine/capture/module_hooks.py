@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from glassengine.capture.calls import Forward, Known, ModuleNames
+from glassengine.capture.compiled import CompiledCall, has_compiled_call, why_unseen
 from glassengine.capture.gradients import watch
 from glassengine.capture.intake import Intake
 from glassengine.capture.leaves import KV_AXES, NO_TENSOR, CacheSites, tensors_in
 from glassengine.capture.steps import Steps
 from glassengine.recording.policy import Policy
-from glassengine.sites import tap_site
+from glassengine.sites import ROOT, tap_site
 from glassengine.taps import tap_sink
 
 _MAX_REASON = 300
@@ -81,6 +82,9 @@ class ModuleHooks:
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # runs without Python, hence without hooks; listed as not called
             before, after = self._hooks(known)
+            if has_compiled_call(module):
+                self._handles.append(CompiledCall(module, before, after))
+                continue
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
 
@@ -107,7 +111,24 @@ class ModuleHooks:
         """Return the paths of modules of which no call was seen; containers, which cannot be called, are left out."""
         silent = self.names.known.keys() - self._called
         callable_ones = [m for m in silent if getattr(type(m), "forward", None) is not nn.Module.forward]
-        return sorted(self.names.known[module].paths[0] for module in callable_ones)
+        # A call of a wrapper is one of what it wraps.
+        called = {self.names.known[module].paths[0] for module in self._called}
+        return sorted({self.names.known[module].paths[0] for module in callable_ones} - called)
+
+    def not_seen(self) -> dict[str, str]:
+        """Return why no call was seen of modules inside of others that were called, by path."""
+        found = {}
+        insides = {}
+        for module, known in self.names.known.items():
+            kind = why_unseen(module)
+            if kind is not None and (module in self._called or isinstance(module, torch.jit.ScriptModule)):
+                insides[known.paths[0]] = kind
+        for path in self.not_called():
+            for outer, kind in insides.items():
+                if path == outer or outer == ROOT or path.startswith(f"{outer}."):
+                    found[path] = f"runs inside of {kind}: that of {outer}"
+                    break
+        return found
 
     @property
     def is_open(self) -> bool:

@@ -90,8 +90,13 @@ class Recorder:
             self._hooks.finish(stopped)
             if self._hooks.steps.num_begun == 0 and reason is None:
                 reason = "the model was not called"
-                _log.warning("nothing was recorded into %s: the model was not called", self.path)
+                _log.warning(
+                    "nothing was recorded into %s: the model was not called, or only by compiled code; then record "
+                    "what torch.compile returned",
+                    self.path,
+                )
             writer.metadata["not_called"] = self._hooks.not_called()
+            self._note_unseen(writer)
             if self._intake.num_late:
                 writer.metadata["num_late"] = self._intake.num_late
             unmatched = self._policy.unmatched()
@@ -105,6 +110,14 @@ class Recorder:
         # What the user's own code raised comes first.
         if problem is not None and error is None:
             raise problem
+
+    def _note_unseen(self, writer: BackgroundWriter) -> None:
+        unseen = self._hooks.not_seen()
+        if unseen:
+            writer.metadata["not_seen"] = unseen
+            path, why = next(iter(unseen.items()))
+            what = f"{path} {why}" if len(unseen) == 1 else f"{len(unseen)} modules, e.g. {path}, which {why}"
+            _log.warning("not seen: %s; to see inside, record the model before it is compiled", what)
 
     @property
     def is_open(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Annotated, Any
 
 import typer
@@ -94,6 +95,8 @@ def command(
             [*all_rows, *map(terminal_recording.Row, left_out)], _modules(opened.metadata.get("modules"))
         )
     )
+    for reason, count in _unseen(opened.metadata.get("not_seen")).items():
+        out.print(f"{count} module{'' if count == 1 else 's'} not seen: {reason}")
     if not settings.quiet and len(opened.steps) > len(wanted):
         err.print(f"{len(wanted)} of {len(opened.steps)} steps; others with --step, all of one site with PATTERN")
     return 0
@@ -101,6 +104,10 @@ def command(
 
 def _modules(known: Any) -> dict[str, str]:
     return {str(path): str(name) for path, name in known.items()} if isinstance(known, dict) else {}
+
+
+def _unseen(known: Any) -> Counter[str]:
+    return Counter(map(str, known.values())) if isinstance(known, dict) else Counter()
 
 
 def _document(opened: Any, rows: list[Any], left_out: list[Any]) -> dict[str, Any]:

@@ -232,8 +232,8 @@ def measured_from(payload: dict[str, Any], groups: Mapping[int, Sequence[Entry]]
         num_nonfinite[index] = count
     table = np.frombuffer(numbers, "<f8").reshape(3, -1).T.tolist()
     return [
-        LeftOut(tensor.site, step, tensor.rank, reason, tensor.dtype, tensor.shape, _light_of(*row, count))
-        for tensor, row, count in zip(tensors, table, num_nonfinite, strict=True)
+        LeftOut(tensor.site, step, tensor.rank, reason, tensor.dtype, tensor.shape, _light_of(low, high, norm, count))
+        for tensor, (low, high, norm), count in zip(tensors, table, num_nonfinite, strict=True)
     ]
 
 
