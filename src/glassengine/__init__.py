@@ -38,10 +38,14 @@ if TYPE_CHECKING:
     from glassengine.executable.metrics import reset_metrics as reset_metrics
     from glassengine.executable.metrics_reader import read_metrics as read_metrics
     from glassengine.executable.metrics_report import merge_metrics as merge_metrics
+    from glassengine.executable.nonfinite import NonFiniteError as NonFiniteError
     from glassengine.executable.profile import profile as profile
     from glassengine.executable.profile_files import read_profiles as read_profiles
     from glassengine.executable.profile_server import request_profile as request_profile
     from glassengine.executable.profile_server import start_server as start_server
+    from glassengine.executable.snapshot import Snapshot as Snapshot
+    from glassengine.executable.snapshot_callback import register_snapshot_callback as register_snapshot_callback
+    from glassengine.executable.snapshots import snapshots as snapshots
     from glassengine.executable.steps import add_step_closure as add_step_closure
     from glassengine.executable.steps import current_step as current_step
     from glassengine.executable.steps import mark_step as mark_step
@@ -63,7 +67,9 @@ _PUBLIC = {
     "GlassError": "glassengine.errors",
     "IncomparableError": "glassengine.errors",
     "NetworkOutputs": "glassengine.taps",
+    "NonFiniteError": "glassengine.executable.nonfinite",
     "Recording": "glassengine.recording.reader",
+    "Snapshot": "glassengine.executable.snapshot",
     "StepFiles": "glassengine.engine.step_files",
     "Trace": "glassengine.spans",
     "UnknownNameError": "glassengine.errors",
@@ -92,10 +98,12 @@ _PUBLIC = {
     "record_script": "glassengine.capture.run_script",
     "record_target": "glassengine.capture.target",
     "register_network_output": "glassengine.taps",
+    "register_snapshot_callback": "glassengine.executable.snapshot_callback",
     "request_profile": "glassengine.executable.profile_server",
     "reset_metrics": "glassengine.executable.metrics",
     "side_by_side": "glassengine.diagnose.side_by_side",
     "sites": "glassengine.program",
+    "snapshots": "glassengine.executable.snapshots",
     "start_server": "glassengine.executable.profile_server",
     "tap": "glassengine.taps",
 }
