@@ -1,7 +1,7 @@
 """The table of the verdict: false alarms, mistakes found, ops named.
 
 python -m benchmarks verdict                         the whole corpus, hours of one core
-python -m benchmarks verdict --sample 10             ten mistakes of each program
+python -m benchmarks verdict --share 3               a third of the mistakes in each program, by turns
 python -m benchmarks verdict --families llama --dtypes float32 --kinds rope_sign --executions interpreted
 """
 
@@ -16,16 +16,18 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.report import keep, surroundings
 from glassengine.backends.registry import find_backend
 from glassengine.errors import GlassError, UsageError
-from glassengine.testing import corpus, engines, models
+from glassengine.testing import corpus, engines, implementations, models
+from glassengine.testing.compiler_bugs import COMPILER_BUGS, built_with_bug
 from glassengine.testing.edits import DoesNotApply, plant
 from glassengine.testing.families import FAMILIES, make_bench
 from glassengine.testing.mistakes import MISTAKES
@@ -34,13 +36,24 @@ from glassengine.testing.source_mistakes import SOURCE_MISTAKES, plant_in_source
 from glassengine.testing.variations import VARIATIONS
 
 DTYPES = ("float32", "bfloat16", "float16")
-EXECUTIONS = ("interpreted", "same kernels", "everything")
-"""What mutants run in; legitimate runs take every variation."""
+EXECUTIONS = ("interpreted", "everything", "same kernels")
+"""What mutants run in, one after the other; legitimate runs take every variation."""
 
 BACKENDS = ("eager", "onnxruntime", "inductor")
+COMPILED = "torch.compile"
+REAL = (*BACKENDS, COMPILED, "rows apart", "eager attention")
+"""Implementations that users run, as against variations computed by the interpreter."""
+
 BUNDLED = Path(__file__).parent.parent / "examples" / "tiny-llama"
 CHUNK = 48
 """Mutants that run in lockstep: more share one reference, and memory."""
+
+
+def real_ones(family: str, dtype: str) -> tuple[str, ...]:
+    """Return the compilers that a program goes through: over its dtypes, every family meets all of them."""
+    if FAMILIES.index(family) % 2:
+        return {"float32": ("eager", "inductor"), "bfloat16": (COMPILED,), "float16": ("onnxruntime",)}[dtype]
+    return {"float32": ("eager", "onnxruntime"), "bfloat16": ("inductor",), "float16": (COMPILED,)}[dtype]
 
 
 def run_bench(family: str, dtype: str, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -50,13 +63,14 @@ def run_bench(family: str, dtype: str, options: argparse.Namespace) -> list[dict
     rows: list[corpus.Row] = []
     if options.kinds is None:
         rows += legitimate(bench)
-        rows += [row for backend in options.backends for row in engines_of(bench, backend, options)]
-    rows += mistakes(bench, options)
+        wanted = real_ones(family, dtype) if options.backends is None else options.backends
+        rows += [row for backend in wanted for row in engines_of(bench, backend, options)]
+    rows += mistakes(bench, options, FAMILIES.index(family) + DTYPES.index(dtype))
     return [row.to_dict() for row in rows]
 
 
 def legitimate(bench: corpus.Bench) -> list[corpus.Row]:
-    """Return the rows of all variations and rewrites."""
+    """Return the rows of all variations, rewrites, and implementations that need no compiler."""
     sides: list[Any] = [corpus.varied(bench, bench.program, variation) for variation in VARIATIONS]
     names = [variation.name for variation in VARIATIONS]
     left_out = []
@@ -70,62 +84,84 @@ def legitimate(bench: corpus.Bench) -> list[corpus.Row]:
             continue
         sides += [corpus.interpreted(bench, mutant), corpus.varied(bench, mutant.program, VARIATIONS[-1])]
         names += [f"{rewrite.name}, interpreted", f"{rewrite.name}, everything"]
+    with suppress(DoesNotApply):
+        sides.append(implementations.RowsApart(bench))
+        names.append("rows apart")
+    with suppress(DoesNotApply):
+        sides += implementations.other_attention(bench)
+        names += ["eager attention", "eager attention, untouched"]
     return corpus.rows_of_legitimate(bench, names, sides) + left_out
 
 
 def engines_of(bench: corpus.Bench, backend: str, options: argparse.Namespace) -> list[corpus.Row]:
-    """Return the rows of the engines of one back-end: legitimate ones, and some of programs with a mistake."""
+    """Return the rows of one compiler: legitimate ones, its own bugs, and some of programs with a mistake."""
+    if backend == COMPILED:
+        try:
+            side = implementations.TorchCompiled(bench)
+            return corpus.rows_of_legitimate(bench, [COMPILED], [side])[1:]
+        except RuntimeError as error:
+            return [corpus.Row(bench.name, COMPILED, "", "legitimate", note=f"invalid: {_first_line(error)}")]
     if bench.model.dtype not in find_backend(backend).capabilities.dtypes:
         return [corpus.Row(bench.name, backend, "", "legitimate", note="does not apply")]
     cases = [bench.case]
     if bench.case.input_ids is not None:
         vocabulary = int(bench.model.metadata.get("vocab_size", models.VOCAB_SIZE))
-        cases.append(corpus.padded_case(vocabulary, size=7, steps=3, batch=1, seed=1))
+        cases.append(corpus.padded_case(vocabulary, size=1, steps=3, batch=1, seed=1))
         cases.append(corpus.padded_case(vocabulary, size=18, steps=1, batch=3, seed=2))
     rows: list[corpus.Row] = []
     with ExitStack() as stack:
         try:
             sides = engines.built(bench, backend, cases, stack)
         except (GlassError, RuntimeError) as error:
-            note = f"invalid: {str(getattr(error, 'got', error)).splitlines()[0][:100]}"
-            return [corpus.Row(bench.name, backend, "", "legitimate", note=note)]
+            return [corpus.Row(bench.name, backend, "", "legitimate", note=f"invalid: {_first_line(error)}")]
         for number, case in enumerate(cases):
             names = [f"{backend}, case {number}", f"{backend} release, case {number}"]
-            rows += corpus.rows_of_legitimate(bench, names, sides, case)[1 if number else 0 :]
+            rows += corpus.rows_of_legitimate(bench, names, sides, case)[1:]
         torch.set_num_threads(2)
         rows += corpus.rows_of_legitimate(bench, [f"{backend}, 2 threads"], sides[:1])[1:]
         torch.set_num_threads(1)
-        if options.mistakes_on_engines:
-            chooser = random.Random(f"{bench.name}/{backend}")
-            planted, _ = corpus.plant_all(bench, chooser.sample(MISTAKES, options.mistakes_on_engines), options.seed)
-            for number, item in enumerate(planted):
-                folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / f"mutant{number}"
-                try:
-                    side = engines.built_from(bench, item.mutant.program, backend, [bench.case], folder, stack)
-                except (GlassError, RuntimeError) as error:
-                    note = f"invalid: {str(getattr(error, 'got', error)).splitlines()[0][:100]}"
-                    rows.append(corpus.Row(bench.name, backend, item.mutant.mistake.name, "graph", note=note))
-                    continue
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for bug in COMPILER_BUGS if backend == "inductor" else ():
+            with suppress(DoesNotApply):
+                item, side = built_with_bug(bench, bug, [bench.case], folder / bug.name, stack)
                 rows += corpus.rows_of_mistakes(bench, [item], backend, [side])
+        chooser = random.Random(f"{bench.name}/{backend}")
+        wanted = chooser.sample(MISTAKES, options.mistakes_on_engines)
+        planted, _ = corpus.plant_all(bench, wanted, options.seed)
+        for number, item in enumerate(planted):
+            try:
+                changed = item.mutant.program
+                side = engines.built_from(bench, changed, backend, [bench.case], folder / f"mutant{number}", stack)
+            except (GlassError, RuntimeError) as error:
+                note = f"invalid: {_first_line(error)}"
+                rows.append(corpus.Row(bench.name, backend, item.mutant.mistake.name, "graph", note=note))
+                continue
+            rows += corpus.rows_of_mistakes(bench, [item], backend, [side])
     return rows
 
 
-def mistakes(bench: corpus.Bench, options: argparse.Namespace) -> list[corpus.Row]:
-    """Return the rows of all mistakes in all executions."""
-    wanted = [m for m in MISTAKES if options.kinds is None or m.name in options.kinds]
-    if options.sample is not None:
-        wanted = wanted[:: max(1, len(wanted) // max(1, options.sample))][: options.sample]
-    planted, rows = corpus.plant_all(bench, wanted, options.seed)
-    sources = [m for m in SOURCE_MISTAKES if options.kinds is None or m.name in options.kinds]
-    if options.sample is None or options.kinds:
-        more, left_out = corpus.plant_all(bench, sources, options.seed, plant_in_source)
-        planted, rows = planted + more, rows + left_out
+def _first_line(error: Exception) -> str:
+    return (str(getattr(error, "got", None) or error).splitlines() or [type(error).__name__])[0][:100]
+
+
+def mistakes(bench: corpus.Bench, options: argparse.Namespace, turn: int) -> list[corpus.Row]:
+    """Return the rows of the mistakes that are the program's turn, each in one execution."""
+    everything = [*((m, False) for m in MISTAKES), *((m, True) for m in SOURCE_MISTAKES)]
+    if options.kinds is not None:
+        wanted = [pair for pair in everything if pair[0].name in options.kinds]
+    else:
+        wanted = everything[turn % options.share :: options.share]
+    planted, rows = corpus.plant_all(bench, [m for m, of_source in wanted if not of_source], options.seed)
+    sources = [m for m, of_source in wanted if of_source]
+    more, left_out = corpus.plant_all(bench, sources, options.seed, plant_in_source)
+    planted, rows = planted + more, rows + left_out
     by_name = {variation.name: variation for variation in VARIATIONS}
-    for start in range(0, len(planted), CHUNK):
-        part = planted[start : start + CHUNK]
-        for execution in options.executions:
-            if execution in BACKENDS:
-                continue
+    for number, execution in enumerate(options.executions):
+        own = (
+            planted if options.kinds else planted[(number + turn) % len(options.executions) :: len(options.executions)]
+        )
+        for start in range(0, len(own), CHUNK):
+            part = own[start : start + CHUNK]
             if execution == "interpreted":
                 sides: list[Any] = [corpus.interpreted(bench, item.mutant) for item in part]
             else:
@@ -134,58 +170,65 @@ def mistakes(bench: corpus.Bench, options: argparse.Namespace) -> list[corpus.Ro
     return rows
 
 
-def table(rows: Iterable[dict[str, Any]]) -> str:
-    """Return the table: one line per program and execution, then what was missed."""
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return what was run, one line per kind of implementation, and the totals."""
+    counted = [row for row in rows if not row["note"]]
+    legitimate = [row for row in counted if row["group"] == "legitimate"]
+    planted = [row for row in counted if row["group"] != "legitimate"]
+    lines = [f"{'legitimate runs':34s} {'runs':>6s} {'alarms':>6s} {'largest min(rho/2, beta)':>25s} {'rho/4':>6s}"]
+    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in legitimate:
+        engine = row["execution"].split(",")[0].split(" release")[0]
+        groups[engine if engine in REAL else "untouched model" if "untouched" in engine else "variations"].append(row)
+    groups["all on real implementations"] = [row for name in REAL for row in groups.get(name, ())]
+    groups["all"] = legitimate
+    for name, found in groups.items():
+        largest, accumulated = (max((row[key] for row in found), default=0.0) for key in ("largest", "accumulated"))
+        alarms = sum(row["is_found"] for row in found)
+        lines.append(f"{name:34s} {len(found):6d} {alarms:6d} {largest:25.2f} {accumulated:6.2f}")
+    lines += ["", f"{'mistakes':34s} {'runs':>6s} {'found':>8s} {'exact op':>8s} {'others named':>12s}"]
+    above = [row for row in planted if not row["is_beneath"]]
+    beneath = [row for row in planted if row["is_beneath"]]
+    by_program: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in above:
+        by_program[row["bench"]].append(row)
+    for name, found in by_program.items():
+        lines.append(_line(name, found))
+    lines.append("")
+    for name in dict.fromkeys(row["execution"] for row in above):
+        lines.append(_line(name, [row for row in above if row["execution"] == name]))
+    lines.append("")
+    for name in dict.fromkeys(row["group"] for row in above):
+        lines.append(_line(f"{name}", [row for row in above if row["group"] == name]))
+    lines += ["", _line("all that values can show", above), _line("all that was planted", planted)]
+    if beneath:
+        effect = [row["effect"] for row in beneath if row["effect"] <= 1]
+        lines.append(_line("beneath what values can show", beneath))
+        largest = max(effect, default=0.0)
+        lines.append(
+            f"  {len(effect)} of these have no error beyond {largest:.2f} of what rounding may make, the others"
+        )
+        lines.append("  are in a float32 island and below half a unit of the program's dtype")
+    kinds = {row["kind"] for row in planted}
+    programs = {row["bench"].split("/")[0] for row in planted}
+    dtypes = {row["bench"].split("/")[1] for row in planted}
+    num_random = sum(kind.startswith("random_") for kind in kinds)
+    lines += [
+        "",
+        f"{len(kinds)} kinds of mistake ({num_random} of them random), {len(programs)} models, {len(dtypes)} dtypes",
+    ]
     excluded: dict[str, int] = defaultdict(int)
     for row in rows:
         if row["note"]:
             excluded[row["note"].split(":")[0]] += 1
-        else:
-            engine = row["execution"].split(",")[0].split(" release")[0]
-            kind = "legitimate" if row["group"] == "legitimate" else row["execution"]
-            if kind == "legitimate" and engine in BACKENDS:
-                kind = f"legitimate {engine}"
-            groups[row["bench"], kind].append(row)
-    lines = [
-        f"{'program':22s} {'legitimate':34s} {'runs':>5s} {'alarms':>6s} {'largest':>7s}",
-        f"{'program':22s} {'execution of mistakes':34s} {'runs':>5s} {'found':>6s} {'exact':>6s} {'extra':>5s}",
-    ]
-    totals: dict[str, list[Any]] = {"mistakes": [0, 0, 0, 0], "precision": [0, 0, 0, 0], "beneath": [0] * 4}
-    for (bench, kind), found in groups.items():
-        if kind.startswith("legitimate"):
-            alarms = sum(row["is_found"] for row in found)
-            largest = max(row["largest"] for row in found)
-            for name in {"legitimate", kind}:
-                number, flagged, figure = totals.setdefault(name, [0, 0, 0.0])
-                totals[name] = [number + len(found), flagged + alarms, max(figure, largest)]
-            lines.append(f"{bench:22s} {kind:34s} {len(found):5d} {alarms:6d} {largest:7.2f}")
-            continue
-        # Losses of precision, and mistakes within float32 that the program's own dtype would swallow, apart.
-        for name, part in (
-            ("mistakes", [r for r in found if r["group"] != "precision" and not r["is_beneath"]]),
-            ("precision", [r for r in found if r["group"] == "precision" and not r["is_beneath"]]),
-            ("beneath", [r for r in found if r["is_beneath"]]),
-        ):
-            if not part:
-                continue
-            figures = [len(part), *(sum(int(r[key]) for r in part) for key in ("is_found", "is_exact", "num_extra"))]
-            totals[name] = [a + b for a, b in zip(totals[name], figures, strict=True)]
-            label = kind if name == "mistakes" else f"{kind} ({name})"
-            lines.append(f"{bench:22s} {label:34s} {figures[0]:5d} {figures[1]:6d} {figures[2]:6d} {figures[3]:5d}")
-    lines.append("")
-    for name in sorted(totals):
-        if name.startswith("legitimate"):
-            runs, alarms, largest = totals[name]
-            lines.append(f"{name}: {runs} runs, false alarms {alarms}, largest min(rho/2, beta) {largest:.3f}")
-    for name in ("mistakes", "precision", "beneath"):
-        number, seen, exact, extra = totals[name]
-        if number:
-            lines.append(
-                f"{name} {number}: found {seen / number:.2%}, exact op {exact / number:.2%}, other ops named {extra}"
-            )
     lines.append("not counted: " + (", ".join(f"{name} {count}" for name, count in excluded.items()) or "nothing"))
     return "\n".join(lines)
+
+
+def _line(name: str, rows: Sequence[dict[str, Any]]) -> str:
+    number = max(1, len(rows))
+    found, exact = (sum(row[key] for row in rows) / number for key in ("is_found", "is_exact"))
+    return f"{name:34s} {len(rows):6d} {found:8.2%} {exact:8.2%} {sum(row['num_extra'] for row in rows):12d}"
 
 
 def failures(rows: Iterable[dict[str, Any]]) -> str:
@@ -198,7 +241,7 @@ def failures(rows: Iterable[dict[str, Any]]) -> str:
         elif row["group"] == "legitimate":
             what = "ALARM" if row["is_found"] else None
         elif not row["is_found"]:
-            what = "MISS" if not row["is_beneath"] else "BENEATH"
+            what = "MISS" if not row["is_beneath"] else None
         elif not row["is_exact"]:
             what = "ELSEWHERE"
         elif row["num_extra"]:
@@ -209,7 +252,8 @@ def failures(rows: Iterable[dict[str, Any]]) -> str:
             again += f" --kinds {row['kind']} --executions '{row['execution']}'" if row["kind"] else ""
             lines.append(
                 f"{what:9s} {row['bench']} {row['execution']} {row['kind']} {row['note']}: guilty {row['guilty']}, "
-                f"named {row['named']}, extra {row['num_extra']}, largest {row['largest']:.3g} {row['largest_at']}; "
+                f"named {row['named']}, extra {row['num_extra']}, largest {row['largest']:.3g} {row['largest_at']}, "
+                f"effect {row['effect']:.3g} of the bound; "
                 f"{again}"
             )
     return "\n".join(lines)
@@ -222,9 +266,9 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("--dtypes", type=lambda text: text.split(","), default=list(DTYPES))
     parser.add_argument("--executions", type=lambda text: text.split(","), default=list(EXECUTIONS))
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=None)
-    parser.add_argument("--sample", type=int, help="mistakes of each program; default all")
-    parser.add_argument("--backends", type=lambda text: text.split(",") if text else [], default=list(BACKENDS))
-    parser.add_argument("--mistakes-on-engines", type=int, default=4, help="of each program and back-end")
+    parser.add_argument("--share", type=int, default=1, help="every n-th mistake in each program; default all")
+    parser.add_argument("--backends", type=lambda text: text.split(",") if text else [], help="default: in turns")
+    parser.add_argument("--mistakes-on-engines", type=int, default=1, help="of each program and back-end")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", type=Path)
@@ -242,5 +286,10 @@ def main(arguments: Sequence[str] = ()) -> None:
             print(f"{family}/{dtype} after {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
             if options.json:
                 options.json.write_text(json.dumps(rows, indent=1))
-    print(table(rows))
-    print(failures(rows))
+    text = "\n".join(
+        [f"$ python -m benchmarks verdict {' '.join(arguments)}", surroundings(), "", table(rows), failures(rows)]
+    )
+    if not set(options.families) ^ set(FAMILIES) and options.kinds is None:
+        keep("verdict", text)
+    else:
+        print(text)

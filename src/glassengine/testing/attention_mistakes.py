@@ -116,6 +116,33 @@ def _cache_stale_in_decode(e: Edit) -> None:
     e.feed(node, 3, make)
 
 
+def _cache_of_neighbour_in_decode(e: Edit) -> None:
+    """Rows of the batch exchange their new entries, once there is a cache (beams reordered by mistake)."""
+    node = _written(e)
+
+    def make(x: Op) -> Op:
+        return e.call(aten.where.self, _is_decode(e, node), e.call(aten.roll.default, x, [1], [0]), x)
+
+    e.feed(node, 3, make)
+
+
+def _cache_oldest_lost_in_decode(e: Edit) -> None:
+    """The first slot is overwritten with zeros by every decode step."""
+    node = _written(e)
+
+    def make(written: Op) -> Op:
+        rest = e.call(aten.slice.Tensor, written, 2, 1, _END)
+        without = e.call(aten.constant_pad_nd.default, rest, [0, 0, 1, 0], 0.0)
+        return e.call(aten.where.self, _is_decode(e, node), without, written)
+
+    e.rewrite(node, make)
+
+
+def _position_stuck_in_decode(e: Edit) -> None:
+    """From the second decode step on the position no longer moves."""
+    e.feed(_positions(e), 0, lambda x: e.call(aten.clamp_max.default, x, 12))
+
+
 def _keys_as_values(e: Edit) -> None:
     node = attention(e)
     node.args = (node.args[0], node.args[2], node.args[1], *node.args[3:])
@@ -231,6 +258,9 @@ ATTENTION_MISTAKES = tuple(
         ("cache_never_written", _cache_never_written),
         ("cache_not_written_in_decode", _cache_not_written_in_decode),
         ("cache_stale_in_decode", _cache_stale_in_decode),
+        ("cache_of_neighbour_in_decode", _cache_of_neighbour_in_decode),
+        ("cache_oldest_lost_in_decode", _cache_oldest_lost_in_decode),
+        ("position_stuck_in_decode", _position_stuck_in_decode),
         ("keys_as_values", _keys_as_values),
         ("mask_sees_one_more", _mask_sees_one_more),
         ("mask_hides_newest", _mask_hides_newest),

@@ -1,4 +1,4 @@
-"""Programs of the corpus: six causal language models, five other architectures as plain modules, a wide one.
+"""Programs of the corpus: causal language models of regular and of odd shapes, other architectures as plain modules.
 
 All random and tiny but `llama-1024`; `bundled` names the trained model that comes with the repository.
 """
@@ -59,9 +59,10 @@ def vit() -> nn.Module:
 
 
 def t5() -> nn.Module:
-    """Return the encoder of a T5: relative positions, no scale in attention."""
-    config = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4, "vocab_size": 256}
-    return _from_config("T5EncoderModel", "T5Config", config)
+    """Return a T5, encoder and decoder: relative positions, no scale in attention, attention across."""
+    sizes = {"d_model": 64, "d_kv": 20, "d_ff": 128, "num_layers": 1, "num_heads": 3, "vocab_size": 256}
+    config = {**sizes, "decoder_start_token_id": 0, "use_cache": False}
+    return _from_config("T5ForConditionalGeneration", "T5Config", config)
 
 
 def mamba() -> nn.Module:
@@ -95,16 +96,74 @@ def llama_1024() -> nn.Module:
     )
 
 
+_ODD = {
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 20,
+    "vocab_size": 77,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def llama_odd() -> nn.Module:
+    """Return a Llama of odd sizes: one key head, biases, tied embeddings, stretched rotary positions."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    more = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "rope_parameters": rope}
+    return models.llama(**_ODD, **more)
+
+
+def gemma2() -> nn.Module:
+    """Return a Gemma 2: capped scores and logits, attention written out, a sliding window shorter than the prompt."""
+    more = {"sliding_window": 6, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0}
+    return _from_config("Gemma2ForCausalLM", "Gemma2Config", {**_ODD, **more})
+
+
+def qwen3_moe() -> nn.Module:
+    """Return a Qwen3 mixture of ten experts, eight per token."""
+    experts = {"num_experts": 10, "num_experts_per_tok": 8, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
+    return _from_config("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**_ODD, **experts, "norm_topk_prob": True})
+
+
+def deepseek() -> nn.Module:
+    """Return a DeepSeek V3: compressed keys, groups of experts, tensors assembled in memory that was not written."""
+    ranks = {"q_lora_rank": 16, "kv_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 12}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+    more = {"moe_intermediate_size": 32, "first_k_dense_replace": 1, "num_key_value_heads": 3}
+    config = {**_ODD, **ranks, **experts, **more}
+    del config["head_dim"]
+    return _from_config("DeepseekV3ForCausalLM", "DeepseekV3Config", config)
+
+
+def bloom() -> nn.Module:
+    """Return a BLOOM: a slope of scores instead of positions, one product for query, key and value with a bias."""
+    config = {"hidden_size": 48, "n_layer": 2, "n_head": 3, "vocab_size": 77}
+    return _from_config("BloomForCausalLM", "BloomConfig", config)
+
+
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
     "bert": (bert, _token_steps),
     "vit": (vit, lambda: _image_steps(16)),
-    "t5": (t5, _token_steps),
+    "t5": (t5, lambda: [{**step, "decoder_input_ids": step["input_ids"][:, :5]} for step in _token_steps()]),
     "mamba": (mamba, lambda: [{"input_ids": step["input_ids"]} for step in _token_steps()]),
     "resnet": (resnet, lambda: _image_steps(32)),
 }
 """Name -> model and its inputs, one dict per step."""
 
-CAUSAL_LMS: dict[str, Callable[[], nn.Module]] = {**models.CAUSAL_LMS, "llama-1024": llama_1024}
+CAUSAL_LMS: dict[str, Callable[[], nn.Module]] = {
+    **models.CAUSAL_LMS,
+    "llama-odd": llama_odd,
+    "gemma2": gemma2,
+    "qwen3-moe": qwen3_moe,
+    "deepseek": deepseek,
+    "bloom": bloom,
+    "llama-1024": llama_1024,
+}
 BUNDLED = "bundled"
 FAMILIES = (*CAUSAL_LMS, *MODULES, BUNDLED)
 

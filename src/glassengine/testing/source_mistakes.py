@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -90,6 +91,73 @@ def _positions_doubled(model: nn.Module) -> None:
     rotary.forward = lambda x, position_ids, *args, **kwargs: forward(x, position_ids * 2, *args, **kwargs)
 
 
+def _inner(model: nn.Module, *kinds: str) -> Any:
+    """Return the last module of one of the classes `kinds` (part of the name)."""
+    found = [module for module in model.modules() if any(kind in type(module).__name__ for kind in kinds)]
+    if not found:
+        raise DoesNotApply
+    return found[-1]
+
+
+def _bias_forgotten(model: nn.Module) -> None:
+    """A layer that has a bias is written without."""
+    kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.LayerNorm)
+    found: list[Any] = [m for m in model.modules() if isinstance(m, kinds) and m.bias is not None]
+    if not found:
+        raise DoesNotApply
+    found[len(found) // 2].bias = None
+
+
+def _kernel_mirrored(model: nn.Module) -> None:
+    convolution = _inner(model, "Conv2d", "Conv1d")
+    if convolution.weight.dim() < 3 or convolution.weight.shape[-1] < 2:
+        raise DoesNotApply
+    convolution.weight = nn.Parameter(convolution.weight.flip(-1))
+
+
+def _statistics_swapped(model: nn.Module) -> None:
+    """The running mean is taken for the running variance."""
+    norm = _inner(model, "BatchNorm")
+    norm.running_mean, norm.running_var = norm.running_var, norm.running_mean.abs() + 0.1
+
+
+def _first_token_moved(model: nn.Module) -> None:
+    """Learned positions are those of the next token."""
+    module, name = _last(model, "position_embeddings", "wpe")
+    table = getattr(module, name)
+    weight: Any = table.weight if isinstance(table, nn.Module) else table
+    moved = nn.Parameter(weight.roll(1, -2))
+    if isinstance(table, nn.Module):
+        table.weight = moved
+    else:
+        setattr(module, name, moved)
+
+
+def _query_key_swapped(model: nn.Module) -> None:
+    names = (("q_proj", "k_proj"), ("query", "key"), ("q", "k"))
+    for ours, theirs in names:
+        with suppress(DoesNotApply):
+            module, _ = _last(model, ours)
+            query, key = getattr(module, ours), getattr(module, theirs)
+            if query.weight.shape == key.weight.shape:
+                setattr(module, ours, key)
+                setattr(module, theirs, query)
+                return
+    raise DoesNotApply
+
+
+def _step_unsoftened(model: nn.Module) -> None:
+    """The step of a state space model is scaled."""
+    mixer = _inner(model, "MambaMixer", "Mamba2Mixer")
+    mixer.A_log = nn.Parameter(mixer.A_log + 0.1)
+
+
+def _distance_doubled(model: nn.Module) -> None:
+    """Relative positions fall into buckets that are half as wide."""
+    module, name = _last(model, "relative_attention_max_distance")
+    setattr(module, name, getattr(module, name) // 16)
+
+
 _CHANGES: dict[str, Change] = {
     "source_epsilon": _number(100.0, "variance_epsilon", "eps"),
     "source_scaling": _number(1.1, "scaling", "scale_attn_weights"),
@@ -103,6 +171,13 @@ _CHANGES: dict[str, Change] = {
     "source_head_tied": _head_tied,
     "source_mlp_scaled": _mlp_scaled,
     "source_positions_doubled": _positions_doubled,
+    "source_bias_forgotten": _bias_forgotten,
+    "source_kernel_mirrored": _kernel_mirrored,
+    "source_statistics_swapped": _statistics_swapped,
+    "source_first_token_moved": _first_token_moved,
+    "source_query_key_swapped": _query_key_swapped,
+    "source_step_unsoftened": _step_unsoftened,
+    "source_distance_doubled": _distance_doubled,
 }
 
 

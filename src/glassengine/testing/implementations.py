@@ -1,0 +1,151 @@
+"""Other implementations of a program that are right: torch.compile, other attention, every row of a batch alone.
+
+Like engines, and unlike `variations`, these are what users really run.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from glassengine.capture.interpreter import run_program
+from glassengine.compare.pairing import pair_sites
+from glassengine.diagnose.cases import Case, StepInputs
+from glassengine.diagnose.replay import Replay
+from glassengine.diagnose.sides import ModuleSide, Observed, ProgramSide, empty_caches
+from glassengine.program import Program, export_program, load_model
+from glassengine.program.export import named_inputs
+from glassengine.program.naming import is_tensor_node
+from glassengine.program.outputs import weight_only_nodes
+from glassengine.program.program import copied_graph
+from glassengine.testing.corpus import Bench
+from glassengine.testing.edits import DoesNotApply
+
+
+class _AllNodes:
+    """A side that has a value for every node of the baseline's own program; subclasses say how it is computed."""
+
+    rung = "engine"
+    guarantee = "judged op by op"
+
+    def __init__(self, bench: Bench) -> None:
+        self._program = bench.program
+        constant = weight_only_nodes(bench.program)
+        self._computed = [n for n in bench.program.graph.nodes if n.op == "call_function" and n not in constant]
+        self.nodes = {node.name: node.name for node in self._computed if is_tensor_node(node)}
+        dtype = getattr(torch, bench.model.dtype)
+        self.replay = Replay(bench.program, compiled=True, dtype=dtype, worth_a_bound=0.0)
+        self._values: dict[str, Tensor] = {}
+        self._caches: dict[str, Tensor] = {}
+
+    def begin(self, case: Case) -> None:
+        """Start with an empty cache."""
+        self._values, self._caches = {}, {}
+
+    def step(self, inputs: StepInputs | Mapping[str, Any]) -> None:
+        """Compute one step."""
+        named = inputs.named() if isinstance(inputs, StepInputs) else named_inputs(inputs)
+        if self._program.layout is not None and not self._caches:
+            self._caches = empty_caches(self._program, named)
+        fed = {**named, **self._caches}
+        with torch.no_grad():
+            self._values = self._run(fed)
+        outputs = self._program.output_nodes
+        self._caches = {past: self._values[outputs[present]] for past, present in self._program.caches.items()}
+        self.replay.begin_step(fed, self._values)
+
+    def _run(self, fed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def observed(self, node: str) -> list[Observed]:
+        """Return the value of `node`."""
+        return [Observed(self._values[node], node, "name")] if node in self._values else []
+
+
+class TorchCompiled(_AllNodes):
+    """The program through `torch.compile`, every node an output."""
+
+    def __init__(self, bench: Bench) -> None:
+        super().__init__(bench)
+        graph = copied_graph(bench.program.graph)
+        wanted = [node for node in graph.nodes if node.name in self.nodes]
+        graph.output_node().args = (tuple(wanted),)
+        self._order = [node.name for node in wanted]
+        self._placeholders = [node.name for node in graph.nodes if node.op == "placeholder"]
+        module = GraphModule(bench.program.exported.graph_module, graph)
+        self._compiled = torch.compile(module)
+        self._weights = bench.program.weights()
+
+    def _run(self, fed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        by_node = {port.node: fed[port.name] for port in self._program.inputs} | self._weights
+        results = self._compiled(*(by_node.get(name) for name in self._placeholders))
+        return {name: value.clone() for name, value in zip(self._order, results, strict=True)}
+
+
+class RowsApart(_AllNodes):
+    """Every row of the batch in a run of its own: other shapes, so other kernels and other orders of sums."""
+
+    def __init__(self, bench: Bench) -> None:
+        super().__init__(bench)
+        if bench.program.layout is None:
+            raise DoesNotApply
+        self._axes: dict[str, int | None] = {}
+        # Integers may be the numbers of rows, which are others here.
+        numbers = {node.name for node in self._computed if is_tensor_node(node) and _is_integer(node)}
+        for name in self.nodes.keys() - numbers:
+            site = bench.program.sites.by_node[name][0]
+            folded = [i for i, size in enumerate(site.shape) if size == "batch*sequence"]
+            self._axes[name] = folded[0] if folded else site.axes.get("batch")
+
+    def _run(self, fed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        rows: list[dict[str, Tensor]] = []
+        batch = fed["input_ids"].shape[0]
+        for index in range(batch):
+            values: dict[str, Tensor] = {}
+
+            def keep(node: Node, value: Any, values: dict[str, Tensor] = values) -> None:
+                if node.name in self._axes:
+                    values[node.name] = value
+
+            row = {name: t if name == "cache_position" else t[index : index + 1] for name, t in fed.items()}
+            run_program(self._program, row, keep)
+            rows.append(values)
+        merged = {}
+        for name, axis in self._axes.items():
+            parts = [row[name] for row in rows]
+            if axis is not None:
+                merged[name] = torch.cat(parts, axis)
+            elif all(torch.equal(part, parts[0]) for part in parts):
+                merged[name] = parts[0]
+        return merged
+
+
+def _is_integer(node: Node) -> bool:
+    dtype: torch.dtype = node.meta["val"].dtype
+    return not dtype.is_floating_point and dtype is not torch.bool
+
+
+def other_attention(bench: Bench) -> list[ProgramSide | ModuleSide]:
+    """Return the model with transformers' eager attention instead of torch's kernel: exported, and untouched.
+
+    Raises:
+        DoesNotApply: The model has one implementation only, or this one already.
+    """
+    model: Any = copy.deepcopy(bench.model.module)
+    config = getattr(model, "config", None)
+    if bench.program.layout is None or config is None or config._attn_implementation == "eager":
+        raise DoesNotApply
+    try:
+        model.set_attn_implementation("eager")
+    except ValueError as error:
+        raise DoesNotApply from error
+    program: Program = export_program(load_model(model, dtype=bench.model.dtype))
+    pairs, _, _ = pair_sites(bench.program, program)
+    replay = Replay(bench.program, worth_a_bound=0.0)
+    exported = ProgramSide(program, {p.baseline.node: p for p in pairs}, rung="candidate", replay=replay)
+    return [exported, ModuleSide(model, bench.program, rung="candidate, untouched")]
