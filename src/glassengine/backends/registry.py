@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
-from glassengine.backends.protocol import Backend
-from glassengine.errors import BackendError, UnknownNameError
+from glassengine.backends.protocol import Backend, CompilingGraphs
+from glassengine.errors import BackendError, UnknownNameError, UsageError
 
 GROUP = "glassengine.backends"
 DEFAULT = "inductor"
@@ -72,6 +72,29 @@ def choose_backend(name: str | None) -> tuple[Backend, str | None]:
     if state.available:
         return get_backend(DEFAULT), None
     return get_backend(FALLBACK), f"{DEFAULT} cannot be used here ({state.reason}): building with {FALLBACK} instead"
+
+
+def choose_graph_backend(name: str | None) -> CompilingGraphs:
+    """Return the back-end called `name`, or the default one, which must be able to compile a graph in memory.
+
+    Raises:
+        UnknownNameError: No such back-end is registered.
+        BackendError: It cannot be used here.
+        UsageError: It builds engines only.
+    """
+    backend: Backend | CompilingGraphs = choose_backend(name)[0]
+    if isinstance(backend, CompilingGraphs):
+        return backend
+    able = [info.name for info in list_backends() if info.available and _compiles_graphs(info.name)]
+    raise UsageError(
+        f"back-end {backend.name!r} builds engines and cannot compile a graph in memory",
+        expected=able,
+        hint='torch.compile(model, backend="glass", options={"backend": "inductor"})',
+    )
+
+
+def _compiles_graphs(name: str) -> bool:
+    return isinstance(find_backend(name), CompilingGraphs)
 
 
 def _entries() -> dict[str, EntryPoint]:

@@ -18,7 +18,6 @@ import shutil
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,13 +28,13 @@ from glassengine.errors import CorruptError, UsageError
 from glassengine.executable.cache_key import Parts, digest, explain_miss, key_parts
 from glassengine.executable.cache_store import Manifest, Store, list_files
 from glassengine.executable.graph import CapturedGraph
+from glassengine.executable.metrics import registry
 
 logger = logging.getLogger("glassengine")
 
 DEFAULT_MAX_BYTES = 2 << 30
 Outcome = Literal["hit", "miss", "corrupt", "off"]
 _lock = threading.RLock()
-counts: Counter[str] = Counter()
 _said: set[str] = set()
 
 
@@ -113,7 +112,9 @@ def compiled(
         if outcome != "hit" and not work.reason:
             seconds = time.perf_counter() - start
             _keep(store, Manifest(key, name, graph.hash, parts, cause, seconds, list_files(directory)), directory)
-    count({"hit": "PersistentCacheHit", "miss": "PersistentCacheMiss", "corrupt": "PersistentCacheCorrupt"}[outcome])
+    registry.count(
+        {"hit": "PersistentCacheHit", "miss": "PersistentCacheMiss", "corrupt": "PersistentCacheCorrupt"}[outcome]
+    )
     if outcome != "hit":
         logger.info("not in the cache: %s: %s%s", name, cause, f"; not kept: {work.reason}" if work.reason else "")
     return Compiled(function, "" if work.reason else key, outcome, cause)
@@ -191,7 +192,7 @@ def _keep(store: Store, manifest: Manifest, directory: Path) -> None:
         _warn_once(f"compiled graphs are not kept: {error}")
         return
     if removed:
-        count("PersistentCacheEvicted", len(removed))
+        registry.count("PersistentCacheEvicted", len(removed))
         freed = sum(entry.manifest.num_bytes for entry in removed)
         logger.warning(
             "the cache %s is full (GLASS_CACHE_MAX_BYTES=%d): %d entries that were used least recently are removed, "
@@ -201,11 +202,6 @@ def _keep(store: Store, manifest: Manifest, directory: Path) -> None:
             len(removed),
             freed,
         )
-
-
-def count(name: str, amount: int = 1) -> None:
-    """Add to a counter of the metrics."""
-    counts[name] += amount
 
 
 def _warn_once(text: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,13 +17,16 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import CompileContext, TracingContext
 
-from glassengine.backends.protocol import Backend, CachingGraphs, CompilingGraphs, GraphFunction
-from glassengine.backends.registry import choose_backend, find_backend, list_backends
-from glassengine.errors import UnknownNameError, UsageError
+from glassengine import environment
+from glassengine.backends.protocol import CachingGraphs, GraphFunction
+from glassengine.backends.registry import choose_graph_backend
+from glassengine.errors import UnknownNameError
 from glassengine.executable.cache import CompilerCache
 from glassengine.executable.executable import compile_graph
 from glassengine.executable.graph import CapturedGraph, GraphKind
 from glassengine.frontends.aot_graph import Names, captured
+from glassengine.frontends.eager_debug import interpret
+from glassengine.frontends.eager_ops import OpRunner
 
 MODES = ("compile", "eager_debug")
 
@@ -34,11 +37,12 @@ class Options:
 
     Attributes:
         backend: Which back-end compiles the graphs; None takes the default one.
-        mode: "compile" for whole graphs, "eager_debug" for every operation alone.
+        mode: "compile" for whole graphs, "eager_debug" for every operation alone; the default where GLASS_EAGER_DEBUG
+            or NEURON_USE_EAGER_DEBUG_MODE asks for it.
     """
 
     backend: str | None = None
-    mode: str = "compile"
+    mode: str = field(default_factory=lambda: "eager_debug" if environment.eager_debug() else "compile")
 
 
 def glass_backend(
@@ -61,7 +65,8 @@ def glass_backend(
         BackendError: The back-end cannot be used here.
     """
     chosen = read_options(options, mode)
-    backend = graph_backend(chosen.backend)
+    backend = choose_graph_backend(chosen.backend)
+    operations = OpRunner(backend) if chosen.mode == "eager_debug" else None
     cache = backend.graph_cache() if isinstance(backend, CachingGraphs) else None
     names = Names(module.graph)
     label = _label(names)
@@ -69,6 +74,8 @@ def glass_backend(
     def compiler(kind: GraphKind) -> Callable[[torch.fx.GraphModule, Sequence[Any]], GraphFunction]:
         def compile_one(traced: torch.fx.GraphModule, inputs: Sequence[Any]) -> GraphFunction:
             graph = captured(traced, kind, names)
+            if operations is not None:
+                return interpret(traced, operations)
             return _boxed(graph, f"{label}/{_number(kind)}", lambda: backend.compile_graph(traced, inputs), cache)
 
         return compile_one
@@ -110,29 +117,6 @@ def read_options(options: Mapping[str, Any] | None, mode: str | None) -> Options
     if chosen.mode not in MODES:
         raise UnknownNameError("mode", str(chosen.mode), MODES, hint='options={"mode": "compile"}')
     return chosen
-
-
-def graph_backend(name: str | None) -> CompilingGraphs:
-    """Return the back-end called `name`, which must be able to compile a graph in memory.
-
-    Raises:
-        UnknownNameError: No such back-end is registered.
-        BackendError: It cannot be used here.
-        UsageError: It builds engines only.
-    """
-    backend: Backend | CompilingGraphs = choose_backend(name)[0]
-    if isinstance(backend, CompilingGraphs):
-        return backend
-    able = [info.name for info in list_backends() if info.available and _compiles_graphs(info.name)]
-    raise UsageError(
-        f"back-end {backend.name!r} builds engines and cannot compile a graph in memory",
-        expected=able,
-        hint='torch.compile(model, backend="glass", options={"backend": "inductor"})',
-    )
-
-
-def _compiles_graphs(name: str) -> bool:
-    return isinstance(find_backend(name), CompilingGraphs)
 
 
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)

@@ -1,0 +1,261 @@
+"""The graph of one operation: from the arguments of a call to a `CapturedGraph` with one node, compiled.
+
+The tensors of a call are the inputs of its graph, each once; everything else is a constant, but for numbers that are
+made inputs. Results that are arguments written to are not results of the graph: the caller has them already.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._guards import TracingContext, tracing
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import tree_map
+
+from glassengine.backends.protocol import CachingGraphs, CompilingGraphs
+from glassengine.executable.executable import Executable, compile_graph
+from glassengine.executable.graph import CapturedGraph, input_spec
+from glassengine.frontends.eager_schema import Operation, argument
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_NUMBER_DTYPES = {float: torch.float64, int: torch.int64}
+
+
+class Call:
+    """The arguments of one call, taken apart.
+
+    Attributes:
+        operation: What is called.
+        args: Its arguments by position.
+        kwargs: And by keyword.
+        tensors: Each tensor of the arguments once, in order.
+        numbers: Values that may become inputs, in order.
+        obstacle: Why this call cannot be compiled; "" where it may be.
+    """
+
+    __slots__ = ("_places", "_shape", "args", "kwargs", "numbers", "obstacle", "operation", "tensors")
+
+    def __init__(self, operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.operation = operation
+        self.args = args
+        self.kwargs = kwargs
+        self.tensors: list[torch.Tensor] = []
+        self.numbers: list[float] = []
+        self.obstacle = ""
+        self._places: dict[int, int] = {}
+        self._shape: list[Any] = [operation.op]
+        for place, value in enumerate(args):
+            self._add(value, place in operation.numeric)
+        for name in sorted(kwargs):
+            self._shape.append(name)
+            self._add(kwargs[name], name in operation.numeric)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What the code depends on, but for the values of `numbers`."""
+        return tuple(self._shape)
+
+    @property
+    def number_key(self) -> tuple[str, ...]:
+        """The values of `numbers`; as text, since 0.0 and -0.0 are equal, and so are 1 and 1.0."""
+        return tuple(map(repr, self.numbers))
+
+    def inputs(self, with_numbers: bool) -> list[Any]:
+        """Return the inputs of the executable of this call, in order."""
+        values: list[Any] = list(self.tensors)
+        if with_numbers:
+            values += [torch.tensor(number, dtype=_NUMBER_DTYPES[type(number)]) for number in self.numbers]
+        return values
+
+    def index(self, tensor: torch.Tensor) -> int:
+        """Return which of `tensors` it is."""
+        return self._places[id(tensor)]
+
+    def _add(self, value: Any, is_numeric: bool) -> None:
+        shape = self._shape
+        if isinstance(value, torch.Tensor):
+            index = self._places.get(id(value))
+            if index is None:
+                if type(value) not in _PLAIN or value.layout is not torch.strided or value.is_conj() or value.is_neg():
+                    self.obstacle = f"{_kind(value)} is not compiled"
+                    return
+                self._places[id(value)] = len(self.tensors)
+                self.tensors.append(value)
+                shape.append((value.dtype, value.shape, value.stride(), value.device))
+            else:
+                shape.append(index)
+        elif is_numeric and type(value) in _NUMBER_DTYPES:
+            self.numbers.append(value)
+            shape.append(type(value))
+        elif isinstance(value, (list, tuple)):
+            shape.append(len(value))
+            for item in value:
+                self._add(item, False)
+        else:
+            # With the type: 1, 1.0 and True are equal.
+            shape.append((type(value), repr(value) if isinstance(value, float) else value))
+
+
+@dataclass(frozen=True)
+class CompiledCall:
+    """The executable of calls with one key.
+
+    Attributes:
+        executable: Takes `Call.inputs`.
+        with_numbers: Whether the numbers are inputs.
+        num_results: For each result of the schema how many tensors of the graph it is: None for an argument that is
+            returned, 1 for a tensor, and a tuple of one number for a list.
+    """
+
+    executable: Executable
+    with_numbers: bool
+    num_results: tuple[int | tuple[int] | None, ...]
+
+    def run(self, call: Call) -> Any:
+        """Return what ATen would return."""
+        results = iter(self.executable.run(call.inputs(self.with_numbers)))
+        returned: list[Any] = []
+        for place, number in zip(call.operation.returned, self.num_results, strict=True):
+            if number is None:
+                assert place is not None
+                returned.append(argument(place, call.args, call.kwargs))
+            elif isinstance(number, tuple):
+                returned.append([next(results) for _ in range(number[0])])
+            else:
+                returned.append(next(results))
+        return returned[0] if len(returned) == 1 else tuple(returned) or None
+
+
+def compile_call(
+    call: Call, *, with_numbers: bool, backend: CompilingGraphs, meta: Mapping[str, Any] | None = None
+) -> CompiledCall:
+    """Compile the graph of one call.
+
+    Args:
+        call: What to compile.
+        with_numbers: Whether its numbers become inputs.
+        backend: Compiles it.
+        meta: Where the call comes from: "stack_trace" and "nn_module_stack" of a captured graph.
+
+    Raises:
+        BackendError: The back-end cannot.
+        Exception: What the operation raises for such arguments.
+    """
+    operation = call.operation
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    # Below autograd a graph is one of plain values.
+    fakes = [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in call.tensors]
+    args, kwargs = tree_map(lambda value: _exchange(call, value, fakes), (tuple(call.args), dict(call.kwargs)))
+    with mode:
+        outcome = operation.op(*args, **kwargs)
+
+    graph = torch.fx.Graph()
+    written = _written(call)
+    names = dict(reversed([(call.index(tensor), name) for name, tensor, _ in _named(call)]))
+    specs = [input_spec(fake, names[index], "input", is_mutated=index in written) for index, fake in enumerate(fakes)]
+    nodes = [_placeholder(graph, fake) for fake in fakes]
+    numbers = []
+    if with_numbers:
+        for index, number in enumerate(call.numbers):
+            fake = mode.from_tensor(torch.tensor(number, dtype=_NUMBER_DTYPES[type(number)]), static_shapes=True)
+            specs.append(input_spec(fake, f"number{index}", "input"))
+            fakes.append(fake)
+            numbers.append(_placeholder(graph, fake))
+    values = iter([graph.call_function(torch.ops.aten._local_scalar_dense.default, (node,)) for node in numbers])
+
+    def convert(value: Any, is_numeric: bool) -> Any:
+        if with_numbers and is_numeric and type(value) in _NUMBER_DTYPES:
+            return next(values)
+        return tree_map(lambda item: _exchange(call, item, nodes), value)
+
+    called = graph.call_function(
+        operation.op,
+        tuple(convert(value, place in operation.numeric) for place, value in enumerate(call.args)),
+        {name: convert(call.kwargs[name], name in operation.numeric) for name in sorted(call.kwargs)},
+    )
+    called.meta.update(meta or {})
+    results, num_results = _results(graph, called, operation, outcome)
+    graph.output(tuple(results))
+    module = torch.fx.GraphModule({}, graph)
+    captured = CapturedGraph(module, tuple(specs), tuple(node.name for node in results), "inference")
+    cache = backend.graph_cache() if isinstance(backend, CachingGraphs) else None
+    with tracing(TracingContext(mode)):
+        executable = compile_graph(str(operation.op), captured, lambda: backend.compile_graph(module, fakes), cache)
+    return CompiledCall(executable, with_numbers, num_results)
+
+
+def overlap(call: Call) -> bool:
+    """Whether a tensor that the call writes to shares memory with another of its tensors, or with itself."""
+    written = _written(call)
+    if not written:
+        return False
+    storages = [tensor.untyped_storage().data_ptr() for tensor in call.tensors]
+    return any(
+        (storages[index] and storages.count(storages[index]) > 1)
+        or torch._debug_has_internal_overlap(call.tensors[index]) == 1
+        for index in written
+    )
+
+
+def _named(call: Call) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Yield every tensor of the arguments: its name by the schema, and whether it is written to."""
+    names = [described.name for described in call.operation.op._schema.arguments]
+    for name, value in [*zip(names, call.args, strict=False), *call.kwargs.items()]:
+        is_written = name in call.operation.written
+        if isinstance(value, torch.Tensor):
+            yield name, value, is_written
+        elif isinstance(value, (list, tuple)):
+            for index, item in enumerate(value):
+                if isinstance(item, torch.Tensor):
+                    yield f"{name}.{index}", item, is_written
+
+
+def _written(call: Call) -> set[int]:
+    """Return which of the tensors of a call it writes to."""
+    return {call.index(tensor) for _, tensor, is_written in _named(call) if is_written}
+
+
+def _exchange(call: Call, value: Any, others: Sequence[Any]) -> Any:
+    return others[call.index(value)] if isinstance(value, torch.Tensor) else value
+
+
+def _placeholder(graph: torch.fx.Graph, fake: torch.Tensor) -> torch.fx.Node:
+    node = graph.placeholder(f"arg{len(graph.nodes)}")
+    node.meta["val"] = fake
+    return node
+
+
+def _results(
+    graph: torch.fx.Graph, called: torch.fx.Node, operation: Operation, outcome: Any
+) -> tuple[list[torch.fx.Node], tuple[int | tuple[int] | None, ...]]:
+    """Return the nodes that the graph returns, and how they make up the results of the schema."""
+    several = len(operation.returned) > 1
+    given = list(outcome) if several else [outcome][: len(operation.returned)]
+    nodes: list[torch.fx.Node] = []
+    numbers: list[int | tuple[int] | None] = []
+    for index, (place, value) in enumerate(zip(operation.returned, given, strict=True)):
+        if place is not None:
+            numbers.append(None)
+            continue
+        node = graph.call_function(operator.getitem, (called, index)) if several else called
+        if isinstance(value, (list, tuple)):
+            nodes += [graph.call_function(operator.getitem, (node, item)) for item in range(len(value))]
+            numbers.append((len(value),))
+        else:
+            nodes.append(node)
+            numbers.append(1)
+    return nodes, tuple(numbers)
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    """Say what a tensor is that no graph can take."""
+    if type(tensor) not in _PLAIN:
+        return f"a {type(tensor).__name__}"
+    if tensor.layout is not torch.strided:
+        return f"a {str(tensor.layout).removeprefix('torch.')} tensor"
+    return "a view as conjugate or negative"

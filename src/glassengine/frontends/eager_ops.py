@@ -1,0 +1,128 @@
+"""One operation at a time: each distinct one is compiled once and runs as an executable of its own.
+
+Distinct are operations, dtypes, shapes, strides, devices and constants. A number that changes from call to call (the
+bias corrections of Adam) would be another constant each time: on its second value the operation is compiled once more,
+with the number as an input. What has nothing to compile, or cannot be compiled, runs on ATen; but for views and the
+like, which compute nothing, that is counted with its reason.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload
+
+from glassengine.backends.protocol import CompilingGraphs
+from glassengine.errors import BackendError
+from glassengine.executable.metrics import registry
+from glassengine.frontends.eager_graph import Call, CompiledCall, compile_call, overlap
+from glassengine.frontends.eager_schema import RANDOM, examine
+
+logger = logging.getLogger("glassengine")
+
+_said: set[tuple[str, str]] = set()
+_MAX_CONSTANTS = 4  # values of numbers that cannot be inputs, before an operation is left to ATen
+
+
+@dataclass
+class _Family:
+    """What was compiled of one operation with the same tensors, whatever the numbers.
+
+    Attributes:
+        by_numbers: Values of the numbers -> the executable in which they are constants.
+        general: The executable in which they are inputs.
+        cannot_generalize: Why there is none.
+        obstacle: Why there is no executable at all.
+    """
+
+    by_numbers: dict[tuple[str, ...], CompiledCall] = field(default_factory=dict)
+    general: CompiledCall | None = None
+    cannot_generalize: str = ""
+    obstacle: str = ""
+
+
+class OpRunner:
+    """Runs operations one by one on a back-end, and holds what it has compiled."""
+
+    def __init__(self, backend: CompilingGraphs) -> None:
+        self._backend = backend
+        self._families: dict[tuple[Any, ...], _Family] = {}
+
+    def run(
+        self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], meta: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run `op`: the result is what ATen would return, also where arguments are written to and returned.
+
+        Args:
+            op: The operation.
+            args: Its arguments by position.
+            kwargs: And by keyword.
+            meta: Where the call comes from, as in the node of a captured graph.
+
+        Raises:
+            Exception: What ATen raises for these arguments.
+        """
+        operation = examine(op)
+        if not operation.computes:
+            return op(*args, **kwargs)
+        obstacle = RANDOM if operation.is_random(args, kwargs) else operation.obstacle
+        if not obstacle:
+            call = Call(operation, args, kwargs)
+            found = self._find(call, meta) if not call.obstacle else call.obstacle
+            if isinstance(found, CompiledCall):
+                # Below autograd, which has seen the call already; compiled code writes into tensors it has made.
+                with torch._C._AutoDispatchBelowAutograd():
+                    return found.run(call)
+            obstacle = found
+        count_fallback(op, obstacle)
+        return op(*args, **kwargs)
+
+    def _find(self, call: Call, meta: Mapping[str, Any] | None) -> CompiledCall | str:
+        """Return the executable of a call, compiled now if it is the first of its kind, or why there is none."""
+        if overlap(call):
+            return "it writes to memory that another of its tensors shares"
+        family = self._families.get(call.key)
+        if family is None:
+            family = self._families[call.key] = _Family()
+        if family.obstacle:
+            return family.obstacle
+        constants = family.by_numbers.get(call.number_key)
+        if constants is not None:
+            return constants
+        if family.general is not None:
+            return family.general
+        if family.by_numbers and not family.cannot_generalize:
+            try:
+                family.general = compile_call(call, with_numbers=True, backend=self._backend, meta=meta)
+                return family.general
+            except BackendError as error:
+                family.cannot_generalize = _reason(error)
+        if len(family.by_numbers) >= _MAX_CONSTANTS:
+            return f"a number in it changes and cannot be an input: {family.cannot_generalize}"
+        try:
+            compiled = compile_call(call, with_numbers=False, backend=self._backend, meta=meta)
+        except BackendError as error:
+            family.obstacle = _reason(error)
+            return family.obstacle
+        family.by_numbers[call.number_key] = compiled
+        return compiled
+
+
+def count_fallback(op: OpOverload | HigherOrderOperator, reason: str) -> None:
+    """Count an operation that ran on ATen, by the name that PyTorch/XLA gives it, and say so the first time."""
+    packet = op._overloadpacket if isinstance(op, OpOverload) else op
+    name = str(packet).replace(".", "::", 1)
+    registry.count(name)
+    if (name, reason) not in _said:
+        _said.add((name, reason))
+        logger.info("%s runs on ATen: %s", name, reason)
+
+
+def _reason(error: BackendError) -> str:
+    """Return the first line of what the compiler said."""
+    lines = str(error.__cause__ or error).strip().splitlines()
+    return f"{type(error.__cause__ or error).__name__}: {lines[0] if lines else ''}"
