@@ -1,8 +1,8 @@
 """Glass Engine: compile a Hugging Face model into an engine you can see through.
 
 The public names below are imported when they are first used, so that `import glassengine` costs nothing and changes
-nothing. Two of them, `compare` and `sites`, are also names of submodules: `glassengine.compare` is always the public
-function, and what the submodule defines is imported with `from glassengine.compare... import ...`.
+nothing. Three of them, `compare`, `sites` and `eager_debug`, are also names of submodules: `glassengine.compare` is
+always the public function, and what the submodule defines is imported with `from glassengine.compare... import ...`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from glassengine.errors import IncomparableError as IncomparableError
     from glassengine.errors import UnknownNameError as UnknownNameError
     from glassengine.errors import UsageError as UsageError
+    from glassengine.executable.cache_report import examine_cache as examine_cache
     from glassengine.executable.metrics import metrics as metrics
     from glassengine.executable.metrics import metrics_report as metrics_report
     from glassengine.executable.metrics import reset_metrics as reset_metrics
@@ -45,10 +46,12 @@ if TYPE_CHECKING:
     from glassengine.executable.profile_server import start_server as start_server
     from glassengine.executable.snapshot import Snapshot as Snapshot
     from glassengine.executable.snapshot_callback import register_snapshot_callback as register_snapshot_callback
+    from glassengine.executable.snapshot_list import list_snapshots as list_snapshots
     from glassengine.executable.snapshots import snapshots as snapshots
     from glassengine.executable.steps import add_step_closure as add_step_closure
     from glassengine.executable.steps import current_step as current_step
     from glassengine.executable.steps import mark_step as mark_step
+    from glassengine.frontends.eager_debug import eager_debug as eager_debug
     from glassengine.program import sites as sites
     from glassengine.program.artifacts import compare_artifacts as compare_artifacts
     from glassengine.recording.formats.export import export as export
@@ -81,8 +84,11 @@ _PUBLIC = {
     "compare_artifacts": "glassengine.program.artifacts",
     "compare_many": "glassengine.compare.many",
     "current_step": "glassengine.executable.steps",
+    "eager_debug": "glassengine.frontends.eager_debug",
+    "examine_cache": "glassengine.executable.cache_report",
     "export": "glassengine.recording.formats.export",
     "list_backends": "glassengine.backends.registry",
+    "list_snapshots": "glassengine.executable.snapshot_list",
     "load": "glassengine.engine.engine",
     "mark_step": "glassengine.executable.steps",
     "measure_noise_floor": "glassengine.diagnose.noise_floor",

@@ -28,6 +28,8 @@ COMMANDS = {
     "show": "Show the tensors of a recording and their statistics.",
     "compare": "Compare recordings, tensor files or dumps, tensor by tensor; or engines, or build artifacts.",
     "check": "Find the first op where an engine, pass or port goes wrong.",
+    "profile": "Show where the time of a profile went, or take one of a program that runs.",
+    "snapshot": "Show what a snapshot holds, or pack one into a single file.",
     "doctor": "Show what Glass Engine finds on this machine: versions, processor, compiler, back-ends.",
 }
 

@@ -15,10 +15,14 @@ from torch.export import ExportedProgram
 
 from glassengine.errors import CorruptError, UnknownNameError, UsageError
 from glassengine.executable import snapshot_layout as layout
+from glassengine.executable.nonfinite import Origin
 from glassengine.executable.snapshot_graph import load_graph
 from glassengine.executable.snapshot_layout import Entry
-from glassengine.executable.snapshot_tensors import TensorFile, restored
+from glassengine.executable.snapshot_tensors import TensorFile, restored, write_tensors
+from glassengine.program.archive import MAX_BYTES
+from glassengine.recording.statistics import summarize
 from glassengine.recording.values import bytes_of
+from glassengine.writing import aside
 
 
 class Snapshot:
@@ -29,6 +33,16 @@ class Snapshot:
         meta: `meta.json`, without the entries.
         inputs: In the order of the placeholders of the graph, weights and constants included.
         outputs: In the order of the results of the graph; None where the execution did not end, or they were not kept.
+        name: Of the executable.
+        kind: "inference", "forward", "backward", "engine"; "unknown" without a graph.
+        reason: "every", "nonfinite" or "error".
+        process: Rank.
+        executable: Number of the executable in its process.
+        device_index: Where it ran.
+        execution: How many executions of it there went before.
+        graph_hash: Of the captured graph; None where there is none.
+        redacted: Whether it has no values.
+        origin: The op that made the first value that is not finite; None where none was looked for or found.
     """
 
     def __init__(self, path: Path, meta: dict[str, Any], packed: TensorFile | None) -> None:
@@ -55,6 +69,8 @@ class Snapshot:
             self.graph_hash: str | None = meta["graph_hash"]
             self.redacted = bool(meta["redacted"])
             self._rng = {str(device): Entry.from_dict(entry) for device, entry in meta.pop("rng").items()}
+            origin = meta.get("origin")
+            self.origin = None if origin is None else Origin(**origin)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise _damaged(path, error) from error
         self.meta = meta
@@ -116,7 +132,7 @@ class Snapshot:
         else:
             with tempfile.TemporaryDirectory() as directory:
                 copy = Path(directory, layout.GRAPH)
-                copy.write_bytes(bytes_of(self._packed.read(layout.GRAPH)))
+                copy.write_bytes(bytes_of(self._graph_bytes()))
                 exported = load_graph(copy)
         placeholders = sum(node.op == "placeholder" for node in exported.graph.nodes)
         if placeholders != len(self.inputs):
@@ -150,6 +166,52 @@ class Snapshot:
         """Return new values of all inputs in the order of the graph's placeholders; raises as `input`."""
         return [self._value(entry, device) for entry in self.inputs]
 
+    def statistics(self, entry: Entry) -> dict[str, Any] | None:
+        """Return `results.Summary` of an input or output as a dict; None where there are no numbers."""
+        if entry.statistics is not None or not entry.is_tensor or entry.file is None:
+            return entry.statistics
+        return summarize(self._values(entry)).to_dict()
+
+    def to_dict(self, *, statistics: bool = False) -> dict[str, Any]:
+        """Return everything but values as JSON values."""
+
+        def described(entries: tuple[Entry, ...]) -> list[dict[str, Any]]:
+            return [
+                {**entry.to_dict(), **({"statistics": self.statistics(entry)} if statistics else {})}
+                for entry in entries
+            ]
+
+        outputs = None if self.outputs is None else described(self.outputs)
+        rng = {device: entry.to_dict() for device, entry in self._rng.items()}
+        return {**self.meta, "inputs": described(self.inputs), "outputs": outputs, "rng": rng}
+
+    def pack(self, path: str | Path, *, overwrite: bool = False) -> Path:
+        """Write all of the snapshot into one file, which `open` takes as well, and return its path.
+
+        Args:
+            path: A safetensors file; see `snapshot_layout`.
+            overwrite: Replace a file that is there.
+
+        Raises:
+            UsageError: The file exists, or cannot be written.
+            CorruptError: Something of the snapshot cannot be read.
+        """
+        path = Path(path)
+        if path.exists() and not overwrite:
+            raise UsageError("the file exists already", got=str(path), hint="replace it with --overwrite")
+        stored = {}
+        for entry in (*self.inputs, *(self.outputs or ()), *self._rng.values()):
+            if entry.file is not None:
+                stored[f"{entry.file}/{entry.key}"] = self._stored(entry)
+        if self.graph_hash is not None:
+            stored[layout.GRAPH] = self._graph_bytes()
+        try:
+            with aside(path) as new:
+                write_tensors(new, stored, {layout.META: json.dumps(self.to_dict())})
+        except OSError as error:
+            raise UsageError("cannot write the packed snapshot", got=f"{error.strerror or error} ({path})") from error
+        return path
+
     def _entry(self, entries: tuple[Entry, ...], name: str, what: str) -> Entry:
         for entry in entries:
             if entry.name == name:
@@ -173,6 +235,9 @@ class Snapshot:
         return tensor.requires_grad_(entry.requires_grad and tensor.is_floating_point())
 
     def _values(self, entry: Entry) -> Tensor:
+        return restored(self._stored(entry), entry.dtype, entry.shape, entry.stride)
+
+    def _stored(self, entry: Entry) -> Tensor:
         assert entry.file is not None and entry.key is not None
         if self._packed is not None:
             stored = self._packed.read(f"{entry.file}/{entry.key}")
@@ -182,7 +247,18 @@ class Snapshot:
             stored = self._files[entry.file].read(entry.key)
         if zlib.crc32(bytes_of(stored)) != entry.crc32:
             raise CorruptError(f"the bytes of {entry.name!r} are not what was written", got=f"{self.path / entry.file}")
-        return restored(stored, entry.dtype, entry.shape, entry.stride)
+        return stored
+
+    def _graph_bytes(self) -> Tensor:
+        if self._packed is not None:
+            return self._packed.read(layout.GRAPH)
+        file = _within(self.path, layout.GRAPH)
+        try:
+            if file.stat().st_size > MAX_BYTES:
+                raise CorruptError(f"{file.name} is too large", got=f"{file.stat().st_size:,} bytes")
+            return torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
+        except (OSError, ValueError) as error:
+            raise _damaged(self.path, error) from error
 
 
 def _parsed(path: Path, text: str) -> dict[str, Any]:

@@ -39,7 +39,9 @@ def file_key(name: str) -> str:
     return f"{key}_" if key == "__metadata__" else key
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> dict[str, int]:
     """Write tensors by key, one large sequential write after another.
 
     Memory: one tensor is copied where it is elsewhere or not contiguous.
@@ -47,6 +49,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
     Args:
         path: A new file.
         tensors: Key -> dense tensor of a dtype of `recording.layout.STORED`.
+        metadata: Of the file.
 
     Returns:
         CRC-32 of the bytes of each.
@@ -56,7 +59,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """
     # The largest elements first, so that every tensor is aligned to its elements.
     ordered = sorted(tensors.items(), key=lambda item: -STORED[dtype_name(item[1].dtype)][1].itemsize)
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for key, tensor in ordered:
         code, _, parts = STORED[dtype_name(tensor.dtype)]

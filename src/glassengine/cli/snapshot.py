@@ -1,0 +1,64 @@
+"""`glass snapshot`: what is in a snapshot, or in a directory of them; one of them as a single file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import glassengine as glass
+from glassengine.cli.options import out, write_json
+from glassengine.errors import UnknownNameError, UsageError
+
+ACTIONS = ("show", "pack")
+
+
+def command(
+    action: Annotated[str, typer.Argument(metavar="show|pack", show_default=False)],
+    snapshot: Annotated[
+        str,
+        typer.Argument(
+            help="Directory of a snapshot, a packed one; to show, also a directory of them.", show_default=False
+        ),
+    ],
+    output: Annotated[
+        str | None,
+        typer.Option("--output", "-o", metavar="FILE", help="pack: the file; by default SNAPSHOT.safetensors."),
+    ] = None,
+    statistics: Annotated[
+        bool, typer.Option("--statistics", help="show: min, mean, max and what is not finite of every tensor.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="pack: replace a file that exists.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> int:
+    """Show what a snapshot holds, or pack one into a single file."""
+    if action not in ACTIONS:
+        raise UnknownNameError("action", action, ACTIONS, hint="glass snapshot show SNAPSHOT")
+    if action == "pack":
+        if statistics:
+            raise UsageError("--statistics goes with show", hint=f"glass snapshot show {snapshot} --statistics")
+        found = glass.Snapshot.open(snapshot)
+        path = found.pack(output or f"{snapshot.rstrip('/')}.safetensors", overwrite=overwrite)
+        if json:
+            write_json({"schema_version": 1, "packed": str(path), "num_bytes": path.stat().st_size}, "-")
+        else:
+            out.print(f"packed {path}: {path.stat().st_size:,} bytes")
+        return 0
+    if output is not None or overwrite:
+        raise UsageError("--output and --overwrite go with pack", hint=f"glass snapshot pack {snapshot} -o FILE")
+    from glassengine.report import terminal_snapshot
+
+    if Path(snapshot).is_dir() and not Path(snapshot, "meta.json").exists():
+        several = glass.list_snapshots(snapshot)
+        if json:
+            write_json({"schema_version": 1, "snapshots": [listed.to_dict() for listed in several]}, "-")
+        else:
+            out.print(terminal_snapshot.several(several))
+        return 0
+    found = glass.Snapshot.open(snapshot)
+    if json:
+        write_json({"schema_version": 1, **found.to_dict(statistics=statistics)}, "-")
+    else:
+        out.print(terminal_snapshot.one(found, statistics=statistics))
+    return 0
