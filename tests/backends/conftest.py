@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from glassengine.backends.registry import find_backend
-from glassengine.program.export import export_causal_lm, export_module
+from glassengine.program import export_program, load_model
+from glassengine.program.export import export_module
 from glassengine.program.program import Program
 from glassengine.testing import conformance, models
+from glassengine.testing.architectures import FAMILIES
 
 MakeProgram = Callable[..., Program]
 MakeSubject = Callable[..., conformance.Subject]
@@ -23,9 +24,8 @@ def program_of() -> MakeProgram:
 
     def make(name: str, dtype: str = "float32") -> Program:
         if (name, dtype) not in made:
-            if name in models.CAUSAL_LMS:
-                model = models.CAUSAL_LMS[name]().to(getattr(torch, dtype))
-                made[name, dtype] = export_causal_lm(model)
+            if name in FAMILIES:
+                made[name, dtype] = export_program(load_model(FAMILIES[name](), dtype=dtype))
             else:
                 steps = [getattr(models, f"{name}_inputs")(batch) for batch in (2, 3)]
                 made[name, dtype] = export_module(getattr(models, name)(), steps)

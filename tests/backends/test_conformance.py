@@ -6,17 +6,24 @@ from collections.abc import Callable
 
 import pytest
 
+from glassengine.program import example_inputs
+from glassengine.program.export import named_inputs
 from glassengine.testing import conformance, models
+from glassengine.testing.architectures import FAMILIES, GENERATING
 
 MakeSubject = Callable[..., conformance.Subject]
 
-SLOW = [(model, backend) for backend in ("onnxruntime", "inductor") for model in ("gemma3", "phi3", "mixtral")]
-# What inductor makes of these two is compared with transformers in tests/engine/test_tokens_of_transformers.py.
-SLOW += [("gpt2", "inductor"), ("qwen3", "inductor")]
+ALWAYS = {
+    *(("eager", family) for family in ("llama", "gpt2", "qwen3", "mamba")),
+    *(("onnxruntime", family) for family in ("llama", "gpt2", "qwen3")),
+    ("inductor", "llama"),
+}
+"""The others are slow; tokens of every family are compared with transformers, on the eager back-end, always."""
+
 CASES = [
-    *((model, backend) for backend in ("eager", "onnxruntime") for model in ("llama", "gpt2", "qwen3")),
-    ("llama", "inductor"),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+    pytest.param(family, backend, marks=() if (backend, family) in ALWAYS else pytest.mark.slow)
+    for backend in ("eager", "onnxruntime", "inductor")
+    for family in GENERATING
 ]
 
 
@@ -36,6 +43,18 @@ def test_plain_modules(subject_of: MakeSubject, model: str, backend: str) -> Non
     for batch in (2, 5):
         report = conformance.check_module(subject, getattr(models, f"{model}_inputs")(batch))
         assert report.ok, report.findings[:5]
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in GENERATING])
+@pytest.mark.parametrize(
+    "backend", ["eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("onnxruntime", "inductor"))]
+)
+def test_one_forward(subject_of: MakeSubject, family: str, backend: str) -> None:
+    subject = subject_of(family, backend)
+    for step in example_inputs(FAMILIES[family]()):
+        report = conformance.check_module(subject, named_inputs(step))
+        assert report.ok, report.findings[:5]
+        assert report.num_checked > len(subject.nodes)
 
 
 def test_float16_on_onnxruntime(subject_of: MakeSubject) -> None:

@@ -200,10 +200,13 @@ def test_every_node_is_derived_or_returned_as_the_interpreter_has_it(exported: E
         assert len(plan.added) + len(plan.derived) >= len(set(nodes))
 
 
-def test_a_model_without_a_plain_cache_is_refused() -> None:
-    import transformers
+def test_a_model_with_a_cache_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import cache_utils
 
-    config = transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=32, state_size=4)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(UsageError, match=r"no plain key/value cache[\s\S]*plain module"):
-        export_causal_lm(model)
+    class KeepsItsOwnWay(cache_utils.DynamicIndexedLayer):
+        """A layer that keeps more than keys and values."""
+
+    monkeypatch.setattr("glassengine.program.causal_lm.DynamicCache", lambda **_: cache_utils.DynamicCache())
+    monkeypatch.setattr(cache_utils, "DynamicLayer", KeepsItsOwnWay)
+    with pytest.raises(UsageError, match=r"cache of an unknown kind\n.*KeepsItsOwnWay[\s\S]*plain module"):
+        export_causal_lm(models.llama())

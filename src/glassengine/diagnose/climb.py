@@ -18,6 +18,7 @@ from glassengine.compare.pairing import pair_sites
 from glassengine.diagnose.cases import Case, causal_cases, module_cases
 from glassengine.diagnose.replay import Replay
 from glassengine.diagnose.score import Score
+from glassengine.diagnose.segments import SegmentReplay
 from glassengine.diagnose.severity import Severity
 from glassengine.diagnose.sides import EngineSide, ModuleSide, ProgramSide
 from glassengine.diagnose.weights import compare_weights, weights_of
@@ -67,7 +68,7 @@ def start(model: LoadedModel, inputs: str | None, steps: int, stack: ExitStack, 
         cases = module_cases(given)
     progress("exporting the program")
     program = export_program(model, inputs=given)
-    side = ModuleSide(model.module, program)
+    side = ModuleSide(model.module, program, replay=SegmentReplay(program))
     climb = Climb(model, program, cases, side, [], stack=stack)
     climb.add(side)
     return climb
@@ -142,10 +143,11 @@ def add_model(climb: Climb, candidate: LoadedModel, inputs: str | None, progress
     # A program has no weights that it does not use, and a tied one under one name: what only one side names is no news.
     climb.weights = compare_weights(known, {name: tensor for name, tensor in own.items() if name in known})
     progress("exporting the candidate")
+    given = None
+    if candidate.kind == "module":
+        given = load_inputs(inputs) if inputs else example_inputs(candidate.module, candidate.directory)
     try:
-        program = export_program(
-            candidate, inputs=load_inputs(inputs) if inputs and candidate.kind == "module" else None
-        )
+        program = export_program(candidate, inputs=given)
     except UsageError as error:
         climb.skipped.append(
             Skipped("*", "candidate", f"no op-level rung: {error.what} ({error.got})", rung="candidate")
@@ -164,8 +166,9 @@ def add_model(climb: Climb, candidate: LoadedModel, inputs: str | None, progress
         reason = "no counterpart in the same module call of the other side"
         climb.skipped += [Skipped(site.name, "baseline", reason, rung="candidate") for site in ours]
         climb.skipped += [Skipped(site.name, "candidate", reason, rung="candidate") for site in theirs]
-    climb.add(ModuleSide(candidate.module, climb.program, rung="candidate, untouched"))
     coarsest: torch.dtype = getattr(torch, candidate.dtype)
+    segments = SegmentReplay(climb.program, coarsest=coarsest, accumulation=climb.accumulation)
+    climb.add(ModuleSide(candidate.module, climb.program, rung="candidate, untouched", replay=segments))
     return coarsest
 
 

@@ -148,8 +148,8 @@ def build(
     )
     steps = load_inputs(inputs) if isinstance(inputs, str) else inputs
     if steps is not None:
-        loaded = dataclasses.replace(loaded, kind="module")
-    elif loaded.kind == "module":
+        loaded = dataclasses.replace(loaded, kind="module", decoding="")
+    elif not loaded.generates:
         steps = example_inputs(loaded.module, loaded.directory)
     _check_dtype(chosen, loaded.dtype)
     settings = Settings(
@@ -255,15 +255,15 @@ def plan_build(program: Program, target: Path, settings: Settings) -> BuildPlan:
         program, requested, sizes={"batch": batch, "cache": length}, byte_budget=settings.byte_budget
     )
     nodes = decided.added
-    layers = program.layout.layers if program.layout else ()
-    itemsize = getattr(torch, str(program.metadata.get("dtype", "float32"))).itemsize
+    dtype = getattr(torch, str(program.metadata.get("dtype", "float32")))
+    cache = program.layout.allocate(batch, length, dtype, "meta") if program.layout else {}
     return BuildPlan(
         output_dir=str(target),
         backend=chosen.name,
         kind=program.kind,
         dtype=str(program.metadata.get("dtype")),
         weights_bytes=_num_bytes(program),
-        cache_bytes=sum(batch * length * heads * (key + value) * itemsize for heads, key, value in layers),
+        cache_bytes=sum(tensor.nbytes for tensor in cache.values()),
         added_outputs=added,
         left_out=left_out,
         prefill_output_bytes=outputs.output_bytes(program, nodes, batch=batch, sequence=length, cache=length),
@@ -364,7 +364,7 @@ def _check_dtype(backend: Backend, dtype: str) -> None:
 
 
 def _check_sizes(model: LoadedModel, batch: int, length: int | None) -> int | None:
-    if model.kind != "causal_lm":
+    if not model.generates:
         return None
     limit = model.metadata.get("max_position_embeddings")
     if batch < 1:

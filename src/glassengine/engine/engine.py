@@ -67,9 +67,11 @@ class Engine:
             ports = dict.fromkeys(entry.name for entry in (*self.manifest.inputs, *self.manifest.outputs))
             return [*ports, *self.added_outputs]
         names = ["input_ids", "logits", "position_ids", "attention_mask", "cache_position"]
-        caches = list(self.manifest.caches.items())
-        for key, value in zip(caches[::2], caches[1::2], strict=True):
-            names += [key[0], value[0], key[1], value[1]]
+        layers: dict[str, list[str]] = {}
+        for past in self.manifest.caches:
+            layers.setdefault(past.rpartition("_")[2], []).append(past)
+        for pasts in layers.values():
+            names += [*pasts, *(self.manifest.caches[past] for past in pasts)]
         return [*names, *self.added_outputs]
 
     @functools.cached_property

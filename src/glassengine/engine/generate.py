@@ -166,12 +166,15 @@ def _loop(
     if chunk is None:
         chunk = automatic_chunk(batch, session.engine.manifest.vocab_size, itemsize)
 
+    def observe() -> None:
+        for observer in observers:
+            observer(session)
+
     start = time.perf_counter()
-    logits = session.prefill(ids, mask, chunk=chunk, keep=bool(observers))
+    logits = session.prefill(ids, mask, chunk=chunk, keep=bool(observers), on_step=observe)
     prefilled = time.perf_counter()
     for stop in range(prompt + 1, history.shape[1] + 1):
-        for observe in observers:
-            observe(session)
+        observe()
         with torch.inference_mode():
             tokens = sampler.choose(history[:, : stop - 1], logits[:, -1])
             history[:, stop - 1] = torch.where(open_rows, tokens, sampler.pad_token_id)

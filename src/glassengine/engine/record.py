@@ -122,7 +122,8 @@ class SessionRecorder(Recorder):
 
     def __call__(self, session: Session) -> None:
         """Record the step that just ran."""
-        tokens = session.read(["input_ids"])["input_ids"][:, :1].tolist() if session.step else self._prompts
+        is_prompt = not session.step and not session.one_token
+        tokens = self._prompts if is_prompt else session.read(["input_ids"])["input_ids"][:, :1].tolist()
         self.write_step(session.step, session.read(self.names), token_ids=tokens)
 
 

@@ -28,14 +28,15 @@ def export_program(
 
     Args:
         model: From `load_model`.
-        inputs: Inputs of a plain module, see `export_module`; None makes them up where the model is transformers' own.
+        inputs: Inputs of one forward, see `export_module`; None exports the steps of a model that generates, and makes
+            inputs up for any other one of transformers.
         passes: `file.py:function`, in order.
         on_stage: Called with each stage as it is reached: "exported" (as traced), "functional", "pass-<function>".
 
     Raises:
         UsageError: It cannot be traced; or it is a plain module whose inputs are unknown.
     """
-    if model.kind == "causal_lm":
+    if model.kind == "causal_lm" or (model.generates and inputs is None):
         program = export_causal_lm(model.module, metadata=model.metadata, on_stage=on_stage)
     else:
         if inputs is None:

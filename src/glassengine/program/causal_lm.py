@@ -1,5 +1,7 @@
 """The one program of a causal language model: static cache, dynamic in batch, sequence and cache length.
 
+A recurrent model keeps states instead of, or beside, keys and values; its program takes one token a step.
+
 The wrapper hands the untouched user model a cache whose layers are plain tensors written in place at
 `cache_position`; masks (causal, padding, sliding window) are made by the model's own code from the 2-D
 `attention_mask` over cache slots, so the program contains nothing of ours but the two writes per layer.
@@ -10,6 +12,7 @@ Shape legend: B batch, S new tokens, T cache length, H key/value heads, D head s
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +20,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    LinearAttentionLayer,
+)
 
 from glassengine.errors import UsageError
+from glassengine.program.states import State, state_layers, states_of
 
 USER_MODULE = "user"
 """Attribute of the wrapper that holds the user's model; stripped from every path."""
@@ -27,17 +38,38 @@ USER_MODULE = "user"
 
 @dataclass(frozen=True)
 class KVLayout:
-    """Shapes of the cache: one (heads, key size, value size) per layer."""
+    """Shapes of the cache.
+
+    Attributes:
+        layers: (heads, key size, value size) per layer, zeros for a layer that keeps no keys and values.
+        states: Convolution and recurrent states, in the order of the layers.
+    """
 
     layers: tuple[tuple[int, int, int], ...]
+    states: tuple[State, ...] = ()
+
+    @property
+    def attention_layers(self) -> list[int]:
+        """Indices of the layers that keep keys and values."""
+        return [index for index, (heads, _, _) in enumerate(self.layers) if heads]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the cache inputs: keys and values by layer, then the states."""
+        keys_and_values = [f"past_{kind}_{index}" for index in self.attention_layers for kind in ("key", "value")]
+        return [*keys_and_values, *(state.name for state in self.states)]
 
     def allocate(self, batch: int, length: int, dtype: torch.dtype, device: str = "cpu") -> dict[str, torch.Tensor]:
-        """Return zeroed cache inputs `past_key_i` [B, H, T, Dk] and `past_value_i` [B, H, T, Dv]."""
+        """Return zeroed cache inputs `past_key_i` [B, H, T, Dk], `past_value_i` [B, H, T, Dv] and states [B, ...]."""
         tensors: dict[str, torch.Tensor] = {}
-        for index, (heads, key_size, value_size) in enumerate(self.layers):
+        for index in self.attention_layers:
+            heads, key_size, value_size = self.layers[index]
             for name, size in (("key", key_size), ("value", value_size)):
                 shape = (batch, heads, length, size)
                 tensors[f"past_{name}_{index}"] = torch.zeros(shape, dtype=dtype, device=device)
+        for state in self.states:
+            own = getattr(torch, state.dtype)
+            tensors[state.name] = torch.zeros((batch, *state.shape), dtype=own, device=device)
         return tensors
 
 
@@ -79,9 +111,10 @@ class _CacheLayer(CacheLayerMixin):
 class CausalLM(nn.Module):
     """Wrapper that is exported: (ids, mask, positions, slots, cache) -> logits, cache updated in place."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, layout: KVLayout) -> None:
         super().__init__()
         setattr(self, USER_MODULE, model)
+        self._layout = layout
 
     def forward(
         self,
@@ -98,26 +131,53 @@ class CausalLM(nn.Module):
             attention_mask: [B, T] int64 over cache slots: 1 for slots that hold (or now receive) a real token.
             position_ids: [B, S] int64, position of each token in its own sequence.
             cache_position: [S] int64, the cache slots that this step writes.
-            cache: key and value of each layer in turn, [B, H, T, D] in the model's dtype; written in place.
+            cache: The tensors of `KVLayout.names`: keys and values [B, H, T, D], states [B, ...]; written in place.
         """
-        layers = [
-            _CacheLayer(keys, values, cache_position) for keys, values in zip(cache[::2], cache[1::2], strict=True)
-        ]
-        result = getattr(self, USER_MODULE)(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=Cache(layers=layers),
-            use_cache=True,
-        )
-        logits: torch.Tensor = result.logits
+        attention = self._layout.attention_layers
+        keys_and_values, states = cache[: 2 * len(attention)], cache[2 * len(attention) :]
+        layers: dict[int, CacheLayerMixin] = {
+            index: _CacheLayer(keys, values, cache_position)
+            for index, keys, values in zip(attention, keys_and_values[::2], keys_and_values[1::2], strict=True)
+        }
+        if states:
+            _forget_padding(states, attention_mask, cache_position)
+            layers |= state_layers(self._layout.states, states)
+        user: Any = getattr(self, USER_MODULE)
+        arguments = {
+            "input_ids": input_ids,
+            # A recurrence has no mask of its own: whatever it has seen is in its state.
+            "attention_mask": attention_mask if attention else None,
+            "position_ids": position_ids,
+            cache_argument(user): Cache(layers=[layers[index] for index in sorted(layers)]),
+            "use_cache": True,
+        }
+        logits: torch.Tensor = user(**accepted(user, arguments)).logits
         return logits
+
+
+def _forget_padding(states: Sequence[torch.Tensor], attention_mask: torch.Tensor, cache_position: torch.Tensor) -> None:
+    """Set the states of rows to zero whose last token was padding, so that each prompt begins with none."""
+    before = attention_mask.index_select(1, (cache_position - 1).clamp(min=0))  # [B, 1]
+    for state in states:
+        state.mul_(before.reshape(-1, *[1] * (state.dim() - 1)).to(state.dtype))
+
+
+def cache_argument(model: nn.Module) -> str:
+    """Return what the forward of a model calls its cache."""
+    return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def accepted(model: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return those of `arguments` that the forward of `model` takes."""
+    parameters = inspect.signature(model.forward).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return arguments
+    return {name: value for name, value in arguments.items() if name in parameters}
 
 
 def input_names(layout: KVLayout) -> list[str]:
     """Return the names of the program's inputs in order, as the reference documents spell them."""
-    cache = [f"past_{kind}_{index}" for index in range(len(layout.layers)) for kind in ("key", "value")]
-    return ["input_ids", "attention_mask", "position_ids", "cache_position", *cache]
+    return ["input_ids", "attention_mask", "position_ids", "cache_position", *layout.names]
 
 
 def probe_layout(model: nn.Module, *, has_values: bool = True) -> KVLayout:
@@ -135,41 +195,57 @@ def probe_layout(model: nn.Module, *, has_values: bool = True) -> KVLayout:
     shapes_only = contextlib.nullcontext() if has_values else FakeTensorMode(allow_non_fake_inputs=True)
     with torch.no_grad(), exportable_experts(model), shapes_only:
         ids = torch.zeros((1, 2), dtype=torch.int64, device=device)
-        model(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, use_cache=True)
-    odd = {type(layer).__name__ for layer in cache.layers if not isinstance(layer, DynamicLayer)}
+        arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), cache_argument(model): cache}
+        model(**arguments, use_cache=True)
+    odd = {type(layer).__name__ for layer in cache.layers if not _is_known(layer)}
     if odd or not cache.layers:
         raise UsageError(
-            "this model has no plain key/value cache",
+            "this model has a cache of an unknown kind",
             got=", ".join(sorted(odd)) or f"{type(model).__name__} filled no cache",
-            expected="decoder-only models whose layers all keep keys and values",
+            expected="decoder-only models whose layers keep keys and values, or convolution and recurrent states",
             hint="build it as a plain module: glass build file.py:factory --inputs FILE",
         )
-    shapes = [(layer.keys.shape, layer.values.shape) for layer in cache.layers]
-    return KVLayout(tuple((int(k[1]), int(k[3]), int(v[3])) for k, v in shapes))
+    return KVLayout(tuple(_sizes(layer) for layer in cache.layers), states_of(cache.layers))
+
+
+def _is_known(layer: Any) -> bool:
+    """Whether a layer keeps keys and values, or states, and nothing else."""
+    kinds = isinstance(layer, DynamicLayer) + isinstance(layer, LinearAttentionLayer)
+    return kinds == 1 and not isinstance(layer, DynamicIndexedLayer)
+
+
+def _sizes(layer: Any) -> tuple[int, int, int]:
+    """Return (heads, key size, value size) of one filled layer."""
+    if not isinstance(layer, DynamicLayer):
+        return 0, 0, 0
+    return int(layer.keys.shape[1]), int(layer.keys.shape[3]), int(layer.values.shape[3])
 
 
 def example_inputs(layout: KVLayout, dtype: torch.dtype, device: torch.device) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return example inputs and their dynamic dimensions; all at least 2, or export specialises them."""
-    batch, new, length = 2, 5, 12
+    batch, new, length = 2, 1 if layout.states else 5, 12
     dynamic = torch.export.Dim.DYNAMIC
 
     def ids(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=device)
 
-    cache = list(layout.allocate(batch, length, dtype, str(device)).values())
+    cache = layout.allocate(batch, length, dtype, str(device))
+    sequence = {} if layout.states else {1: dynamic}
     inputs = {
         "input_ids": ids(batch, new),
         "attention_mask": ids(batch, length) + 1,
         "position_ids": ids(batch, new) + torch.arange(new, device=device),
         "cache_position": torch.arange(new, device=device),
-        "cache": cache,
+        "cache": list(cache.values()),
     }
     shapes = {
-        "input_ids": {0: dynamic, 1: dynamic},
+        "input_ids": {0: dynamic, **sequence},
         "attention_mask": {0: dynamic, 1: dynamic},
-        "position_ids": {0: dynamic, 1: dynamic},
-        "cache_position": {0: dynamic},
-        "cache": [{0: dynamic, 2: dynamic}] * len(cache),
+        "position_ids": {0: dynamic, **sequence},
+        "cache_position": {} if layout.states else {0: dynamic},
+        "cache": [
+            {0: dynamic, 2: dynamic} if name.startswith(("past_key", "past_value")) else {0: dynamic} for name in cache
+        ],
     }
     return inputs, shapes
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from glassengine.errors import UsageError
+from glassengine.program.states import keeps_states
 
 SIZES = ((2, 6), (3, 9), (1, 1))
 """(B, S) of the steps: what differs is dynamic, and the last shows whether sizes of 1 will do."""
@@ -47,7 +48,9 @@ def example_inputs(module: nn.Module, directory: str | None = None) -> list[dict
         raise _needs_inputs(name, "its inputs are known to its author alone")
     parameters = inspect.signature(module.forward).parameters
     steps = []
-    for seed, (batch, tokens) in enumerate(SIZES):
+    # A recurrence is unrolled, token by token.
+    sizes = [(batch, SIZES[0][1]) for batch, _ in SIZES] if keeps_states(module) else SIZES
+    for seed, (batch, tokens) in enumerate(sizes):
         maker = _Maker(module, directory, batch, torch.Generator().manual_seed(seed))
         step = {key: make(maker, tokens) for key, make in _MAKERS.items() if _takes(module, key, parameters)}
         missing = [

@@ -40,7 +40,7 @@ def export_causal_lm(
     has_values = _place(model)
     layout = causal_lm.probe_layout(model, has_values=has_values)
     parameter = next(p for p in model.parameters() if p.is_floating_point())
-    wrapper = causal_lm.CausalLM(model)
+    wrapper = causal_lm.CausalLM(model, layout)
     inputs, dynamic = causal_lm.example_inputs(layout, model.dtype, parameter.device)  # type: ignore[arg-type]
     with causal_lm.exportable_experts(model):
         return _export(
@@ -286,8 +286,9 @@ def _symbols(placeholders: Mapping[str, Any], user: Sequence[str]) -> dict[str, 
     roles = {"input_ids": ("batch", "sequence"), "attention_mask": ("batch", "cache"), "cache_position": ("sequence",)}
     table: dict[str, str] = {}
     for name in user:
+        # The cache holds keys and values [B, H, T, D], and states [B, ...] whose other sizes never change.
         wanted = roles.get(name, ("batch", None, "cache", None) if name.startswith("cache_") else ("batch", "sequence"))
-        for size, role in zip(placeholders[name].meta["val"].shape, wanted, strict=True):
+        for size, role in zip(placeholders[name].meta["val"].shape, wanted, strict=False):
             if role and not isinstance(size, int):
                 table[str(size)] = role
     return table

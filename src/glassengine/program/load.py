@@ -17,6 +17,7 @@ from torch import nn
 from glassengine.errors import UnknownNameError, UsageError, nearest
 from glassengine.program.factory import call_factory, is_factory
 from glassengine.program.model_class import model_class_of, without_weights
+from glassengine.program.states import keeps_states
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 FORMS = "a Hugging Face directory or id, file.py:factory, package.module:factory"
@@ -31,7 +32,8 @@ class LoadedModel:
     Attributes:
         module: The model.
         spec: What was loaded, as given.
-        kind: "causal_lm" (prefill and decode with a key/value cache) or "module".
+        kind: "causal_lm" (prefill and decode with a key/value cache) or "module" (one forward).
+        decoding: How a "module" generates nevertheless: "recurrent" (one token a step, with states); "" if not at all.
         dtype: torch dtype name of its floating parameters.
         directory: Hugging Face directory or id with configuration and tokenizer, if it came from one.
         metadata: JSON values for engines and recordings.
@@ -43,6 +45,12 @@ class LoadedModel:
     dtype: str
     directory: str | None
     metadata: dict[str, Any] = field(default_factory=dict)
+    decoding: str = ""
+
+    @property
+    def generates(self) -> bool:
+        """Whether an engine of it has a session."""
+        return self.kind == "causal_lm" or bool(self.decoding)
 
 
 def load_model(
@@ -106,8 +114,11 @@ def load_model(
     for key in ("max_position_embeddings", "vocab_size"):
         value = getattr(config.get_text_config(decoder=True), key, None) if hasattr(config, "get_text_config") else None
         metadata |= {key: value} if isinstance(value, int) else {}
-    kind = "causal_lm" if _is_causal_lm(module) else "module"
-    return LoadedModel(module, name, kind, metadata["dtype"], directory, metadata)
+    is_causal, decoding = _is_causal_lm(module), ""
+    if is_causal and keeps_states(module):
+        is_causal, decoding = False, "recurrent"
+    kind = "causal_lm" if is_causal else "module"
+    return LoadedModel(module, name, kind, metadata["dtype"], directory, metadata, decoding)
 
 
 def load_inputs(spec: str) -> list[dict[str, Any]]:

@@ -204,7 +204,7 @@ def build_sites(
         paths: Resolver of module stacks.
         names: Placeholder -> parameter or input name (the leaves of fingerprints).
         symbols: Symbol -> "batch", "sequence", "cache".
-        caches: Node name of an updated cache tensor -> "key" or "value".
+        caches: Node name of an updated cache tensor -> "key" or "value", or "conv" or "recurrent" of a state.
 
     Raises:
         UsageError: A tap has the name of a submodule, or a tap name is used twice in one call of one module.

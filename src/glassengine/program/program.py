@@ -20,6 +20,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from glassengine.errors import CorruptError, UsageError
 from glassengine.program.archive import inert_archive
 from glassengine.program.causal_lm import KVLayout
+from glassengine.program.states import State
 from glassengine.sites import Site, SiteTable
 
 SCHEMA_VERSION = 1
@@ -164,6 +165,9 @@ def save_program(program: Program, directory: Path) -> None:
         "output_nodes": program.output_nodes,
         "caches": program.caches,
         "layout": program.layout and [list(layer) for layer in program.layout.layers],
+        "states": [[state.name, state.dtype, list(state.shape)] for state in program.layout.states]
+        if program.layout
+        else [],
         "metadata": program.metadata,
         "sites": [site.to_dict() for site in program.sites],
     }
@@ -196,7 +200,8 @@ def load_names(directory: Path) -> dict[str, Any]:
             )
         data["sites"] = SiteTable(Site.from_dict(entry) for entry in data["sites"])
         data["inputs"] = tuple(Port(p["name"], p["node"], p["dtype"], tuple(p["shape"])) for p in data["inputs"])
-        data["layout"] = data["layout"] and KVLayout(tuple((h, k, v) for h, k, v in data["layout"]))
+        states = tuple(State(name, dtype, tuple(shape)) for name, dtype, shape in data.pop("states", ()))
+        data["layout"] = data["layout"] and KVLayout(tuple((h, k, v) for h, k, v in data["layout"]), states)
         missing = {"kind", "output_nodes", "caches", "metadata"} - data.keys()
         if missing:
             raise KeyError(", ".join(sorted(missing)))

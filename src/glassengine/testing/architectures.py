@@ -136,6 +136,12 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
 }
 """Family -> function that makes its tiny model."""
 
+ONE_FORWARD = ("bert", "t5", "bart", "whisper", "vit", "resnet")
+"""Families whose engines run in one forward."""
+
+GENERATING = tuple(family for family in FAMILIES if family not in ONE_FORWARD)
+"""Families whose engines have a session."""
+
 WITHOUT_TEXT = frozenset({"vit", "resnet"})
 """Families whose checkpoints have no tokenizer."""
 

@@ -113,10 +113,14 @@ def check_generation(
     expected_kv = program.layout.allocate(batch, CACHE_LENGTH, getattr(torch, floating))
     kv = {name: _strided(tensor) if strided else tensor.clone() for name, tensor in expected_kv.items()}
     valid = torch.zeros((batch, CACHE_LENGTH), dtype=torch.bool)
-    tokens = torch.randint(3, 250, (batch, PROMPT_LENGTH), generator=torch.Generator().manual_seed(11))
+    prompt = torch.randint(3, 250, (batch, PROMPT_LENGTH), generator=torch.Generator().manual_seed(11))
+    # The program of a recurrent model takes a prompt token by token.
+    given = list(prompt.split(1, dim=1)) if program.layout.states else [prompt]
+    tokens = given[0]
     start = 0
     check = _Check(subject)
-    for _ in range(1 + num_decode_steps):
+    for step in range(len(given) + num_decode_steps):
+        tokens = given[step] if step < len(given) else tokens
         slots = torch.arange(start, start + tokens.shape[1])
         valid[:, slots] = True
         valid[1:, :left_padding] = False
@@ -201,7 +205,15 @@ class _Check:
         slots: torch.Tensor,
         valid: torch.Tensor,
     ) -> None:
-        """Compare a cache [B, H, T, D]: written slots with the reference, every other slot with what it was."""
+        """Compare a cache [B, H, T, D]: written slots with the reference, every other slot with what it was.
+
+        A state [B, ...] is compared as a whole.
+        """
+        assert self._subject.program.layout is not None
+        if name in {state.name for state in self._subject.program.layout.states}:
+            rows = valid[:, slots[-1]]
+            self._require(name, *self._close(after[rows], expected[rows], expected))
+            return
         others = torch.ones(after.shape[2], dtype=torch.bool)
         others[slots] = False
         unchanged = _bitwise(after[:, :, others], before[:, :, others])
@@ -258,6 +270,10 @@ def _valid_positions(site: Site, shape: Sequence[int], valid: torch.Tensor, slot
     """Return a mask of `shape`: False where the position, or the cache slot, of a row is padding or unused."""
     rows = torch.ones(tuple(shape), dtype=torch.bool)
     batch = site.axes.get("batch")
+    if batch is not None and len(slots) == 1:
+        view = [1] * len(shape)
+        view[batch] = len(valid)
+        rows &= valid[:, slots].reshape(view)
     for axis, table in (("sequence", valid[:, slots]), ("cache", valid)):
         at = site.axes.get(axis)
         if at is None or batch is None:
