@@ -35,15 +35,7 @@ def list_kernels(program: Program, package: Path) -> Network:
     Raises:
         BackendError: The package does not tell where its kernels came from.
     """
-    sources: dict[str, str] = {}
-    table: Mapping[str, Mapping[str, list[str]]] | None = None
-    with zipfile.ZipFile(package) as archive:
-        for info in archive.infolist():
-            if info.filename.endswith(_TABLE):
-                table = json.loads(archive.read(info))
-            for kind in ("wrapper", "kernel"):
-                if info.filename.endswith(f".{kind}.cpp"):
-                    sources[f"inductor_{kind}.cpp"] = _OF_THIS_MACHINE.sub("", archive.read(info).decode())
+    table, sources = _read(package)
     if table is None:
         raise BackendError("Inductor did not say which nodes its kernels came from", got=f"no {_TABLE} in the package")
     lines = {line.name: line for line in list_nodes(stage_of(program, ""))}
@@ -73,3 +65,26 @@ def list_kernels(program: Program, package: Path) -> Network:
     inputs = tuple(NetworkTensor(port.node, port.dtype, lines[port.node].shape) for port in program.inputs)
     results = tuple(dict.fromkeys(program.output_nodes.values()))
     return Network(tuple(layers), inputs, results, note, sources)
+
+
+def kernel_nodes(package: Path) -> list[tuple[str, tuple[str, ...]]]:
+    """Return (name of a kernel's span, nodes of the program that it computes) in the order of execution.
+
+    A package has such spans where it was built with TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE=1.
+    """
+    table, _ = _read(package)
+    return [(name.partition(":")[0], tuple(entry["pre_grad_nodes"])) for name, entry in (table or {}).items()]
+
+
+def _read(package: Path) -> tuple[Mapping[str, Mapping[str, list[str]]] | None, dict[str, str]]:
+    """Return Inductor's table of kernels, None where it wrote none, and the generated code by file name."""
+    sources: dict[str, str] = {}
+    table: Mapping[str, Mapping[str, list[str]]] | None = None
+    with zipfile.ZipFile(package) as archive:
+        for info in archive.infolist():
+            if info.filename.endswith(_TABLE):
+                table = json.loads(archive.read(info))
+            for kind in ("wrapper", "kernel"):
+                if info.filename.endswith(f".{kind}.cpp"):
+                    sources[f"inductor_{kind}.cpp"] = _OF_THIS_MACHINE.sub("", archive.read(info).decode())
+    return table, sources

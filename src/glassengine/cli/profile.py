@@ -45,14 +45,15 @@ def command(
         raise UsageError("which profile?", expected="a directory, or --capture ADDRESS", hint="glass profile DIR")
     found, earlier = glass.read_profiles(directory, against=against)
     if json:
-        write_json(found.data | {"directory": str(found.directory), "against": earlier and earlier.data})
+        document = {"directory": str(found.directory), **found.data, "against": earlier.data if earlier else None}
+        write_json(document, "-")
         return 0
     from glassengine.report import terminal_profile
 
     out.print(
         terminal_profile.profile(
             found.data,
-            earlier and earlier.data,
+            earlier.data if earlier else None,
             rows=rows,
             title=str(found.directory),
             earlier_title=earlier.directory.name if earlier else "",

@@ -140,6 +140,10 @@ def command(
         str | None, typer.Option(metavar="DIR", help="Record the added outputs and logits of every step.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a recording that exists.")] = False,
+    profile: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="Take a profile of the generation: glass profile DIR.", show_default=False),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> int:
     """Generate text with an engine, or run it once where it does not generate; print or record its tensors."""
@@ -189,7 +193,8 @@ def command(
         raise UsageError("an engine that generates takes prompts", got="--inputs", hint="--input-text TEXT")
     observers = [_printer(names, prints)] if names or prints else []
     streams = len(input_text or ()) == 1 and not json and not observers
-    with files if files is not None else contextlib.nullcontext(), _kept(files, record), _line() as write:
+    profiling = glass.profile(profile) if profile is not None else contextlib.nullcontext()
+    with files if files is not None else contextlib.nullcontext(), _kept(files, record), profiling, _line() as write:
         result = loaded.generate(
             list(input_text) if input_text else None,
             input_ids=input_ids,
@@ -212,6 +217,8 @@ def command(
             _print_texts(result)
         if not settings.quiet:
             _print_notes(result, files)
+            if profile is not None:
+                err.print(f"profile taken: glass profile {profile}")
     return 0
 
 

@@ -87,21 +87,15 @@ def _read(directory: Path) -> StoredProfile:
 
 
 def _is_well_formed(data: dict[str, Any]) -> bool:
-    numbers = [data["wall_us"], data["num_steps"], *_values(data["steps_us"])]
-    for key, fields in (("kinds", ("count", "total_us")), ("paths", ("calls", "own_us"))):
-        for entry in _values(data[key]):
-            numbers += [_field(entry, name) for name in fields]
-    levels = [data["flame"]]
-    while levels:
-        for entry in _values(levels.pop()):
-            numbers += [_field(entry, name) for name in ("count", "total_us", "own_us")]
-            levels.append(_field(entry, "children"))
+    try:
+        numbers = [data["wall_us"], data["num_steps"], *data["steps_us"]]
+        numbers += [entry[key] for entry in data["kinds"].values() for key in ("count", "total_us")]
+        numbers += [entry[key] for entry in data["paths"].values() for key in ("calls", "own_us")]
+        levels = [data["flame"]]
+        while levels:
+            for entry in levels.pop().values():
+                numbers += [entry[key] for key in ("count", "total_us", "own_us")]
+                levels.append(entry["children"])
+    except (AttributeError, KeyError, TypeError):
+        return False
     return all(isinstance(number, int | float) for number in numbers)
-
-
-def _values(found: Any) -> list[Any]:
-    return list(found.values()) if isinstance(found, dict) else found if isinstance(found, list) else [None]
-
-
-def _field(entry: Any, name: str) -> Any:
-    return entry.get(name) if isinstance(entry, dict) else None

@@ -66,6 +66,7 @@ def _paths(found: Mapping[str, Any], earlier: Mapping[str, Any] | None, rows: in
     before = inclusive(earlier["paths"]) if earlier else {}
     everything = sum(entry["own_us"] for entry in found["paths"].values()) or 1.0
     table = new_table("module", "calls", "total ms", "share", "own ms", *(["before", "ratio"] if earlier else []))
+    table.columns[0].justify = "left"
     shown = sorted(totals, key=lambda path: -totals[path])[:rows]
     for path in sorted(shown, key=lambda path: (path == _OUTSIDE, path != ROOT, _natural(path))):
         entry = found["paths"].get(path, {"calls": 0, "own_us": 0.0})
@@ -83,6 +84,7 @@ def _paths(found: Mapping[str, Any], earlier: Mapping[str, Any] | None, rows: in
 
 def _flame(found: Mapping[str, Any], rows: int) -> RenderableType:
     table = new_table("span", "count", "total ms", "own ms", "")
+    table.columns[0].justify = table.columns[4].justify = "left"
     everything = sum(entry["total_us"] for entry in found["flame"].values()) or 1.0
     entries = list(_walk(found["flame"], 0))
     limit = sorted((entry["total_us"] for _, _, entry in entries), reverse=True)[:rows][-1] if entries else 0.0

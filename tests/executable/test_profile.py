@@ -1,0 +1,213 @@
+"""Profiles: what is in the trace, named how, and that nothing is left behind when one ends."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import glassengine as glass
+from glassengine import spans
+from glassengine.executable import observers
+from glassengine.executable.executable import Executable
+from glassengine.executable.profile_trace import annotate, nest, summarize
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+        self.stack = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.stack(torch.relu(self.up(x)))
+
+
+def trace_of(taken: Any) -> dict[str, Any]:
+    (path,) = taken.directory.glob("*.pt.trace.json.gz")
+    with gzip.open(path, "rt") as file:
+        found: dict[str, Any] = json.load(file)
+    return found
+
+
+def summary_of(taken: Any) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((taken.directory / "profile.json").read_text())
+    return found
+
+
+def named(trace: dict[str, Any], kind: str) -> list[str]:
+    return [e["name"] for e in trace["traceEvents"] if e.get("args", {}).get("kind") == kind]
+
+
+def test_modules_executions_steps_and_the_users_spans_are_named_and_nested(tmp_path: Path) -> None:
+    model, x = Block(), torch.randn(2, 8)
+    executable = Executable("double/main", lambda inputs: {"y": inputs["x"] * 2})
+
+    @glass.Trace("decorated")
+    def decorated() -> None:
+        executable.run({"x": x})
+
+    with glass.profile(tmp_path) as taken:
+        for _ in range(3):
+            with glass.Trace("forward"):
+                model(x)
+            decorated()
+            spans.step_ended()
+    trace = trace_of(taken)
+    assert named(trace, "module") == [".", "up", "stack", "stack.0", "stack.1"] * 3
+    assert named(trace, "execute") == ["double/main"] * 3
+    assert sorted(named(trace, "trace")) == ["decorated"] * 3 + ["forward"] * 3
+    assert named(trace, "step") == [f"ProfilerStep#{step}" for step in range(3)]
+
+    def chain(name: str) -> list[str]:
+        def walk(level: Any, path: list[str]) -> list[str] | None:
+            for span in level:
+                here = [*path, span.event["name"]]
+                if span.event["name"] == name:
+                    return here
+                if (found := walk(span.children, here)) is not None:
+                    return found
+            return None
+
+        return walk(nest(trace), []) or []
+
+    assert chain("stack.0") == ["forward", ".", "stack", "stack.0"]
+    assert chain("double/main") == ["decorated", "double/main"]
+    summary = summary_of(taken)
+    assert summary["num_steps"] == 3 == len(summary["steps_us"])
+    assert summary["paths"]["stack.0"]["calls"] == 3 and summary["paths"]["stack.0"]["own_us"] > 0
+    everything = sum(entry["total_us"] for entry in summary["flame"].values())
+    own = sum(entry["own_us"] for entry in summary["paths"].values())
+    assert own == pytest.approx(everything, rel=1e-6) and everything <= summary["wall_us"]
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    model, x = Block(), torch.randn(2, 8)
+    with pytest.raises(KeyError), glass.profile(tmp_path):
+        model(x)
+        raise KeyError("of the user")
+    assert (tmp_path / "profile-000001" / "profile.json").is_file(), "what was taken so far is kept"
+    assert not observers.is_watched() and not spans.is_recording()
+    assert not nn.modules.module._has_any_global_hook()
+    with glass.profile(tmp_path) as second:
+        model(x)
+    assert second.directory.name == "profile-000002"
+
+
+def test_a_module_that_raises_ends_its_spans(tmp_path: Path) -> None:
+    model = Block()
+    with glass.profile(tmp_path) as taken:
+        with pytest.raises(RuntimeError):
+            model(torch.randn(2, 7))
+        model(torch.randn(2, 8))
+    assert named(trace_of(taken), "module") == [".", "up", ".", "up", "stack", "stack.0", "stack.1"]
+
+
+def test_two_at_once_are_refused(tmp_path: Path) -> None:
+    with glass.profile(tmp_path), pytest.raises(glass.UsageError, match="another profile"), glass.profile(tmp_path):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["profile-000001"]
+
+
+def test_it_ends_after_the_steps_that_were_asked_for(tmp_path: Path) -> None:
+    with glass.profile(tmp_path, steps=2) as taken:
+        for _ in range(5):
+            torch.ones(2).sum()
+            spans.step_ended()
+    assert taken.num_steps == 2 and named(trace_of(taken), "step") == ["ProfilerStep#0", "ProfilerStep#1"]
+
+
+def test_other_threads_are_in_it(tmp_path: Path) -> None:
+    model, x = Block(), torch.randn(2, 8)
+    with glass.profile(tmp_path) as taken:
+        thread = threading.Thread(target=lambda: model(x))
+        thread.start()
+        thread.join()
+    assert named(trace_of(taken), "module") == [".", "up", "stack", "stack.0", "stack.1"]
+
+
+def test_compiled_code_is_not_compiled_again(tmp_path: Path) -> None:
+    compiled: list[Any] = []
+
+    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    model, x = torch.compile(Block(), backend=count), torch.randn(2, 8)
+    with torch.no_grad():
+        before = model(x)
+        with glass.profile(tmp_path):
+            assert torch.equal(model(x), before)
+        model(x)
+    assert len(compiled) == 1
+
+
+def test_ranks_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    with glass.profile(tmp_path) as taken:
+        torch.ones(2).sum()
+    assert taken.directory == tmp_path / "rank3" / "profile-000001"
+    assert (taken.directory / "rank3.pt.trace.json.gz").is_file()
+
+
+def test_a_directory_that_cannot_be_written_is_said_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(glass.UsageError, match="cannot be written"), glass.profile(tmp_path / "file"):
+        raise AssertionError
+    assert not spans.is_recording()
+    with glass.profile(tmp_path / "other"):  # the lock was given back
+        pass
+
+
+def test_tensorboard_reads_the_steps(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with glass.profile(tmp_path) as taken:
+        for _ in range(3):
+            torch.ones(2).sum()
+            spans.step_ended()
+    found = EventAccumulator(str(taken.directory))
+    found.Reload()
+    scalars = found.Scalars("step_ms")
+    assert [item.step for item in scalars] == [0, 1, 2]
+    expected = [length / 1e3 for length in summary_of(taken)["steps_us"]]
+    assert [item.value for item in scalars] == pytest.approx(expected, rel=1e-5)
+    assert "total_ms/step" in found.Tags()["scalars"]
+
+
+def event(name: str, start: float, length: float, **more: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": "cpu_op", "pid": 1, "tid": 1, "name": name, "ts": start, "dur": length, **more}
+
+
+def test_kernels_get_the_sites_that_they_compute() -> None:
+    kernels = [
+        ("aoti_torch_cpu_linear", "a/linear.0"),
+        ("cpp_fused_relu_0", "a/relu.0"),
+        ("aoti_torch_cpu_linear", "b/linear.0"),
+    ]
+    events = [event("glass|execute|m/main", 0, 100)]
+    events += [
+        event("aoti_torch_cpu_linear", 1, 10),
+        event("aten::empty", 2, 1),
+        event("graph_0_cpp_fused_relu_0", 20, 5),
+    ]
+    events += [event("aoti_torch_cpu_linear", 30, 20), event("aoti_torch_cpu_linear", 60, 20)]
+    trace = {"traceEvents": events}
+    annotate(trace, {"m/main": kernels}.__getitem__)
+    assert [e["name"] for e in events] == [
+        "m/main", "a/linear.0", "aten::empty", "a/relu.0", "b/linear.0", "aoti_torch_cpu_linear",
+    ]  # fmt: skip
+    found = summarize(trace)
+    assert found["paths"]["a"]["own_us"] == 15 and found["paths"]["b"]["own_us"] == 20
+    assert found["paths"]["(outside of modules)"]["own_us"] == 65
+
+
+def test_spans_cost_nothing_while_no_profile_is_taken() -> None:
+    assert spans.span("trace", "x") is spans.span("op", "y")
