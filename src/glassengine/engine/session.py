@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,6 +45,7 @@ class Session:
 
     Attributes:
         step: The last step that ran: 0 after the prefill, -1 before.
+        one_token: Whether a step has one token, also those of a prompt: the engine is that of a recurrent model.
         position: Cache slots in use.
         debug_buffers: Of the last step, in the order of the documents: input_ids, logits, position_ids, attention_mask,
             cache_position, past_key_0 (before the step), past_value_0, present_key_0, present_value_0, ..., then the
@@ -79,6 +80,7 @@ class Session:
         length = max(length, 2)
         self.engine = engine
         self.step = -1
+        self.one_token = next(entry for entry in manifest.inputs if entry.name == "input_ids").shape[1] == 1
         self.position = 0
         self.debug_buffers = DebugBuffers({}, {})
         self.debug_history: deque[tuple[int, DebugBuffers]] = deque(maxlen=keep_steps)
@@ -101,8 +103,9 @@ class Session:
         *,
         chunk: int | None = None,
         keep: bool = True,
+        on_step: Callable[[], None] | None = None,
     ) -> torch.Tensor:
-        """Run the prompts: step 0, in however many pieces.
+        """Run the prompts: step 0, in however many pieces; or one step a token, where the engine takes no more.
 
         Args:
             input_ids: [B, S] int64; padding on the left.
@@ -110,10 +113,11 @@ class Session:
             chunk: Most tokens of a piece; None runs the prompts in one.
             keep: Keep the outputs of every piece, so that `read` has those of the whole step. Without, a prefill in
                 pieces never takes more memory than one piece, and `debug` must be off.
+            on_step: Called between the steps of prompts that run a token a step.
 
         Returns:
-            Logits [B, S, V] in the engine's dtype, valid until the next step; of the last piece alone where the prompts
-            ran in several.
+            Logits [B, S, V] in the engine's dtype, valid until the next step; of the last piece or token alone where
+            the prompts ran in several.
 
         Raises:
             UsageError: Wrong shape, dtype or device, tokens outside of the vocabulary, padding on the right, or a
@@ -136,8 +140,10 @@ class Session:
         self._positions[:, :new] = real
         # From here on every slot holds a token.
         self._positions[:, new:] = real[:, -1:] + torch.arange(1, self._length - new + 1)
+        if self.one_token:
+            return self._prefill_tokens(input_ids, on_step)
         if chunk is None or chunk >= new:
-            return self.advance(input_ids)
+            return self._step(input_ids)
         return self._prefill_pieces(input_ids, chunk, keep or bool(self._names))
 
     def decode(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -160,15 +166,26 @@ class Session:
         return self.advance(tokens)
 
     def advance(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Run [B, S] tokens into the next S slots, unchecked; `prefill` and `decode` check."""
-        start = self.position
+        """Run [B, 1] tokens into the next slot, unchecked; `decode` checks."""
+        self._mask[:, self.position] = 1
+        return self._step(tokens)
+
+    def _step(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Run [B, S] tokens into the next S slots, whose mask is set already."""
         with torch.inference_mode():
-            if start:
-                self._mask[:, start : start + tokens.shape[1]] = 1
             self._keep_pasts()
             outputs = self._outputs = self._execute(tokens)
             self._complete_step()
         return outputs["logits"]
+
+    def _prefill_tokens(self, input_ids: torch.Tensor, on_step: Callable[[], None] | None) -> torch.Tensor:
+        """Run the prompts a token a step: padding as well, which leaves no trace in the states."""
+        logits = self._step(input_ids[:, :1])
+        for token in torch.split(input_ids[:, 1:], 1, dim=1):
+            if on_step is not None:
+                on_step()
+            logits = self._step(token)
+        return logits
 
     def _prefill_pieces(self, input_ids: torch.Tensor, chunk: int, keep: bool) -> torch.Tensor:
         kept: list[Mapping[str, torch.Tensor]] = []
