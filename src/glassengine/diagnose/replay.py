@@ -70,6 +70,8 @@ class Replay:
             `INTRODUCED_SUSPICIOUS`, but beta is known for more tensors.
     """
 
+    method = "reverse replay"
+
     def __init__(
         self,
         program: Program,
