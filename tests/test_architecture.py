@@ -25,7 +25,7 @@ FLOORS = (
     {"report", "backends"},
     {"frontends", "engine"},
     {"diagnose"},
-    {"testing", "cli", "pytest_plugin", "auto"},
+    {"testing", "cli", "pytest_plugin", "auto", "eager_debug"},
 )
 FLOOR_OF = {unit: level for level, floor in enumerate(FLOORS) for unit in floor}
 

@@ -12,6 +12,7 @@ import typer
 import glassengine as glass
 from glassengine import environment
 from glassengine.cli.options import out, write_json
+from glassengine.report.terminal_cache import cache_lines
 
 # Instruction sets that decide which kernels run, and so which engines load here.
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
@@ -28,15 +29,30 @@ _ADVICE = (
 
 
 def command(
+    cache: Annotated[
+        bool, typer.Option("--cache", help="Show the cache of compiled graphs instead: entries, hits, and every miss.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> int:
     """Show what Glass Engine finds on this machine: versions, processor, compiler, back-ends."""
+    if cache:
+        return _show_cache(json)
     found = examine()
     if json:
         write_json(found, "-")
     else:
         _print(found)
     return 0
+
+
+def _show_cache(json: bool) -> int:
+    report = glass.examine_cache()
+    if json:
+        write_json({"schema_version": 1, **report.to_dict()}, "-")
+    else:
+        for line in cache_lines(report):
+            out.print(line)
+    return 0 if report.ok else 1
 
 
 def examine() -> dict[str, Any]:

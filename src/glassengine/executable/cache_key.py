@@ -19,6 +19,7 @@ from glassengine.executable.graph import CapturedGraph
 Parts = Mapping[str, Mapping[str, str]]
 """Part ("inputs", "versions", ...) -> name within it -> value, all as text."""
 
+_READABLE = 300  # characters of a graph that are kept as they are
 _LONG = 60  # characters of a value above which only the words that differ are shown
 
 
@@ -29,13 +30,34 @@ def key_parts(graph: CapturedGraph, compiler: Parts) -> Parts:
         graph: What is compiled. Its operations and inputs are parts of their own: most misses are another input.
         compiler: What the back-end adds: its name, options and settings.
     """
-    operations = [line for line in graph.lines if " = input " not in line]
-    versions = environment.versions()
+    operations = [line.partition(" = ")[2] for line in graph.lines if " = input " not in line]
     return {
-        "graph": {"operations": hashlib.sha256("\n".join(operations).encode()).hexdigest()[:32]},
+        "graph": {
+            "calls": _short(line.partition("(")[0] for line in operations),
+            "arguments": _short(line[len(line.partition("(")[0]) :] for line in operations),
+        },
         "inputs": {str(index): str(spec).removesuffix(" requires_grad") for index, spec in enumerate(graph.inputs)},
         **compiler,
-        # torch itself: another build of the same version has another label or commit.
+        **surroundings(),
+        "settings": {
+            "threads": str(torch.get_num_threads()),
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+            "deterministic_algorithms": str(torch.are_deterministic_algorithms_enabled()),
+        },
+    }
+
+
+def _short(texts: Iterable[str]) -> str:
+    """Return what is read where it is short, as for a single operation, and a hash of it otherwise."""
+    text = " ".join(texts)
+    return text if len(text) <= _READABLE else hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def surroundings() -> Parts:
+    """Return the parts that are the same for every graph of every process on this machine: versions, processor."""
+    versions = environment.versions()
+    return {
+        # Another build of the same version of torch has another label or commit.
         "versions": {
             "torch": f"{torch.__version__} {torch.version.git_version or ''}".strip(),
             "glassengine": str(versions["glassengine"]),
@@ -44,11 +66,6 @@ def key_parts(graph: CapturedGraph, compiler: Parts) -> Parts:
         "processor": {
             "capability": torch.backends.cpu.get_cpu_capability(),
             "flags": " ".join(sorted(environment.cpu_flags())),
-        },
-        "settings": {
-            "threads": str(torch.get_num_threads()),
-            "float32_matmul_precision": torch.get_float32_matmul_precision(),
-            "deterministic_algorithms": str(torch.are_deterministic_algorithms_enabled()),
         },
     }
 
@@ -98,7 +115,7 @@ class Miss:
 
     Attributes:
         nearest: Name and key of the stored entry that differs least; "" where nothing is stored.
-        differences: To it. Where "graph" is among them, no entry has these operations.
+        differences: To it. Where the calls of the graph are among them, no entry has these operations.
     """
 
     nearest: str
@@ -107,7 +124,7 @@ class Miss:
     def __str__(self) -> str:
         if not self.nearest:
             return "nothing is stored yet"
-        if any(difference.part == "graph" for difference in self.differences):
+        if any(difference.name == "calls" for difference in self.differences):
             rest = [difference for difference in self.differences if difference.part not in ("graph", "inputs")]
             also = f"; compiled otherwise, too: {_listed(rest)}" if rest else ""
             return f"no entry has these operations{also}"
@@ -124,7 +141,7 @@ def explain_miss(wanted: Parts, stored: Iterable[tuple[str, Parts]]) -> Miss:
     best: tuple[tuple[bool, int], str, list[Difference]] | None = None
     for name, parts in stored:
         found = differences(parts, wanted)
-        rank = (any(difference.part == "graph" for difference in found), len(found))
+        rank = (any(difference.name == "calls" for difference in found), len(found))
         if best is None or rank < best[0]:
             best = (rank, name, found)
     return Miss("", ()) if best is None else Miss(best[1], tuple(best[2]))

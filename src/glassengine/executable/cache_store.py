@@ -164,24 +164,31 @@ class Store:
             (self.root / key).rename(aside)
         shutil.rmtree(aside, ignore_errors=True)
 
+    def damaged(self) -> dict[str, str]:
+        """Return key -> what is wrong of entries that cannot be read; they are removed when they are next wanted."""
+        found = {}
+        for path in sorted(self.root.iterdir()):
+            if _KEY.fullmatch(path.name):
+                try:
+                    self._manifest(path)
+                except (OSError, CorruptError) as error:
+                    found[path.name] = str(error)
+        return found
+
     def entries(self) -> Iterator[Entry]:
-        """Yield every readable entry; damaged ones are found, counted and removed when they are wanted."""
+        """Yield every entry whose manifest can be read."""
         for path in sorted(self.root.iterdir()):
             if not _KEY.fullmatch(path.name):
                 continue
             try:
-                changed = (path / _MANIFEST).stat()
-                known = self._manifests.get(path.name)
-                if known is None or known[0] != changed.st_mtime_ns:
-                    known = (changed.st_mtime_ns, _read_manifest(path / _MANIFEST))
-                    self._manifests[path.name] = known
+                changed, known = self._manifest(path)
             except (OSError, CorruptError):
                 continue
             try:
                 uses = (path / _USES).stat()
-                yield Entry(known[1], uses.st_size, uses.st_mtime)
+                yield Entry(known, uses.st_size, uses.st_mtime)
             except OSError:
-                yield Entry(known[1], 0, changed.st_mtime)
+                yield Entry(known, 0, changed * 1e-9)
 
     def shrink(self, max_bytes: int) -> list[Entry]:
         """Remove the entries that were used least recently until all are within `max_bytes`, and return them."""
@@ -195,6 +202,14 @@ class Store:
             total -= entry.manifest.num_bytes
             removed.append(entry)
         return removed
+
+    def _manifest(self, entry: Path) -> tuple[int, Manifest]:
+        """Return when the manifest of an entry changed, in nanoseconds since the epoch, and the manifest."""
+        changed = (entry / _MANIFEST).stat().st_mtime_ns
+        known = self._manifests.get(entry.name)
+        if known is None or known[0] != changed:
+            known = self._manifests[entry.name] = (changed, _read_manifest(entry / _MANIFEST))
+        return known
 
     def _aside(self) -> Path:
         return self.root / f".{os.getpid()}-{next(_serial)}-{time.time_ns():x}"
@@ -274,7 +289,13 @@ def _copy_checked(source: Path, target: Path, size: int, checksum: str) -> None:
         FileNotFoundError: There is none.
     """
     found = hashlib.sha256()
-    with open(os.open(source, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as file:  # noqa: PTH123
+    try:
+        descriptor = os.open(source, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CorruptError(f"{source.name} in the cache cannot be read", got=str(error)) from error
+    with open(descriptor, "rb") as file:  # noqa: PTH123
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_size != size:
             raise CorruptError(f"{source.name} in the cache is damaged", got=f"{status.st_size} bytes, not {size}")
