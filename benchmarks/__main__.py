@@ -16,15 +16,18 @@ SUITES = {
     "measure": "bytes per second of measuring two tensors against each other",
     "recording": "what glass.record costs: burst, sustained, small models, light statistics",
 }
-LONG = {"verdict": "false alarms, mistakes found and ops named over a corpus; takes options of its own (--help)"}
+LONG = {
+    "verdict": "false alarms, mistakes found and ops named over a corpus; takes options of its own (--help)",
+    "families": "what glass check says of every family, back-end and dtype, written into docs/families.md (--help)",
+    "memory": "memory of judging and reading large recordings; takes their size in gigabytes",
+}
 """Run only when named, each alone."""
 
 
 def main(arguments: list[str]) -> int:
     if arguments and arguments[0] in LONG:
         module = __import__(f"benchmarks.{arguments[0]}", fromlist=["main"])
-        module.main(arguments[1:])
-        return 0
+        return module.main(arguments[1:]) or 0
     unknown = [name for name in arguments if name not in SUITES]
     if unknown:
         print(f"unknown suite {unknown[0]!r}; there are:", file=sys.stderr)

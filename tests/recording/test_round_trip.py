@@ -197,15 +197,14 @@ def test_shards_rotate_by_size_and_by_header(tmp_path: Path, monkeypatch: pytest
     assert torch.equal(r.tensor("\u202e" * 4000 + "29"), x)
 
 
-def test_reading_does_not_copy_and_writing_into_the_result_leaves_the_file_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [100, 1 << 20])
+def test_writing_into_what_was_read_leaves_the_file_alone(count: int, tmp_path: Path) -> None:
     with RecordingWriter(tmp_path / "r", metadata={}) as w:
-        w.write("x", 0, torch.zeros(100))
+        w.write("x", 0, torch.zeros(count))
         w.commit(0)
     first = Recording.open(tmp_path / "r")
-    assert first.tensor("x").data_ptr() == first.tensor("x").data_ptr()
-    assert first.tensor("x").data_ptr() % 64 == 0
     first.tensor("x").fill_(1)
-    assert Recording.open(tmp_path / "r").tensor("x").sum() == 0
+    assert first.tensor("x").sum() == Recording.open(tmp_path / "r").tensor("x").sum() == 0
 
 
 def test_select_and_summary(tmp_path: Path) -> None:

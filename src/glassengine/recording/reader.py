@@ -1,4 +1,4 @@
-"""Reads a recording: the index says what there is, the shards are mapped into memory, nothing is copied.
+"""Reads a recording: the index says what there is; of the shards only what is asked for is mapped into memory.
 
 The directory may still be written to, or its writer may have been killed: what was committed is readable, and
 `complete` is false. Reading changes nothing on disk but the statistics that are kept for the next time.
@@ -7,9 +7,6 @@ The directory may still be written to, or its writer may have been killed: what 
 from __future__ import annotations
 
 import json
-import mmap
-import os
-import stat
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,8 +17,9 @@ from torch import Tensor
 
 from glassengine.errors import CorruptError, UnknownNameError, UsageError
 from glassengine.recording import layout
-from glassengine.recording.layout import Entry, LeftOut, shard_name
+from glassengine.recording.layout import Entry, LeftOut, Location
 from glassengine.recording.recovery import IndexContents, open_regular, read_index
+from glassengine.recording.shard_files import ShardFiles
 from glassengine.recording.statistics import summarize
 from glassengine.recording.statistics_cache import StatisticsCache
 from glassengine.results import Skipped, Summary
@@ -43,7 +41,7 @@ class Recording:
         skipped: The same as `left_out`, in the words of a comparison.
     """
 
-    def __init__(self, path: Path, manifest: dict[str, Any], contents: IndexContents, shards: dict[int, Path]) -> None:
+    def __init__(self, path: Path, manifest: dict[str, Any], contents: IndexContents, shards: ShardFiles) -> None:
         self.path = path
         self.metadata: dict[str, Any] = manifest["metadata"]
         if contents.token_ids:
@@ -58,7 +56,6 @@ class Recording:
         self._by_key = {(entry.site, entry.step, entry.rank): entry for entry in self.entries}
         self._shards = shards
         self._statistics = StatisticsCache(path, writable=manifest["state"] != "writing")
-        self._maps: dict[int, tuple[mmap.mmap, int]] = {}
         self._verified: set[tuple[int, int]] = set()
 
     @classmethod
@@ -75,10 +72,9 @@ class Recording:
                 "there is no recording", got=str(directory), expected=f"a directory that holds {layout.MANIFEST}"
             )
         manifest = _read_manifest(directory / layout.MANIFEST)
-        shards = _find_shards(directory)
-        sizes = {number: file.stat().st_size - _header_bytes(file) for number, file in shards.items()}
+        shards = ShardFiles(directory)
         with open_regular(directory / layout.INDEX) as index:
-            contents = read_index(index, sizes)
+            contents = read_index(index, shards.data_bytes)
         if manifest["state"] == "complete":
             found = f"{len(contents.steps)} steps, {len(contents.entries)} tensors"
             expected = f"{manifest['num_steps']} steps, {manifest['num_tensors']} tensors"
@@ -131,10 +127,10 @@ class Recording:
         ), left_out
 
     def tensor(self, entry: Entry | str, step: int | None = None, rank: int = 0) -> Tensor:
-        """Return the values of one tensor, without a copy.
+        """Return the values of one tensor; a large one is mapped, not copied.
 
         Writing into the result changes this process's view only, never the file. The bytes are checked against their
-        checksum the first time.
+        checksum the first time. What is not used any more takes no memory.
 
         Args:
             entry: An entry of this recording, or a site name.
@@ -154,18 +150,7 @@ class Recording:
         dtype = getattr(torch, entry.dtype)
         if entry.nbytes == 0:
             return torch.empty(entry.shape, dtype=dtype)
-        mapped, data_start = self._map(location.shard)
-        start = data_start + location.offset
-        offset, size = location.block or (location.offset, entry.nbytes)
-        if (location.shard, offset) not in self._verified:
-            with memoryview(mapped) as view:
-                if zlib.crc32(view[data_start + offset : data_start + offset + size]) != location.checksum:
-                    raise CorruptError(
-                        "recorded values are damaged",
-                        got=f"{entry.site!r}, step {entry.step}, rank {entry.rank}: the checksum does not match",
-                    )
-            self._verified.add((location.shard, offset))
-        raw = torch.frombuffer(mapped, dtype=torch.uint8, count=entry.nbytes, offset=start)
+        raw = torch.frombuffer(self._bytes(entry, location), dtype=torch.uint8)
         # Through the element type of the file: a view straight to a complex dtype is not defined for all of them.
         flat = raw.view(stored)
         return (flat if parts == 1 else torch.view_as_complex(flat.view(-1, parts))).reshape(entry.shape)
@@ -178,6 +163,20 @@ class Recording:
             self._statistics.put(entry, found)
         return found
 
+    def _bytes(self, entry: Entry, location: Location) -> Any:
+        """Return the bytes of a tensor that has some; the first time they, or the block they are in, are verified."""
+        offset, size = location.block or (location.offset, entry.nbytes)
+        if (location.shard, offset) in self._verified:
+            return self._shards.read(location.shard, location.offset, entry.nbytes)
+        data = self._shards.read(location.shard, offset, size)
+        if zlib.crc32(data) != location.checksum:
+            raise CorruptError(
+                "recorded values are damaged",
+                got=f"{entry.site!r}, step {entry.step}, rank {entry.rank}: the checksum does not match",
+            )
+        self._verified.add((location.shard, offset))
+        return data if size == entry.nbytes else self._shards.read(location.shard, location.offset, entry.nbytes)
+
     def _only_step(self, site: str, rank: int) -> int:
         steps = [entry.step for entry in self.entries if (entry.site, entry.rank) == (site, rank)]
         if not steps:
@@ -185,18 +184,6 @@ class Recording:
         if len(steps) > 1:
             raise UsageError(f"several steps have the site {site!r}", got="no step", expected=list(map(str, steps)))
         return steps[0]
-
-    def _map(self, shard: int) -> tuple[mmap.mmap, int]:
-        if shard not in self._maps:
-            file = self._shards[shard]
-            if not file.exists():
-                # Its writer, still at work when this recording was opened, has sealed it in the meantime.
-                file = file.with_name(shard_name(shard, sealed=True))
-            with open_regular(file) as opened:
-                # A private copy-on-write mapping: tensors want writable memory, the file must not change.
-                mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
-            self._maps[shard] = mapped, _header_bytes(file)
-        return self._maps[shard]
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -221,29 +208,6 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CorruptError("the manifest of a recording is damaged", got=f"{path}: {error}") from error
     return dict(manifest)
-
-
-def _find_shards(directory: Path) -> dict[int, Path]:
-    """Return the shards by number; of a shard that is sealed twice over a crash, the sealed file."""
-    found: dict[int, Path] = {}
-    for sealed in (False, True):
-        suffix = Path(shard_name(0, sealed=sealed)).suffix
-        for file in directory.glob(f"shard-*{suffix}"):
-            digits = file.stem.removeprefix("shard-")
-            if digits.isdecimal() and file.name == shard_name(int(digits), sealed=sealed) and _is_plain(file):
-                found[int(digits)] = file
-    return found
-
-
-def _is_plain(file: Path) -> bool:
-    return stat.S_ISREG(os.lstat(file).st_mode)
-
-
-def _header_bytes(file: Path) -> int:
-    """Return where the data of a shard begins."""
-    with open_regular(file) as opened:
-        # Written by an earlier version, a shard that was never sealed begins with zeros.
-        return 8 + (int.from_bytes(opened.read(8), "little") or layout.HEADER_BYTES - 8)
 
 
 def _incomplete_because(manifest: dict[str, Any], contents: IndexContents) -> str | None:

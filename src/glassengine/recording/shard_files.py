@@ -1,0 +1,121 @@
+"""The bytes of finished and unfinished shards, each range by itself: what is not in use any more takes no memory."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import stat
+import weakref
+from pathlib import Path
+from typing import Any
+
+from glassengine.errors import CorruptError
+from glassengine.recording import layout
+from glassengine.recording.layout import shard_name
+from glassengine.recording.recovery import open_regular
+
+# Smaller ranges are copied: a mapping of a few bytes takes a page, and a process may have some 65000 of them.
+MIN_MAPPED_BYTES = 1 << 20
+_MAX_OPEN = 16
+
+# The mappings of Python's module keep a file open each, of which a process may have as few as 256.
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_MMAP, _MUNMAP = _LIBC.mmap, _LIBC.munmap
+_MMAP.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong)
+_MMAP.restype = ctypes.c_void_p
+_MUNMAP.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class ShardFiles:
+    """The shards of one recording.
+
+    Args:
+        directory: Of the recording.
+
+    Attributes:
+        data_bytes: Bytes of tensors in each shard, by number, when this was made.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._open: dict[int, int] = {}
+        self._paths = _find_shards(directory)
+        self._starts = {number: _header_bytes(path) for number, path in self._paths.items()}
+        self.data_bytes = {number: path.stat().st_size - self._starts[number] for number, path in self._paths.items()}
+
+    def __del__(self) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
+
+    def read(self, shard: int, offset: int, num_bytes: int) -> Any:
+        """Return a writable buffer with bytes of a shard; they are mapped if they are many, and copied if few.
+
+        Writing into it never changes the file. Its memory is given back when nothing refers to it any more.
+
+        Args:
+            shard: Number of the shard.
+            offset: Behind the shard's header.
+            num_bytes: At least 1.
+
+        Raises:
+            CorruptError: The file is gone or does not have these bytes.
+        """
+        descriptor = self._descriptor(shard)
+        start = self._starts[shard] + offset
+        if num_bytes < MIN_MAPPED_BYTES:
+            buffer = bytearray(num_bytes)
+            is_whole = os.preadv(descriptor, [buffer], start) == num_bytes
+        else:
+            is_whole = os.fstat(descriptor).st_size >= start + num_bytes
+        if not is_whole:
+            raise CorruptError("a shard has become shorter", got=str(self._paths[shard]))
+        return buffer if num_bytes < MIN_MAPPED_BYTES else _mapped(descriptor, start, num_bytes)
+
+    def _descriptor(self, shard: int) -> int:
+        found = self._open.get(shard)
+        if found is None:
+            path = self._paths[shard]
+            if not path.exists():
+                # Its writer, still at work when this recording was opened, has sealed it in the meantime.
+                path = path.with_name(shard_name(shard, sealed=True))
+            while len(self._open) >= _MAX_OPEN:
+                os.close(self._open.pop(next(iter(self._open))))
+            with open_regular(path) as file:
+                found = self._open[shard] = os.dup(file.fileno())
+        return found
+
+
+def _mapped(descriptor: int, start: int, num_bytes: int) -> Any:
+    """Return a private, writable mapping: tensors want writable memory, and the file must not change."""
+    before = start % mmap.ALLOCATIONGRANULARITY
+    size = before + num_bytes
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    address = _MMAP(None, size, access, mmap.MAP_PRIVATE, descriptor, start - before)
+    if address == _FAILED:
+        number = ctypes.get_errno()
+        raise MemoryError(f"cannot map {num_bytes} bytes: {os.strerror(number)}")
+    buffer = (ctypes.c_ubyte * num_bytes).from_address(address + before)
+    # Not at the end of the process: a tensor may still be read then.
+    weakref.finalize(buffer, _MUNMAP, address, size).atexit = False
+    return buffer
+
+
+def _find_shards(directory: Path) -> dict[int, Path]:
+    """Return the shards by number; of a shard that is sealed twice over a crash, the sealed file."""
+    found: dict[int, Path] = {}
+    for sealed in (False, True):
+        suffix = Path(shard_name(0, sealed=sealed)).suffix
+        for file in directory.glob(f"shard-*{suffix}"):
+            digits = file.stem.removeprefix("shard-")
+            is_ours = digits.isdecimal() and file.name == shard_name(int(digits), sealed=sealed)
+            if is_ours and stat.S_ISREG(os.lstat(file).st_mode):
+                found[int(digits)] = file
+    return found
+
+
+def _header_bytes(file: Path) -> int:
+    """Return where the data of a shard begins."""
+    with open_regular(file) as opened:
+        # Written by an earlier version, a shard that was never sealed begins with zeros.
+        return 8 + (int.from_bytes(opened.read(8), "little") or layout.HEADER_BYTES - 8)
