@@ -181,10 +181,10 @@ class Session:
     def _prefill_tokens(self, input_ids: torch.Tensor, on_step: Callable[[], None] | None) -> torch.Tensor:
         """Run the prompts a token a step: padding as well, which leaves no trace in the states."""
         logits = self._step(input_ids[:, :1])
-        for token in torch.split(input_ids[:, 1:], 1, dim=1):
+        for position in range(1, input_ids.shape[1]):
             if on_step is not None:
                 on_step()
-            logits = self._step(token)
+            logits = self._step(input_ids[:, position : position + 1])
         return logits
 
     def _prefill_pieces(self, input_ids: torch.Tensor, chunk: int, keep: bool) -> torch.Tensor:

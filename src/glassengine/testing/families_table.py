@@ -1,0 +1,97 @@
+"""The table of families x back-ends x dtypes: each cell is what `glass check` says of the family's tiny checkpoint.
+
+A cell is agreed when the check is ok and judged tensors, or when it fails with the reason of a limitation that
+`LIMITATIONS.md` lists under the number in the cell. Anything else is an error of the table.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from glassengine.diagnose import check
+from glassengine.errors import GlassError
+from glassengine.testing.architectures import FAMILIES, save_family
+
+COLUMNS = (
+    ("eager", "float32"),
+    ("eager", "bfloat16"),
+    ("inductor", "float32"),
+    ("inductor", "bfloat16"),
+    ("onnxruntime", "float32"),
+    ("onnxruntime", "float16"),
+    ("onnxruntime", "bfloat16"),
+)
+"""(back-end, dtype)."""
+
+Cell = tuple[str, str, str]
+"""(family, back-end, dtype)."""
+
+CELLS: tuple[Cell, ...] = tuple((family, *column) for family in FAMILIES for column in COLUMNS)
+
+
+@dataclass(frozen=True)
+class Limitation:
+    """A reason for which cells fail: its number in `LIMITATIONS.md`, where it holds, and what the error says."""
+
+    number: str
+    backend: str
+    dtype: str
+    reason: str
+
+
+LIMITATIONS = (Limitation("F1", "onnxruntime", "bfloat16", "back-end 'onnxruntime' cannot run bfloat16 models"),)
+
+
+class DisagreementError(GlassError):
+    """A cell is neither ok nor the failure that is expected of it."""
+
+
+def check_cell(cell: Cell, checkpoints: Path) -> str:
+    """Return the text of a cell: the number of tensors judged, or that of the limitation.
+
+    Args:
+        cell: Which.
+        checkpoints: Directory for checkpoints; one that is there is used.
+
+    Raises:
+        DisagreementError: The check is not ok, judged nothing, or failed for another reason.
+    """
+    family, backend, dtype = cell
+    directory = checkpoints / family
+    if not directory.is_dir():
+        save_family(family, directory)
+    expected = [limit for limit in LIMITATIONS if (limit.backend, limit.dtype) == (backend, dtype)]
+    try:
+        result = check(directory, backend=backend, dtype=dtype)
+    except GlassError as error:
+        found = [limit.number for limit in expected if re.search(limit.reason, str(error))]
+        if found:
+            return found[0]
+        raise DisagreementError(f"{'/'.join(cell)} failed", got=str(error)) from error
+    if expected:
+        raise DisagreementError(f"{'/'.join(cell)} runs", expected=f"limitation {expected[0].number}")
+    judged = result.counts["compared"]
+    if not result.ok or not judged:
+        raise DisagreementError(f"{'/'.join(cell)} is not ok", got=f"{result.verdict}, {judged} tensors judged")
+    return str(judged)
+
+
+def render(texts: Mapping[Cell, str], families: Iterable[str] = FAMILIES) -> str:
+    """Return the table as Markdown; a cell that was not checked is empty."""
+    lines = [
+        "| family | " + " | ".join(f"{backend} {dtype}" for backend, dtype in COLUMNS) + " |",
+        "|---|" + "---:|" * len(COLUMNS),
+    ]
+    for family in families:
+        lines.append(f"| {family} | " + " | ".join(texts.get((family, *column), "") for column in COLUMNS) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def read(table: str) -> dict[Cell, str]:
+    """Inverse of `render`."""
+    rows = [[text.strip() for text in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
+    columns = [tuple(name.split()) for name in rows[0][1:]]
+    return {(row[0], *column): text for row in rows[2:] for column, text in zip(columns, row[1:], strict=True)}  # type: ignore[misc]
