@@ -19,9 +19,6 @@ SUITES = {
 LONG = {
     "verdict": "false alarms, mistakes found and ops named over a corpus; takes options of its own (--help)",
     "families": "what glass check says of every family, back-end and dtype, written into docs/families.md (--help)",
-}
-    "verdict": "false alarms, mistakes found and ops named over a corpus; takes options of its own (--help)",
-    "families": "what glass check says of every family, back-end and dtype, written into docs/families.md (--help)",
     "memory": "memory of judging and reading large recordings; takes their size in gigabytes",
 }
 """Run only when named, each alone."""
