@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import shlex
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,9 +28,9 @@ _ignored: set[str] = set()
 
 @dataclass(frozen=True)
 class CompilerFlags:
-    """What the flags say: the level of the compiler's log, and settings of Inductor by name."""
+    """What the flags say: the level of the compiler's log ("" if nothing), and settings of Inductor by name."""
 
-    log_level: str = "ERROR"
+    log_level: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -44,7 +43,7 @@ def read_flags() -> CompilerFlags:
         UsageError: The value of a flag does not fit.
     """
     text, source = environment.compiler_flags()
-    level, settings = "ERROR", {}
+    level, settings = "", {}
     known = torch._inductor.config.get_config_copy()
     for word in shlex.split(text):
         name, _, value = word.removeprefix("--").partition("=")
@@ -65,22 +64,27 @@ def read_flags() -> CompilerFlags:
 
 @contextlib.contextmanager
 def flags_in_effect() -> Iterator[None]:
-    """Compile with the flags of the environment while the block runs; what the compiler logs goes to stderr."""
+    """Compile with the flags of the environment while the block runs; torch shows on stderr what its compiler logs."""
     flags = read_flags()
-    compiler = logging.getLogger("torch._inductor")
-    level = compiler.level
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("compiler: %(levelname)s: %(message)s"))
-    compiler.addHandler(handler)
-    compiler.setLevel(flags.log_level)
-    propagated, compiler.propagate = compiler.propagate, False
+    with contextlib.ExitStack() as stack:
+        # It logs a line for every template of every kind of device.
+        stack.enter_context(_level("torch._inductor.template_heuristics", "WARNING"))
+        # Whoever asked for more through TORCH_LOGS gets it.
+        if flags.log_level or logging.getLogger("torch._inductor").getEffectiveLevel() >= logging.WARNING:
+            stack.enter_context(_level("torch._inductor", flags.log_level or "ERROR"))
+        stack.enter_context(torch._inductor.config.patch(flags.settings))
+        yield
+
+
+@contextlib.contextmanager
+def _level(name: str, level: str) -> Iterator[None]:
+    found = logging.getLogger(name)
+    before = found.level
+    found.setLevel(level)
     try:
-        with torch._inductor.config.patch(flags.settings):
-            yield
+        yield
     finally:
-        compiler.propagate = propagated
-        compiler.setLevel(level)
-        compiler.removeHandler(handler)
+        found.setLevel(before)
 
 
 def _one_of(level: str, word: str, source: str) -> str:

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -88,13 +88,13 @@ def compiled(
         Exception: What `compiler` raises.
     """
     store = open_store() if cache is not None else None
-    if cache is None or store is None:
+    directory = _new_directory() if store is not None else None
+    if cache is None or store is None or directory is None:
         return Compiled(compiler(), "", "off", "there is no cache")
     parts = key_parts(graph, cache.parts())
     key = digest(parts)
     # Compilers find their directory through a variable of the process.
     with _lock:
-        directory = _new_directory()
         outcome, cause = _look_up(store, key, parts, directory)
         start = time.perf_counter()
         try:
@@ -102,22 +102,26 @@ def compiled(
                 function = compiler()
         except Exception as error:
             if outcome != "hit":
+                _count(outcome)
                 raise
-            outcome, cause, directory = "corrupt", f"it cannot be loaded: {error}", _new_directory()
+            outcome, cause = "corrupt", f"cache entry {key} cannot be loaded: {error}"
             _report_damage(store, key, cause)
+            _empty(directory)
             with cache.within(directory) as work:
                 function = compiler()
         if outcome == "hit" and not work.reused:
             outcome, cause = "miss", "the compiler found a difference that is in no part of the key"
         if outcome != "hit" and not work.reason:
             seconds = time.perf_counter() - start
-            _keep(store, Manifest(key, name, graph.hash, parts, cause, seconds, list_files(directory)), directory)
-    registry.count(
-        {"hit": "PersistentCacheHit", "miss": "PersistentCacheMiss", "corrupt": "PersistentCacheCorrupt"}[outcome]
-    )
+            _keep(store, Manifest(key, name, graph.hash, parts, cause, seconds), directory)
+    _count(outcome)
     if outcome != "hit":
         logger.info("not in the cache: %s: %s%s", name, cause, f"; not kept: {work.reason}" if work.reason else "")
     return Compiled(function, "" if work.reason else key, outcome, cause)
+
+
+def _count(outcome: Outcome) -> None:
+    registry.count(f"PersistentCache{outcome.capitalize()}")
 
 
 def open_store() -> Store | None:
@@ -130,7 +134,9 @@ def open_store() -> Store | None:
         return None
     root = environment.cache_dirs()["glassengine"]
     try:
-        return _store_at(root)
+        store = _store_at(root)
+        store.check()
+        return store
     except (UsageError, OSError) as error:
         _warn_once(f"compiled graphs are not kept: {error}")
         return None
@@ -186,7 +192,7 @@ def _report_damage(store: Store, key: str, cause: str) -> None:
 
 def _keep(store: Store, manifest: Manifest, directory: Path) -> None:
     try:
-        store.put(manifest, directory)
+        store.put(replace(manifest, files=list_files(directory)), directory)
         removed = store.shrink(max_bytes())
     except OSError as error:
         _warn_once(f"compiled graphs are not kept: {error}")
@@ -194,14 +200,9 @@ def _keep(store: Store, manifest: Manifest, directory: Path) -> None:
     if removed:
         registry.count("PersistentCacheEvicted", len(removed))
         freed = sum(entry.manifest.num_bytes for entry in removed)
-        logger.warning(
-            "the cache %s is full (GLASS_CACHE_MAX_BYTES=%d): %d entries that were used least recently are removed, "
-            "%d bytes",
-            store.root,
-            max_bytes(),
-            len(removed),
-            freed,
-        )
+        text = f"the cache {store.root} is full (GLASS_CACHE_MAX_BYTES={max_bytes()}): what was used least recently goes"
+        _warn_once(text)
+        logger.info("removed from the cache: %d entries, %d bytes", len(removed), freed)
 
 
 def _warn_once(text: str) -> None:
@@ -223,9 +224,16 @@ def _scratch(pid: int) -> Path:
     return path
 
 
-def _new_directory() -> Path:
-    """Return an empty directory; it stays, since compiled code may load more of its files when it first runs."""
-    return Path(tempfile.mkdtemp(dir=_scratch(os.getpid())))
+def _new_directory() -> Path | None:
+    """Return an empty directory, which stays: compiled code may load more of its files when it first runs.
+
+    None, with a warning, where none can be made.
+    """
+    try:
+        return Path(tempfile.mkdtemp(dir=_scratch(os.getpid())))
+    except OSError as error:
+        _warn_once(f"compiled graphs are not kept: {error}")
+        return None
 
 
 def _empty(directory: Path) -> None:

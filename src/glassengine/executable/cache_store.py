@@ -20,8 +20,8 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -58,7 +58,7 @@ class Manifest:
     parts: Parts
     cause: str
     compile_s: float
-    files: dict[str, tuple[int, str]]
+    files: Mapping[str, tuple[int, str]] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -87,8 +87,19 @@ class Store:
     """
 
     def __init__(self, root: Path) -> None:
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = root.stat()
+        self.root = root
+        self._manifests: dict[str, tuple[int, Manifest]] = {}
+        self.check()
+
+    def check(self) -> None:
+        """Make sure that the directory is there and can be trusted: it may have changed since it was opened.
+
+        Raises:
+            UsageError: Somebody else owns the directory or can write to it.
+            OSError: It can neither be read nor created.
+        """
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = self.root.stat()
         problem = None
         if hasattr(os, "geteuid") and status.st_uid != os.geteuid():
             problem = f"user {status.st_uid} owns it"
@@ -96,13 +107,11 @@ class Store:
             problem = f"mode {stat.S_IMODE(status.st_mode):04o}: others can write to it"
         if problem is not None:
             raise UsageError(
-                f"the cache of compiled graphs {root} cannot be trusted",
+                f"the cache of compiled graphs {self.root} cannot be trusted",
                 got=problem,
                 expected="a directory of your own, mode 0700: what is in it is run",
                 hint="chmod 700, or another directory: GLASS_CACHE_DIR",
             )
-        self.root = root
-        self._manifests: dict[str, tuple[int, Manifest]] = {}
 
     def fetch(self, key: str, target: Path) -> Manifest | None:
         """Copy the files of an entry into the empty directory `target`, checking them; None where there is no entry.
