@@ -27,6 +27,7 @@ from glassengine.executable.snapshot_keep import Keeper, rng_states, set_rng_sta
 from glassengine.executable.snapshot_policy import Policy
 from glassengine.executable.snapshot_store import SnapshotStore
 from glassengine.executable.snapshot_writer import Taken
+from glassengine.executable.steps import current_step
 
 if TYPE_CHECKING:
     from glassengine.executable.observers import Execution
@@ -227,7 +228,7 @@ def _taken(
         pending.kept if pending is not None else inputs,
         outputs,
         pending.rng if pending is not None else rng or {},
-        facts or {},
+        {"step": current_step(), **(facts or {})},
     )
 
 
