@@ -6,13 +6,14 @@ Nothing here raises into the model: a tensor that cannot be recorded is noted wi
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from glassengine.recording.layout import LeftOut
+from glassengine.capture.parts import parts_of, port_of_part, sharding_of
+from glassengine.recording.layout import LeftOut, Sharding
 from glassengine.recording.policy import NO_VALUES, OVER_BUDGET, Policy
 from glassengine.recording.statistics import light
 from glassengine.recording.values import dtype_name, why_not
@@ -34,6 +35,7 @@ class Writer(Protocol):
         rank: int = 0,
         axes: Mapping[str, int] | None = None,
         node: str | None = None,
+        sharding: Sharding | None = None,
     ) -> None:
         """Take values."""
 
@@ -128,7 +130,15 @@ class Intake:
         names.add(site)
         return True
 
-    def _take_plain(self, site: str, step: int, tensor: Tensor, keeps: bool, axes: Mapping[str, int] | None) -> None:
+    def _take_plain(
+        self,
+        site: str,
+        step: int,
+        tensor: Tensor,
+        keeps: bool,
+        axes: Mapping[str, int] | None,
+        sharding: Sharding | None = None,
+    ) -> None:
         obstacle = why_not(tensor)
         if obstacle is not None:
             self._leave_out(site, step, obstacle, tensor)
@@ -137,15 +147,28 @@ class Intake:
         elif not self._policy.charge(tensor.nbytes):
             self._leave_out(site, step, OVER_BUDGET, tensor, measure=True)
         else:
-            self._writer.write(site, step, tensor, rank=self._rank, axes=axes)
+            self._writer.write(site, step, tensor, rank=self._rank, axes=axes, sharding=sharding)
 
     def _take_parts(self, site: str, step: int, tensor: Tensor, keeps: bool, axes: Mapping[str, int] | None) -> None:
+        sharding = sharding_of(tensor)
+        if sharding is not None:
+            self._take_shard(site, step, tensor, keeps, axes, sharding)
+            return
         parts = parts_of(tensor)
         if parts is None:
             self._leave_out(site, step, f"a tensor of type {type(tensor).__name__} has no plain parts", tensor)
             return
         for key, part in parts:
-            self._take(f"{site}{_port(site, key)}{key}", step, part, keeps, None if key else axes)
+            self._take(f"{site}{port_of_part(site, key)}{key}", step, part, keeps, None if key else axes)
+
+    def _take_shard(
+        self, site: str, step: int, tensor: Any, keeps: bool, axes: Mapping[str, int] | None, sharding: Sharding
+    ) -> None:
+        local = tensor.detach().to_local()
+        if type(local) not in _PLAIN or local.layout is not torch.strided or local.is_quantized:
+            self._leave_out(site, step, f"a {sharding} whose local part is not a plain tensor", None)
+        elif self._enter(site, step):
+            self._take_plain(site, step, local, keeps, axes, sharding)
 
     def _leave_out(self, site: str, step: int, reason: str, tensor: Tensor | None, *, measure: bool = False) -> None:
         dtype = shape = statistics = None
@@ -153,43 +176,3 @@ class Intake:
             dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
             statistics = light(tensor) if measure else None
         self._writer.leave_out(LeftOut(site, step, self._rank, reason, dtype, shape, statistics))
-
-
-def parts_of(tensor: Tensor) -> list[tuple[str, Tensor]] | None:
-    """Return the plain tensors that a tensor of another kind consists of, by key; None where there is no way to tell.
-
-    The key of a distributed tensor's local shard is empty: it has the site of the whole, and the rank tells the rest.
-    """
-    if tensor.layout is torch.sparse_coo:
-        whole = tensor.detach().coalesce()
-        return [(".indices", whole.indices()), (".values", whole.values())]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [(f".{name}", getattr(tensor.detach(), name)()) for name in ("crow_indices", "col_indices", "values")]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [(f".{name}", getattr(tensor.detach(), name)()) for name in ("ccol_indices", "row_indices", "values")]
-    if tensor.layout is not torch.strided and not hasattr(tensor, "__tensor_flatten__"):
-        return None
-    if tensor.is_quantized:
-        return [(".int_repr", tensor.int_repr()), *_quantization(tensor)]
-    if type(tensor).__name__ == "DTensor":
-        local: Any = tensor
-        return [("", local.detach().to_local())]
-    if hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
-        return [(f".{name.lstrip('_')}", getattr(tensor, name)) for name in names]
-    plain = tensor.detach().as_subclass(Tensor)
-    return [("", plain)] if type(plain) is Tensor else None
-
-
-def _quantization(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-        yield ".scale", torch.tensor(tensor.q_scale(), dtype=torch.float64)
-        yield ".zero_point", torch.tensor(tensor.q_zero_point())
-    else:
-        yield ".scale", tensor.q_per_channel_scales()
-        yield ".zero_point", tensor.q_per_channel_zero_points()
-
-
-def _port(site: str, key: str) -> str:
-    """Return what joins the key of a part to its site: a part of a plain path is a part of its output."""
-    return ":out" if key and ":" not in site else ""

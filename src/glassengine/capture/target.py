@@ -16,7 +16,7 @@ from glassengine.capture.module_hooks import ModuleHooks
 from glassengine.capture.record import record
 from glassengine.errors import UsageError
 from glassengine.program.load import LoadedModel, load_inputs, load_model
-from glassengine.recording.layout import LeftOut
+from glassengine.recording.layout import LeftOut, Sharding
 from glassengine.recording.policy import Policy
 from glassengine.results import Result
 
@@ -190,6 +190,7 @@ class _Counter:
         rank: int = 0,
         axes: Mapping[str, int] | None = None,
         node: str | None = None,
+        sharding: Sharding | None = None,
     ) -> None:
         self._num["tensors"] += 1
         self._num["bytes"] += tensor.nbytes

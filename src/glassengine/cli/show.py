@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from typing import Annotated, Any
@@ -84,6 +85,9 @@ def command(
     if pattern is not None:
         cells = ((entry.step, entry.rank, entry.site, found) for entry, found in rows)
         out.print(table(cells, complete=opened.complete, reason=opened.incomplete_because))
+        for entry, _ in rows:
+            if entry.sharding is not None:
+                out.print(f"step {entry.step}, rank {entry.rank}, {entry.site}: {entry.sharding}")
         for item in left_out:
             out.print(f"step {item.step}, rank {item.rank}, {item.site}: not recorded: {item.reason}")
         return 0
@@ -95,6 +99,9 @@ def command(
             [*all_rows, *map(terminal_recording.Row, left_out)], _modules(opened.metadata.get("modules"))
         )
     )
+    num_shards = sum(entry.sharding is not None for entry, _ in rows)
+    if num_shards:
+        out.print(f"{num_shards} shards of distributed tensors; what the whole of each is, with PATTERN or --json")
     for reason, count in _unseen(opened.metadata.get("not_seen")).items():
         out.print(f"{count} module{'' if count == 1 else 's'} not seen: {reason}")
     if not settings.quiet and len(opened.steps) > len(wanted):
@@ -115,7 +122,14 @@ def _document(opened: Any, rows: list[Any], left_out: list[Any]) -> dict[str, An
         return value if value is None or math.isfinite(value) else str(value)
 
     tensors = [
-        {"step": entry.step, "rank": entry.rank, "site": entry.site, "node": entry.node, **found.to_dict()}
+        {
+            "step": entry.step,
+            "rank": entry.rank,
+            "site": entry.site,
+            "node": entry.node,
+            **({} if entry.sharding is None else {"sharding": dataclasses.asdict(entry.sharding)}),
+            **found.to_dict(),
+        }
         for entry, found in rows
     ]
     others = []

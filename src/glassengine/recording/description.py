@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 
-from glassengine.recording.layout import ALIGNMENT, STORED, Location, block_starts, num_bytes
+from glassengine.recording.layout import ALIGNMENT, STORED, Location, Sharding, block_starts, num_bytes
 from glassengine.recording.records import text_frame
 
 
@@ -26,7 +27,13 @@ class Description:
     __slots__ = ("dtype", "header", "most_header_bytes", "nbytes", "record", "shape", "site", "site_json")
 
     def __init__(
-        self, site: str, dtype: str, shape: tuple[int, ...], axes: Mapping[str, int] | None, node: str | None
+        self,
+        site: str,
+        dtype: str,
+        shape: tuple[int, ...],
+        axes: Mapping[str, int] | None,
+        node: str | None,
+        sharding: Sharding | None = None,
     ) -> None:
         self.site = site
         self.dtype = dtype
@@ -37,7 +44,8 @@ class Description:
         stored = [*shape, parts] if parts > 1 else list(shape)
         self.header = f'":{{"dtype":"{code}","shape":{json.dumps(stored, separators=(",", ":"))},"data_offsets":['
         fixed = {"dtype": dtype, "shape": shape, "axes": dict(axes or {}), "node": node, "nbytes": self.nbytes}
-        text = json.dumps(fixed, separators=(",", ":"))
+        spread = {} if sharding is None else {"sharding": dataclasses.asdict(sharding)}
+        text = json.dumps({**fixed, **spread}, separators=(",", ":"))
         # Twice: the aliases are JSON within JSON, where each escape of a name grows once more.
         self.most_header_bytes = 2 * len(self.site_json) + len(self.header) + 220
         self.record = f'"site":"{self.site_json}",{text[1:-1]}'

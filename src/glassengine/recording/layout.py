@@ -83,6 +83,31 @@ class Location:
 
 
 @dataclass(frozen=True)
+class Sharding:
+    """How a tensor, of which an entry has the part of one process, is spread over a mesh of processes.
+
+    Attributes:
+        shape: Sizes of the whole.
+        placements: For each dimension of the mesh, as torch writes it: "R" (the same in all), "S(0)" (cut along
+            dimension 0), "P(sum)" (to be added up).
+        mesh: Sizes of the mesh.
+        names: Names of its dimensions, where they have any.
+        coordinate: Where in the mesh the process is; empty where it has no part in it.
+    """
+
+    shape: tuple[int, ...]
+    placements: tuple[str, ...]
+    mesh: tuple[int, ...]
+    names: tuple[str, ...] = ()
+    coordinate: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        """Return for example `shard S(0) of [4,2] on a mesh of [2]`."""
+        whole, mesh = (",".join(map(str, sizes)) for sizes in (self.shape, self.mesh))
+        return f"shard {' '.join(self.placements)} of [{whole}] on a mesh of [{mesh}]"
+
+
+@dataclass(frozen=True)
 class Entry:
     """One tensor of a source.
 
@@ -96,6 +121,7 @@ class Entry:
         node: Name of the graph node that made it, if known.
         nbytes: Bytes of the values.
         location: Where a recording has the bytes; None in foreign files. Sites that share it share the values.
+        sharding: What the whole is, where this is one process's part of a distributed tensor, and `shape` the part's.
     """
 
     site: str
@@ -107,6 +133,7 @@ class Entry:
     node: str | None = None
     nbytes: int = 0
     location: Location | None = None
+    sharding: Sharding | None = None
 
     def describe(self) -> str:
         """Return dtype and shape, as in `float32[2,3]`."""

@@ -6,6 +6,7 @@ A frame is: payload length (u32), CRC-32 of the payload (u32), JSON payload; lit
 from __future__ import annotations
 
 import base64
+import dataclasses
 import functools
 import json
 import math
@@ -29,6 +30,7 @@ from glassengine.recording.layout import (
     LightStatistics,
     LightTable,
     Location,
+    Sharding,
     num_bytes,
 )
 
@@ -95,7 +97,33 @@ def entry_from(payload: dict[str, Any]) -> Entry:
     step, rank, nbytes = sizes_of(payload, "step", "rank", "nbytes")
     if nbytes != num_bytes(dtype, tuple(shape)):
         raise ValueError(f"{nbytes} bytes do not hold {dtype}{shape}")
-    return Entry(site, step, rank, dtype, tuple(shape), axes, node, nbytes, location_from(payload))
+    location, sharding = location_from(payload), sharding_from(payload.get("sharding"))
+    return Entry(site, step, rank, dtype, tuple(shape), axes, node, nbytes, location, sharding)
+
+
+def sharding_from(payload: object) -> Sharding | None:
+    """Return how a tensor is spread over processes, trusting nothing.
+
+    Raises:
+        ValueError: A field is missing, of the wrong kind, or contradicts another.
+    """
+    if payload is None:
+        return None
+    if not isinstance(payload, dict):
+        raise ValueError("a sharding is not an object")
+    found: dict[str, tuple[Any, ...]] = {}
+    for field in dataclasses.fields(Sharding):
+        items = payload.get(field.name)
+        is_text = field.name in ("placements", "names")
+        if not isinstance(items, list) or not all(
+            isinstance(item, str) if is_text else _is_size(item) for item in items
+        ):
+            raise ValueError("a sharding is not what it should be")
+        found[field.name] = tuple(items)
+    rank = len(found["mesh"])
+    if len(found["placements"]) != rank or any(len(found[key]) not in (0, rank) for key in ("names", "coordinate")):
+        raise ValueError("a sharding does not fit its mesh")
+    return Sharding(**found)
 
 
 def location_from(payload: dict[str, Any]) -> Location:

@@ -162,6 +162,7 @@ def _block(payload: dict[str, Any], groups: dict[int, list[Entry]], extents: _Ex
                 tensor.node,
                 tensor.nbytes,
                 location,
+                tensor.sharding,
             )
         )
     return found

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from glassengine.recording.description import Description
-from glassengine.recording.layout import ALIGNMENT
+from glassengine.recording.layout import ALIGNMENT, Sharding
 from glassengine.recording.statistics import MEASURED
 from glassengine.recording.values import describe
 
@@ -35,18 +35,24 @@ class Seen:
     is_small: bool
     is_simple: bool
     is_measured: bool
+    sharding: Sharding | None
 
 
 class SeenTensors:
-    """The descriptions of tensors, by site, dtype and shape; of a limited number of them."""
+    """The descriptions of tensors, by site, dtype, shape and sharding; of a limited number of them."""
 
     def __init__(self) -> None:
-        self.all: dict[tuple[str, torch.dtype, torch.Size], Seen] = {}
+        self.all: dict[tuple[str, torch.dtype, torch.Size, Sharding | None], Seen] = {}
         # Of each site the last one.
         self.last: dict[str, Seen] = {}
 
     def look(
-        self, site: str, tensor: Tensor, axes: Mapping[str, int] | None = None, node: str | None = None
+        self,
+        site: str,
+        tensor: Tensor,
+        axes: Mapping[str, int] | None = None,
+        node: str | None = None,
+        sharding: Sharding | None = None,
     ) -> tuple[Seen, bool]:
         """Return what is known of such a tensor, and whether nothing was.
 
@@ -55,13 +61,19 @@ class SeenTensors:
         """
         seen = self.last.get(site)
         strided = tensor.layout is torch.strided
-        if seen is not None and seen.size == tensor.shape and seen.dtype is tensor.dtype and strided:
+        if (
+            seen is not None
+            and seen.size == tensor.shape
+            and seen.dtype is tensor.dtype
+            and strided
+            and seen.sharding == sharding
+        ):
             return seen, False
-        key = (site, tensor.dtype, tensor.shape)
+        key = (site, tensor.dtype, tensor.shape, sharding)
         seen = self.all.get(key)
         is_new = seen is None
         if seen is None or not strided:
-            description = describe(site, tensor, axes=axes, node=node)
+            description = describe(site, tensor, axes=axes, node=node, sharding=sharding)
             if len(self.all) >= _MAX_SEEN:
                 self.all.clear()  # a cache that grows has another shape in every step
                 self.last.clear()
@@ -76,6 +88,7 @@ class SeenTensors:
                 # A single element may be one that is to be negated when it is read.
                 is_simple=not tensor.dtype.is_complex and nbytes > tensor.itemsize,
                 is_measured=description.dtype in MEASURED,
+                sharding=sharding,
             )
         self.last[site] = seen
         return seen, is_new

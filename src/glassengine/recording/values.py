@@ -11,10 +11,16 @@ from glassengine import blocks
 from glassengine.errors import UsageError
 from glassengine.recording import layout
 from glassengine.recording.description import Description
+from glassengine.recording.layout import Sharding
 
 
 def describe(
-    site: str, tensor: Tensor, *, axes: Mapping[str, int] | None = None, node: str | None = None
+    site: str,
+    tensor: Tensor,
+    *,
+    axes: Mapping[str, int] | None = None,
+    node: str | None = None,
+    sharding: Sharding | None = None,
 ) -> Description:
     """Return what the records of `tensor` say in every step.
 
@@ -27,7 +33,7 @@ def describe(
     obstacle = why_not(tensor)
     if obstacle is not None:
         raise UsageError(f"the tensor {site[:200]!r} cannot be recorded", got=obstacle, expected="a dense tensor")
-    return Description(site, dtype_name(tensor.dtype), tuple(tensor.shape), axes, node)
+    return Description(site, dtype_name(tensor.dtype), tuple(tensor.shape), axes, node, sharding)
 
 
 def why_not(tensor: Tensor) -> str | None:

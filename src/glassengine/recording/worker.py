@@ -22,7 +22,7 @@ from torch import Tensor
 from glassengine import blocks
 from glassengine.errors import GlassError
 from glassengine.recording.items import Alias, Block, Commit, Copied, Item, Piece, Stored, Streamed
-from glassengine.recording.layout import LeftOut
+from glassengine.recording.layout import LeftOut, Sharding
 from glassengine.recording.pinned import PinnedCopies
 from glassengine.recording.ring import Ring
 from glassengine.recording.seen import MIN_SHARED_BYTES, Seen, SeenTensors
@@ -106,13 +106,14 @@ class BackgroundWriter:
         rank: int = 0,
         axes: Mapping[str, int] | None = None,
         node: str | None = None,
+        sharding: Sharding | None = None,
     ) -> None:
         """Take the values of `tensor` as they are now; the arguments are those of `RecordingWriter.write`.
 
         Raises:
             UsageError: The tensor or its name cannot be recorded.
         """
-        seen, is_new = self._seen.look(site, tensor, axes, node)
+        seen, is_new = self._seen.look(site, tensor, axes, node, sharding)
         if self._failure is not None:
             return
         # Attributes only: methods of torch that compute let go of the interpreter lock.

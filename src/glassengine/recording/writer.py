@@ -19,7 +19,7 @@ from glassengine.errors import GlassError, UsageError
 from glassengine.recording import layout, records
 from glassengine.recording.description import Description, Group
 from glassengine.recording.directory import make_directory, reason_of, save_manifest
-from glassengine.recording.layout import LeftOut, Location
+from glassengine.recording.layout import LeftOut, Location, Sharding
 from glassengine.recording.open_step import EndedStep, OpenStep
 from glassengine.recording.shard import Shard, write_all
 from glassengine.recording.statistics import light_of_block
@@ -92,6 +92,7 @@ class RecordingWriter:
         rank: int = 0,
         axes: Mapping[str, int] | None = None,
         node: str | None = None,
+        sharding: Sharding | None = None,
     ) -> None:
         """Store the values of `tensor` as they are now.
 
@@ -102,12 +103,13 @@ class RecordingWriter:
             rank: Process that has the tensor.
             axes: Position of the "batch", "sequence" and "cache" dimensions.
             node: Name of the graph node that made it.
+            sharding: What the whole is, where `tensor` is one process's part of a distributed tensor.
 
         Raises:
             UsageError: The name, step or tensor cannot be recorded.
             GlassError: The file cannot be written; the message says what is safe.
         """
-        description = describe(site, tensor, axes=axes, node=node)
+        description = describe(site, tensor, axes=axes, node=node, sharding=sharding)
         self._require_open()
         self._begin(description, step, rank)
         tensor = tensor.detach()

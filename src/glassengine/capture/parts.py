@@ -1,0 +1,60 @@
+"""What a tensor that is not plain consists of: sparse, quantised, distributed, wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glassengine.recording.layout import Sharding
+
+
+def sharding_of(tensor: Tensor) -> Sharding | None:
+    """Return how a distributed tensor is spread over processes; None of any other."""
+    if type(tensor).__name__ != "DTensor":
+        return None
+    whole: Any = tensor
+    mesh = whole.device_mesh
+    return Sharding(
+        shape=tuple(whole.shape),
+        placements=tuple(map(str, whole.placements)),
+        mesh=tuple(mesh.shape),
+        names=tuple(mesh.mesh_dim_names or ()),
+        coordinate=tuple(mesh.get_coordinate() or ()),
+    )
+
+
+def parts_of(tensor: Tensor) -> list[tuple[str, Tensor]] | None:
+    """Return the plain tensors that a tensor of another kind consists of, by key; None where that cannot be told."""
+    if tensor.layout is torch.sparse_coo:
+        whole = tensor.detach().coalesce()
+        return [(".indices", whole.indices()), (".values", whole.values())]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [(f".{name}", getattr(tensor.detach(), name)()) for name in ("crow_indices", "col_indices", "values")]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [(f".{name}", getattr(tensor.detach(), name)()) for name in ("ccol_indices", "row_indices", "values")]
+    if tensor.layout is not torch.strided and not hasattr(tensor, "__tensor_flatten__"):
+        return None
+    if tensor.is_quantized:
+        return [(".int_repr", tensor.int_repr()), *_quantization(tensor)]
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return [(f".{name.lstrip('_')}", getattr(tensor, name)) for name in names]
+    plain = tensor.detach().as_subclass(Tensor)
+    return [("", plain)] if type(plain) is Tensor else None
+
+
+def _quantization(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        yield ".scale", torch.tensor(tensor.q_scale(), dtype=torch.float64)
+        yield ".zero_point", torch.tensor(tensor.q_zero_point())
+    else:
+        yield ".scale", tensor.q_per_channel_scales()
+        yield ".zero_point", tensor.q_per_channel_zero_points()
+
+
+def port_of_part(site: str, key: str) -> str:
+    """Return what joins the key of a part to its site: a part of a plain path is a part of its output."""
+    return ":out" if key and ":" not in site else ""
