@@ -358,7 +358,7 @@ def test_no_room_for_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> str:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cache_module.tempfile, "mkdtemp", fail)
+    monkeypatch.setattr("tempfile.mkdtemp", fail)
     made = compiled("times", graph_of(), lambda: lambda inputs: [inputs[0] * 2], Compiler())
     assert made.outcome == "off" and made.function([1.0]) == [2.0]
 
