@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from glassengine.errors import UnknownNameError as UnknownNameError
     from glassengine.errors import UsageError as UsageError
     from glassengine.executable.cache_report import examine_cache as examine_cache
+    from glassengine.executable.compilation import compilations as compilations
     from glassengine.executable.metrics import metrics as metrics
     from glassengine.executable.metrics import metrics_report as metrics_report
     from glassengine.executable.metrics import reset_metrics as reset_metrics
@@ -83,6 +84,7 @@ _PUBLIC = {
     "compare": "glassengine.compare.compare",
     "compare_artifacts": "glassengine.program.artifacts",
     "compare_many": "glassengine.compare.many",
+    "compilations": "glassengine.executable.compilation",
     "current_step": "glassengine.executable.steps",
     "eager_debug": "glassengine.frontends.eager_debug",
     "examine_cache": "glassengine.executable.cache_report",

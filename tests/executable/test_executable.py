@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from glassengine.errors import BackendError, UsageError
-from glassengine.executable.executable import Executable, compile_executable, ledger, load_executable
+from glassengine.executable.compilation import compilations
+from glassengine.executable.executable import Executable, compile_executable, load_executable
 
 X = {"x": torch.ones(2, 3)}
 
@@ -124,12 +125,14 @@ def test_what_a_user_can_act_on_is_passed_on() -> None:
         Executable("tiny/main", refuse).run(X)
 
 
-def test_a_compilation_is_in_the_ledger(tmp_path: Path) -> None:
-    before = len(ledger.compilations)
+def test_a_compilation_is_noted(tmp_path: Path) -> None:
+    before = len(compilations())
     compile_executable("tiny/main", lambda path: (path / "code").write_text("x") and None, tmp_path)
-    (record,) = ledger.compilations[before:]
+    (record,) = compilations()[before:]
     assert record.name == "tiny/main"
     assert 0 <= record.compile_s < 5
+    assert record.cause.kind == "build" and not record.from_cache
+    assert str(record).startswith("compiled tiny/main in 0.00 s because an engine is built")
     assert (tmp_path / "code").is_file()
 
 
@@ -142,7 +145,7 @@ def full(path: Path) -> Executable:
 
 
 def test_a_failed_compilation(tmp_path: Path) -> None:
-    before = len(ledger.compilations)
+    before = len(compilations())
     with pytest.raises(
         BackendError, match=r"compiling 'tiny/main' failed\n.*no such instruction\n.*--backend"
     ) as error:
@@ -150,7 +153,7 @@ def test_a_failed_compilation(tmp_path: Path) -> None:
     assert isinstance(error.value.__cause__, RuntimeError)
     with pytest.raises(OSError, match="No space left"):
         compile_executable("tiny/main", full, tmp_path)
-    assert len(ledger.compilations) == before
+    assert len(compilations()) == before
 
 
 def test_a_failed_load(tmp_path: Path) -> None:

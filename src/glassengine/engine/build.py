@@ -32,6 +32,7 @@ from glassengine.engine.outputs import BuildPlan
 from glassengine.engine.requests import read_requests, requests_from_environment
 from glassengine.errors import BackendError, UsageError
 from glassengine.executable.executable import compile_executable
+from glassengine.executable.graph import captured_program
 from glassengine.program import LoadedModel, Program, example_inputs, export_program, load_inputs, load_model
 from glassengine.program.listing import stage_of
 from glassengine.program.outputs import add_outputs
@@ -292,7 +293,12 @@ def _build(
     with files.written_aside(target, overwrite=settings.overwrite) as aside:
         (aside / files.MAIN).mkdir()
         logger.info("compiling %s with %s", target.name, backend.name)
-        compile_executable(f"{target.name}/main", lambda path: backend.build(executed, path), aside / files.MAIN)
+        compile_executable(
+            f"{target.name}/main",
+            lambda path: backend.build(executed, path),
+            aside / files.MAIN,
+            captured_program(executed),
+        )
         if artifacts is not None:
             artifacts.network(backend, executed, aside / files.MAIN)
         write_all = not (backend.keeps_weights(program) and settings.reloadable)

@@ -1,13 +1,12 @@
 """The only place where a graph is compiled or run.
 
 Front ends hand in what compiles (`compile_executable`) or loads (`load_executable`) and get an `Executable` back. Both
-functions and `Executable.run` keep counts and times; metrics, snapshots and the profiler hang on them.
+functions and `Executable.run` keep counts and times; metrics, causes, snapshots and the profiler hang on them.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,13 +18,14 @@ import torch
 from glassengine import environment
 from glassengine.errors import BackendError, GlassError
 from glassengine.executable.cache import CompilerCache, compiled
+from glassengine.executable.compilation import FIRST, Cause, Occasion, note_compilation
 from glassengine.executable.graph import CapturedGraph
 from glassengine.executable.metrics import registry
 from glassengine.executable.observers import Arguments, Execution, is_watched
 
-logger = logging.getLogger("glassengine")
-
 Function = Callable[[Any], Any]
+_BUILD = Occasion((("", Cause("build", "an engine is built")),))
+_FIRST = Occasion((("", FIRST),))
 _numbers = itertools.count()
 
 
@@ -138,36 +138,21 @@ def _spell(tensor: torch.Tensor) -> str:
     return f"{dtype}[{','.join(map(str, tensor.shape))}]@{tensor.device}"
 
 
-@dataclass
-class CompileRecord:
-    """One compilation: what, when, how long."""
-
-    name: str
-    compile_s: float
-
-
-@dataclass
-class Ledger:
-    """Every compilation of this process, in order."""
-
-    compilations: list[CompileRecord] = field(default_factory=list)
-
-
-ledger = Ledger()
-
-
-def compile_executable(name: str, compiler: Callable[[Path], None], directory: Path) -> None:
+def compile_executable(
+    name: str, compiler: Callable[[Path], None], directory: Path, graph: CapturedGraph | None = None
+) -> None:
     """Compile one graph into `directory`.
 
     Args:
         name: Shown in messages.
         compiler: Given by the back-end: writes its files into the directory.
         directory: Exists and is empty.
+        graph: What is compiled, for whoever asks later why it was.
 
     Raises:
         BackendError: The compiler failed; chains the original error.
     """
-    start = time.perf_counter()
+    start = time.perf_counter_ns()
     try:
         compiler(directory)
     except (GlassError, OSError):
@@ -176,13 +161,15 @@ def compile_executable(name: str, compiler: Callable[[Path], None], directory: P
         raise BackendError(
             f"compiling {name!r} failed", got=f"{type(error).__name__}: {error}", hint="try another one with --backend"
         ) from error
-    seconds = time.perf_counter() - start
-    ledger.compilations.append(CompileRecord(name, seconds))
-    logger.info("compiled %s in %.1f s", name, seconds)
+    note_compilation(name, graph, _BUILD, time.perf_counter_ns() - start)
 
 
 def compile_graph(
-    name: str, graph: CapturedGraph, compiler: Callable[[], Function], cache: CompilerCache | None = None
+    name: str,
+    graph: CapturedGraph,
+    compiler: Callable[[], Function],
+    cache: CompilerCache | None = None,
+    occasion: Occasion = _FIRST,
 ) -> Executable:
     """Compile a captured graph in memory, or take it from the persistent cache.
 
@@ -192,11 +179,12 @@ def compile_graph(
         compiler: Given by the back-end: returns a function that takes the inputs as a list, which it empties, and
             returns the outputs as a sequence.
         cache: How the back-end's compiler keeps its products; None where it cannot.
+        occasion: Why it is compiled.
 
     Raises:
         BackendError: The compiler failed; chains the original error.
     """
-    start = time.perf_counter()
+    start = time.perf_counter_ns()
     try:
         made = compiled(name, graph, compiler, cache)
     except GlassError:
@@ -207,8 +195,8 @@ def compile_graph(
             got=f"{type(error).__name__}: {error}",
             hint='another back-end: options={"backend": "eager"}',
         ) from error
-    if made.outcome != "hit":
-        ledger.compilations.append(CompileRecord(name, time.perf_counter() - start))
+    elapsed = time.perf_counter_ns() - start
+    note_compilation(name, graph, occasion, elapsed, from_cache=made.outcome == "hit")
     input_names = tuple(spec.name for spec in graph.inputs)
     return Executable(name, made.function, input_names, graph.output_names, graph, made.key)
 

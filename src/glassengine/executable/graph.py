@@ -144,13 +144,12 @@ def captured_program(program: Program) -> CapturedGraph:
         kind: InputKind = "input" if node.name not in names else "parameter"
         if kind == "parameter" and not isinstance(weights.get(node.name), torch.nn.Parameter):
             kind = "buffer"
-        inputs.append(input_spec(node.meta["val"], name, kind))
+        inputs.append(input_spec(node.meta.get("val"), name, kind))
     results = {node: name for name, node in reversed(program.output_nodes.items())}
     returned: Any = program.graph.output_node().args[0]
     outputs = [results.get(node.name, node.name) for node in returned]
-    module = GraphModule(program.exported.graph_module, program.graph)
     held = {names[node]: value for node, value in weights.items()}
-    return CapturedGraph(module, tuple(inputs), tuple(outputs), "engine", held)
+    return CapturedGraph(program.exported.graph_module, tuple(inputs), tuple(outputs), "engine", held)
 
 
 def mutated_placeholders(graph: torch.fx.Graph) -> set[Node]:

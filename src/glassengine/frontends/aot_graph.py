@@ -47,6 +47,7 @@ class Names:
 
     Attributes:
         sources: Of the inputs of the graph, in order.
+        model: Class of the module that all others hang on; None where there is no such module.
     """
 
     def __init__(self, graph: torch.fx.Graph) -> None:
@@ -69,6 +70,11 @@ class Names:
             ),
             None,
         )
+
+    @property
+    def root(self) -> str:
+        """The user's expression on which all modules hang, like "self"; "" where there are several."""
+        return _VARIABLE.sub(r"\1", self._root or "")
 
     def path(self, text: str) -> str:
         """Return the user's spelling of a source or module path of Dynamo."""

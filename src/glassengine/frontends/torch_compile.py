@@ -6,6 +6,7 @@ decomposed further, so that the graphs and their hashes are the same whatever co
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,10 +22,11 @@ from glassengine import environment
 from glassengine.backends.protocol import CachingGraphs, GraphFunction
 from glassengine.backends.registry import choose_graph_backend
 from glassengine.errors import UnknownNameError
-from glassengine.executable.cache import CompilerCache
+from glassengine.executable.compilation import Cause, Occasion
 from glassengine.executable.executable import compile_graph
-from glassengine.executable.graph import CapturedGraph, GraphKind
+from glassengine.executable.graph import GraphKind
 from glassengine.frontends.aot_graph import Names, captured
+from glassengine.frontends.causes import RESUMED, occasion
 from glassengine.frontends.eager_debug import interpret
 from glassengine.frontends.eager_ops import OpRunner
 
@@ -64,41 +66,47 @@ def glass_backend(
         UnknownNameError: An option, a mode or a back-end that there is not.
         BackendError: The back-end cannot be used here.
     """
-    chosen = read_options(options, mode)
-    backend = choose_graph_backend(chosen.backend)
-    operations = OpRunner(backend) if chosen.mode == "eager_debug" else None
-    cache = backend.graph_cache() if isinstance(backend, CachingGraphs) else None
-    names = Names(module.graph)
-    label = _label(names)
-
-    def compiler(kind: GraphKind) -> Callable[[torch.fx.GraphModule, Sequence[Any]], GraphFunction]:
-        def compile_one(traced: torch.fx.GraphModule, inputs: Sequence[Any]) -> GraphFunction:
-            graph = captured(traced, kind, names)
-            if operations is not None:
-                return interpret(traced, operations)
-            return _boxed(graph, f"{label}/{_number(kind)}", lambda: backend.compile_graph(traced, inputs), cache)
-
-        return compile_one
-
+    compiler = _GraphCompiler(read_options(options, mode), Names(module.graph))
     return aot_autograd(
-        fw_compiler=compiler("forward"),
-        bw_compiler=compiler("backward"),
-        inference_compiler=compiler("inference"),
+        fw_compiler=functools.partial(compiler.compile, "forward"),
+        bw_compiler=functools.partial(compiler.compile, "backward"),
+        inference_compiler=functools.partial(compiler.compile, "inference"),
         partition_fn=min_cut_rematerialization_partition,
         keep_inference_input_mutations=True,
     )(module, example_inputs)
 
 
-def _boxed(
-    graph: CapturedGraph, name: str, compiler: Callable[[], GraphFunction], cache: CompilerCache | None
-) -> GraphFunction:
-    run = compile_graph(name, graph, compiler, cache).run
+class _GraphCompiler:
+    """Compiles what AOT autograd makes of one graph of Dynamo: an inference graph, or a forward and a backward one."""
 
-    def call(arguments: list[Any]) -> Any:
-        return run(arguments)
+    def __init__(self, options: Options, names: Names) -> None:
+        self._backend = choose_graph_backend(options.backend)
+        self._operations = OpRunner(self._backend) if options.mode == "eager_debug" else None
+        self._cache = self._backend.graph_cache() if isinstance(self._backend, CachingGraphs) else None
+        self._names = names
+        self._label = _label(names)
+        self._occasion = occasion(names.root)
+        self._forward = ""
 
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
+    def compile(self, kind: GraphKind, module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> GraphFunction:
+        """Compile one of the graphs."""
+        graph = captured(module, kind, self._names)
+        if self._operations is not None:
+            return interpret(module, self._operations)
+        name, why = f"{self._label}/{_number(kind)}", self._occasion
+        if kind == "forward":
+            self._forward = name
+        elif kind == "backward":
+            why = Occasion((("", Cause("backward", f"it is the backward graph of {self._forward}")),), why.compile_id)
+        executable = compile_graph(
+            name, graph, lambda: self._backend.compile_graph(module, example_inputs), self._cache, why
+        )
+
+        def call(arguments: list[Any]) -> Any:
+            return executable.run(arguments)
+
+        call._boxed_call = True  # type: ignore[attr-defined]
+        return call
 
 
 def read_options(options: Mapping[str, Any] | None, mode: str | None) -> Options:
@@ -131,9 +139,13 @@ def _number(kind: GraphKind) -> str:
 
 
 def _label(names: Names) -> str:
-    """Return the class of the compiled module, or the name of the compiled function."""
+    """Return the class of the compiled module or the name of the function, with the line that a graph break ended."""
     if names.model is not None:
         return names.model
     context = TracingContext.try_get()
-    code = context.traced_code[0] if context is not None and context.traced_code else None
-    return code.co_qualname.rpartition("<locals>.")[2].removesuffix(".forward") if code is not None else "graph"
+    if context is None or not context.traced_code:
+        return "graph"
+    code = context.traced_code[0]
+    if resumed := RESUMED.match(code.co_name):
+        return f"{resumed[1]}:{resumed[2]}"
+    return code.co_qualname.rpartition("<locals>.")[2].removesuffix(".forward")
