@@ -119,12 +119,12 @@ class Reference:
         self._limit = _sentinel(dtype)
         self._u = unit_roundoff(dtype)
         # Where the reference is a mask sentinel or not finite, values are compared as a class, not by size.
-        special = ~exact.isfinite() | (exact.abs() >= self._limit)
-        self._special = special if bool(special.any()) else None
+        special = None if _is_below(exact, self._limit) else ~exact.isfinite() | (exact.abs() >= self._limit)
+        self._special = special
         counted = self._counted()
-        power = _mean(exact.square(), counted)
-        squares = [(run.double() - exact).square() for run in (native, *noisy)]
-        squares = [torch.where(s.isfinite(), s, 0.0) for s in squares]
+        squares = [_finite((run.double() - exact).square_()) for run in (native, *noisy)]
+        finite_power = exact.square() if special is None else torch.where(exact.isfinite(), exact.square(), 0.0)
+        power = _mean(finite_power, counted)
         whole = max((_mean(s, counted) for s in squares), default=0.0)
         if power > 0:
             self.relative_floor = max(relative_floor, (whole / power) ** 0.5)
@@ -134,13 +134,12 @@ class Reference:
             power * unit_roundoff(dtype) ** 2 / 3,
             _ETA.get(dtype, 0.0) ** 2 / 3,
         )
-        self._floor = []
         relative = max(self.relative_floor**2, unit_roundoff(dtype) ** 2 / 3)
-        finite_power = torch.where(exact.isfinite(), exact.square(), 0.0)
+        per_run = [_slice_means(square, counted) for square in (*squares, finite_power)]
+        self._floor = []
         for axis in range(exact.dim()):
-            per_run = [_slice_means(s, counted, axis) for s in squares]
-            per_run.append(relative * _slice_means(finite_power, counted, axis))
-            self._floor.append(torch.stack(per_run).amax(0).clamp(min=least))
+            *of_runs, of_power = (means[axis] for means in per_run)
+            self._floor.append(torch.stack([*of_runs, relative * of_power]).amax(0).clamp(min=least))
         self._least = least
 
     def judge(self, candidate: torch.Tensor) -> Judgement:
@@ -209,14 +208,14 @@ class Reference:
         if mismatch:
             return Judgement("wrong", None, None, mismatch)
         counted = self._counted()
-        square = (value - exact).square()
+        square = (value - exact).square_()
         square = torch.where(counted, square, 0.0) if counted is not None else square
-        ratio = _mean(square, counted) / self._least if self._least else float("inf") if bool(square.any()) else 0.0
-        for axis, floor in enumerate(self._floor):
-            means = _slice_means(square, counted, axis)
+        mean = _mean(square, counted)
+        ratio = mean / self._least if self._least else float("inf") if mean else 0.0
+        for floor, means in zip(self._floor, _slice_means(square, counted), strict=True):
             ratios = torch.where(means > 0, means / floor, 0.0)
             ratio = max(ratio, float(ratios.max()) if ratios.numel() else 0.0)
-        return Judgement("rounding", ratio**0.5, _rms(value - exact, counted))
+        return Judgement("rounding", ratio**0.5, mean**0.5)
 
     def _counted(self) -> torch.Tensor | None:
         """Elements that enter the statistics: valid and not special; None means all."""
@@ -225,6 +224,8 @@ class Reference:
         return ~self._special if self.valid is None else self.valid & ~self._special
 
     def _special_mismatch(self, value: torch.Tensor) -> str | None:
+        if self._special is None and _is_below(value, self._limit):
+            return None
         odd = ~value.isfinite() | (value.abs() >= self._limit)
         special = self._special if self._special is not None else torch.zeros_like(odd)
         differs = (odd != special) | (odd & special & (_class(value, self._limit) != _class(self.exact, self._limit)))
@@ -260,7 +261,20 @@ def _class(value: torch.Tensor, limit: float) -> torch.Tensor:
     return torch.where(value.isnan(), 0, torch.sign(torch.where(value.abs() >= limit, value, 0.0)))
 
 
+def _is_below(value: torch.Tensor, limit: float) -> bool:
+    """Whether every element is a number smaller than `limit`, in one pass."""
+    low, high = torch.aminmax(value) if value.numel() else (0.0, 0.0)
+    return bool(low > -limit) and bool(high < limit)
+
+
+def _finite(square: torch.Tensor) -> torch.Tensor:
+    """Set what is not finite to 0."""
+    return square if _is_below(square, math.inf) else square.nan_to_num_(0.0, 0.0, 0.0)
+
+
 def _equal(candidate: torch.Tensor, native: torch.Tensor, valid: torch.Tensor | None) -> bool:
+    if torch.equal(candidate, native):
+        return True
     same = (candidate == native) | (candidate.isnan() & native.isnan())
     return bool(same.all() if valid is None else (same | ~valid).all())
 
@@ -276,12 +290,18 @@ def _rms(error: torch.Tensor, counted: torch.Tensor | None) -> float:
     return float(_mean(error.square(), counted) ** 0.5)
 
 
-def _slice_means(square: torch.Tensor, counted: torch.Tensor | None, axis: int) -> torch.Tensor:
-    """Mean over all other axes for every index of `axis`; 0 where nothing counts."""
-    others = [i for i in range(square.dim()) if i != axis]
+def _slice_means(square: torch.Tensor, counted: torch.Tensor | None) -> list[torch.Tensor]:
+    """For each axis, the mean over all other axes for every index of it; 0 where nothing counts."""
+    totals = _slice_sums(square if counted is None else torch.where(counted, square, 0.0))
     if counted is None:
-        return square.mean(others) if others else square
-    kept = torch.where(counted, square, 0.0)
-    number = counted.sum(others) if others else counted.long()
-    total = kept.sum(others) if others else kept
-    return total / number.clamp(min=1)
+        return [total / max(1, square.numel() // max(1, total.numel())) for total in totals]
+    numbers = _slice_sums(counted.double())
+    return [total / number.clamp(min=1) for total, number in zip(totals, numbers, strict=True)]
+
+
+def _slice_sums(value: torch.Tensor) -> list[torch.Tensor]:
+    """For each axis, the sum over all other axes for every index of it; large tensors are read twice, not once each."""
+    if value.dim() < 2:
+        return [value] * value.dim()
+    rows = value.sum(-1)
+    return [*_slice_sums(rows), value.sum(list(range(value.dim() - 1)))]
