@@ -8,7 +8,7 @@ float64 is real: dtypes written into the graph (`.to(float32)`, `softmax(dtype=.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from typing import Any
 
@@ -73,6 +73,16 @@ class ReferenceRun:
             observe: Called with (node, reference) for every tensor the graph computes, in graph order.
             valid: Gives the mask of elements that count, for a node and its value.
         """
+        for node, reference in self.walk(inputs, valid):
+            observe(node, reference)
+
+    def walk(
+        self, inputs: Mapping[str, torch.Tensor], valid: Callable[[Node, torch.Tensor], torch.Tensor | None]
+    ) -> Generator[tuple[Node, Reference], torch.Tensor | None, None]:
+        """Advance all lanes by one step and yield (node, reference) for every tensor, as `step` calls `observe`.
+
+        A tensor that is sent back takes the place of the value in every lane: teacher forcing.
+        """
         generators = [_generator(self._seed, self._steps, lane) for lane in self._lanes]
         env: dict[Node, list[Any]] = {}
         names = {port.node: port.name for port in self._program.inputs}
@@ -84,7 +94,10 @@ class ReferenceRun:
             elif node.op == "call_function" and "_assert" not in str(node.target):
                 env[node] = self._evaluate(node, env, generators)
                 if is_tensor_node(node):
-                    observe(node, self._reference(node, env[node], valid))
+                    forced = yield node, self._reference(node, env[node], valid)
+                    if forced is not None:
+                        own = env[node][1].dtype
+                        env[node] = [forced.to(own) if lane == 1 else double(forced) for lane in self._lanes]
             for dead in self._last_use.get(node, ()):
                 env.pop(dead, None)
         by_name = {node.name: values for node, values in env.items()}

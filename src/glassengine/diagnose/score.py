@@ -18,6 +18,7 @@ from glassengine.diagnose.cases import Case
 from glassengine.diagnose.evidence import EvidenceBox
 from glassengine.diagnose.origins import OriginTracker
 from glassengine.diagnose.replay import Replay
+from glassengine.diagnose.segments import SegmentReplay
 from glassengine.diagnose.sides import Observed, Side
 from glassengine.program.naming import is_tensor_node, op_name
 from glassengine.program.outputs import weight_only_nodes
@@ -113,7 +114,7 @@ class Score:
                 method=observed.method,
                 confidence=1.0 if observed.method == "name+fingerprint" else 0.9,
                 verdict=visited.verdict,
-                judged_by="noise floor" if judged.introduced is None else "reverse replay",
+                judged_by="noise floor" if judged.introduced is None or self._replay is None else self._replay.method,
                 figures=_figures(reference.native, judged.tensor) if flagged else None,
                 rho=judgement.rho,
                 beta=judgement.beta,
@@ -133,7 +134,7 @@ class Score:
         """Judge one observed value: by replay where the op's inputs were observed, else by the accumulated floor."""
         tensor = _completed(observed.tensor, reference, self.program, node, self._num_seen)
         accumulated = reference.judge(tensor)
-        replay: Replay | None = getattr(self.side, "replay", None)
+        replay = self._replay
         replayed = None if replay is None else replay.judge(node, observed.tensor, reference.valid)
         if replayed is None:
             return _Judged(tensor, accumulated, None)
@@ -151,6 +152,11 @@ class Score:
             )
         worse = VERDICTS.index(local.verdict) >= VERDICTS.index(accumulated.verdict)
         return _Judged(tensor, local if worse else accumulated, True, inherited)
+
+    @property
+    def _replay(self) -> Replay | SegmentReplay | None:
+        found: Replay | SegmentReplay | None = getattr(self.side, "replay", None)
+        return found
 
     def _site(self, node: Node, observed: Observed) -> str:
         """The op's site; a module's own where only modules were observed and this one is not what the op made."""

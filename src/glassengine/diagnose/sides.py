@@ -14,6 +14,8 @@ from glassengine.capture.interpreter import run_program
 from glassengine.compare.pairing import SitePair
 from glassengine.diagnose.cases import Case, StepInputs
 from glassengine.diagnose.replay import Replay
+from glassengine.diagnose.segments import SegmentReplay
+from glassengine.diagnose.validity import valid_mask
 from glassengine.engine.engine import Engine
 from glassengine.engine.session import Session
 from glassengine.program.causal_lm import expert_modules
@@ -58,6 +60,7 @@ class ModuleSide:
         module: In evaluation mode.
         program: Baseline program, whose sites say which node a module output is.
         rung: Name on screen.
+        replay: Judges the segments between module outputs; None leaves the accumulated floor.
 
     Attributes:
         logits: Of the last step, [B, S, V].
@@ -67,19 +70,44 @@ class ModuleSide:
     module: nn.Module
     program: Program
     rung: str = "program"
-    guarantee: str = "judged at module outputs"
+    replay: SegmentReplay | None = None
+    guarantee: str = "judged by segments"
     logits: torch.Tensor | None = None
     _values: dict[str, torch.Tensor] = field(default_factory=dict)
     _cache: Any = None
+    _steps: int = 0
 
     def begin(self, case: Case) -> None:
         """Start with an empty cache."""
         self._cache = None
         self._values = {}
+        self._steps = 0
+        if self.replay is not None:
+            self.replay.begin()
 
     def step(self, inputs: StepInputs | Mapping[str, Any]) -> None:
         """Run one forward, as `generate()` would."""
         self._values = {}
+        self._run(inputs)
+        if self.replay is not None:
+            named = inputs.named() if isinstance(inputs, StepInputs) else named_inputs(inputs)
+            if self.program.layout is not None and self._steps == 0:
+                named |= empty_caches(self.program, named)
+            self.replay.begin_step(named, self._last, lambda node, value: self._valid(node, value, inputs))
+        self._steps += 1
+
+    def _last(self, node: str) -> torch.Tensor | None:
+        found = self.observed(node)
+        return found[-1].tensor if found else None
+
+    def _valid(
+        self, node: torch.fx.Node, value: torch.Tensor, inputs: StepInputs | Mapping[str, Any]
+    ) -> torch.Tensor | None:
+        if not isinstance(inputs, StepInputs):
+            return None
+        return valid_mask(self.program.sites.by_node[node.name][0], value, inputs)
+
+    def _run(self, inputs: StepInputs | Mapping[str, Any]) -> None:
         with torch.no_grad(), observing(self.module, self._keep, called_as=self.program.called_as):
             if not isinstance(inputs, StepInputs):
                 self.module(**inputs)

@@ -1,0 +1,131 @@
+"""Segments: of a side that is observed at module outputs only, what did the ops between two of them introduce?
+
+The reference (float64, the program's own dtype, Monte-Carlo rounding) runs once more for the side alone, teacher
+forced: wherever the side was observed, its value is judged, and then takes the place of the reference's. So an error
+counts once, in the segment that made it, and the floor is that of one segment instead of all depth so far.
+
+A choice inside a segment that rounding alone may turn over (the experts that a router picks) leaves the segment
+unjudged: there the accumulated floor decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+
+import torch
+from torch.fx import Node
+
+from glassengine.compare.operation import FLOAT32_SUMS, RANDOM, Accumulation
+from glassengine.compare.verdict import Reference
+from glassengine.diagnose.reference import ReferenceRun
+from glassengine.diagnose.replay import Replayed
+from glassengine.program.naming import op_name
+from glassengine.program.program import Program
+
+Valid = Callable[[Node, torch.Tensor], torch.Tensor | None]
+
+
+class SegmentReplay:
+    """Judges one side, step by step and node by node in the order of the graph.
+
+    Args:
+        program: The baseline program, with weights.
+        coarsest: Dtype of the side, where it is coarser than the program's.
+        accumulation: How the side's products are summed.
+    """
+
+    method = "segment"
+
+    def __init__(
+        self, program: Program, *, coarsest: torch.dtype | None = None, accumulation: Accumulation = FLOAT32_SUMS
+    ) -> None:
+        self._program = program
+        self._options = {"coarsest": coarsest, "accumulation": accumulation}
+        self._floors: dict[str, float] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a case, with an empty cache."""
+        self._run = ReferenceRun(self._program, relative_floors=self._floors, **self._options)  # type: ignore[arg-type]
+        self._walk: Generator[tuple[Node, Reference], torch.Tensor | None, None] | None = None
+
+    def begin_step(
+        self, inputs: Mapping[str, torch.Tensor], observed: Callable[[str], torch.Tensor | None], valid: Valid
+    ) -> None:
+        """Take over a step of the side.
+
+        Args:
+            inputs: By name; caches as they were before the first step.
+            observed: Gives the side's value of a node, or None.
+            valid: As for `ReferenceRun.step`.
+        """
+        self._finish()
+        self._walk = self._run.walk(inputs, valid)
+        self._observed = observed
+        self._current: tuple[Node, Reference] | None = None
+        self._chosen: dict[str, bool] = {}
+
+    @torch.no_grad()
+    def judge(self, node: Node, candidate: torch.Tensor, valid: torch.Tensor | None) -> Replayed | None:
+        """Judge what the segment that ends in `node` introduced; None where it holds a choice that rounding turns over.
+
+        `valid` is that of the accumulated reference; the segment's own says the same.
+        """
+        while self._current is None or self._current[0] is not node:
+            if not self._advance():
+                return None
+        reference = self._current[1]
+        value = _completed(candidate, reference)
+        if value is None or self._is_chosen(node):
+            return None
+        return Replayed(reference.judge(value), reference.exact)
+
+    def _advance(self) -> bool:
+        """Go on to the next tensor; the side's value of the present one takes the place of the reference's."""
+        assert self._walk is not None
+        forced = None
+        if self._current is not None:
+            node, reference = self._current
+            value = self._observed(node.name)
+            forced = None if value is None else _completed(value, reference)
+            # What was observed is what comes after is computed from: no choice above it matters any more.
+            self._chosen[node.name] = False if forced is not None else self._is_chosen(node)
+        try:
+            self._current = next(self._walk) if self._current is None else self._walk.send(forced)
+        except StopIteration:
+            self._walk, self._current = None, None
+            return False
+        node, reference = self._current
+        if reference.unstable is not None or op_name(node) in RANDOM:
+            self._chosen[node.name] = True
+        return True
+
+    def _finish(self) -> None:
+        """Run the rest of a step that nobody asked for: the caches are in it."""
+        with torch.no_grad():
+            while self._walk is not None and self._advance():
+                pass
+
+    def _is_chosen(self, node: Node) -> bool:
+        found = self._chosen.get(node.name)
+        if found is None:
+            found = any(self._is_chosen(source) for source in node.all_input_nodes)
+            self._chosen[node.name] = found
+        return found
+
+
+def _completed(value: torch.Tensor, reference: Reference) -> torch.Tensor | None:
+    """Return `value` in the shape of the reference: a growing cache is shorter than the static one."""
+    wanted = reference.native.shape
+    if value.shape == wanted:
+        return value
+    if (
+        value.dim() != len(wanted)
+        or value.dim() < 3
+        or value.shape[:-2] + value.shape[-1:] != wanted[:-2] + wanted[-1:]
+    ):
+        return None
+    if value.shape[-2] > wanted[-2]:
+        return None
+    rest = reference.native.narrow(-2, value.shape[-2], wanted[-2] - value.shape[-2]).to(value.dtype)
+    return torch.cat([value, rest], -2)
