@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import resource
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -179,3 +182,51 @@ def test_sessions_of_onnx_runtime(tmp_path: Path) -> None:
     assert opened.complete and opened.steps == [0, 1, 2]
     assert torch.equal(opened.tensor(".:out.y", 2), torch.full((2,), 4.0))
     assert torch.equal(opened.tensor(".:in.x", 1), torch.ones(2))
+
+
+@contextlib.contextmanager
+def _largest_file(num_bytes: int) -> Iterator[None]:
+    """Let writing fail beyond so many bytes of a file, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_fills_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "net.py").write_text(
+        "import torch\n"
+        "model = torch.nn.Flatten\n"
+        "def inputs():\n    return [{'input': torch.full((1024, 256), float(step))} for step in range(12)]\n"
+    )
+    net = tmp_path / "net.py"
+    with _largest_file((1 << 18) + (6 << 20)):
+        status = main(["record", f"{net}:model", "--inputs", f"{net}:inputs", "-o", str(tmp_path / "r")])
+    said = capsys.readouterr().err
+    assert status == 2 and "the recording cannot be written" in said
+    opened = Recording.open(tmp_path / "r")
+    assert (
+        not opened.complete
+        and opened.steps
+        and all(float(opened.tensor(".", step)[0, 0]) == step for step in opened.steps)
+    )
+
+
+def test_a_disk_that_fills_up_while_an_engine_runs(
+    engine_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["run", str(engine_directory), "--input-text", "ab", "--max-new-tokens", "32", "--record"]
+    assert main([*command, str(tmp_path / "whole")]) == 0
+    whole = Recording.open(tmp_path / "whole")
+    half = sum(entry.nbytes for entry in whole.entries) // 2
+    capsys.readouterr()
+    with _largest_file((1 << 18) + half):
+        status = main([*command, str(tmp_path / "r")])
+    said = capsys.readouterr().err
+    assert status == 2 and "the recording cannot be written" in said and "completed steps are safe" in said
+    opened = Recording.open(tmp_path / "r")
+    assert not opened.complete and 0 < len(opened.steps) < len(whole.steps)
+    for entry in opened.entries:
+        assert torch.equal(opened.tensor(entry), whole.tensor(entry.site, entry.step))

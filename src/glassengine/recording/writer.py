@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from glassengine.errors import GlassError, UsageError
+from glassengine.errors import UsageError
 from glassengine.recording import layout, records
 from glassengine.recording.description import Description, Group
 from glassengine.recording.directory import make_directory, reason_of, save_manifest
@@ -106,8 +106,8 @@ class RecordingWriter:
             sharding: What the whole is, where `tensor` is one process's part of a distributed tensor.
 
         Raises:
-            UsageError: The name, step or tensor cannot be recorded.
-            GlassError: The file cannot be written; the message says what is safe.
+            UsageError: The name, step or tensor cannot be recorded;
+                or the file cannot be written: the message says what is safe.
         """
         description = describe(site, tensor, axes=axes, node=node, sharding=sharding)
         self._require_open()
@@ -138,8 +138,8 @@ class RecordingWriter:
             checksum: Their CRC-32, or None: then each piece is written before the next one is asked for.
 
         Raises:
-            UsageError: The step is committed, or has that site already.
-            GlassError: The file cannot be written; the message says what is safe.
+            UsageError: The step is committed, or has that site already;
+                or the file cannot be written: the message says what is safe.
         """
         self._begin(description, step, rank)
         try:
@@ -174,8 +174,8 @@ class RecordingWriter:
             checksum: CRC-32 of `data`.
 
         Raises:
-            UsageError: The step is committed, or has one of the sites already.
-            GlassError: The file cannot be written; the message says what is safe.
+            UsageError: The step is committed, or has one of the sites already;
+                or the file cannot be written: the message says what is safe.
         """
         group = self._groups.get((rank, descriptions))
         if group is None:
@@ -200,8 +200,8 @@ class RecordingWriter:
         """Note that a tensor has the bytes of `original`, which this step has at `location`.
 
         Raises:
-            UsageError: The step is committed, or has that site already.
-            GlassError: The file cannot be written; the message says what is safe.
+            UsageError: The step is committed, or has that site already;
+                or the file cannot be written: the message says what is safe.
         """
         self._begin(description, step, rank)
         try:
@@ -243,8 +243,8 @@ class RecordingWriter:
             stopped: What ended the step before it was through, if something did; the recording then is incomplete.
 
         Raises:
-            UsageError: The step is committed already.
-            GlassError: The file cannot be written; the message says what is safe.
+            UsageError: The step is committed already;
+                or the file cannot be written: the message says what is safe.
         """
         self.end_step(step, token_ids=token_ids, stopped=stopped)
         self.flush()
@@ -273,7 +273,7 @@ class RecordingWriter:
         """Write the bytes that were taken, then the records of the steps that have ended.
 
         Raises:
-            GlassError: The file cannot be written; the message says what is safe.
+            UsageError: The file cannot be written; the message says what is safe.
         """
         ended, self._ended = self._ended, []
         try:
@@ -298,7 +298,7 @@ class RecordingWriter:
             reason: Why it is incomplete all the same.
 
         Raises:
-            GlassError: The file cannot be written; the message says what is safe.
+            UsageError: The file cannot be written; the message says what is safe.
         """
         if self._closed:
             return
@@ -373,12 +373,12 @@ class RecordingWriter:
         if self._closed:
             raise UsageError("the recording is closed", got=str(self.path))
         if self._failure is not None:
-            raise GlassError("the recording cannot go on", got=self._failure)
+            raise UsageError("the recording cannot go on", got=self._failure)
 
-    def _failed(self, error: OSError) -> GlassError:
+    def _failed(self, error: OSError) -> UsageError:
         self._failure = reason_of(error, self.path)
         safe = f"{self._num_steps} completed steps are safe" if self._num_steps else "no step was completed"
-        return GlassError(
+        return UsageError(
             "the recording cannot be written",
             got=self._failure,
             hint=f"{safe}; free some space or record fewer sites or steps",
