@@ -32,5 +32,5 @@ bench: $(STAMP)
 # Brought up to date only when what it is made from changes; never cleared, since torch alone takes minutes.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -c constraints.txt -e '.[onnx,dev]'
+	$(BIN)/pip install -c constraints.txt -e '.[onnx,openvino,dev]'
 	touch $(STAMP)

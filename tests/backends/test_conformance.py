@@ -17,12 +17,13 @@ ALWAYS = {
     *(("eager", family) for family in ("llama", "gpt2", "qwen3", "mamba")),
     *(("onnxruntime", family) for family in ("llama", "gpt2", "qwen3")),
     ("inductor", "llama"),
+    ("openvino", "llama"),
 }
 """The others are slow; tokens of every family are compared with transformers, on the eager back-end, always."""
 
 CASES = [
     pytest.param(family, backend, marks=() if (backend, family) in ALWAYS else pytest.mark.slow)
-    for backend in ("eager", "onnxruntime", "inductor")
+    for backend in ("eager", "onnxruntime", "openvino", "inductor")
     for family in GENERATING
 ]
 
@@ -36,7 +37,9 @@ def test_prefill_and_decode(subject_of: MakeSubject, model: str, backend: str) -
         assert report.num_checked > 4 * len(subject.nodes)
 
 
-@pytest.mark.parametrize("backend", ["eager", "onnxruntime", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", ["eager", "onnxruntime", "openvino", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("model", ["vision", "audio"])
 def test_plain_modules(subject_of: MakeSubject, model: str, backend: str) -> None:
     subject = subject_of(model, backend)
@@ -47,7 +50,8 @@ def test_plain_modules(subject_of: MakeSubject, model: str, backend: str) -> Non
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in GENERATING])
 @pytest.mark.parametrize(
-    "backend", ["eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("onnxruntime", "inductor"))]
+    "backend",
+    ["eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("onnxruntime", "openvino", "inductor"))],
 )
 def test_one_forward(subject_of: MakeSubject, family: str, backend: str) -> None:
     subject = subject_of(family, backend)

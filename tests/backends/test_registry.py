@@ -12,7 +12,7 @@ from glassengine.backends import registry
 from glassengine.backends.protocol import Availability
 from glassengine.errors import BackendError, UnknownNameError
 
-BUILT_IN = {"eager", "inductor", "onnxruntime"}
+BUILT_IN = {"eager", "inductor", "onnxruntime", "openvino"}
 Register = Callable[..., None]
 
 

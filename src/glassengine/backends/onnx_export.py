@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from glassengine.backends.onnx_network import mark_nodes, name_layers
+from glassengine.backends.protocol import Capabilities
 from glassengine.errors import BackendError
 from glassengine.program.outputs import functional_form, result_names
 from glassengine.program.program import Program
@@ -73,6 +74,19 @@ def export_onnx(program: Program, directory: Path) -> None:
     converted.model.metadata_props[IN_PLACE_KEY] = " ".join(in_place_caches(graph, caches))
     with _quiet():
         converted.save(directory / MODEL_FILE, external_data=True)
+
+
+def refuse_bfloat16(program: Program, capabilities: Capabilities) -> None:
+    """Refuse a program that computes in bfloat16, for which the runtimes of ONNX have no kernels on the CPU."""
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16:
+            raise BackendError(
+                "the runtimes of ONNX have no bfloat16 kernels for the CPU",
+                got=f"{node.name}: bfloat16",
+                expected=capabilities.dtypes,
+                hint="--dtype float32",
+            )
 
 
 def _refuse_dropout(functional: Program) -> None:

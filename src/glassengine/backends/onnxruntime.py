@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from glassengine.backends.io import read_io, write_io
-from glassengine.backends.onnx_export import IN_PLACE_KEY, MODEL_FILE, OPSET, export_onnx
+from glassengine.backends.onnx_export import IN_PLACE_KEY, MODEL_FILE, OPSET, export_onnx, refuse_bfloat16
 from glassengine.backends.onnx_network import list_network
 from glassengine.backends.protocol import Availability, Capabilities, Network, Run, Weights
 from glassengine.errors import BackendError
@@ -65,7 +65,7 @@ class OnnxRuntimeBackend:
         Raises:
             BackendError: ONNX Runtime has no CPU kernels for the program's dtype, or ONNX cannot express it.
         """
-        _refuse_bfloat16(program)
+        refuse_bfloat16(program, self.capabilities)
         export_onnx(program, directory)
         write_io(functional_form(program), directory)
 
@@ -137,15 +137,3 @@ class _Session:
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Where a contiguous tensor lies, in the words of ONNX Runtime's binding."""
     return "cpu", 0, _ELEMENT_TYPES[tensor.dtype], tuple(tensor.shape), tensor.data_ptr()
-
-
-def _refuse_bfloat16(program: Program) -> None:
-    for node in program.graph.nodes:
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16:
-            raise BackendError(
-                "ONNX Runtime has no bfloat16 kernels for the CPU",
-                got=f"{node.name}: bfloat16",
-                expected=OnnxRuntimeBackend.capabilities.dtypes,
-                hint="--dtype float32",
-            )

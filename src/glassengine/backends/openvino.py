@@ -1,0 +1,129 @@
+"""Back-end "openvino": the same ONNX, compiled by OpenVINO for the CPU when it is loaded. Portable; no compiler needed.
+
+OpenVINO computes in bfloat16 by default wherever the processor can, so the precision is always said. Inputs are views
+of torch's memory. Where the graph allows it (`onnx_export.in_place_caches`) the updated cache is written over the old
+one; elsewhere it is copied back. Either way the caller's cache tensors hold the new state.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glassengine.backends.io import read_io, write_io
+from glassengine.backends.onnx_export import IN_PLACE_KEY, MODEL_FILE, OPSET, export_onnx, refuse_bfloat16
+from glassengine.backends.onnx_network import list_network
+from glassengine.backends.protocol import Availability, Capabilities, Network, Run, Weights
+from glassengine.errors import BackendError
+from glassengine.program.outputs import functional_form
+from glassengine.program.program import Program
+
+_INSTALL = "pip install 'glassengine[openvino]'"
+_SETTINGS = {
+    "INFERENCE_PRECISION_HINT": "f32",
+    "EXECUTION_MODE_HINT": "ACCURACY",
+    "PERFORMANCE_HINT": "LATENCY",
+    "NUM_STREAMS": 1,
+    "ENABLE_CPU_PINNING": False,
+}
+
+
+class OpenVinoBackend:
+    """Converts to ONNX; running needs only the package openvino."""
+
+    name = "openvino"
+    # Its casts between float16 and float32 may vanish between two of its nodes.
+    capabilities = Capabilities(dtypes=("float32", "float16"), kv="mutated", portable=True, wide_operands=True)
+
+    def available(self) -> Availability:
+        """Needs the packages of the extra `openvino`."""
+        for package in ("onnx", "onnxscript", "openvino"):
+            try:
+                importlib.import_module(package)
+            except ImportError as error:
+                return Availability(False, f"{package} cannot be imported: {error}", _INSTALL)
+        return Availability(True)
+
+    def keeps_weights(self, program: Program) -> bool:
+        """The weights are in the data file beside the graph."""
+        return True
+
+    def build(self, program: Program, directory: Path) -> None:
+        """Convert.
+
+        Raises:
+            BackendError: The program computes in bfloat16, or ONNX cannot express it.
+        """
+        refuse_bfloat16(program, self.capabilities)
+        export_onnx(program, directory)
+        write_io(functional_form(program), directory)
+
+    def load(self, directory: Path, weights: Weights | None) -> Run:
+        """Compile the graph for this processor, with as many threads as torch uses now.
+
+        Raises:
+            BackendError: openvino is not installed.
+        """
+        try:
+            import openvino
+        except ImportError as error:
+            raise BackendError("back-end 'openvino' cannot be used here", got=str(error), hint=_INSTALL) from error
+        return _Request(openvino, directory).run
+
+    def options(self, program: Program) -> dict[str, Any]:
+        """Return how the program is converted and compiled; threads are chosen when the engine is loaded."""
+        return {"opset": OPSET, "optimize": True, "device": "CPU", **_SETTINGS}
+
+    def network(self, program: Program, directory: Path) -> Network:
+        """Return the ONNX graph; its layers are called like the nodes whose values they yield."""
+        return list_network(directory / MODEL_FILE, program)
+
+
+class _Request:
+    """A compiled graph and how its inputs and outputs are bound."""
+
+    def __init__(self, openvino: Any, directory: Path) -> None:
+        core = openvino.Core()
+        model = core.read_model(str(directory / MODEL_FILE))
+        in_place = _metadata(directory / MODEL_FILE)[IN_PLACE_KEY].split()
+        settings = {**_SETTINGS, "INFERENCE_NUM_THREADS": torch.get_num_threads()}
+        self._request = core.compile_model(model, "CPU", settings).create_infer_request()
+        self._tensor = openvino.Tensor
+        self._order = read_io(directory)
+        self._past_of = {present: past for past, present in self._order.caches.items()}
+        self._in_place = {self._order.caches[past] for past in in_place}
+
+    def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Run one step; the cache tensors in `inputs` hold the new state afterwards, other inputs are unchanged."""
+        bound = {name: inputs[name].contiguous() for name in self._order.inputs}
+        for index, tensor in enumerate(bound.values()):
+            self._request.set_input_tensor(index, self._shared(tensor))
+        for index, name in enumerate(self._order.outputs):
+            if name in self._in_place:
+                self._request.set_output_tensor(index, self._shared(bound[self._past_of[name]]))
+        self._request.infer()
+
+        results = {}
+        for index, name in enumerate(self._order.outputs):
+            if name not in self._in_place:
+                # The memory of an output is used again by the next run.
+                results[name] = torch.from_numpy(self._request.get_output_tensor(index).data.copy())
+        for present, past in self._past_of.items():
+            if present not in self._in_place:
+                inputs[past].copy_(results.pop(present))
+            elif bound[past] is not inputs[past]:
+                inputs[past].copy_(bound[past])
+        return results
+
+    def _shared(self, tensor: torch.Tensor) -> Any:
+        return self._tensor(tensor.numpy(), shared_memory=True)
+
+
+def _metadata(model: Path) -> dict[str, str]:
+    import onnx
+
+    return {item.key: item.value for item in onnx.load(model, load_external_data=False).metadata_props}

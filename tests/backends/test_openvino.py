@@ -1,0 +1,76 @@
+"""Back-end "openvino": precision, memory, and what it refuses. That its values are right is in test_conformance."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from glassengine.backends.openvino import OpenVinoBackend
+from glassengine.errors import BackendError
+from glassengine.program.export import export_module
+from glassengine.program.program import Program
+
+MakeProgram = Callable[..., Program]
+BACKEND = OpenVinoBackend()
+
+
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = x @ self.weight
+        return {"y": y, "positive": y > 0}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("product")
+    program = export_module(Product().eval(), [{"x": torch.randn(2, 64)}, {"x": torch.randn(3, 64)}])
+    BACKEND.build(program, directory)
+    return directory
+
+
+def test_it_computes_in_float32_though_the_processor_could_do_less(built: Path) -> None:
+    x = torch.randn(5, 64)
+    result = BACKEND.load(built, None)({"x": x})
+    expected = Product()(x)
+    # bfloat16, the default of OpenVINO on many processors, would be wrong by about 1e-2.
+    torch.testing.assert_close(result["y"], expected["y"], rtol=1e-5, atol=1e-5)
+    assert result["positive"].dtype is torch.bool
+    assert BACKEND.options(None)["INFERENCE_PRECISION_HINT"] == "f32"  # type: ignore[arg-type]
+
+
+def test_results_stay_as_they_are_in_later_runs(built: Path) -> None:
+    run = BACKEND.load(built, None)
+    first = run({"x": torch.ones(2, 64)})
+    kept = {name: value.clone() for name, value in first.items()}
+    run({"x": -torch.ones(2, 64)})
+    assert all(torch.equal(first[name], kept[name]) for name in kept)
+
+
+def test_inputs_of_any_stride_are_left_as_they_are(built: Path) -> None:
+    x = torch.randn(64, 6).t()[::2]
+    before = x.clone()
+    result = BACKEND.load(built, None)({"x": x})
+    torch.testing.assert_close(result["y"], Product()(before)["y"], rtol=1e-5, atol=1e-5)
+    assert torch.equal(x, before)
+
+
+def test_bfloat16_is_refused(program_of: MakeProgram, tmp_path: Path) -> None:
+    with pytest.raises(BackendError, match="no bfloat16 kernels"):
+        BACKEND.build(program_of("llama", "bfloat16"), tmp_path)
+
+
+def test_a_missing_package_is_said_with_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    found = BACKEND.available()
+    assert not found.available and "openvino" in found.reason and found.install == "pip install 'glassengine[openvino]'"
+    with pytest.raises(BackendError, match="cannot be used here"):
+        BACKEND.load(tmp_path, None)
