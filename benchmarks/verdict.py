@@ -14,9 +14,10 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,9 @@ REAL = (*BACKENDS, COMPILED, "rows apart", "eager attention")
 """Implementations that users run, as against variations computed by the interpreter."""
 
 BUNDLED = Path(__file__).parent.parent / "examples" / "tiny-llama"
+ONLY = {"bundled": "float32", "llama-1024": "bfloat16"}
+"""Large models run in one dtype unless others are asked for."""
+
 CHUNK = 48
 """Mutants that run in lockstep: more share one reference, and memory."""
 
@@ -121,23 +125,29 @@ def engines_of(bench: corpus.Bench, backend: str, options: argparse.Namespace) -
         rows += corpus.rows_of_legitimate(bench, [f"{backend}, 2 threads"], sides[:1])[1:]
         torch.set_num_threads(1)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        for bug in COMPILER_BUGS if backend == "inductor" else ():
-            with suppress(DoesNotApply):
-                item, side = built_with_bug(bench, bug, [bench.case], folder / bug.name, stack)
-                rows += corpus.rows_of_mistakes(bench, [item], backend, [side])
+        makers: list[tuple[str, Callable[[Path], tuple[corpus.Planted, Any]]]] = []
+        if backend == "inductor":
+            for bug in COMPILER_BUGS:
+                makers.append((bug.name, partial(built_with_bug, bench, bug, cases[:1], stack=stack)))
         chooser = random.Random(f"{bench.name}/{backend}")
         wanted = chooser.sample(MISTAKES, options.mistakes_on_engines)
-        planted, _ = corpus.plant_all(bench, wanted, options.seed)
-        for number, item in enumerate(planted):
+        for item in corpus.plant_all(bench, wanted, options.seed)[0]:
+            build = partial(engines.built_from, bench, item.mutant.program, backend, cases[:1], stack=stack)
+            makers.append((item.mutant.mistake.name, partial(_with_truth, item, build)))
+        for number, (kind, make) in enumerate(makers):
             try:
-                changed = item.mutant.program
-                side = engines.built_from(bench, changed, backend, [bench.case], folder / f"mutant{number}", stack)
-            except (GlassError, RuntimeError) as error:
-                note = f"invalid: {_first_line(error)}"
-                rows.append(corpus.Row(bench.name, backend, item.mutant.mistake.name, "graph", note=note))
+                item, side = make(folder / str(number))
+                rows += corpus.rows_of_mistakes(bench, [item], backend, [side])
+            except DoesNotApply:
                 continue
-            rows += corpus.rows_of_mistakes(bench, [item], backend, [side])
+            except (GlassError, RuntimeError) as error:
+                # It cannot be built, or breaks off: somebody has noticed without us.
+                rows.append(corpus.Row(bench.name, backend, kind, "graph", note=f"invalid: {_first_line(error)}"))
     return rows
+
+
+def _with_truth(item: corpus.Planted, build: Callable[[Path], Any], folder: Path) -> tuple[corpus.Planted, Any]:
+    return item, build(folder)
 
 
 def _first_line(error: Exception) -> str:
@@ -263,7 +273,7 @@ def main(arguments: Sequence[str] = ()) -> None:
     """Run the corpus and print the table."""
     parser = argparse.ArgumentParser("benchmarks verdict")
     parser.add_argument("--families", type=lambda text: text.split(","), default=list(FAMILIES))
-    parser.add_argument("--dtypes", type=lambda text: text.split(","), default=list(DTYPES))
+    parser.add_argument("--dtypes", type=lambda text: text.split(","))
     parser.add_argument("--executions", type=lambda text: text.split(","), default=list(EXECUTIONS))
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=None)
     parser.add_argument("--share", type=int, default=1, help="every n-th mistake in each program; default all")
@@ -271,10 +281,18 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("--mistakes-on-engines", type=int, default=1, help="of each program and back-end")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="keeps every row; programs that it has already are not run again")
     options = parser.parse_args(arguments)
-    work = [(family, dtype) for family in options.families for dtype in options.dtypes]
     rows: list[dict[str, Any]] = []
+    if options.json and options.json.exists():
+        rows = json.loads(options.json.read_text())
+    done = {row["bench"] for row in rows}
+    work = [
+        (family, dtype)
+        for dtype in options.dtypes or DTYPES
+        for family in options.families
+        if (options.dtypes or ONLY.get(family, dtype) == dtype) and f"{family}/{dtype}" not in done
+    ]
     started = time.perf_counter()
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         for (family, dtype), future in [(w, pool.submit(run_bench, *w, options)) for w in work]:

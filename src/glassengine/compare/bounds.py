@@ -11,9 +11,10 @@
                                                                       4u for activations of several steps
     sums           2u |P| + (4 sqrt(K) U + u_in) A                    A: the op on absolute values, K: terms of one sum
     products       2u |P| + 4 sqrt(K) U A + 4 max(u_w, u_in) sqrt(A2) A2: the op on squares
+    steps          1.3u |P| + the larger jump of P when x moves by (u_in + u_w) |x|
     softmax        P (2u + 8U (1 + max|x|) + 2 u_in max|x|)
-    normalisation  2u (|P| + |b|) + |w| [2 sqrt(n) U (m / sigma + |z| s^2 / 2 sigma^2) + 2 u_in |z| (1 + s / sigma) + 4U |z|]
-                   with m = mean|x|, s = rms(x), |z| = (|x| + m) / sigma
+    normalisation  2u (|P| + |b|) + |w| (2 sqrt(n) U (m / sigma + |z| s^2 / 2 sigma^2) + 2 u_in |z| (1 + s / sigma)
+                   + 4U |z|) with m = mean|x|, s = rms(x), |z| = (|x| + m) / sigma
     attention      composed of scores, softmax and context, see `_attention`
 
 sqrt(K) instead of K is the probabilistic bound of Higham and Mary (2019). The constants are those of the numerics study
@@ -40,6 +41,7 @@ from glassengine.compare.operation import (
     POINTWISE,
     PRODUCTS,
     RELATIVE_TO_ARGUMENT,
+    STEPS,
     SUMS,
     U_ACCUMULATE,
     Operation,
@@ -73,10 +75,21 @@ def rounding_bound(operation: Operation, roundoff: Roundoff) -> Tensor | None:
         rounded = max(roundoff.u_w, u_in)
         if rounded:
             bound = bound + 4 * rounded * operation.on(torch.square).abs().sqrt()
+    elif name in STEPS:
+        by = u_in + roundoff.u_w
+        down, up = operation.on(lambda x: x * (1 - by)), operation.on(lambda x: x * (1 + by))
+        bound = 1.3 * u * size + torch.maximum((down - operation.exact).abs(), (up - operation.exact).abs())
     else:
         special = _SPECIAL.get(name)
         bound = special(operation, roundoff) if special is not None else None
     return None if bound is None else bound + 4 * roundoff.tiny
+
+
+def has_bound(name: str) -> bool:
+    """Whether the class of the op `name` has a rounding bound."""
+    return name in _SPECIAL or any(
+        name in one for one in (MOVES, CASTS, POINTWISE, SUMS, PRODUCTS, CONVOLUTIONS, STEPS)
+    )
 
 
 def _carried(operation: Operation, u_in: float) -> Tensor:
@@ -117,6 +130,7 @@ _SPECIAL: dict[str, Callable[[Operation, Roundoff], Tensor | None]] = {
     "std": composite.variance,
     "norm": composite.norm,
     "linalg_vector_norm": composite.norm,
+    "_weight_norm": composite.weight_norm,
     "prod": composite.product_of_all,
     "cumprod": composite.product_of_all,
     ATTENTION: composite.attention,

@@ -116,6 +116,12 @@ def norm(operation: Operation, r: Roundoff) -> Tensor:
     return operation.exact.abs() * (4 * r.u + 4 * math.sqrt(n) * U_ACCUMULATE + 2 * r.u_in)
 
 
+def weight_norm(operation: Operation, r: Roundoff) -> Tensor:
+    """A direction scaled to a given length: all terms of the sum of squares are positive, so errors are relative."""
+    n = max(1, operation.args[0].numel() // max(1, operation.args[1].numel()))
+    return operation.exact.abs() * (4 * r.u + 2 * math.sqrt(n) * U_ACCUMULATE + 3 * (r.u_in + r.u_w))
+
+
 def product_of_all(operation: Operation, r: Roundoff) -> Tensor:
     """Relative errors add up, one for each factor; half-precision kernels round after each."""
     n: int = max(1, operation.args[0].numel() // max(1, operation.exact.numel()))

@@ -49,6 +49,12 @@ POINTWISE = _names(
     square sub tan tanh tanhshrink true_divide xlogy
     """
 )
+STEPS = _names("ceil floor round trunc")
+"""Ops that jump: an argument on the other side of a step is another number."""
+
+UNBOUNDED = _names("digamma erfinv lgamma polygamma")
+"""Ops without a rounding bound: at most suspicious. So is an op of no class at all."""
+
 ATTENTION = "scaled_dot_product_attention"
 RANDOM = _names(
     """
