@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from glassengine.compare.many import compare_many as compare_many
     from glassengine.diagnose import check as check
     from glassengine.diagnose.noise_floor import measure_noise_floor as measure_noise_floor
+    from glassengine.diagnose.replay_snapshot import replay as replay
     from glassengine.diagnose.side_by_side import side_by_side as side_by_side
     from glassengine.engine.build import build as build
     from glassengine.engine.engine import load as load
@@ -107,6 +108,7 @@ _PUBLIC = {
     "record_target": "glassengine.capture.target",
     "register_network_output": "glassengine.taps",
     "register_snapshot_callback": "glassengine.executable.snapshot_callback",
+    "replay": "glassengine.diagnose.replay_snapshot",
     "request_profile": "glassengine.executable.profile_server",
     "reset_metrics": "glassengine.executable.metrics",
     "side_by_side": "glassengine.diagnose.side_by_side",

@@ -30,6 +30,7 @@ COMMANDS = {
     "check": "Find the first op where an engine, pass or port goes wrong.",
     "profile": "Show where the time of a profile went, or take one of a program that runs.",
     "snapshot": "Show what a snapshot holds, or pack one into a single file.",
+    "replay": "Run a snapshot again, without the code that it came from.",
     "doctor": "Show what Glass Engine finds on this machine: versions, processor, compiler, back-ends.",
 }
 

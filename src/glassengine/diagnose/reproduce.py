@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from glassengine.compare.verdict import WRONG
+from glassengine.diagnose.bisect_compiler import Bisection, compiler_settings
 from glassengine.diagnose.cut_graph import Piece
 from glassengine.diagnose.evidence import Evidence
+from glassengine.diagnose.judge_piece import expected_of
 from glassengine.diagnose.reproduction_files import Reproduction, run_reproduction, write_reproduction
 from glassengine.diagnose.score import Score
-from glassengine.errors import GlassError
+from glassengine.errors import GlassError, UsageError
 from glassengine.program.program import Program
 from glassengine.results import Comparison, Divergence
 
@@ -118,8 +120,8 @@ def _of_region(found: Reproduction, region: Piece) -> Reproduction:
     return replace(found, exact=region, expected=expected, allowed=widened)
 
 
-def _shows(found: Reproduction) -> bool:
-    """Whether the test of a reproduction fails by itself."""
+def _shows(found: Reproduction, *, raising: bool = False) -> bool:
+    """Whether the test of a reproduction fails by itself; `raising`: by an error of the back-end."""
     with tempfile.TemporaryDirectory(prefix="glassengine-reproduction-") as folder:
         try:
             write_reproduction(Path(folder), found)
@@ -131,8 +133,43 @@ def _shows(found: Reproduction) -> bool:
             return False
         except Exception as error:
             logger.info("no reproduction by %s: %s: %s", found.runner, type(error).__name__, error)
-            return False
-    return bool(problem)
+            return raising
+    return bool(problem) and not raising
+
+
+def reproduce_bisection(directory: Path, bisection: Bisection, piece: Piece) -> Bisection:
+    """Write a test of the smallest piece that a back-end breaks, and return `bisection` with the name of its directory.
+
+    Args:
+        directory: See `reproduction_files.require_free`.
+        bisection: Found a failure.
+        piece: The piece.
+
+    Raises:
+        UsageError: The directory holds other files, or the back-end can be run by Glass Engine only.
+        OSError: It cannot be written.
+    """
+    expected = expected_of(piece)
+    about = {
+        "failure": f"{bisection.failure}: {bisection.message}",
+        "backend": bisection.backend,
+        "part": bisection.part,
+        "ops": ", ".join(op.op for op in bisection.ops),
+        "source": next((op.source for op in bisection.ops if op.source), None),
+    }
+    told = {label: text for label, text in about.items() if text is not None}
+    for runner, settings in _RUNNERS.get(bisection.backend, ()):
+        settings = {**settings, **(compiler_settings() if bisection.backend == "inductor" else {})}
+        found = Reproduction(
+            told, runner, piece, piece, expected.exact, expected.allowed, (), weights={}, settings=settings
+        )
+        if _shows(found, raising=bisection.failure != "accuracy"):
+            write_reproduction(directory, found)
+            return replace(bisection, reproduction=str(directory))
+    raise UsageError(
+        f"nothing but Glass Engine shows this failure of {bisection.backend}",
+        hint="leave out --reproduction, and send the snapshot: glass snapshot pack",
+    )
 
 
 def _about(divergence: Divergence) -> dict[str, Any]:

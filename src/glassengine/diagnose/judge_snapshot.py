@@ -1,0 +1,152 @@
+"""The execution of a snapshot judged op by op: what a back-end makes of its graph, and what was recorded.
+
+The graph in float64 is the reference, as the exported program is in `glass check`. The graph is compiled twice: with
+the value of every op among its results, judged by reverse replay, and as it is, judged at its results.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from glassengine import environment
+from glassengine.backends.protocol import Backend
+from glassengine.diagnose.cases import Case, StepInputs, module_cases
+from glassengine.diagnose.conclude import conclude
+from glassengine.diagnose.cut_graph import clone
+from glassengine.diagnose.judge import run_cases
+from glassengine.diagnose.replay import Replay
+from glassengine.diagnose.run_graph import GraphRun, compile_run, program_of
+from glassengine.diagnose.score import Score
+from glassengine.diagnose.sides import Observed
+from glassengine.executable.graph import CapturedGraph
+from glassengine.executable.snapshot import Snapshot
+from glassengine.program.naming import is_tensor_node
+from glassengine.program.program import Program, copied_graph
+from glassengine.results import Comparison
+
+_WITH_ALL = "judged op by op"
+_AT_RESULTS = "judged at results"
+
+
+@dataclass
+class _GraphSide:
+    """A compiled graph, or results that were recorded, as a side of a check.
+
+    Attributes:
+        program: The reference.
+        run: Gives the values of `nodes`, in order.
+        nodes: Of the program.
+    """
+
+    program: Program
+    run: Callable[[], Sequence[Any]]
+    nodes: Sequence[str]
+    rung: str
+    guarantee: str
+    replay: Replay | None = None
+    _values: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def begin(self, case: Case) -> None:
+        """Nothing outlives a case."""
+
+    def step(self, inputs: StepInputs | Mapping[str, Any]) -> None:
+        """Run the graph."""
+        assert not isinstance(inputs, StepInputs)
+        found = dict(zip(self.nodes, self.run(), strict=True))
+        self._values = {node: value for node, value in found.items() if isinstance(value, torch.Tensor)}
+        if self.replay is not None:
+            self.replay.begin_step(inputs, self._values)
+
+    def observed(self, node: str) -> list[Observed]:
+        """Return the value of `node`."""
+        if node not in self._values:
+            return []
+        return [Observed(self._values[node], self.program.sites.by_node[node][0].name, "name+fingerprint")]
+
+
+def judge_snapshot(
+    snapshot: Snapshot,
+    graph: CapturedGraph,
+    arguments: Sequence[Any],
+    backend: Backend,
+    progress: Callable[[str], None],
+) -> Comparison:
+    """Judge what `backend` makes of a snapshot's graph, and the outputs that were recorded.
+
+    Args:
+        snapshot: Where the recorded outputs are.
+        graph: Its graph.
+        arguments: Its inputs, in order.
+        backend: What compiles.
+        progress: Called with a sentence when a stage begins.
+
+    Raises:
+        UsageError: The graph cannot be judged: it takes numbers, or writes in place.
+        BackendError: The back-end failed.
+    """
+    program = program_of(graph, arguments)
+    placeholders = [node.name for node in program.graph.find_nodes(op="placeholder")]
+    ports = {port.name for port in program.inputs}
+    given = {name: value for name, value in zip(placeholders, arguments, strict=True) if name in ports}
+    results = list(program.output_nodes.values())
+    ops = [node.name for node in program.graph.nodes if is_tensor_node(node)]
+    judged = {name for name in results if name in ops}
+
+    def run_of(run: GraphRun) -> Callable[[], Sequence[Any]]:
+        return lambda: run([clone(a) if isinstance(a, torch.Tensor) else a for a in arguments])
+
+    sides = []
+    if snapshot.outputs is not None:
+        values = _recorded(snapshot, program)
+        kept = [node for node in values if node in judged]
+        sides.append(_GraphSide(program, lambda: [values[n] for n in kept], kept, "recorded", _AT_RESULTS))
+    with tempfile.TemporaryDirectory(prefix="glassengine-replay-") as folder:
+        for rung, nodes in (("engine", ops), ("release", [name for name in dict.fromkeys(results) if name in judged])):
+            progress(f"compiling with {backend.name}, {len(nodes)} results")
+            observable = _returning(graph, program, nodes)
+            directory = Path(folder, rung)
+            directory.mkdir()
+            run = compile_run(f"{snapshot.name}/{rung}", observable, arguments, backend, directory)
+            replay = None
+            if rung == "engine":
+                wide = backend.capabilities.wide_operands
+                replay = Replay(program, compiled=backend.name != "eager", wide_operands=wide)
+            guarantee = _AT_RESULTS if replay is None else _WITH_ALL
+            sides.append(_GraphSide(program, run_of(run), nodes, rung, guarantee, replay))
+        progress(f"judging {len(ops)} ops")
+        scores = [Score(side, program) for side in sides]
+        # The model chooses the tokens of a generation; there are none here.
+        run_cases(program, module_cases([given]), None, scores, coarsest=None, on_step=lambda *_: None)  # type: ignore[arg-type]
+    return conclude(
+        program,
+        scores,
+        [],
+        {},
+        baseline=f"{snapshot.name} in float64",
+        candidate=backend.name,
+        fail_on="wrong",
+        min_coverage=0.0,
+        environment=environment.describe(),
+    )
+
+
+def _returning(graph: CapturedGraph, program: Program, nodes: Sequence[str]) -> CapturedGraph:
+    """Return the graph with the values of `nodes` as its results."""
+    copy = copied_graph(program.graph)
+    by_name = {node.name: node for node in copy.nodes}
+    copy.output_node().args = (tuple(by_name[name] for name in nodes),)
+    module = GraphModule(program.exported.graph_module, copy)
+    return replace(graph, module=module, output_names=tuple(nodes))
+
+
+def _recorded(snapshot: Snapshot, program: Program) -> dict[str, torch.Tensor]:
+    """Return the recorded outputs by node."""
+    kept = {entry.name for entry in snapshot.outputs or () if entry.is_tensor and entry.left_out is None}
+    return {node: snapshot.output(name) for name, node in program.output_nodes.items() if name in kept}

@@ -1,0 +1,90 @@
+"""Compile and run a flat graph again, on any back-end.
+
+A graph that torch.compile captured is compiled in memory, as it was; one of an engine is built ahead of time, with its
+weights inside, as engines are. A back-end that cannot compile in memory builds everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from glassengine.backends.protocol import Backend, CachingGraphs, CompilingGraphs
+from glassengine.diagnose.flat_program import flat_program
+from glassengine.executable.executable import compile_executable, compile_graph, load_executable
+from glassengine.executable.graph import CapturedGraph
+from glassengine.program.program import Program
+
+GraphRun = Callable[[Sequence[Any]], Sequence[Any]]
+"""Takes the inputs in the order of the placeholders, may write to them, and returns the outputs in order."""
+
+
+def compile_run(
+    name: str, graph: CapturedGraph, values: Sequence[Any], backend: Backend, directory: Path, *, keep: bool = False
+) -> GraphRun:
+    """Compile a graph for one kind of inputs and return what runs it.
+
+    Args:
+        name: Shown in messages.
+        graph: Every placeholder has a value without data (`meta["val"]`).
+        values: Of the inputs, in order.
+        backend: What compiles.
+        directory: For what a back-end builds; must live as long as the result.
+        keep: Look the compiled code up in the persistent cache, and keep it there.
+
+    Raises:
+        BackendError: The back-end failed.
+        UsageError: The back-end builds programs, and the graph cannot be made one.
+    """
+    if graph.kind == "engine" or not isinstance(backend, CompilingGraphs):
+        return _build_run(name, program_of(graph, values), values, backend, directory)
+    fakes = [node.meta["val"] for node in graph.module.graph.find_nodes(op="placeholder")]
+    cache = backend.graph_cache() if keep and isinstance(backend, CachingGraphs) else None
+    with tracing(TracingContext(detect_fake_mode(fakes) or FakeTensorMode())):
+        executable = compile_graph(name, graph, lambda: backend.compile_graph(graph.module, fakes), cache)
+
+    def run(arguments: Sequence[Any]) -> Sequence[Any]:
+        with torch.no_grad():
+            found: Sequence[Any] = executable.run(list(arguments))
+            return found
+
+    return run
+
+
+def _build_run(name: str, program: Program, values: Sequence[Any], backend: Backend, directory: Path) -> GraphRun:
+    compile_executable(name, lambda folder: backend.build(program, folder), directory)
+    weights = None if backend.keeps_weights(program) else dict(program.exported.state_dict)
+    executable = load_executable(name, lambda folder: backend.load(folder, weights), directory)
+    order = [node.name for node in program.graph.find_nodes(op="placeholder")]
+    given = {port.name for port in program.inputs}
+
+    def run(arguments: Sequence[Any]) -> Sequence[Any]:
+        with torch.no_grad():
+            found = executable.run({node: value for node, value in zip(order, arguments, strict=True) if node in given})
+        return [found[output] for output in program.output_nodes]
+
+    return run
+
+
+def program_of(graph: CapturedGraph, values: Sequence[Any]) -> Program:
+    """Return a graph as a program that holds its parameters, buffers and constants.
+
+    Args:
+        graph: The graph; its inputs know what they are.
+        values: Of its inputs, in order.
+
+    Raises:
+        UsageError: See `flat_program`.
+    """
+    placeholders = graph.module.graph.find_nodes(op="placeholder")
+    weights = {
+        node.name: (spec.name, value)
+        for node, spec, value in zip(placeholders, graph.inputs, values, strict=True)
+        if spec.kind in ("parameter", "buffer")
+    }
+    return flat_program(graph.module, weights=weights, output_names=graph.output_names)
