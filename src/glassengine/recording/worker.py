@@ -243,9 +243,8 @@ class BackgroundWriter:
         if self._failure is None and self._queue:
             self._failure = self._died()
         if self._failure is not None:
-            reason = f"stopped by {type(self._failure).__name__}"
-            if isinstance(self._failure, GlassError):
-                reason = self._failure.got
+            stopped = f"stopped by {type(self._failure).__name__}"
+            reason = self._failure.got if isinstance(self._failure, GlassError) else stopped
         self._writer.close(reason)
         if self._failure is not None:
             raise self._failure
