@@ -144,6 +144,23 @@ def command(
         str | None,
         typer.Option(metavar="DIR", help="Take a profile of the generation: glass profile DIR.", show_default=False),
     ] = None,
+    snapshot: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Keep what glass replay needs to run executions again, there: of every one, its graph and inputs.",
+            rich_help_panel=_DEBUGGING,
+        ),
+    ] = None,
+    snapshot_on: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WHEN",
+            help="every; or nonfinite, error: the first execution that goes so, with its outputs, and stop there. "
+            "Repeatable.",
+            rich_help_panel=_DEBUGGING,
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> int:
     """Generate text with an engine, or run it once where it does not generate; print or record its tensors."""
@@ -188,13 +205,20 @@ def command(
             "tokenizer": tokenizer,
         }
         wanted = {"debug": list(debug or ()), "record": record, "overwrite": overwrite}
-        return run_forward.run(loaded, {**sources, **wanted}, others, json=json)
+        with _snapshots(snapshot, snapshot_on):
+            return run_forward.run(loaded, {**sources, **wanted}, others, json=json)
     if inputs is not None:
         raise UsageError("an engine that generates takes prompts", got="--inputs", hint="--input-text TEXT")
     observers = [_printer(names, prints)] if names or prints else []
     streams = len(input_text or ()) == 1 and not json and not observers
     profiling = glass.profile(profile) if profile is not None else contextlib.nullcontext()
-    with files if files is not None else contextlib.nullcontext(), _kept(files, record), profiling, _line() as write:
+    with (
+        files if files is not None else contextlib.nullcontext(),
+        _kept(files, record),
+        _snapshots(snapshot, snapshot_on),
+        profiling,
+        _line() as write,
+    ):
         result = loaded.generate(
             list(input_text) if input_text else None,
             input_ids=input_ids,
@@ -233,6 +257,23 @@ def _step_files(directory: str | None, formats: Sequence[str], debug_mode: bool)
     if target is None:
         return None
     return glass.StepFiles(target, formats=formats) if formats else glass.StepFiles(target)
+
+
+@contextlib.contextmanager
+def _snapshots(directory: str | None, on: Sequence[str] | None) -> Iterator[None]:
+    """Take snapshots while the block runs, and say how many there are."""
+    if directory is None:
+        if on:
+            raise UsageError("--snapshot-on needs a directory", hint="--snapshot DIR")
+        yield
+        return
+    with glass.snapshots(directory, on=on or "every") as taking:  # type: ignore[arg-type]  # words are checked there
+        try:
+            yield
+        finally:
+            if taking.written and not settings.quiet:
+                count = f"{len(taking.written)} snapshot" + ("s" if len(taking.written) > 1 else "")
+                err.print(f"took {count}: glass snapshot show {directory}")
 
 
 @contextlib.contextmanager
