@@ -24,6 +24,7 @@ from torch.fx import Interpreter, Node
 from glassengine.errors import GlassError
 from glassengine.executable.graph import CapturedGraph
 from glassengine.executable.snapshot_tensors import obstacle
+from glassengine.program.causal_lm import USER_MODULE
 from glassengine.program.naming import source_line
 
 _UNINITIALIZED = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"})
@@ -211,8 +212,13 @@ class _Watching(Interpreter):
 
     def origin(self, node: Node) -> Origin:
         """Describe a guilty node."""
-        stack = node.meta.get("nn_module_stack") or {}
-        module = str(list(stack.values())[-1][0]) if stack else ""
+        module = _module_path(node)
+        # The program of a language model wraps the user's model.
+        if self._graph.kind == "engine" and {_module_path(n).partition(".")[0] for n in self._order} == {
+            "",
+            USER_MODULE,
+        }:
+            module = module.removeprefix(USER_MODULE).removeprefix(".")
         count, total = self._counts[node]
         op, name = str(node.target), node.name
         if node.op == "placeholder":
@@ -238,6 +244,11 @@ class _Watching(Interpreter):
         self._is_explained[node] = explained
         if not explained and all(self._is_explained[source] for source in sources):
             self.guilty.add(node)
+
+
+def _module_path(node: Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    return str(list(stack.values())[-1][0]) if stack else ""
 
 
 def _sources(node: Node, written: Mapping[Node, Node], order: Mapping[Node, int]) -> list[Node]:

@@ -106,7 +106,7 @@ def graph_archive(flat: FlatGraph) -> bytes:
         graph=module.graph,
         graph_signature=ExportGraphSignature(inputs, outputs),
         state_dict={},
-        range_constraints={},
+        range_constraints=_ranges(module),
         module_call_graph=[ModuleCallEntry("", calling)],
         # Of graphs that torch.compile captures some write to their inputs, which this dialect allows.
         verifiers=[TrainingIRVerifier],
@@ -135,6 +135,12 @@ def load_graph(path: Path) -> ExportedProgram:
             got=f"{type(error).__name__}: {text[-1] if text else ''}",
             hint="import the library that defines its custom operations first, and use the torch it was written with",
         ) from error
+
+
+def _ranges(module: GraphModule) -> dict[Any, Any]:
+    """Return the range of every symbol in the sizes of a graph, as the tracer of it knows them."""
+    environment = getattr(_fake_mode(module), "shape_env", None)
+    return {} if environment is None else dict(environment.var_to_range)
 
 
 def _plain_meta(node: Node, with_source: bool) -> dict[str, Any]:
@@ -168,6 +174,10 @@ def _attribute(module: torch.nn.Module, path: str) -> Any:
 
 def _fake(module: GraphModule, value: torch.Tensor) -> torch.Tensor:
     """Return `value` as the other nodes of a graph know theirs: without data."""
-    modes = (node.meta["val"].fake_mode for node in module.graph.nodes if isinstance(node.meta.get("val"), FakeTensor))
-    mode = next(modes, None)
+    mode = _fake_mode(module)
     return value.detach().to("meta") if mode is None else mode.from_tensor(value.detach(), static_shapes=True)
+
+
+def _fake_mode(module: GraphModule) -> Any:
+    values = (node.meta.get("val") for node in module.graph.nodes)
+    return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)

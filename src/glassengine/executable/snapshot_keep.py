@@ -60,10 +60,11 @@ class Keeper:
 def overwritten_inputs(execution: Execution) -> frozenset[str]:
     """Return the inputs that a run may write to, by what is known without reading a graph from disk.
 
-    Compiled backward graphs put results where activations were, which no graph shows.
+    No graph shows that compiled backward graphs put results where activations were, nor that an engine writes into its
+    caches.
     """
     graph = execution.executable.graph
-    if not isinstance(graph, CapturedGraph):
+    if not isinstance(graph, CapturedGraph) or graph.kind == "engine":
         return frozenset(execution.inputs)
     found = {spec.name for spec in graph.inputs if spec.is_mutated or spec.kind == "saved"}
     if not found:

@@ -147,7 +147,8 @@ class SnapshotWriter:
         try:
             if outputs:
                 entries = self._entries(Home(path), layout.OUTPUTS, _as("output", outputs))
-                meta |= {"outputs": [entry.to_dict() for entry in entries], "output_names": list(outputs)}
+                meta["outputs"] = [entry.to_dict() for entry in entries]
+                meta["output_names"] = meta["output_names"] or list(outputs)
             with aside(path / layout.META) as new:
                 new.write_text(_text(meta), encoding="utf-8")
         except BaseException:
