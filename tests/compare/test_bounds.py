@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from glassengine.compare.bounds import rounding_bound
+from glassengine.compare.bounds import has_bound, rounding_bound
 from glassengine.compare.operation import (
     CASTS,
     CONVOLUTIONS,
@@ -18,7 +18,10 @@ from glassengine.compare.operation import (
     POINTWISE,
     PRODUCTS,
     RANDOM,
+    STEPS,
     SUMS,
+    UNBOUNDED,
+    UNDEFINED,
     Operation,
     Roundoff,
 )
@@ -79,6 +82,8 @@ CASES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "scaled_dot_product_attention": (aten.scaled_dot_product_attention.default, tuple(HEADS)),
     "index": (lambda x: aten.index.Tensor(x, [torch.tensor([2, 0])]), (X,)),
     "topk": (lambda x, k: aten.topk.default(x, k)[0], (X, 4)),
+    "ceil": (aten.ceil.default, (X * 9,)),
+    "_weight_norm": (aten._weight_norm.default, (drawn(6, 4, 5), positive(6, 1, 1), 0)),
     "to": (aten.alias.default, (X,)),
 }
 
@@ -158,13 +163,46 @@ def test_masked_rows_and_huge_scores_do_not_widen_the_bound_of_attention() -> No
     assert bound is not None and float((bound / exact.abs().mean()).max()) < 1e-4
 
 
+def test_a_step_may_fall_on_the_other_side_only_where_a_register_does() -> None:
+    """2.999 stored in bfloat16 is 3: a fused kernel that used 3.004 has the ceiling 4."""
+    stored = torch.tensor([3.0, 3.25], dtype=torch.float64)
+    operation = Operation("ceil", aten.ceil.default, (stored,), {}, stored.ceil())
+    bound = rounding_bound(operation, Roundoff(2.0**-8, 2.0**-8))
+    assert bound is not None and bound[0] > 1 and bound[1] < 0.1
+    exactly = rounding_bound(operation, Roundoff(2.0**-8))
+    assert exactly is not None and bool((exactly < 0.1).all())
+
+
+@pytest.mark.parametrize("offset", [0.0, 20.0])
+def test_a_variance_from_the_mean_of_squares_is_within_the_bound_of_a_norm(offset: float) -> None:
+    """Some kernels take mean(x^2) - mean^2 in float32; far from zero that costs digits."""
+    x = X + offset
+    w, b = drawn(64), drawn(64, seed=1)
+    mean = x.mean(-1, keepdim=True)
+    kernel = (x - mean) / (x.square().mean(-1, keepdim=True) - mean.square() + 1e-5).sqrt() * w + b
+    args = (x.double(), [64], w.double(), b.double())
+    exact = aten.layer_norm.default(*args)
+    operation = Operation("layer_norm", aten.layer_norm.default, args, {}, exact)
+    bound = rounding_bound(operation, Roundoff(2.0**-24))
+    assert bound is not None and bool(((kernel.double() - exact).abs() <= bound).all())
+
+
+def test_a_slightly_wrong_epsilon_is_beyond_the_bound_of_a_norm_in_float32() -> None:
+    args = (0.3 * X.double(), [64], drawn(64).double(), drawn(64, seed=1).double())
+    exact = aten.layer_norm.default(*args)
+    operation = Operation("layer_norm", aten.layer_norm.default, args, {}, exact)
+    bound = rounding_bound(operation, Roundoff(2.0**-24, 2.0**-24))
+    assert bound is not None and bool(((aten.layer_norm.default(*args, 1.5e-5) - exact).abs() > bound).any())
+
+
 def test_an_unknown_op_has_no_bound() -> None:
+    assert not has_bound("fft_fft") and not any(has_bound(name) for name in UNBOUNDED)
     exact = X.double()
     assert rounding_bound(Operation("fft_fft", torch.neg, (exact,), {}, exact), Roundoff(2.0**-24)) is None
 
 
 def test_every_op_is_in_one_class() -> None:
-    classes = [MOVES, CASTS, PRODUCTS, CONVOLUTIONS, SUMS, POINTWISE, RANDOM]
+    classes = [MOVES, CASTS, PRODUCTS, CONVOLUTIONS, SUMS, POINTWISE, STEPS, RANDOM, UNDEFINED, UNBOUNDED]
     for index, one in enumerate(classes):
         for other in classes[index + 1 :]:
             assert not one & other

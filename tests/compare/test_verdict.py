@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from glassengine.compare.verdict import SUSPICIOUS, Reference
+from glassengine.compare.verdict import SUSPICIOUS, Reference, unit_roundoff
 
 
 def make(exact: torch.Tensor, *, noise: float = 1e-6, valid: torch.Tensor | None = None, seed: int = 0) -> Reference:
@@ -150,3 +150,36 @@ def test_roundoff_of_the_coarser_dtype_widens_the_floor(exact: torch.Tensor) -> 
     coarse = Reference(exact, exact.float(), [exact], dtype=torch.bfloat16, valid=None)
     assert fine.judge(candidate).verdict == "wrong"
     assert coarse.judge(candidate).verdict == "rounding"
+
+
+@pytest.fixture(scope="module")
+def gelu() -> tuple[Reference, torch.Tensor, torch.Tensor]:
+    """A gelu in float16 of which half is tiny beside the rest, a bound of two roundings, and the tanh form."""
+    x = (2 * torch.randn(64, 256, generator=torch.Generator().manual_seed(5))).half()
+    exact = torch.nn.functional.gelu(x.double())
+    native = torch.nn.functional.gelu(x)
+    other = torch.nn.functional.gelu(x.double(), approximate="tanh").half()
+    bound = 4 * unit_roundoff(torch.float16) * exact.abs() + 2.0**-23
+    return Reference(exact, native, [], dtype=torch.float16, valid=None), bound, other
+
+
+def test_errors_of_small_elements_are_not_lost_beside_large_ones(
+    gelu: tuple[Reference, torch.Tensor, torch.Tensor],
+) -> None:
+    reference, bound, other = gelu
+    alone = reference.measured(other)
+    assert alone.rho is not None and alone.rho < 2, "the floor alone does not see it"
+    assert reference.has_outliers(other) and not reference.has_outliers(reference.native)
+    found = reference.judge_introduced(other, bound)
+    assert found.verdict == "wrong" and found.rho is not None and found.rho > 10
+    assert found.beta is not None and found.beta > 2
+
+
+def test_an_element_somewhat_beyond_its_bound_is_no_error(gelu: tuple[Reference, torch.Tensor, torch.Tensor]) -> None:
+    """The bound is of first order: floor and bound must agree, here the floor has nothing to say."""
+    reference, bound, _ = gelu
+    candidate = reference.exact.clone()
+    smallest = int(bound.abs().argmin())
+    candidate.view(-1)[smallest] += 1.5 * bound.view(-1)[smallest]
+    found = reference.judge_introduced(candidate, bound)
+    assert found.verdict == "rounding" and found.beta is not None and found.beta > 1

@@ -12,10 +12,15 @@ from torch import nn
 from glassengine.capture.interpreter import run_program
 from glassengine.compare.operation import ACCUMULATIONS
 from glassengine.compare.verdict import Judgement
+from glassengine.diagnose.cases import module_cases
 from glassengine.diagnose.replay import Replay
+from glassengine.program import export_program, load_model
 from glassengine.program.export import export_module
 from glassengine.program.naming import is_tensor_node, op_name
 from glassengine.program.program import Program
+from glassengine.testing import corpus
+from glassengine.testing.corpus import Bench
+from glassengine.testing.variations import VARIATIONS, VariedSide
 
 
 class Mixed(nn.Module):
@@ -210,3 +215,38 @@ def test_reduced_accumulation_shows_unless_it_is_declared(single: Observed) -> N
 def _linear(program: Program) -> list[torch.Tensor]:
     weights = {program.weight_names()[name]: tensor for name, tensor in program.weights().items()}
     return [weights["linear.weight"], weights["linear.bias"]]
+
+
+class Assembled(nn.Module):
+    """A tensor put together in memory that holds whatever was there, as DeepSeek's keys are; one part is never set."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        whole = x.new_empty(x.shape[0], 12)
+        whole[:, :8] = x * 2
+        partly = whole + 0.0
+        whole[:, 8:] = x[:, :4] + 1
+        return whole * 3, partly
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.01])
+def test_memory_that_nothing_has_written_is_not_judged_and_what_was_written_is(factor: float) -> None:
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+    model = load_model(Assembled().eval())
+    program = export_program(model, inputs=[{"x": x}])
+    bench = Bench("assembled/float32", model, program, module_cases([{"x": x}])[0])
+
+    class Garbage(VariedSide):
+        """Whatever the memory held, everywhere where nothing was written."""
+
+        def _compute(self, node: torch.fx.Node, registers: dict[str, torch.Tensor]) -> Any:
+            value = super()._compute(node, registers)
+            if op_name(node) == "new_empty":
+                return torch.full_like(value, 7e5)
+            return value * factor if op_name(node) == "mul" and 3 in node.args else value
+
+    nodes = {node.name: node.name for node in program.graph.nodes if is_tensor_node(node)}
+    side = Garbage(program, nodes, VARIATIONS[0], Replay(program, compiled=True))
+    (found,) = corpus.judge(bench, [side])[1:]
+    assert ("wrong" in {pair.verdict for pair in found.pairs}) is (factor != 1.0)
+    assert found.first_divergence is None or "mul" in str(found.first_divergence.node)
+    assert [one.reason for one in found.skipped if "new_empty" in one.site] == ["memory not yet written"]

@@ -57,6 +57,11 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
+def smallest_precise(dtype: torch.dtype) -> float:
+    """Return below which size errors of a floating dtype are no longer relative."""
+    return 2.0**-25 if dtype is torch.float16 else torch.finfo(dtype).tiny
+
+
 @dataclass(frozen=True)
 class Judgement:
     """Verdict on one tensor.
@@ -117,7 +122,7 @@ class Reference:
             self.unstable = found if found is not None and bool(found.any()) else None
             return
         self._limit = _sentinel(dtype)
-        self._u = unit_roundoff(dtype)
+        self._u, self._tiny = unit_roundoff(dtype), smallest_precise(dtype)
         # Where the reference is a mask sentinel or not finite, values are compared as a class, not by size.
         special = None if _is_below(exact, self._limit) else ~exact.isfinite() | (exact.abs() >= self._limit)
         self._special = special
@@ -173,9 +178,10 @@ class Reference:
     def has_outliers(self, candidate: torch.Tensor) -> bool:
         """Whether an element is so far from P that its error may be beyond a bound that rho does not see.
 
-        No bound is below 1.3 u |P| (see `bounds`), so that without outliers beta is below `UNEVEN_BETA`.
+        No bound is below 1.3 u |P| + 4 tiny (see `bounds`), so that without outliers beta is at most `UNEVEN_BETA`.
         """
-        far = (candidate.double() - self.exact).abs() > 1.3 * UNEVEN_BETA * self._u * self.exact.abs()
+        least = 1.3 * self._u * self.exact.abs() + 4 * self._tiny
+        far = (candidate.double() - self.exact).abs() > UNEVEN_BETA * least
         counted = self._counted()
         return bool((far if counted is None else far & counted).any())
 

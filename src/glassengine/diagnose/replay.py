@@ -34,7 +34,7 @@ from glassengine.compare.operation import (
     Operation,
     Roundoff,
 )
-from glassengine.compare.verdict import TIE, Judgement, Reference, unit_roundoff
+from glassengine.compare.verdict import TIE, Judgement, Reference, smallest_precise, unit_roundoff
 from glassengine.diagnose.float64 import retarget, target_of
 from glassengine.diagnose.reference import NUM_NOISE_RUNS
 from glassengine.diagnose.rounding import noisy, rounds
@@ -206,9 +206,8 @@ class Replay:
             u_in = 0.0
         how = self._accumulation if op_name(op) in _FROM_MEMORY else FLOAT32_SUMS
         u_in = max(u_in, how.u_operands)
-        dtype = candidate.dtype
-        tiny = 2.0**-25 if dtype is torch.float16 else torch.finfo(dtype).tiny
-        return Roundoff(unit_roundoff(dtype), u_in, u_w, tiny, how.u_sums)
+        tiny = smallest_precise(candidate.dtype)
+        return Roundoff(unit_roundoff(candidate.dtype), u_in, u_w, tiny, how.u_sums)
 
     def _native(
         self, op: Node, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], exact: Any
