@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from glassengine.errors import UsageError
 from glassengine.recording import layout, noise_floor
@@ -33,6 +36,31 @@ def make_directory(path: Path, overwrite: bool) -> None:
             (path / name).unlink()
     except OSError as error:
         raise UsageError("cannot write the recording", got=reason_of(error, path)) from error
+
+
+def manifest_of(
+    state: str, reason: str | None, *, num_steps: int, num_tensors: int, metadata: Mapping[str, Any]
+) -> bytes:
+    """Return the manifest of a recording.
+
+    Raises:
+        UsageError: `metadata` is not JSON.
+    """
+    for key, value in metadata.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UsageError("recording metadata is not JSON", got=f"{key!r}: {error}") from error
+    document = {
+        "schema_version": layout.SCHEMA_VERSION,
+        "format": "glassengine recording",
+        "state": state,
+        "reason": reason,
+        "num_steps": num_steps,
+        "num_tensors": num_tensors,
+        "metadata": dict(metadata),
+    }
+    return json.dumps(document, indent=1).encode()
 
 
 def save_manifest(path: Path, manifest: bytes) -> None:

@@ -6,7 +6,6 @@ completed steps are readable, because nothing that was committed is ever written
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import Tensor
 from glassengine.errors import UsageError
 from glassengine.recording import layout, records
 from glassengine.recording.description import Description, Group
-from glassengine.recording.directory import make_directory, reason_of, save_manifest
+from glassengine.recording.directory import make_directory, manifest_of, reason_of, save_manifest
 from glassengine.recording.layout import LeftOut, Location, Sharding
 from glassengine.recording.open_step import EndedStep, OpenStep
 from glassengine.recording.shard import Shard, write_all
@@ -385,17 +384,10 @@ class RecordingWriter:
         )
 
     def _manifest(self, state: str) -> bytes:
-        document = {
-            "schema_version": layout.SCHEMA_VERSION,
-            "format": "glassengine recording",
-            "state": state,
-            "reason": self._incomplete,
-            "num_steps": self._num_steps,
-            "num_tensors": self._num_tensors,
-        }
-        for key, value in self.metadata.items():
-            try:
-                json.dumps(value, allow_nan=False)
-            except (TypeError, ValueError, RecursionError) as error:
-                raise UsageError("recording metadata is not JSON", got=f"{key!r}: {error}") from error
-        return json.dumps({**document, "metadata": self.metadata}, indent=1).encode()
+        return manifest_of(
+            state,
+            self._incomplete,
+            num_steps=self._num_steps,
+            num_tensors=self._num_tensors,
+            metadata=self.metadata,
+        )
