@@ -96,6 +96,12 @@ def size_as_code(data: Any) -> None:
     data.update(changed)
 
 
+def renamed(data: Any) -> None:
+    """An input that nothing uses: its name stands in the signature of a function alone."""
+    text = json.dumps(data).replace('"name": "x"', '"name": "x=exec(chr(112))"')
+    data.update(json.loads(text))
+
+
 def guards(data: Any) -> None:
     data["guards_code"] = ["__import__('os').getpid() > 0"]
 
@@ -116,6 +122,7 @@ CONFIG = "data/{0}/model_{0}_config.json"
         (CONFIG.format("constants"), in_json(constant_as_object), r"a pickle for 'scale'"),
         ("models/model.json", in_json(operator_by_name), r"an operator 'torch.os.system'"),
         ("models/model.json", in_json(size_as_code), r"a size 'exec\(chr\(112\)\)'"),
+        ("models/model.json", in_json(renamed), r"a value called 'x=exec\(chr\(112\)\)'"),
         ("models/model.json", in_json(guards), r"guards, which are code"),
         ("data/constants/opaque_obj_0", lambda content: b"x", r"an entry 'data/constants/opaque_obj_0'"),
         ("data/weights/model.pt", lambda content: b"x", r"an entry 'data/weights/model.pt'"),

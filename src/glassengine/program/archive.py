@@ -2,7 +2,8 @@
 
 `torch.export.load` unpickles weights, constants and example inputs where the archive asks for it, hands size
 expressions to a parser that evaluates Python, and looks operators up by dotted names. What `save_program` writes needs
-none of that, so an archive that goes beyond it is refused before torch sees it.
+none of that, so an archive that goes beyond it is refused before torch sees it; so is one in which a value has a name
+that is none, because torch executes the source of a graph.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ _OPERATOR = re.compile(r"torch\.ops\.\w+\.\w+(\.\w+)?|torch\.sym_\w+|_operator\.
 _NAMES = re.compile(
     r"[A-Z][A-Za-z]*|[suz]+\d+|floor|ceiling|positive|nonnegative|integer|real|True|False|None|and|or|not|evaluate"
 )
+_VALUE = re.compile(r"([A-Za-z_]\w*)?", re.ASCII)
 _EXPRESSION = re.compile(r"[\w\s+\-*/%(),.<>=!&|~]*")
 
 
@@ -102,6 +104,10 @@ def _problems(model: Any) -> Iterator[str]:
                 yield f"an operator {value['target']!r}"
             if "expr_str" in value and not _is_expression(str(value["expr_str"])):
                 yield f"a size {value['expr_str'][:80]!r}"
+            for key in ("name", "as_name"):
+                # Torch writes names into the source of a function, which it executes.
+                if isinstance(value.get(key), str) and not _VALUE.fullmatch(value[key]):
+                    yield f"a value called {value[key][:80]!r}"
             if value.get("guards_code"):
                 yield "guards, which are code"
 
