@@ -287,10 +287,13 @@ def main(arguments: Sequence[str] = ()) -> None:
     if options.json and options.json.exists():
         rows = json.loads(options.json.read_text())
     done = {row["bench"] for row in rows}
+    dtypes = options.dtypes or DTYPES
+    # Every model once before any twice, in all dtypes by turns: what is there after an hour is a sample of everything.
     work = [
         (family, dtype)
-        for dtype in options.dtypes or DTYPES
-        for family in options.families
+        for turn in range(len(dtypes))
+        for number, family in enumerate(options.families)
+        for dtype in dtypes[(turn + number) % len(dtypes) :][:1]
         if (options.dtypes or ONLY.get(family, dtype) == dtype) and f"{family}/{dtype}" not in done
     ]
     started = time.perf_counter()

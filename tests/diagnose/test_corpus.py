@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 from torch.fx import Node
 
-from glassengine.testing import corpus
+from glassengine.testing import corpus, implementations
+from glassengine.testing.compiler_bugs import COMPILER_BUGS, built_with_bug
 from glassengine.testing.corpus import Bench
 from glassengine.testing.edits import DoesNotApply, Edit, Mistake, Mutant, plant
-from glassengine.testing.families import make_bench
+from glassengine.testing.families import FAMILIES, make_bench
 from glassengine.testing.mistakes import MISTAKES
 from glassengine.testing.places import aten
 from glassengine.testing.random_mistakes import RANDOM_MISTAKES
 from glassengine.testing.rewrites import REWRITES
-from glassengine.testing.truth import find_guilt
+from glassengine.testing.source_mistakes import SOURCE_MISTAKES, plant_in_source
+from glassengine.testing.truth import find_guilt, is_equivalent
 from glassengine.testing.variations import VARIATIONS
 
 SAMPLE = (
@@ -24,6 +29,7 @@ SAMPLE = (
     "positions_late",
     "cache_wrong_slot",
     "cache_stale_in_decode",
+    "cache_oldest_lost_in_decode",
     "mask_sees_one_more",
     "scale_missing",
     "repeat_order",
@@ -55,6 +61,7 @@ def test_the_corpus_is_as_large_as_promised() -> None:
     names = [mistake.name for mistake in MISTAKES]
     assert len(set(names)) == len(names)
     assert len(names) - len(RANDOM_MISTAKES) >= 60 and len(RANDOM_MISTAKES) >= 20
+    assert len(FAMILIES) >= 6
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
@@ -63,7 +70,9 @@ def test_legitimate_variants_raise_no_alarm(dtype: str) -> None:
     sides = [corpus.varied(made, made.program, variation) for variation in VARIATIONS]
     rewritten = [plant(made.program, rewrite, "") for rewrite in REWRITES[::2]]
     sides += [corpus.varied(made, mutant.program, VARIATIONS[-1]) for mutant in rewritten]
+    sides += [implementations.RowsApart(made), *implementations.other_attention(made)]
     names = [*(variation.name for variation in VARIATIONS), *(rewrite.name for rewrite in REWRITES[::2])]
+    names += ["rows apart", "eager attention", "eager attention, untouched"]
     rows = corpus.rows_of_legitimate(made, names, sides)
     assert not [row for row in rows if row.is_found]
     assert any(row.verdict == "rounding" and row.largest > 0.1 for row in rows), "nothing varied"
@@ -83,6 +92,39 @@ def test_mistakes_are_found_and_the_op_is_named(execution: str, dtype: str) -> N
     assert not [row for row in rows if not row.is_found or not row.is_exact]
 
 
+def test_a_cache_that_slides_is_compared_by_its_slots() -> None:
+    """Layers with a window shorter than the prompt keep the newest keys only, the program keeps all."""
+    rows = corpus.rows_of_legitimate(bench("gemma2", "float32"), [], [])
+    assert [row.is_found for row in rows] == [False]
+
+
+@pytest.mark.parametrize("kind", ["source_statistics_swapped", "source_kernel_mirrored", "source_bias_forgotten"])
+def test_mistakes_in_the_source_of_other_architectures(kind: str) -> None:
+    made = bench("resnet", "bfloat16")
+    mistakes = [mistake for mistake in SOURCE_MISTAKES if mistake.name == kind]
+    planted, left_out = corpus.plant_all(made, mistakes, planter=plant_in_source)
+    assert len(planted) == 1, left_out
+    (row,) = corpus.rows_of_mistakes(made, planted, "", [corpus.interpreted(made, planted[0].mutant)])
+    assert row.is_found and row.is_exact and not row.num_extra
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "bug"), [("resnet", COMPILER_BUGS[0]), ("mamba", COMPILER_BUGS[1])])
+def test_bugs_of_the_compiler_are_found_in_a_real_engine(family: str, bug: object, tmp_path: Path) -> None:
+    made = bench(family, "float32")
+    with ExitStack() as stack:
+        item, side = built_with_bug(made, bug, [made.case], tmp_path / "engine", stack)  # type: ignore[arg-type]
+        (row,) = corpus.rows_of_mistakes(made, [item], "inductor", [side])
+    assert row.is_found and row.is_exact and not row.num_extra
+
+
+@pytest.mark.slow
+def test_torch_compile_raises_no_alarm() -> None:
+    made = bench("vit", "float16")
+    rows = corpus.rows_of_legitimate(made, ["torch.compile"], [implementations.TorchCompiled(made)])
+    assert [row.is_found for row in rows] == [False, False] and rows[1].verdict == "rounding"
+
+
 def test_truth_names_the_op_that_was_changed_and_the_step() -> None:
     made = bench("llama", "float32")
     stale = plant(made.program, named("cache_stale_in_decode"), "")
@@ -94,6 +136,34 @@ def test_an_edit_without_effect_has_no_guilt() -> None:
     made = bench("llama", "float32")
     clean = Mutant(named("rope_sign"), made.program, {node.name: node.name for node in made.program.graph.nodes})
     assert not find_guilt(made.program, clean, made.inputs).nodes
+
+
+def keys_moved(e: Edit) -> None:
+    """The same vector is added to every key: no softmax can tell."""
+    e.feed(e.find("scaled_dot_product_attention")[-1], 1, lambda key: e.call(aten.add.Tensor, key, 0.5))
+
+
+def keys_moved_once(e: Edit) -> None:
+    """The same, to the first key only."""
+
+    def make(key: Node) -> Node:
+        first = e.call(aten.add.Tensor, e.call(aten.slice.Tensor, key, 2, 0, 1), 0.5)
+        return e.call(aten.slice_scatter.default, key, first, 2, 0, 1)
+
+    e.feed(e.find("scaled_dot_product_attention")[-1], 1, make)
+
+
+@pytest.mark.parametrize(("edit", "expected"), [(keys_moved, True), (keys_moved_once, False)])
+def test_what_comes_to_nothing_is_no_mistake(edit: Callable[[Edit], None], expected: bool) -> None:
+    made = bench("llama", "float32")
+    mutant = plant(made.program, Mistake("moved", "graph", edit), "")
+    assert is_equivalent(made.program, mutant, made.inputs) is expected
+
+
+def test_a_loss_of_precision_is_not_nothing_in_float64() -> None:
+    made = bench("llama", "float32")
+    mutant = plant(made.program, named("operand_bfloat16"), "")
+    assert not is_equivalent(made.program, mutant, made.inputs)
 
 
 def scaled_in_float32(factor: float) -> Mistake:
@@ -117,6 +187,15 @@ def test_a_shift_below_half_a_unit_is_below_precision(factor: float, is_below: b
     made = bench("llama", "bfloat16")
     guilt = find_guilt(made.program, plant(made.program, scaled_in_float32(factor), ""), made.inputs)
     assert guilt.nodes and guilt.is_below_precision is is_below
+
+
+def test_an_effect_within_the_rounding_bound_is_beneath_what_values_can_show() -> None:
+    made = bench("llama", "bfloat16")
+    scaled = [plant(made.program, scaled_in_float32(factor), "") for factor in (1 + 2.0**-9, 1.1)]
+    planted = [corpus.Planted(mutant, find_guilt(made.program, mutant, made.inputs)) for mutant in scaled]
+    rows = corpus.rows_of_mistakes(made, planted, "", [corpus.interpreted(made, item.mutant) for item in planted])
+    assert [row.is_beneath for row in rows] == [True, False]
+    assert rows[0].effect <= 1 < rows[1].effect and not rows[0].is_found and rows[1].is_found
 
 
 def test_a_program_without_a_place_for_a_mistake_says_so() -> None:
