@@ -12,6 +12,6 @@ from glassengine import environment
 if environment.eager_debug():
     from glassengine.backends.registry import choose_graph_backend
     from glassengine.frontends.eager_debug import EagerDebugMode
-    from glassengine.frontends.eager_ops import OpRunner
+    from glassengine.frontends.eager_ops import op_runner
 
-    EagerDebugMode(OpRunner(choose_graph_backend(None))).__enter__()  # type: ignore[no-untyped-call]
+    EagerDebugMode(op_runner(type(choose_graph_backend(None)))).__enter__()  # type: ignore[no-untyped-call]

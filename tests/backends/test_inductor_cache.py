@@ -14,6 +14,7 @@ from glassengine.backends.inductor import InductorBackend
 from glassengine.backends.inductor_cache import InductorCache
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.executable.cache_report import examine_cache
+from glassengine.executable.compilation import Occasion
 from glassengine.executable.executable import Executable
 from glassengine.executable.metrics import metrics, reset_metrics
 from glassengine.frontends.eager_graph import Call, compile_call
@@ -36,7 +37,7 @@ def compile_once(op: torch._ops.OpOverload = MM, args: Sequence[torch.Tensor] | 
     """Compile as a new process would: nothing of an earlier call is used again."""
     given = args or [torch.arange(6.0).reshape(2, 3), torch.arange(12.0).reshape(3, 4)]
     call = Call(examine(op), given, {})
-    made = compile_call(call, with_numbers=False, backend=InductorBackend())
+    made = compile_call(call, with_numbers=False, backend=InductorBackend(), occasion=Occasion(()))
     torch.testing.assert_close(made.run(call), op(*given))
     return made.executable
 

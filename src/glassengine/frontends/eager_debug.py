@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from glassengine.backends.protocol import GraphFunction
 from glassengine.backends.registry import choose_graph_backend
-from glassengine.frontends.eager_ops import OpRunner, count_fallback
+from glassengine.frontends.eager_ops import OpRunner, count_fallback, op_runner
 
 
 class EagerDebugMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -49,7 +49,7 @@ def eager_debug(backend: str | None = None) -> Iterator[None]:
         BackendError: It cannot be used here.
         UsageError: It builds engines only.
     """
-    with EagerDebugMode(OpRunner(choose_graph_backend(backend))):
+    with EagerDebugMode(op_runner(type(choose_graph_backend(backend)))):
         yield
 
 
@@ -59,6 +59,9 @@ class _ByNode(torch.fx.Interpreter):
         self._runner = runner
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is torch.ops.aten.view.default:
+            # Of some results (flash attention) torch foresees other strides than ATen gives them.
+            target = torch.ops.aten.reshape.default
         if isinstance(target, OpOverload):
             return self._runner.run(target, args, kwargs, self._meta)
         if isinstance(target, torch._ops.HigherOrderOperator):

@@ -6,10 +6,12 @@ made inputs. Results that are arguments written to are not results of the graph:
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._guards import TracingContext, tracing
@@ -18,12 +20,23 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_map
 
 from glassengine.backends.protocol import CachingGraphs, CompilingGraphs
+from glassengine.errors import BackendError
+from glassengine.executable.compilation import Occasion
 from glassengine.executable.executable import Executable, compile_graph
 from glassengine.executable.graph import CapturedGraph, input_spec
 from glassengine.frontends.eager_schema import Operation, argument
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _NUMBER_DTYPES = {float: torch.float64, int: torch.int64}
+
+
+class TensorSpec(NamedTuple):
+    """What compiled code depends on of a tensor."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    device: torch.device
 
 
 class Call:
@@ -86,7 +99,7 @@ class Call:
                     return
                 self._places[id(value)] = len(self.tensors)
                 self.tensors.append(value)
-                shape.append((value.dtype, value.shape, value.stride(), value.device))
+                shape.append(TensorSpec(value.dtype, value.shape, value.stride(), value.device))
             else:
                 shape.append(index)
         elif is_numeric and type(value) in _NUMBER_DTYPES:
@@ -95,7 +108,7 @@ class Call:
         elif isinstance(value, (list, tuple)):
             shape.append(len(value))
             for item in value:
-                self._add(item, False)
+                self._add(item, is_numeric)
         else:
             # With the type: 1, 1.0 and True are equal.
             shape.append((type(value), repr(value) if isinstance(value, float) else value))
@@ -132,7 +145,12 @@ class CompiledCall:
 
 
 def compile_call(
-    call: Call, *, with_numbers: bool, backend: CompilingGraphs, meta: Mapping[str, Any] | None = None
+    call: Call,
+    *,
+    with_numbers: bool,
+    backend: CompilingGraphs,
+    occasion: Occasion,
+    meta: Mapping[str, Any] | None = None,
 ) -> CompiledCall:
     """Compile the graph of one call.
 
@@ -140,19 +158,22 @@ def compile_call(
         call: What to compile.
         with_numbers: Whether its numbers become inputs.
         backend: Compiles it.
+        occasion: Why.
         meta: Where the call comes from: "stack_trace" and "nn_module_stack" of a captured graph.
 
     Raises:
-        BackendError: The back-end cannot.
-        Exception: What the operation raises for such arguments.
+        BackendError: The back-end cannot, or the arguments do not fit.
     """
     operation = call.operation
     mode = FakeTensorMode(shape_env=ShapeEnv())
     # Below autograd a graph is one of plain values.
     fakes = [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in call.tensors]
     args, kwargs = tree_map(lambda value: _exchange(call, value, fakes), (tuple(call.args), dict(call.kwargs)))
-    with mode:
-        outcome = operation.op(*args, **kwargs)
+    try:
+        with mode, _silent():
+            outcome = operation.op(*args, **kwargs)
+    except Exception as error:
+        raise BackendError(f"the results of {operation.op} cannot be foreseen") from error
 
     graph = torch.fx.Graph()
     written = _written(call)
@@ -169,9 +190,11 @@ def compile_call(
     values = iter([graph.call_function(torch.ops.aten._local_scalar_dense.default, (node,)) for node in numbers])
 
     def convert(value: Any, is_numeric: bool) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [convert(item, is_numeric) for item in value]
         if with_numbers and is_numeric and type(value) in _NUMBER_DTYPES:
             return next(values)
-        return tree_map(lambda item: _exchange(call, item, nodes), value)
+        return _exchange(call, value, nodes)
 
     called = graph.call_function(
         operation.op,
@@ -185,7 +208,10 @@ def compile_call(
     captured = CapturedGraph(module, tuple(specs), tuple(node.name for node in results), "inference")
     cache = backend.graph_cache() if isinstance(backend, CachingGraphs) else None
     with tracing(TracingContext(mode)):
-        executable = compile_graph(str(operation.op), captured, lambda: backend.compile_graph(module, fakes), cache)
+        executable = compile_graph(
+            str(operation.op), captured, lambda: backend.compile_graph(module, fakes), cache, occasion
+        )
+    executable.backend = backend.name
     return CompiledCall(executable, with_numbers, num_results)
 
 
@@ -218,6 +244,18 @@ def _named(call: Call) -> Iterator[tuple[str, torch.Tensor, bool]]:
 def _written(call: Call) -> set[int]:
     """Return which of the tensors of a call it writes to."""
     return {call.index(tensor) for _, tensor, is_written in _named(call) if is_written}
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Let torch not log that arguments do not fit: ATen is going to say so."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _exchange(call: Call, value: Any, others: Sequence[Any]) -> Any:

@@ -8,7 +8,10 @@ like, which compute nothing, that is counted with its reason.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,13 +21,16 @@ from torch._ops import HigherOrderOperator, OpOverload
 
 from glassengine.backends.protocol import CompilingGraphs
 from glassengine.errors import BackendError
+from glassengine.executable.compilation import FIRST, Cause, Occasion
 from glassengine.executable.metrics import registry
-from glassengine.frontends.eager_graph import Call, CompiledCall, compile_call, overlap
-from glassengine.frontends.eager_schema import RANDOM, examine
+from glassengine.frontends.eager_graph import Call, CompiledCall, TensorSpec, compile_call, overlap
+from glassengine.frontends.eager_schema import examine
 
 logger = logging.getLogger("glassengine")
 
 _said: set[tuple[str, str]] = set()
+_NUMBER = Cause("argument", "a number changed")
+_ARGUMENT = Cause("argument", "an argument that is no tensor changed")
 _MAX_CONSTANTS = 4  # values of numbers that cannot be inputs, before an operation is left to ATen
 
 
@@ -33,12 +39,14 @@ class _Family:
     """What was compiled of one operation with the same tensors, whatever the numbers.
 
     Attributes:
+        cause: Why an executable is needed at all.
         by_numbers: Values of the numbers -> the executable in which they are constants.
         general: The executable in which they are inputs.
         cannot_generalize: Why there is none.
         obstacle: Why there is no executable at all.
     """
 
+    cause: Cause
     by_numbers: dict[tuple[str, ...], CompiledCall] = field(default_factory=dict)
     general: CompiledCall | None = None
     cannot_generalize: str = ""
@@ -69,7 +77,7 @@ class OpRunner:
         operation = examine(op)
         if not operation.computes:
             return op(*args, **kwargs)
-        obstacle = RANDOM if operation.is_random(args, kwargs) else operation.obstacle
+        obstacle = operation.obstacle_of(args, kwargs)
         if not obstacle:
             call = Call(operation, args, kwargs)
             found = self._find(call, meta) if not call.obstacle else call.obstacle
@@ -87,7 +95,7 @@ class OpRunner:
             return "it writes to memory that another of its tensors shares"
         family = self._families.get(call.key)
         if family is None:
-            family = self._families[call.key] = _Family()
+            family = self._families[call.key] = _Family(self._why(call))
         if family.obstacle:
             return family.obstacle
         constants = family.by_numbers.get(call.number_key)
@@ -97,19 +105,40 @@ class OpRunner:
             return family.general
         if family.by_numbers and not family.cannot_generalize:
             try:
-                family.general = compile_call(call, with_numbers=True, backend=self._backend, meta=meta)
+                family.general = self._compile(call, _NUMBER, meta, with_numbers=True)
                 return family.general
             except BackendError as error:
                 family.cannot_generalize = _reason(error)
         if len(family.by_numbers) >= _MAX_CONSTANTS:
             return f"a number in it changes and cannot be an input: {family.cannot_generalize}"
         try:
-            compiled = compile_call(call, with_numbers=False, backend=self._backend, meta=meta)
+            compiled = self._compile(call, _NUMBER if family.by_numbers else family.cause, meta, with_numbers=False)
         except BackendError as error:
             family.obstacle = _reason(error)
             return family.obstacle
         family.by_numbers[call.number_key] = compiled
         return compiled
+
+    def _compile(self, call: Call, cause: Cause, meta: Mapping[str, Any] | None, *, with_numbers: bool) -> CompiledCall:
+        occasion = Occasion((("", cause),))
+        return compile_call(call, with_numbers=with_numbers, backend=self._backend, occasion=occasion, meta=meta)
+
+    def _why(self, call: Call) -> Cause:
+        """Return why a call is unlike all earlier ones, by the call of the same operation that it is most like."""
+        op = call.operation.op
+        earlier = [key for key in self._families if key[0] is op]
+        if not earlier:
+            return FIRST
+        key = call.key
+        nearest = max(reversed(earlier), key=lambda other: sum(map(operator.eq, key, other)))
+        unlike = ((before, now) for before, now in zip(nearest, key, strict=False) if before != now)
+        return next(itertools.starmap(_difference, unlike), _ARGUMENT)
+
+
+@functools.cache
+def op_runner(backend: type[CompilingGraphs]) -> OpRunner:
+    """Return the runner of this process for a back-end, so that no front end compiles what another has compiled."""
+    return OpRunner(backend())
 
 
 def count_fallback(op: OpOverload | HigherOrderOperator, reason: str) -> None:
@@ -120,6 +149,21 @@ def count_fallback(op: OpOverload | HigherOrderOperator, reason: str) -> None:
     if (name, reason) not in _said:
         _said.add((name, reason))
         logger.info("%s runs on ATen: %s", name, reason)
+
+
+def _difference(before: Any, now: Any) -> Cause:
+    """Return the cause that two parts of a key that differ are."""
+    if isinstance(before, TensorSpec) and isinstance(now, TensorSpec):
+        for kind, old, new in (
+            ("dtype", before.dtype, now.dtype),
+            ("rank", len(before.shape), len(now.shape)),
+            ("size", tuple(before.shape), tuple(now.shape)),
+            ("stride", before.stride, now.stride),
+            ("device", before.device, now.device),
+        ):
+            if old != new:
+                return Cause(kind, f"the {kind} of a tensor changed from {old} to {new}")
+    return _ARGUMENT
 
 
 def _reason(error: BackendError) -> str:

@@ -13,10 +13,13 @@ from torch._ops import OpOverload
 Place = int | str
 """Where an argument stands: its position, or its name where it is given by keyword."""
 
-_NUMERIC = {"Tensor", "number", "Optional[number]"}
+_NUMERIC = {"Tensor", "number", "Optional[number]", "float", "Optional[float]", "List[number]", "List[float]"}
+_SHAPING = {"arange", "range"}  # operations whose numbers are sizes
 _UNWRITTEN = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_"}
 _UNCOUNTED = {"profiler", "prim", "inductor", "c10d", "_c10d_functional"}
-RANDOM = "random numbers are torch's own, so that a seed means the same"
+_RANDOM = "random numbers are torch's own, so that a seed means the same"
+_DYNAMIC = "the shape of its result depends on values"
+_MASKS = (torch.bool, torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,7 @@ class Operation:
         written: Names and positions of arguments that are written to.
         returned: For each result: name and position of the argument that is written to and returned, or None.
         dropout: Name and position of the probability without which a call has nothing random about it, or None.
+        indices: Name and position of indices that give the result a shape that depends on values if one is a mask.
     """
 
     op: OpOverload
@@ -40,12 +44,17 @@ class Operation:
     written: frozenset[Place]
     returned: tuple[tuple[str, int] | None, ...]
     dropout: tuple[str, int] | None
+    indices: tuple[str, int] | None
 
-    def is_random(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call draws random numbers."""
-        if self.dropout is None:
-            return False
-        return bool(argument(self.dropout, args, kwargs))
+    def obstacle_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        """Return why a call with these arguments cannot be compiled; "" where it may be."""
+        if self.dropout is not None and argument(self.dropout, args, kwargs):
+            return _RANDOM
+        if self.indices is not None:
+            found = argument(self.indices, args, kwargs) or ()
+            if any(isinstance(index, torch.Tensor) and index.dtype in _MASKS for index in found):
+                return _DYNAMIC
+        return self.obstacle
 
 
 def argument(place: tuple[str, int], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -62,12 +71,14 @@ def examine(op: OpOverload) -> Operation:
     numeric: set[Place] = set()
     written: set[Place] = set()
     owners: dict[str, tuple[str, int]] = {}
-    dropout = None
+    dropout = indices = None
     for place, described in zip(places, schema.arguments, strict=True):
-        if str(described.type) in _NUMERIC:
+        if str(described.type) in _NUMERIC and op._overloadpacket.__name__ not in _SHAPING:
             numeric.update(place)
         if described.name == "dropout_p":
             dropout = place
+        if described.name == "indices" and torch.Tag.dynamic_output_shape in op.tags:
+            indices = place
         if described.alias_info is not None and described.alias_info.is_write:
             written.update(place)
             owners.update(dict.fromkeys(described.alias_info.before_set, place))
@@ -84,19 +95,20 @@ def examine(op: OpOverload) -> Operation:
     return Operation(
         op,
         computes,
-        _obstacle(op, dropout is not None),
+        _obstacle(op, has_dropout=dropout is not None, has_indices=indices is not None),
         frozenset(numeric),
         frozenset(written),
         tuple(returned),
         dropout if torch.Tag.nondeterministic_seeded in op.tags else None,
+        indices,
     )
 
 
-def _obstacle(op: OpOverload, can_do_without_dropout: bool) -> str:
-    if torch.Tag.nondeterministic_seeded in op.tags and not can_do_without_dropout:
-        return RANDOM
-    if torch.Tag.dynamic_output_shape in op.tags:
-        return "the shape of its result depends on values"
+def _obstacle(op: OpOverload, *, has_dropout: bool, has_indices: bool) -> str:
+    if torch.Tag.nondeterministic_seeded in op.tags and not has_dropout:
+        return _RANDOM
+    if torch.Tag.dynamic_output_shape in op.tags and not has_indices:
+        return _DYNAMIC
     if torch.Tag.data_dependent_output in op.tags or not all(
         isinstance(result.type, torch.TensorType) or str(result.type) == "List[Tensor]" for result in op._schema.returns
     ):
