@@ -20,6 +20,7 @@ from glassengine.recording import layout
 from glassengine.recording.layout import Entry, LeftOut, Location
 from glassengine.recording.recovery import IndexContents, open_regular, read_index
 from glassengine.recording.shard_files import ShardFiles
+from glassengine.recording.sketch import Sketch, sketch
 from glassengine.recording.statistics import summarize
 from glassengine.recording.statistics_cache import StatisticsCache
 from glassengine.results import Skipped, Summary
@@ -157,9 +158,17 @@ class Recording:
 
     def summary(self, entry: Entry) -> Summary:
         """Return the statistics of one tensor, computed when they are first asked for."""
-        found = self._statistics.get(entry)
+        found = self._statistics.summary(entry)
         if found is None:
             found = summarize(self.tensor(entry))
+            self._statistics.put(entry, found)
+        return found
+
+    def sketch(self, entry: Entry) -> Sketch:
+        """Return the sketch of one tensor, computed when it is first asked for."""
+        found = self._statistics.sketch(entry)
+        if found is None:
+            found = sketch(self.tensor(entry))
             self._statistics.put(entry, found)
         return found
 

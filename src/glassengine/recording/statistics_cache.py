@@ -1,12 +1,14 @@
-"""Statistics that were computed once for a recording: `statistics.log` beside its index, in frames like its own.
+"""Statistics and sketches that were computed once for a recording, in `statistics.log` beside its index.
 
-It is a convenience: what is damaged, belongs to other values or cannot be written is computed again.
+Its frames are like those of the index. It is a convenience: what is damaged, belongs to other values or cannot be
+written is computed again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from glassengine.errors import CorruptError
 from glassengine.recording.layout import STATISTICS, Entry
 from glassengine.recording.records import frame, read_frame
 from glassengine.recording.recovery import open_regular
+from glassengine.recording.sketch import LENGTH, NUM_QUANTILES, Sketch
 from glassengine.results import Summary
 
 _MAX_BYTES = 1 << 28
@@ -21,8 +24,11 @@ _NUMBERS = ("min", "mean", "median", "max", "std")
 _COUNTS = ("num_elements", "num_nan", "num_inf")
 
 
+_Key = tuple[int, int, int, str]
+
+
 class StatisticsCache:
-    """The statistics kept beside one recording.
+    """The statistics and sketches kept beside one recording.
 
     Args:
         directory: The recording's.
@@ -32,40 +38,56 @@ class StatisticsCache:
     def __init__(self, directory: Path, *, writable: bool) -> None:
         self._path = directory / STATISTICS
         self._writable = writable
-        self._found: dict[tuple[int, int, int, str], Summary] | None = None
+        self._is_read = False
+        self._summaries: dict[_Key, Summary] = {}
+        self._sketches: dict[_Key, Sketch] = {}
 
-    def get(self, entry: Entry) -> Summary | None:
+    def summary(self, entry: Entry) -> Summary | None:
         """Return the statistics of `entry`, if they are known."""
-        if self._found is None:
-            self._found = self._read() if self._path.exists() else {}
-        found = self._found.get(_key(entry))
+        self._read()
+        found = self._summaries.get(_key(entry))
         return found if found is not None and (found.shape, found.dtype) == (entry.shape, entry.dtype) else None
 
-    def put(self, entry: Entry, summary: Summary) -> None:
-        """Keep statistics for the next time."""
-        assert self._found is not None
-        self._found[_key(entry)] = summary
+    def sketch(self, entry: Entry) -> Sketch | None:
+        """Return the sketch of `entry`, if it is known."""
+        self._read()
+        return self._sketches.get(_key(entry))
+
+    def put(self, entry: Entry, found: Summary | Sketch) -> None:
+        """Keep statistics or a sketch for the next time."""
+        key = _key(entry)
+        if isinstance(found, Sketch):
+            self._sketches[key] = found
+            fields = {"num_sampled": found.num_sampled, "quantiles": found.quantiles, "projection": found.projection}
+        else:
+            self._summaries[key] = found
+            fields = dataclasses.asdict(found)
         if not self._writable:
             return
-        payload = {"key": _key(entry), **dataclasses.asdict(summary)}
         try:
             if self._path.is_symlink():
                 raise OSError("a link may lead anywhere")
             with self._path.open("ab", buffering=0) as file:
-                file.write(frame(payload))
+                file.write(frame({"key": key, **fields}))
         except OSError:
             self._writable = False
 
-    def _read(self) -> dict[tuple[int, int, int, str], Summary]:
-        found: dict[tuple[int, int, int, str], Summary] = {}
+    def _read(self) -> None:
+        if self._is_read:
+            return
+        self._is_read = True
+        if not self._path.exists():
+            return
         with contextlib.suppress(ValueError, TypeError, CorruptError), open_regular(self._path) as file:
             while file.tell() < _MAX_BYTES and (payload := read_frame(file)) is not None:
                 shard, offset, checksum, dtype = payload.get("key") or [None] * 4
-                found[shard, offset, checksum, dtype] = _summary(payload)
-        return found
+                if "quantiles" in payload:
+                    self._sketches[shard, offset, checksum, dtype] = _sketch(payload)
+                else:
+                    self._summaries[shard, offset, checksum, dtype] = _summary(payload)
 
 
-def _key(entry: Entry) -> tuple[int, int, int, str]:
+def _key(entry: Entry) -> _Key:
     """Return what tells the values of `entry` from all others: their place, their bytes and what these mean."""
     assert entry.location is not None
     return entry.location.shard, entry.location.offset, entry.location.checksum, entry.describe()
@@ -82,3 +104,15 @@ def _summary(payload: dict[str, Any]) -> Summary:
     if not all(isinstance(value, int) for value in counts.values()):
         raise ValueError("counts are not numbers")
     return Summary(shape=tuple(shape), dtype=dtype, **numbers, **counts)  # type: ignore[arg-type]
+
+
+def _sketch(payload: dict[str, Any]) -> Sketch:
+    quantiles, projection, num_sampled = (payload.get(name) for name in ("quantiles", "projection", "num_sampled"))
+    for numbers, lengths in ((quantiles, (0, NUM_QUANTILES)), (projection, (LENGTH,))):
+        if not isinstance(numbers, list) or len(numbers) not in lengths:
+            raise ValueError("a sketch of another kind")
+        if not all(isinstance(number, float) and math.isfinite(number) for number in numbers):
+            raise ValueError("a sketch is not made of numbers")
+    if not isinstance(num_sampled, int):
+        raise ValueError("a count is not a number")
+    return Sketch(tuple(quantiles or ()), tuple(projection or ()), num_sampled)
