@@ -127,6 +127,8 @@ class NamingKernels(Protocol):
 class CompilingGraphs(Protocol):
     """A back-end that can compile a graph in memory, for `torch.compile`; a third party may leave this out."""
 
+    name: str
+
     def compile_graph(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> GraphFunction:
         """Compile a flat ATen graph, which must not be changed.
 

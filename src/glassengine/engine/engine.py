@@ -321,3 +321,4 @@ def _kernel_sites(kernels: Iterable[tuple[str, tuple[str, ...]]], sites: SiteTab
         last = max((node for node in nodes if node in order), key=order.__getitem__, default=None)
         named.append((kernel, kernel if last is None else sites.by_node[last][0].name))
     return named
+    executable.backend = manifest.backend

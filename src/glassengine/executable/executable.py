@@ -41,6 +41,7 @@ class Executable:
         output_names: Names of the outputs in order; needed where they come as a sequence.
         graph: What was compiled, or a function that reads it from where it is stored; None where nobody knows.
         cache_key: Of the compiled code in the persistent cache; "" where it is not kept there.
+        backend: Name of the back-end that compiled it; "" where nobody said.
         synchronous: Whether a run ends when its devices have finished. An accelerator reports an error when it is next
             waited for, by default in a later execution, perhaps of another executable. Costs the overlap of host and
             device; nothing on the CPU.
@@ -55,6 +56,7 @@ class Executable:
     output_names: tuple[str, ...] = ()
     graph: CapturedGraph | Callable[[], CapturedGraph] | None = None
     cache_key: str = ""
+    backend: str = ""
     synchronous: bool = field(default_factory=environment.synchronous)
     number: int = field(default_factory=lambda: next(_numbers))
     executions: dict[int, int] = field(default_factory=dict)

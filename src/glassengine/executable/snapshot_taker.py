@@ -228,7 +228,7 @@ def _taken(
         pending.kept if pending is not None else inputs,
         outputs,
         pending.rng if pending is not None else rng or {},
-        {"step": current_step(), **(facts or {})},
+        {"backend": executable.backend, "step": current_step(), **(facts or {})},
     )
 
 

@@ -108,6 +108,7 @@ class _GraphCompiler:
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
 
+        executable.backend = self._backend.name
 
 def read_options(options: Mapping[str, Any] | None, mode: str | None) -> Options:
     """Return the options of a call of torch.compile.
