@@ -11,10 +11,13 @@ Any other block is a mistake, so nothing on a page goes unchecked. In expected o
 from __future__ import annotations
 
 import contextlib
+import glob
 import io
+import os
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +81,9 @@ class Runner:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        # The reader's commands are processes of their own, to which no Python block has set a variable.
+        self.environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+        self.environ.pop("GLASS_CACHE_MAX_BYTES", None)  # with which the tests turn the persistent cache off
         self.namespace: dict[str, Any] = {"__name__": "guide"}
         self.printed = ""
         self.status = 0
@@ -93,16 +99,19 @@ class Runner:
             status, self.status = self.status, 0
             return f"{status}\n"
         if words[0] != "glass":
-            done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=False)
+            command = ["bash", "-c", text]
+            done = subprocess.run(command, capture_output=True, text=True, check=False, env=self.environ | variables)
             self.status = done.returncode
             return done.stdout + done.stderr
         stream = io.StringIO()
         # The reader's command is a process of its own, to which no Python block has said how tensors are printed.
         torch.set_printoptions(profile="default")
         with pytest.MonkeyPatch.context() as patch, redirected(stream):
-            for name, value in variables.items():
+            for name in os.environ.keys() - self.environ.keys():
+                patch.delenv(name)
+            for name, value in (self.environ | variables).items():
                 patch.setenv(name, value)
-            self.status = main(words[1:])
+            self.status = main([found for word in words[1:] for found in sorted(glob.glob(word)) or [word]])
         return stream.getvalue()
 
     def python(self, block: Block, page: str) -> None:
@@ -179,5 +188,8 @@ def run_guide(
     for name in ("DEBUG_ARTIFACTS_DIR", "TRTLLM_ADD_OUTPUT", "CUDA_LAUNCH_BLOCKING"):
         monkeypatch.delenv(name, raising=False)
     update = bool(request.config.getoption("--update-guides"))
+    before = dict(os.environ)
     yield lambda page: run_page(page, tmp_path, update=update and page.is_relative_to(root))
     torch.set_printoptions(profile="default")
+    os.environ.clear()
+    os.environ.update(before)

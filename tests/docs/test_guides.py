@@ -9,7 +9,12 @@ import pytest
 
 Run = Callable[[Path], list[str]]
 
-PAGES = ["coming-from-ditto.md", "coming-from-tensorrt-llm.md", "coming-from-transformers.md"]
+PAGES = [
+    "coming-from-ditto.md",
+    "coming-from-pytorch-neuronx.md",
+    "coming-from-tensorrt-llm.md",
+    "coming-from-transformers.md",
+]
 
 
 @pytest.mark.parametrize("page", PAGES)
