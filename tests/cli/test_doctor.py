@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 import glassengine
 from glassengine import environment
 from glassengine.cli.main import main
+from glassengine.executable.cache_key import digest, surroundings
+from glassengine.executable.cache_store import Manifest, Store, list_files
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["versions"]["torch"] == environment.versions()["torch"]
     assert found["num_cpus"] >= 1 and found["disk_free_bytes"] > 0
     assert [backend["name"] for backend in found["backends"]] == ["present", "absent"]
-    assert set(found["caches"]) == {"huggingface", "inductor"}
+    assert set(found["caches"]) == {"huggingface", "inductor", "glassengine"}
 
 
 @pytest.mark.usefixtures("backends")
@@ -92,3 +95,69 @@ def test_real_back_ends(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["backends"]
     for backend in found["backends"]:
         assert backend["available"] or backend["reason"]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache with two graphs, one of them used once."""
+    monkeypatch.setenv("GLASS_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("GLASS_CACHE_MAX_BYTES", "5000")
+    store = Store(tmp_path / "cache")
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "code.so").write_bytes(b"x" * 2000)
+    for index, cause in enumerate(
+        ("nothing is stored yet", "inputs.0: float32[2, 3] -> float32[4, 3] (nearest: mm 0a)")
+    ):
+        parts = {**surroundings(), "inputs": {"0": f"float32[{2 + 2 * index}, 3]"}}
+        store.put(Manifest(digest(parts), "aten.mm.default", "abc", parts, cause, 1.25, list_files(source)), source)
+    (tmp_path / "taken").mkdir()
+    assert store.fetch(digest(parts), tmp_path / "taken")
+    return tmp_path / "cache"
+
+
+def test_cache_on_the_screen(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--cache"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{cache}: 2 entries, 3.9 KiB, at most 4.9 KiB"
+    assert lines[3].split()[:3] == ["key", "name", "hits"] and lines[3].endswith("why it was compiled")
+    by_hits = {line.split()[2]: line for line in lines[4:6]}
+    assert by_hits["1"].endswith("2.0 KiB     1.2 s  inputs.0: float32[2, 3] -> float32[4, 3] (nearest: mm 0a)")
+    assert by_hits["0"].endswith("nothing is stored yet")
+
+
+def test_cache_as_json(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--cache", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["schema_version"], found["ok"], found["max_bytes"], found["num_bytes"]) == (1, True, 5000, 4000)
+    assert found["directory"] == str(cache)
+    assert sorted(entry["num_hits"] for entry in found["entries"]) == [0, 1]
+    assert {entry["parts"]["inputs"]["0"] for entry in found["entries"]} == {"float32[2, 3]", "float32[4, 3]"}
+
+
+def test_cache_from_elsewhere_and_damaged(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(environment, "cpu_flags", lambda: frozenset({"abacus"}))
+    first, _ = sorted(cache.iterdir())
+    (first / "manifest.json").write_text("{}")
+    assert main(["doctor", "--cache"]) == 1
+    shown = capsys.readouterr().out
+    assert "made elsewhere, and compiled again when wanted here: 1" in shown and "processor.flags: " in shown
+    assert "+abacus" in shown
+    assert f"damaged, compiled again when wanted: {first.name[:8]}" in shown
+
+
+def test_cache_that_is_not_there_or_not_ours(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache.chmod(0o777)
+    assert main(["doctor", "--cache"]) == 1
+    assert "others can write to it" in capsys.readouterr().out
+    monkeypatch.setenv("GLASS_CACHE_DIR", str(tmp_path / "nowhere"))
+    monkeypatch.setenv("GLASS_CACHE_MAX_BYTES", "0")
+    assert main(["doctor", "--cache"]) == 0
+    assert "0 entries, 0 B, turned off: GLASS_CACHE_MAX_BYTES=0" in capsys.readouterr().out
+    assert not (tmp_path / "nowhere").exists()
+    monkeypatch.setenv("GLASS_CACHE_MAX_BYTES", "much")
+    assert main(["doctor", "--cache"]) == 2
