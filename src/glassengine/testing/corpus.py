@@ -190,16 +190,16 @@ def _try(bench: Bench, mistake: Mistake, seed: str, row: Row, planter: Planter) 
     try:
         mutant = planter(bench, mistake, seed)
         guilt = find_guilt(bench.program, mutant, bench.inputs)
+        row.guilty = next(iter(guilt.nodes), None)
+        row.note = "no effect" if not guilt.nodes else "below precision" if guilt.is_below_precision else ""
+        if not row.note and is_equivalent(bench.program, mutant, bench.inputs):
+            row.note = "equivalent"
     except DoesNotApply:
         row.note = "does not apply"
         return None
     except (GlassError, RuntimeError, IndexError, ValueError, TypeError) as error:
         row.note = f"invalid: {_short(error)}"
         return None
-    row.guilty = next(iter(guilt.nodes), None)
-    row.note = "no effect" if not guilt.nodes else "below precision" if guilt.is_below_precision else ""
-    if not row.note and is_equivalent(bench.program, mutant, bench.inputs):
-        row.note = "equivalent"
     return Planted(mutant, guilt)
 
 

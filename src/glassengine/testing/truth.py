@@ -187,8 +187,16 @@ class _Wide:
                     args, kwargs = pytree.tree_map(retarget, (args, kwargs))
                     values[node.name] = target_of(node)(*args, **kwargs)
                 else:
-                    as_written = target_of(node)(*args, **kwargs)
-                    values[node.name] = pytree.tree_map_only(torch.Tensor, double, as_written)
+                    values[node.name] = pytree.tree_map_only(torch.Tensor, double, _as_written(node, args, kwargs))
         results = {name: values[node] for name, node in program.output_nodes.items()}
         self._caches = {past: results[present] for past, present in program.caches.items()}
         return results
+
+
+def _as_written(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an op that the original does not have makes of its float64 arguments."""
+    if node.target is torch.ops.aten.view.dtype:
+        # Bits are those of the number as the program holds it.
+        source: Any = node.args[0]
+        args = (args[0].to(source.meta["val"].dtype), *args[1:])
+    return target_of(node)(*args, **kwargs)
