@@ -93,6 +93,28 @@ def test_what_a_file_says_of_a_sharding_is_not_trusted(change: dict[str, Any]) -
     good = {"shape": [2], "placements": ["R", "S(0)"], "mesh": [2, 1], "names": [], "coordinate": [1, 0]}
     assert sharding_from(good) == Sharding((2,), ("R", "S(0)"), (2, 1), (), (1, 0))
     assert sharding_from(None) is None
+    bad: object
     for bad in ({**good, **change}, [], "x"):
         with pytest.raises(ValueError, match="sharding"):
             sharding_from(bad)
+
+
+class Subclass(nn.parallel.DistributedDataParallel):
+    """What a training framework makes of it."""
+
+
+@pytest.mark.usefixtures("mesh")
+@pytest.mark.parametrize("wrap", [nn.parallel.DistributedDataParallel, Subclass])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_wrappers_are_no_part_of_a_name(wrap: Any, is_compiled: bool, tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    with record(model, tmp_path / "plain", gradients=True):
+        model(WHOLE).sum().backward()
+    wrapped = wrap(torch.compile(model, backend="eager") if is_compiled else model)
+    with record(wrapped, tmp_path / "r", gradients=True):
+        wrapped(WHOLE).sum().backward()
+    opened, plain = Recording.open(tmp_path / "r"), Recording.open(tmp_path / "plain")
+    inside = {site for site in plain.sites() if site[0].isdigit() and not site.endswith((".weight:grad", ".bias:grad"))}
+    assert set(opened.sites()) == set(plain.sites()) - (inside if is_compiled else set())
+    assert set(opened.metadata.get("not_seen", ())) == ({"0", "1"} if is_compiled else set())

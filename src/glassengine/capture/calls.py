@@ -201,6 +201,6 @@ def _join(path: str, name: str) -> str:
 def _wrapped(module: nn.Module) -> nn.Module | None:
     """Return the module that `module` passes its calls on to, if it is a wrapper."""
     for name, child in module._modules.items():
-        if name in _WRAPPERS or (name == "module" and type(module).__name__ in _PARALLEL):
+        if name in _WRAPPERS or (name == "module" and any(kind.__name__ in _PARALLEL for kind in type(module).__mro__)):
             return child
     return None

@@ -179,9 +179,9 @@ class ModuleHooks:
             if forward is None or not forward.open:
                 forward = self._outermost(known, forward)
             where = enter(known, forward)
+            called.add(module)
             if where is None or not forward.records:
                 return
-            called.add(module)
             if len(args) == 1 and type(args[0]) is Tensor and not gradients:
                 take(where + ":in[0]", forward.step, args[0])
             elif args:
