@@ -5,14 +5,18 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
+import glassengine as glass
+from glassengine import environment
 from glassengine.executable import observers
 from glassengine.executable.observers import Execution
+from glassengine.testing import models
 
 EAGER = {"backend": "eager"}
 
@@ -150,3 +154,72 @@ def test_dynamic_shapes_have_symbols(seen: Seen) -> None:
 def test_wrong_options_are_explained(options: dict[str, str], message: str) -> None:
     with pytest.raises(BackendCompilerFailed, match=message):
         torch.compile(lambda x: x + 1, backend="glass", options=options)(torch.ones(2))
+
+
+def train(model: torch.nn.Module, call: Callable[..., Any], steps: int) -> tuple[list[float], int]:
+    """Train a language model with AdamW; return losses, and how many graphs were compiled after the second step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(0)
+    losses, late = [], 0
+    for step in range(steps):
+        ids = torch.randint(0, 64, (2, 16), generator=generator)
+        before = glass.metrics().counters.get("UncachedCompile", 0)
+        loss = call(input_ids=ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        glass.mark_step()
+        losses.append(loss.item())
+        late += (step > 1) * (glass.metrics().counters.get("UncachedCompile", 0) - before)
+    return losses, late
+
+
+@pytest.fixture(scope="module")
+def eager_losses() -> list[float]:
+    model = models.llama()
+    return train(model, model, 20)[0]
+
+
+@pytest.mark.parametrize("mode", ["compile", "eager_debug"])
+def test_a_llama_trains_bitwise_as_eager_and_compiles_nothing_after_step_two(
+    eager_losses: list[float], mode: str
+) -> None:
+    model = models.llama()
+    losses, late = train(model, compiled(model, mode=mode), 20)
+    assert losses == eager_losses
+    assert late == 0
+
+
+@pytest.mark.slow
+def test_a_llama_trains_within_rounding_under_inductor(eager_losses: list[float]) -> None:
+    model = models.llama()
+    losses, late = train(model, compiled(model, backend="inductor"), 20)
+    assert losses == pytest.approx(eager_losses, rel=1e-5)
+    assert late == 0
+
+
+class Appending(torch.nn.Module):
+    """Saves for its backward what Inductor lays out otherwise than ATen: a concatenation with nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.linear(x).view(2, 5, 2, 3).transpose(1, 2)
+        kept = torch.cat([torch.tensor([]), heads], dim=-2)
+        return (kept @ kept.transpose(-1, -2)).softmax(-1)
+
+
+@pytest.mark.skipif(environment.cxx_compiler() is None, reason="needs a C++ compiler")
+def test_forward_and_backward_of_inductor_agree_on_strides() -> None:
+    torch.manual_seed(0)
+    model, x = Appending(), torch.randn(2, 5, 4)
+    expected = model(x)
+    expected.square().sum().backward()
+    gradient = model.linear.weight.grad.clone()
+    model.zero_grad()
+    actual = compiled(model, backend="inductor")(x)
+    actual.square().sum().backward()
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(model.linear.weight.grad, gradient)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from glassengine.backends.io import read_io, write_io
 from glassengine.backends.kernels import kernel_nodes, list_kernels
 from glassengine.backends.protocol import Availability, Capabilities, GraphFunction, Network, Run, Weights
 from glassengine.executable.cache import CompilerCache
-from glassengine.program.program import Program
+from glassengine.program.program import Program, copied_graph
 
 FREEZE_LIMIT_BYTES = 2 << 30
 
@@ -76,9 +76,11 @@ class InductorBackend:
 
     def compile_graph(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> GraphFunction:
         """Compile in memory, with the sizes that the trace in progress has as symbols."""
+        # Inductor changes what it compiles. Its own copy would copy constants, too, which a trace in progress forbids.
+        own = torch.fx.GraphModule(module, copied_graph(module.graph))
         with torch.no_grad(), _quiet(), flags_in_effect():
             artifact = torch._inductor.standalone_compile(
-                module, list(example_inputs), dynamic_shapes="from_tracing_context"
+                own, list(example_inputs), dynamic_shapes="from_tracing_context", donate_graph_module=True
             )
 
         def run(arguments: list[Any]) -> Any:
@@ -87,6 +89,13 @@ class InductorBackend:
             return artifact(*values)
 
         return run
+
+    def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
+        """Return those of Inductor: some change strides, as of a concatenation in which only one part is not empty."""
+        from torch._inductor.decomposition import select_decomp_table
+
+        table: Mapping[Any, Callable[..., Any]] = select_decomp_table()
+        return table
 
     def graph_cache(self) -> CompilerCache:
         """Return the caches of Inductor itself."""

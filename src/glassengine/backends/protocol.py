@@ -139,6 +139,18 @@ class CompilingGraphs(Protocol):
 
 
 @runtime_checkable
+class DecomposingGraphs(Protocol):
+    """A back-end that wants the graphs of `torch.compile` traced through decompositions of its own.
+
+    One whose results have other strides than the decomposed operation would have must do so: strides of what a forward
+    graph saves are built into the backward graph.
+    """
+
+    def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
+        """Return operation -> decomposition."""
+
+
+@runtime_checkable
 class CachingGraphs(Protocol):
     """A back-end whose `compile_graph` can find again what it compiled in another process."""
 

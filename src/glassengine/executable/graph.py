@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
+from torch.utils._python_dispatch import _disable_current_modes
 
 from glassengine.program.naming import source_line
 from glassengine.program.program import Program
@@ -249,9 +251,9 @@ def _constant(value: Any) -> str:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    from torch._subclasses.fake_tensor import FakeTensor
-
     if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
         return "without values"
-    plain = tensor.detach().cpu().contiguous().flatten().view(torch.uint8) if tensor.numel() else tensor
-    return hashlib.sha256(plain.numpy().tobytes() if tensor.numel() else b"").hexdigest()[:16]
+    with _disable_current_modes():  # within a trace, too, this is about values
+        plain = tensor.detach().cpu().contiguous().flatten()
+        data = plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    return hashlib.sha256(data).hexdigest()[:16]

@@ -1,13 +1,14 @@
 """The back-end "glass" of torch.compile: every graph that it captures becomes an `Executable`.
 
-TorchDynamo captures Python code, AOT autograd makes inference, forward and backward graphs of it, at ATen level and not
-decomposed further, so that the graphs and their hashes are the same whatever compiles them.
+TorchDynamo captures Python code, AOT autograd makes inference, forward and backward graphs of it, at ATen level,
+decomposed further only where the back-end asks for it.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import CompileContext, TracingContext
 
 from glassengine import environment
-from glassengine.backends.protocol import CachingGraphs, GraphFunction
+from glassengine.backends.protocol import CachingGraphs, DecomposingGraphs, GraphFunction
 from glassengine.backends.registry import choose_graph_backend
 from glassengine.errors import UnknownNameError
 from glassengine.executable.compilation import Cause, Occasion
@@ -28,7 +29,7 @@ from glassengine.executable.graph import GraphKind
 from glassengine.frontends.aot_graph import Names, captured
 from glassengine.frontends.causes import RESUMED, occasion
 from glassengine.frontends.eager_debug import interpret
-from glassengine.frontends.eager_ops import OpRunner
+from glassengine.frontends.eager_ops import op_runner
 
 MODES = ("compile", "eager_debug")
 
@@ -71,6 +72,7 @@ def glass_backend(
         fw_compiler=functools.partial(compiler.compile, "forward"),
         bw_compiler=functools.partial(compiler.compile, "backward"),
         inference_compiler=functools.partial(compiler.compile, "inference"),
+        decompositions=compiler.decompositions(),
         partition_fn=min_cut_rematerialization_partition,
         keep_inference_input_mutations=True,
     )(module, example_inputs)
@@ -81,12 +83,18 @@ class _GraphCompiler:
 
     def __init__(self, options: Options, names: Names) -> None:
         self._backend = choose_graph_backend(options.backend)
-        self._operations = OpRunner(self._backend) if options.mode == "eager_debug" else None
+        self._operations = op_runner(type(self._backend)) if options.mode == "eager_debug" else None
         self._cache = self._backend.graph_cache() if isinstance(self._backend, CachingGraphs) else None
         self._names = names
         self._label = _label(names)
         self._occasion = occasion(names.root)
         self._forward = ""
+
+    def decompositions(self) -> Mapping[Any, Callable[..., Any]] | None:
+        """Return what the back-end wants decomposed; nothing is where operations run one by one."""
+        if self._operations is None and isinstance(self._backend, DecomposingGraphs):
+            return self._backend.decompositions()
+        return None
 
     def compile(self, kind: GraphKind, module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> GraphFunction:
         """Compile one of the graphs."""
@@ -101,6 +109,7 @@ class _GraphCompiler:
         executable = compile_graph(
             name, graph, lambda: self._backend.compile_graph(module, example_inputs), self._cache, why
         )
+        executable.backend = self._backend.name
 
         def call(arguments: list[Any]) -> Any:
             return executable.run(arguments)
@@ -108,7 +117,6 @@ class _GraphCompiler:
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
 
-        executable.backend = self._backend.name
 
 def read_options(options: Mapping[str, Any] | None, mode: str | None) -> Options:
     """Return the options of a call of torch.compile.
@@ -141,12 +149,25 @@ def _number(kind: GraphKind) -> str:
 
 def _label(names: Names) -> str:
     """Return the class of the compiled module or the name of the function, with the line that a graph break ended."""
-    if names.model is not None:
-        return names.model
     context = TracingContext.try_get()
-    if context is None or not context.traced_code:
-        return "graph"
-    code = context.traced_code[0]
-    if resumed := RESUMED.match(code.co_name):
+    code = context.traced_code[0] if context is not None and context.traced_code else None
+    if code is not None and (resumed := RESUMED.match(code.co_name)):
         return f"{resumed[1]}:{resumed[2]}"
+    # Forward methods are often wrapped, and then the code has the name of the wrapper.
+    called = names.model or _called_module(names)
+    if called is not None or code is None:
+        return called or "graph"
     return code.co_qualname.rpartition("<locals>.")[2].removesuffix(".forward")
+
+
+def _called_module(names: Names) -> str | None:
+    """Return the class of the module whose call is being compiled; None where that is not a call of a module."""
+    owned = [source.name for source in names.sources if source.kind in ("parameter", "buffer")]
+    frame = sys._getframe()
+    while owned and frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is torch.nn.Module._call_impl.__code__:
+            module = frame.f_locals["self"]
+            tensors = {name for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers())}
+            return type(module).__name__ if tensors.issuperset(owned) else None
+    return None
