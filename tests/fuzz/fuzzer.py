@@ -37,6 +37,7 @@ import torch
 
 import glassengine.recording
 from glassengine.errors import GlassError
+from glassengine.recording.reader import Recording
 from glassengine.recording.source import open_source
 
 READERS = str(Path(glassengine.recording.__file__).parent)
@@ -90,6 +91,9 @@ def exercise(path: Path) -> str:
                 tensor = source.tensor(entry)
                 assert tuple(tensor.shape) == entry.shape, "another shape than was said"
                 tensor.flatten()[:8].tolist()
+                if isinstance(source, Recording):
+                    source.summary(entry)
+                    source.sketch(entry)
         for item in source.skipped:
             assert item.reason, "skipped without a reason"
         return f"{len(source.entries)} tensors"

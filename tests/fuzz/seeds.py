@@ -16,7 +16,9 @@ from safetensors.torch import save
 
 import glassengine as glass
 from glassengine.recording.formats.export import FORMATS
-from glassengine.recording.layout import LeftOut
+from glassengine.recording.layout import LeftOut, Sharding
+from glassengine.recording.reader import Recording
+from glassengine.recording.values import describe
 from glassengine.recording.writer import RecordingWriter
 
 Files = dict[str, bytes]
@@ -41,7 +43,13 @@ def recording(folder: Path) -> None:
             writer.write("a:in[0]", step, torch.ones(2, dtype=torch.complex128))
             writer.write("b", step, torch.zeros(0), rank=1)
             writer.leave_out(LeftOut("c", step, 0, "values were not asked for", "float32", (2, 3)))
+            writer.write("d", step, X, sharding=Sharding((4, 3), ("S(0)",), (2,), ("tensor",), (1,)))
+            writer.leave_out_block((describe("e", X), describe("f", X)), step, 0, "because", memoryview(bytes(88)))
             writer.commit(step, token_ids=[[1, 2, step]])
+    opened = Recording.open(folder)
+    for entry in opened.entries[:2]:
+        opened.summary(entry)
+        opened.sketch(entry)
 
 
 def npy(array: Any) -> bytes:
