@@ -30,31 +30,40 @@ class Keeper:
 
     def keep(self, execution: Execution) -> dict[str, Any]:
         """Return the inputs of an execution that begins, by name."""
-        inputs = execution.inputs
-        overwritten = inputs.keys() if self._how != "reference" else overwritten_inputs(execution)
-        return {
-            name: self._copied(execution, name, value) if name in overwritten and obstacle(value) is None else value
-            for name, value in inputs.items()
-        }
+        kept = dict(execution.inputs)
+        number = execution.executable.number
+        rooms: list[Tensor] = []
+        values: list[Tensor] = []
+        for name in kept if self._how != "reference" else overwritten_inputs(execution):
+            value = kept[name]
+            if not isinstance(value, Tensor):
+                continue
+            free = self._rooms.get(_key(number, name, value))
+            if free:
+                kept[name] = free.pop()
+                rooms.append(kept[name])
+                values.append(value)
+            elif obstacle(value) is None:
+                moved = value.detach().to("cpu") if self._how == "host" else value.detach()
+                kept[name] = copied(moved, value.shape, value.stride())
+        if rooms:
+            # One call for all of them: most are small, and a call takes longer than the copy.
+            with torch.inference_mode(False), torch.no_grad():
+                torch._foreach_copy_(rooms, values)
+        return kept
 
-    def release(self, execution: Execution, kept: Mapping[str, Any] | None) -> None:
+    def release(self, execution: Execution, kept: Mapping[str, Any]) -> None:
         """Take back what `keep` returned; it is not to be used any more."""
-        for name, value in (kept or {}).items():
-            original = execution.inputs.get(name)
-            if isinstance(value, Tensor) and value is not original:
-                self._rooms.setdefault(self._key(execution, name, original), []).append(value)
+        number = execution.executable.number
+        for name, value in kept.items():
+            original = execution.inputs[name]
+            # What is expanded cannot be written to.
+            if value is not original and 0 not in value.stride():
+                self._rooms.setdefault(_key(number, name, original), []).append(value)
 
-    def _copied(self, execution: Execution, name: str, tensor: Tensor) -> Tensor:
-        rooms = self._rooms.get(self._key(execution, name, tensor))
-        values = tensor.detach()
-        if self._how == "host":
-            values = values.to("cpu")
-        return copied(values, tensor.shape, tensor.stride(), rooms.pop() if rooms else None)
 
-    def _key(self, execution: Execution, name: str, tensor: Tensor | None) -> tuple[object, ...]:
-        assert tensor is not None
-        shape = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-        return (execution.executable.number, name, *shape)
+def _key(number: int, name: str, tensor: Tensor) -> tuple[object, ...]:
+    return (number, name, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 def overwritten_inputs(execution: Execution) -> frozenset[str]:

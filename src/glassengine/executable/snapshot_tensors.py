@@ -136,7 +136,7 @@ def restored(stored: Tensor, dtype: str, shape: Sequence[int], stride: Sequence[
     return copied(stored, shape, stride)
 
 
-def copied(tensor: Tensor, shape: Sequence[int], stride: Sequence[int], room: Tensor | None = None) -> Tensor:
+def copied(tensor: Tensor, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
     """Return a copy that autograd does not know, with the strides given where memory allows.
 
     Args:
@@ -144,17 +144,15 @@ def copied(tensor: Tensor, shape: Sequence[int], stride: Sequence[int], room: Te
         shape: Sizes.
         stride: Steps in elements, of the copy; a dimension of step 0 is expanded. Other overlapping memory becomes
             contiguous.
-        room: What an earlier call returned for the same shape, stride, dtype and device: written over.
     """
     own = [1 if step == 0 else size for size, step in zip(shape, stride, strict=True)]
     with torch.inference_mode(False), torch.no_grad():
-        if room is None and tensor.numel() and _is_dense(own, stride):
+        if tensor.numel() and _is_dense(own, stride):
             room = torch.empty_strided(own, tuple(stride), dtype=tensor.dtype, device=tensor.device)
-        elif room is None:
+        else:
             own = list(shape)
             room = torch.empty(own, dtype=tensor.dtype, device=tensor.device)
-        corner = tuple(slice(0, size) for size in own)
-        room[corner].copy_(tensor[corner])
+        room.copy_(tensor[tuple(slice(0, size) for size in own)])
     return room.expand(tuple(shape))
 
 
