@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -180,6 +182,30 @@ def test_tensorboard_reads_the_steps(tmp_path: Path) -> None:
     expected = [length / 1e3 for length in summary_of(taken)["steps_us"]]
     assert [item.value for item in scalars] == pytest.approx(expected, rel=1e-5)
     assert "total_ms/step" in found.Tags()["scalars"]
+
+
+# In a process of its own: the plugin's cache starts another one.
+READ_BY_THE_PLUGIN = """
+import json, sys
+from torch_tb_profiler.io.cache import Cache
+from torch_tb_profiler.profiler import RunLoader
+
+if __name__ == "__main__":
+    ((worker, _), found), = RunLoader("run", sys.argv[1], Cache()).load().profiles.items()
+    print(json.dumps({"worker": worker, "views": [view.display_name for view in found.views]}))
+"""
+
+
+def test_the_plugin_of_tensorboard_reads_the_trace(tmp_path: Path) -> None:
+    with glass.profile(tmp_path) as taken:
+        for _ in range(3):
+            Block()(torch.randn(2, 8))
+            spans.step_ended()
+    script = tmp_path / "read.py"
+    script.write_text(READ_BY_THE_PLUGIN)
+    command = [sys.executable, str(script), str(taken.directory)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == {"worker": "rank0", "views": ["Overview", "Operator", "Trace"]}
 
 
 def event(name: str, start: float, length: float, **more: Any) -> dict[str, Any]:

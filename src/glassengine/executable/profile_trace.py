@@ -62,11 +62,23 @@ def annotate(trace: Trace, kernels_of: Callable[[str], Kernels]) -> None:
             if kind_of(span.event) == "execute":
                 _name_kernels(span, kernels_of(span.event["name"]))
     begin = min((float(event["ts"]) for event in trace["traceEvents"] if event.get("ph") == "X"), default=0.0)
+    # On a row of their own, since other spans may cross the ends of steps.
+    row = 1 + max((event["tid"] for event in trace["traceEvents"] if isinstance(event.get("tid"), int)), default=0)
     for event in sorted(ends, key=lambda event: float(event["ts"])):
         end = float(event["ts"])
-        # The name by which TensorBoard knows steps; on a row of their own, since other spans may cross their ends.
-        event |= {"name": f"ProfilerStep#{event['name']}", "ts": begin, "dur": end - begin, "tid": "steps"}
+        # The name by which TensorBoard knows steps.
+        event |= {"name": f"ProfilerStep#{event['name']}", "ts": begin, "dur": end - begin, "tid": row}
         begin = end
+    if ends:
+        named = {
+            "ph": "M",
+            "name": "thread_name",
+            "pid": ends[0]["pid"],
+            "tid": row,
+            "ts": 0,
+            "args": {"name": "steps"},
+        }
+        trace["traceEvents"].append(named)
 
 
 def nest(trace: Trace) -> list[Span]:
