@@ -281,6 +281,18 @@ def test_failing_compilation_is_a_miss_and_stores_nothing() -> None:
     assert counters() == {"Miss": 1} and examine_cache().entries == ()
 
 
+def test_interrupted_compilation_stores_nothing_and_leaves_the_cache_usable() -> None:
+    class Interrupted(Compiler):
+        def __call__(self) -> Any:
+            super().__call__()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Interrupted().run()
+    assert examine_cache().entries == ()
+    assert Compiler().run().outcome == "miss" and Compiler().run().outcome == "hit"
+
+
 @contextlib.contextmanager
 def without_superpowers() -> Iterator[None]:
     """Let the permissions of files hold for root as well: its right to ignore them is put down for a while."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import re
@@ -590,3 +591,35 @@ def test_examples_of_the_guide_in_three_processes(tmp_path: Path) -> None:
     reports = [numbers(report) for report in done.stdout.split("---")]
     assert reports == [(0, 2, 2, 0, 0), (1, 3, 2, 1, 0), (1, 4, 2, 1, 1)]
     assert "fx graph cache hit" in done.stderr
+
+
+def checkpointed() -> torch.Tensor:
+    x = X.clone().requires_grad_()
+    torch.utils.checkpoint.checkpoint(lambda t: (t.relu() * 2).exp(), x, use_reentrant=False).sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+KINDS: dict[str, Callable[[], torch.Tensor]] = {
+    "function transforms": lambda: torch.func.vmap(torch.func.grad(lambda x: (x.sin() ** 2).sum()))(X),
+    "second derivatives": lambda: torch.func.hessian(lambda x: (x**3).sum())(X[0]),
+    "checkpoints": checkpointed,
+    "export": lambda: torch.export.export(torch.nn.Linear(6, 4), (X,)).module()(X),
+    "another back-end": lambda: torch.compile(lambda x: x.sin() + 1, backend="aot_eager")(X),
+    "nested tensors": lambda: torch.nested.nested_tensor([X, X[:2]], layout=torch.jagged).sin().values(),
+    "complex numbers": lambda: torch.fft.ifft(torch.fft.fft(X) * 2).real,
+    "empty tensors": lambda: torch.cat([X[:0], X]) + X[:0].sum(),
+    "recurrent": lambda: torch.nn.LSTM(6, 3, bidirectional=True)(X)[0],
+    "convolution": lambda: torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.MaxPool2d(2))(X[None, None]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_code_of_other_kinds_is_bitwise(kind: str) -> None:
+    results = []
+    for mode in (contextlib.nullcontext(), EagerDebugMode(OpRunner(EagerBackend()))):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        with mode:
+            results.append(KINDS[kind]().detach())
+    assert torch.equal(results[0], results[1])

@@ -12,11 +12,15 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from glassengine.backends.protocol import GraphFunction
 from glassengine.backends.registry import choose_graph_backend
 from glassengine.frontends.eager_ops import OpRunner, count_fallback, op_runner
+
+_TRACING = (FakeTensor, FunctionalTensor)  # somebody captures a graph: nothing is computed
 
 
 class EagerDebugMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -29,6 +33,8 @@ class EagerDebugMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if any(issubclass(kind, _TRACING) for kind in types):
+            return func(*args, **(kwargs or {}))
         if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
             return NotImplemented
         if not isinstance(func, OpOverload):

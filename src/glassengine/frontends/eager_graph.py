@@ -166,10 +166,10 @@ def compile_call(
     """
     operation = call.operation
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    # Below autograd a graph is one of plain values.
-    fakes = [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in call.tensors]
-    args, kwargs = tree_map(lambda value: _exchange(call, value, fakes), (tuple(call.args), dict(call.kwargs)))
     try:
+        # Below autograd a graph is one of plain values.
+        fakes = [mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in call.tensors]
+        args, kwargs = tree_map(lambda value: _exchange(call, value, fakes), (tuple(call.args), dict(call.kwargs)))
         with mode, _silent():
             outcome = operation.op(*args, **kwargs)
     except Exception as error:
@@ -217,9 +217,9 @@ def compile_call(
 
 def overlap(call: Call) -> bool:
     """Whether a tensor that the call writes to shares memory with another of its tensors, or with itself."""
-    written = _written(call)
-    if not written:
+    if not call.operation.written:
         return False
+    written = _written(call)
     storages = [tensor.untyped_storage().data_ptr() for tensor in call.tensors]
     return any(
         (storages[index] and storages.count(storages[index]) > 1)
