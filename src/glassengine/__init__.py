@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from glassengine.diagnose.noise_floor import measure_noise_floor as measure_noise_floor
     from glassengine.diagnose.replay_snapshot import replay as replay
     from glassengine.diagnose.side_by_side import side_by_side as side_by_side
+    from glassengine.diagnose.training import check_training as check_training
     from glassengine.engine.build import build as build
     from glassengine.engine.engine import load as load
     from glassengine.engine.step_files import StepFiles as StepFiles
@@ -82,6 +83,7 @@ _PUBLIC = {
     "add_step_closure": "glassengine.executable.steps",
     "build": "glassengine.engine.build",
     "check": "glassengine.diagnose",
+    "check_training": "glassengine.diagnose.training",
     "compare": "glassengine.compare.compare",
     "compare_artifacts": "glassengine.program.artifacts",
     "compare_many": "glassengine.compare.many",
