@@ -364,3 +364,37 @@ def test_a_nan_of_the_backward_graph_is_found_there(tmp_path: Path) -> None:
     assert snapshot.kind == "backward"
     assert caught.value.origin is not None
     assert "test_nonfinite.py" in (caught.value.origin.source or "")
+
+
+def test_op_by_op_the_op_itself_is_stopped_and_its_snapshot_runs_again(tmp_path: Path) -> None:
+    torch.compiler.reset()
+    options = {"backend": "eager", "mode": "eager_debug"}
+    step = torch.compile(lambda x: torch.log(x * 2 - 3).exp(), backend="glass", options=options)
+    with (
+        glass.snapshots(tmp_path, on=("every", "nonfinite"), contents="inputs outputs") as snapshots,
+        pytest.raises(glass.NonFiniteError, match=r"execution 0 of 'aten\.log\.default'") as caught,
+    ):
+        step(torch.ones(3))
+    assert "torch.log(x * 2 - 3)" in str(caught.value)
+    found = [glass.Snapshot.open(path) for path in snapshots.written]
+    assert [snapshot.name for snapshot in found[:2]] == ["aten.mul.Tensor", "aten.sub.Tensor"]
+    for snapshot in found[:2]:
+        results = torch.utils._pytree.tree_leaves(snapshot.graph.graph_module(*snapshot.arguments()))
+        assert torch.equal(results[0], snapshot.output(snapshot.output_names[0]))
+
+
+def test_models_with_masks_train_undisturbed(tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=31
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    ids = torch.randint(0, 31, (2, 6))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="glass", options={"backend": "eager"})
+    with glass.snapshots(tmp_path, on=WRONG) as snapshots:
+        compiled(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
+    assert snapshots.written == () and snapshots.left_out.total() == 0

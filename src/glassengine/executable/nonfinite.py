@@ -28,6 +28,7 @@ from glassengine.program.causal_lm import USER_MODULE
 from glassengine.program.naming import source_line
 
 _UNINITIALIZED = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"})
+_NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"  # of torch.export, for nodes outside of every module
 _NEVER_MASKS = frozenset({"parameter", "tangent"})
 
 
@@ -248,7 +249,8 @@ class _Watching(Interpreter):
 
 def _module_path(node: Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
-    return str(list(stack.values())[-1][0]) if stack else ""
+    path = str(list(stack.values())[-1][0]) if stack else ""
+    return "" if path == _NO_MODULE else path
 
 
 def _sources(node: Node, written: Mapping[Node, Node], order: Mapping[Node, int]) -> list[Node]:

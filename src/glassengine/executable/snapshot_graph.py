@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch._export.verifier import TrainingIRVerifier
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import (
@@ -79,6 +79,7 @@ def flatten(module: GraphModule, *, with_source: bool = True) -> FlatGraph:
         constants[last.name] = value
     for node in module.graph.nodes:
         node.meta = _plain_meta(node, with_source)
+    _share_mode(module)
     module.recompile()
     return FlatGraph(module, constants)
 
@@ -179,5 +180,26 @@ def _fake(module: GraphModule, value: torch.Tensor) -> torch.Tensor:
 
 
 def _fake_mode(module: GraphModule) -> Any:
-    values = (node.meta.get("val") for node in module.graph.nodes)
-    return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+    return next(iter(_fake_modes(module)), None)
+
+
+def _fake_modes(module: GraphModule) -> list[FakeTensorMode]:
+    values = pytree.tree_leaves([node.meta.get("val") for node in module.graph.nodes])
+    return list(dict.fromkeys(value.fake_mode for value in values if isinstance(value, FakeTensor)))
+
+
+def _share_mode(module: GraphModule) -> None:
+    """Make the values of all nodes fakes of one mode: a graph of one operation has those of whoever called it."""
+    if len(_fake_modes(module)) < 2:
+        return
+    mode = FakeTensorMode()
+
+    def renewed(value: Any) -> Any:
+        if not isinstance(value, FakeTensor):
+            return value
+        with mode:
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+    for node in module.graph.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = pytree.tree_map(renewed, node.meta["val"])
