@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,15 @@ def test_every_range_is_what_the_file_has(tmp_path: Path, monkeypatch: pytest.Mo
     for offset in (0, 1, 4095, 4096, 5000):
         for size in (1, MIN_MAPPED_BYTES - 1, MIN_MAPPED_BYTES, MIN_MAPPED_BYTES + 4097):
             assert bytes(files.read(0, offset, size)) == data[offset : offset + size]
+
+
+def test_threads_that_read_more_shards_than_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _write(tmp_path / "r", 1 << 15, 24, monkeypatch, shard_bytes=1 << 17)
+    assert len(list((tmp_path / "r").glob("shard-*"))) == 24
+    opened = Recording.open(tmp_path / "r")
+
+    def read(number: int) -> bool:
+        return float(opened.tensor(f"x{number % 24}")[-1]) == number % 24
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(read, range(400)))

@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import stat
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -40,13 +41,11 @@ class ShardFiles:
 
     def __init__(self, directory: Path) -> None:
         self._open: dict[int, int] = {}
+        self._lock = threading.Lock()
+        weakref.finalize(self, _close, self._open)
         self._paths = _find_shards(directory)
         self._starts = {number: _header_bytes(path) for number, path in self._paths.items()}
         self.data_bytes = {number: path.stat().st_size - self._starts[number] for number, path in self._paths.items()}
-
-    def __del__(self) -> None:
-        for descriptor in self._open.values():
-            os.close(descriptor)
 
     def read(self, shard: int, offset: int, num_bytes: int) -> Any:
         """Return a writable buffer with bytes of a shard; they are mapped if they are many, and copied if few.
@@ -61,16 +60,17 @@ class ShardFiles:
         Raises:
             CorruptError: The file is gone or does not have these bytes.
         """
-        descriptor = self._descriptor(shard)
         start = self._starts[shard] + offset
-        if num_bytes < MIN_MAPPED_BYTES:
+        # Another thread may want another shard, for which this one is closed.
+        with self._lock:
+            descriptor = self._descriptor(shard)
+            if os.fstat(descriptor).st_size < start + num_bytes:
+                raise CorruptError("a shard has become shorter", got=str(self._paths[shard]))
+            if num_bytes >= MIN_MAPPED_BYTES:
+                return _mapped(descriptor, start, num_bytes)
             buffer = bytearray(num_bytes)
-            is_whole = os.preadv(descriptor, [buffer], start) == num_bytes
-        else:
-            is_whole = os.fstat(descriptor).st_size >= start + num_bytes
-        if not is_whole:
-            raise CorruptError("a shard has become shorter", got=str(self._paths[shard]))
-        return buffer if num_bytes < MIN_MAPPED_BYTES else _mapped(descriptor, start, num_bytes)
+            os.preadv(descriptor, [buffer], start)
+            return buffer
 
     def _descriptor(self, shard: int) -> int:
         found = self._open.get(shard)
@@ -84,6 +84,11 @@ class ShardFiles:
             with open_regular(path) as file:
                 found = self._open[shard] = os.dup(file.fileno())
         return found
+
+
+def _close(descriptors: dict[int, int]) -> None:
+    for descriptor in descriptors.values():
+        os.close(descriptor)
 
 
 def _mapped(descriptor: int, start: int, num_bytes: int) -> Any:
