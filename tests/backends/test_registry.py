@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from glassengine.backends import registry
-from glassengine.backends.protocol import Availability
+from glassengine.backends.protocol import Availability, CompilingGraphs
 from glassengine.errors import BackendError, UnknownNameError
 
 BUILT_IN = {"eager", "inductor", "onnxruntime", "openvino"}
@@ -131,3 +131,10 @@ def test_one_that_cannot_be_used_gives_its_reason(register: Register, monkeypatc
     assert (info.available, info.reason, info.install) == (False, "no such device here", "buy one")
     with pytest.raises(BackendError, match=r"'theirs' cannot be used here\n.*no such device here\n.*buy one"):
         registry.get_backend("theirs")
+
+
+def test_default_back_end_for_graphs_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("glassengine.environment.cxx_compiler", lambda: None)
+    with pytest.raises(BackendError, match=r"no C\+\+ compiler"):
+        registry.choose_graph_backend(None)
+    assert isinstance(registry.choose_graph_backend("eager"), CompilingGraphs)

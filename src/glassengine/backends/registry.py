@@ -82,7 +82,7 @@ def choose_graph_backend(name: str | None) -> CompilingGraphs:
         BackendError: It cannot be used here.
         UsageError: It builds engines only.
     """
-    backend: Backend | CompilingGraphs = choose_backend(name)[0]
+    backend: Backend | CompilingGraphs = get_backend(name or DEFAULT)
     if isinstance(backend, CompilingGraphs):
         return backend
     able = [info.name for info in list_backends() if info.available and _compiles_graphs(info.name)]
