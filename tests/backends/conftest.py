@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from glassengine.backends.registry import find_backend
-from glassengine.program import export_program, load_model
+from glassengine.program import example_inputs, export_program, export_programs, load_model
 from glassengine.program.export import export_module
 from glassengine.program.program import Program
 from glassengine.testing import conformance, models
-from glassengine.testing.architectures import FAMILIES
+from glassengine.testing.architectures import FAMILIES, ONE_FORWARD
 
 MakeProgram = Callable[..., Program]
 MakeSubject = Callable[..., conformance.Subject]
@@ -19,13 +19,19 @@ MakeSubject = Callable[..., conformance.Subject]
 
 @pytest.fixture(scope="session")
 def program_of() -> MakeProgram:
-    """Return a function (model name, dtype) -> program; each is exported once."""
+    """Return a function (model name, or family and part, and dtype) -> program; each is exported once."""
     made: dict[tuple[str, str], Program] = {}
 
     def make(name: str, dtype: str = "float32") -> Program:
         if (name, dtype) not in made:
-            if name in FAMILIES:
-                made[name, dtype] = export_program(load_model(FAMILIES[name](), dtype=dtype))
+            family, _, part = name.partition(" ")
+            if part:
+                programs = export_programs(load_model(FAMILIES[family](), dtype=dtype))
+                made[f"{family} encoder", dtype], made[f"{family} decoder", dtype] = programs
+            elif name in FAMILIES:
+                model = load_model(FAMILIES[name](), dtype=dtype)
+                inputs = example_inputs(model.module) if name in ONE_FORWARD else None
+                made[name, dtype] = export_program(model, inputs=inputs)
             else:
                 steps = [getattr(models, f"{name}_inputs")(batch) for batch in (2, 3)]
                 made[name, dtype] = export_module(getattr(models, name)(), steps)

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from glassengine.program import example_inputs
+from glassengine.program.example_inputs import encoder_inputs
 from glassengine.program.export import named_inputs
 from glassengine.testing import conformance, models
-from glassengine.testing.architectures import FAMILIES, GENERATING
+from glassengine.testing.architectures import ENCODER_DECODERS, FAMILIES, GENERATING, ONE_FORWARD
 
 MakeSubject = Callable[..., conformance.Subject]
 
@@ -48,17 +49,41 @@ def test_plain_modules(subject_of: MakeSubject, model: str, backend: str) -> Non
         assert report.ok, report.findings[:5]
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in GENERATING])
-@pytest.mark.parametrize(
-    "backend",
-    ["eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("onnxruntime", "openvino", "inductor"))],
-)
+ONCE = [
+    pytest.param(
+        family, backend, marks=() if backend == "eager" and family not in ENCODER_DECODERS else pytest.mark.slow
+    )
+    for family in ONE_FORWARD
+    for backend in ("eager", "onnxruntime", "openvino", "inductor")
+]
+
+
+@pytest.mark.parametrize(("family", "backend"), ONCE)
 def test_one_forward(subject_of: MakeSubject, family: str, backend: str) -> None:
     subject = subject_of(family, backend)
     for step in example_inputs(FAMILIES[family]()):
         report = conformance.check_module(subject, named_inputs(step))
         assert report.ok, report.findings[:5]
         assert report.num_checked > len(subject.nodes)
+
+
+PARTS = [
+    pytest.param(family, backend, marks=() if (family, backend) == ("t5", "eager") else pytest.mark.slow)
+    for family in ENCODER_DECODERS
+    for backend in ("eager", "onnxruntime", "inductor")
+]
+
+
+@pytest.mark.parametrize(("family", "backend"), PARTS)
+def test_encoder_and_decoder(subject_of: MakeSubject, family: str, backend: str) -> None:
+    encoder, decoder = (subject_of(f"{family} {part}", backend) for part in ("encoder", "decoder"))
+    for step in encoder_inputs(FAMILIES[family]()):
+        report = conformance.check_module(encoder, step)
+        assert report.ok, report.findings[:5]
+    for scenario in ({}, {"batch": 2, "strided": True}):
+        report = conformance.check_generation(decoder, **scenario)
+        assert report.ok, (scenario, report.findings[:5])
+        assert report.num_checked > 4 * len(decoder.nodes)
 
 
 def test_float16_on_onnxruntime(subject_of: MakeSubject) -> None:

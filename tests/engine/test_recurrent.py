@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ def test_states_are_debug_buffers(engine: glass.Engine) -> None:
     ]
     steps = [buffers for _, buffers in session.debug_history]
     assert len(steps) == len(PROMPT[0]) and not steps[0]["past_recurrent_0"].any()
-    for before, after in zip(steps, steps[1:], strict=False):
+    for before, after in itertools.pairwise(steps):
         assert torch.equal(before["present_recurrent_0"], after["past_recurrent_0"])
 
 

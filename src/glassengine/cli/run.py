@@ -48,7 +48,7 @@ def command(
     ] = None,
     inputs: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Tensors instead, for an engine that does not generate: images, sound."),
+        typer.Option(metavar="FILE", help="Tensors instead, for an engine that takes no text alone: images, sound."),
     ] = None,
     tokenizer: Annotated[str | None, typer.Option(metavar="DIR", help="Tokenizer instead of the engine's own.")] = None,
     max_new_tokens: Annotated[
@@ -207,8 +207,6 @@ def command(
         wanted = {"debug": list(debug or ()), "record": record, "overwrite": overwrite}
         with _snapshots(snapshot, snapshot_on):
             return run_forward.run(loaded, {**sources, **wanted}, others, json=json)
-    if inputs is not None:
-        raise UsageError("an engine that generates takes prompts", got="--inputs", hint="--input-text TEXT")
     observers = [_printer(names, prints)] if names or prints else []
     streams = len(input_text or ()) == 1 and not json and not observers
     profiling = glass.profile(profile) if profile is not None else contextlib.nullcontext()
@@ -222,6 +220,7 @@ def command(
         result = loaded.generate(
             list(input_text) if input_text else None,
             input_ids=input_ids,
+            inputs=inputs,
             tokenizer=tokenizer,
             max_new_tokens=max_new_tokens,
             debug=list(debug) if debug else prints or files is not None,
@@ -340,9 +339,10 @@ def _print_texts(result: Any) -> None:
             out.print(" ".join(map(str, row)))
         return
     prompts = result.prompts or [" ".join(map(str, row)) for row in result.prompt_token_ids]
-    for prompt, text in zip(prompts, result.texts, strict=True):
+    inputs = [f"Input: {prompt}\n" for prompt in prompts] or [""] * len(result.texts)
+    for prompt, text in zip(inputs, result.texts, strict=True):
         # Not through the console, which would drop control characters.
-        _write(f"Input: {prompt}\nOutput: {text}\n")
+        _write(f"{prompt}Output: {text}\n")
 
 
 def _print_notes(result: Any, files: glass.StepFiles | None) -> None:

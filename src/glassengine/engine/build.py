@@ -25,18 +25,12 @@ from glassengine.backends.protocol import Backend
 from glassengine.backends.registry import choose_backend
 from glassengine.engine import files, outputs
 from glassengine.engine.artifacts import ArtifactWriter
-from glassengine.engine.describe import Settings, describe_engine
+from glassengine.engine.describe import Settings
 from glassengine.engine.engine import Engine, load
-from glassengine.engine.manifest import write_manifest
 from glassengine.engine.outputs import BuildPlan
-from glassengine.engine.requests import read_requests, requests_from_environment
+from glassengine.engine.write import requested_outputs, write_engine
 from glassengine.errors import BackendError, UsageError
-from glassengine.executable.executable import compile_executable
-from glassengine.executable.graph import captured_program
-from glassengine.program import LoadedModel, Program, example_inputs, export_program, load_inputs, load_model
-from glassengine.program.listing import stage_of
-from glassengine.program.outputs import add_outputs
-from glassengine.program.program import save_program
+from glassengine.program import LoadedModel, Program, example_inputs, export_programs, load_inputs, load_model
 
 logger = logging.getLogger("glassengine")
 
@@ -177,14 +171,18 @@ def build(
     writer = None if dry_run or where is None else ArtifactWriter(where, _about(loaded, chosen, passes))
     with writer or contextlib.nullcontext():
         logger.info("exporting %s", loaded.spec)
-        program = export_program(loaded, inputs=steps, passes=passes, on_stage=writer.stage if writer else None)
+        *encoders, program = export_programs(
+            loaded, inputs=steps, passes=passes, on_stage=writer.stage if writer else None
+        )
+        encoder = encoders[0] if encoders else None
         if dry_run:
             return plan_build(program, target or Path(tempfile.gettempdir()), settings)
         if target is not None:
-            return _build(program, target, settings, loaded, writer)
+            return _build(program, target, settings, loaded, writer, encoder=encoder)
         temporary = Path(tempfile.mkdtemp(prefix="glassengine-"))
         try:
-            engine = _build(program, temporary / type(loaded.module).__name__, settings, loaded, writer)
+            where = temporary / type(loaded.module).__name__
+            engine = _build(program, where, settings, loaded, writer, encoder=encoder)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
@@ -250,7 +248,7 @@ def default_directory(spec: str) -> Path:
 def plan_build(program: Program, target: Path, settings: Settings) -> BuildPlan:
     """Return what `build` would make of `program`."""
     chosen, _ = choose_backend(settings.backend)
-    requested = _requested(program, settings)
+    requested = requested_outputs(program, settings)
     batch, length = settings.max_batch_size, settings.max_seq_len or 1
     decided, added, left_out = outputs.plan(
         program, requested, sizes={"batch": batch, "cache": length}, byte_budget=settings.byte_budget
@@ -279,43 +277,15 @@ def _build(
     settings: Settings,
     model: LoadedModel | None,
     artifacts: ArtifactWriter | None = None,
+    *,
+    encoder: Program | None = None,
 ) -> Engine:
-    backend, _ = choose_backend(settings.backend)
-    requested = _requested(program, settings)
-    sizes = {"batch": settings.max_batch_size, "cache": settings.max_seq_len or 1}
-    decided, added, left_out = outputs.plan(program, requested, sizes=sizes, byte_budget=settings.byte_budget)
-    for name, reason in left_out.items():
-        logger.warning("output %s is left out: %s", name, reason)
-    executed = add_outputs(program, decided.added) if decided.added else program
-    if artifacts is not None:
-        artifacts.stage(stage_of(executed, "outputs"))
-        artifacts.options(backend, executed, _options(settings))
     with files.written_aside(target, overwrite=settings.overwrite) as aside:
-        (aside / files.MAIN).mkdir()
-        logger.info("compiling %s with %s", target.name, backend.name)
-        compile_executable(
-            f"{target.name}/main",
-            lambda path: backend.build(executed, path),
-            aside / files.MAIN,
-            captured_program(executed),
-        )
-        if artifacts is not None:
-            artifacts.network(backend, executed, aside / files.MAIN)
-        write_all = not (backend.keeps_weights(program) and settings.reloadable)
-        has_tokenizer = _write_files(program, aside, model, settings, write_all=write_all)
-        manifest = describe_engine(
-            program,
-            backend,
-            aside,
-            name=target.name,
-            settings=settings,
-            added=added,
-            left_out=left_out,
-            weights="all" if write_all else "constants",
-            shares_weights=not backend.keeps_weights(executed),
-            tokenizer=has_tokenizer,
-        )
-        write_manifest(manifest, aside)
+        if encoder is not None:
+            alone = dataclasses.replace(settings, add_output=(), implicit_outputs=False, reloadable=False)
+            (aside / files.ENCODER).mkdir()
+            write_engine(encoder, aside / files.ENCODER, f"{target.name}/{files.ENCODER}", alone, None)
+        write_engine(program, aside, target.name, settings, model, artifacts, has_encoder=encoder is not None)
     return load(target)
 
 
@@ -329,35 +299,6 @@ def _about(model: LoadedModel, backend: Backend, passes: Sequence[str]) -> dict[
         "backend": backend.name,
         "passes": list(passes),
     }
-
-
-def _options(settings: Settings) -> dict[str, Any]:
-    """The options of a build that shape its executable."""
-    names = ("max_batch_size", "max_seq_len", "byte_budget")
-    return {"add_output": list(settings.add_output), **{name: getattr(settings, name) for name in names}}
-
-
-def _write_files(
-    program: Program, directory: Path, model: LoadedModel | None, settings: Settings, *, write_all: bool
-) -> bool:
-    """Write program, weights, configuration and tokenizer; return whether there is a tokenizer."""
-    save_program(program, directory)
-    exported = program.exported
-    # Constants that tracing lifted out of the code are in no checkpoint.
-    weights = {**(exported.state_dict if write_all else {}), **exported.constants}
-    tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)}
-    files.save_weights(tensors, directory / files.WEIGHTS)
-    if model is None:
-        return False
-    return files.copy_model_files(model.module, model.directory, settings.model.get("revision"), directory)
-
-
-def _requested(program: Program, settings: Settings) -> list[outputs.Requested]:
-    requests = read_requests(settings.add_output)
-    if settings.implicit_outputs:
-        requests += requests_from_environment()
-        requests += outputs.tap_requests(program) if program.kind == "module" else []
-    return outputs.resolve_requests(program, requests)
 
 
 def _check_dtype(backend: Backend, dtype: str) -> None:

@@ -6,7 +6,7 @@ Shape legend: B batch, S new tokens.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -115,6 +115,30 @@ def token_row(
             "use the tokenizer that belongs to the model: --tokenizer DIRECTORY",
         )
     return row()
+
+
+def constant_rows(manifest: Manifest, names: Sequence[str], constants: Mapping[str, torch.Tensor]) -> list[Row]:
+    """Return the rows of what the encoder of an encoder-decoder has made.
+
+    Args:
+        manifest: Of an engine of kind "causal_lm".
+        names: What it takes.
+        constants: What was given.
+    """
+    entries = {entry.name: entry for entry in manifest.inputs}
+    rows = []
+    for name in names:
+        entry = entries[name]
+        built = f"{entry.dtype} cpu [{', '.join(map(str, entry.shape))}]"
+        tensor = constants.get(name)
+        if tensor is None:
+            rows.append(Row(name, "-", "-", "-", built, "missing", "engine.session(..., constants=engine.encode(...))"))
+            continue
+        fits = str(tensor.dtype).removeprefix("torch.") == entry.dtype and tensor.dim() == len(entry.shape)
+        rows.append(row_of(name, tensor, built, *(() if fits else ("another dtype or shape", "engine.encode(...)"))))
+    unknown = [name for name in constants if name not in names]
+    rows += [row_of(name, constants[name], "-", "not an input", "leave it out") for name in unknown]
+    return rows
 
 
 def mask_row(mask: Any, tokens: torch.Tensor) -> Row:

@@ -49,6 +49,7 @@ def describe_engine(
     weights: str,
     shares_weights: bool,
     tokenizer: bool,
+    has_encoder: bool,
 ) -> Manifest:
     """Return the manifest of what lies in `directory`; see `Manifest` for the meaning of the arguments."""
     is_causal_lm = program.layout is not None
@@ -83,6 +84,7 @@ def describe_engine(
         weights=weights,
         shares_weights=shares_weights,
         tokenizer=tokenizer,
+        has_encoder=has_encoder,
         files=list_files(directory),
         command_line=tuple(environment.without_secrets(sys.argv)),
         git=environment.git_revision(Path.cwd()),

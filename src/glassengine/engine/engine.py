@@ -19,13 +19,14 @@ from glassengine.engine.generate import Generation, StepCallback, generate
 from glassengine.engine.manifest import AddedOutput, Manifest, check_files, read_manifest, require_fit, require_intact
 from glassengine.engine.prompts import Chat, Request, TokenIds, load_tokenizer
 from glassengine.engine.requests import as_asked
-from glassengine.engine.session import Session
+from glassengine.engine.session import STEP_INPUTS, Session
 from glassengine.engine.stream import TextCallback
 from glassengine.errors import CorruptError, UsageError
 from glassengine.executable.executable import Executable, load_executable
 from glassengine.executable.graph import captured_program
 from glassengine.program import Program, load_model
 from glassengine.program.causal_lm import USER_MODULE
+from glassengine.program.encoder_decoder import SOURCE_MASK
 from glassengine.program.outputs import PREFIX, DerivedValues
 from glassengine.program.program import load_graph, load_names, load_program
 from glassengine.sites import SiteTable
@@ -66,13 +67,41 @@ class Engine:
         if self.manifest.kind == "module":
             ports = dict.fromkeys(entry.name for entry in (*self.manifest.inputs, *self.manifest.outputs))
             return [*ports, *self.added_outputs]
-        names = ["input_ids", "logits", "position_ids", "attention_mask", "cache_position"]
+        names = ["input_ids", "logits", "position_ids", "attention_mask", "cache_position", *self.constant_inputs]
         layers: dict[str, list[str]] = {}
         for past in self.manifest.caches:
             layers.setdefault(past.rpartition("_")[2], []).append(past)
         for pasts in layers.values():
             names += [*pasts, *(self.manifest.caches[past] for past in pasts)]
         return [*names, *self.added_outputs]
+
+    @functools.cached_property
+    def constant_inputs(self) -> list[str]:
+        """Inputs that stay the same in every step of a session: what the encoder made, and its mask."""
+        changing = {*STEP_INPUTS, *self.manifest.caches}
+        return [entry.name for entry in self.manifest.inputs if entry.name not in changing]
+
+    @functools.cached_property
+    def encoder(self) -> Engine | None:
+        """The engine of the encoder, which runs before the first step; None where the model is no encoder-decoder."""
+        return load(self.directory / files.ENCODER) if self.manifest.has_encoder else None
+
+    def encode(self, **inputs: Any) -> dict[str, torch.Tensor]:
+        """Run the encoder of an encoder-decoder; what it returns is what `session` takes as `constants`.
+
+        Args:
+            **inputs: Of the encoder: `input_ids` and `attention_mask`, or `input_features`, and the like.
+
+        Raises:
+            UsageError: The engine has no encoder, or an input does not fit.
+        """
+        if self.encoder is None:
+            raise UsageError(f"the engine {self.manifest.name!r} has no encoder", hint="engine.generate(PROMPT)")
+        # The decoder was traced with tensors that lie in one piece, and reads them in every step.
+        constants = {name: tensor.contiguous() for name, tensor in self.encoder(**inputs).items()}
+        if SOURCE_MASK in self.constant_inputs:
+            constants[SOURCE_MASK] = inputs["attention_mask"]
+        return constants
 
     @functools.cached_property
     def tokenizer(self) -> Any:
@@ -100,10 +129,16 @@ class Engine:
         return load_program(self.directory, self._weights)
 
     def session(
-        self, batch_size: int, length: int, *, debug: bool | Sequence[str] = False, keep_steps: int = 0
+        self,
+        batch_size: int,
+        length: int,
+        *,
+        debug: bool | Sequence[str] = False,
+        keep_steps: int = 0,
+        constants: Mapping[str, torch.Tensor] | None = None,
     ) -> Session:
         """Return a session for `batch_size` sequences of at most `length` tokens; see `Session`."""
-        return Session(self, batch_size, length, debug=debug, keep_steps=keep_steps)
+        return Session(self, batch_size, length, debug=debug, keep_steps=keep_steps, constants=constants)
 
     def generate(
         self,
@@ -112,6 +147,7 @@ class Engine:
         input_ids: TokenIds | None = None,
         prompt_file: str | Path | None = None,
         chat: Chat | None = None,
+        inputs: str | Mapping[str, Any] | None = None,
         tokenizer: str | Path | None = None,
         max_new_tokens: int | None = None,
         generation_config: Any = None,
@@ -135,6 +171,8 @@ class Engine:
                 "prompt" or "text".
             chat: Messages instead, each {"role", "content"}: a list, several lists, or a .json or .jsonl file of them;
                 they go through the tokenizer's chat template.
+            inputs: Tensors for the encoder of an encoder-decoder instead (a dict, or what `--inputs` takes with one
+                step), with `decoder_input_ids` where decoding begins with more than the start token.
             tokenizer: Directory of a tokenizer; None takes the engine's own.
             max_new_tokens: Most tokens to generate; None takes the settings below, else 20.
             generation_config: A `transformers.GenerationConfig`, a dict, or a file, laid over generation_config.json of
@@ -156,7 +194,9 @@ class Engine:
             UsageError: Prompt, tokenizer or settings do not fit the engine, or the recording cannot be written.
             UnknownNameError: No setting has this name.
         """
-        request = Request(prompts=prompts, input_ids=input_ids, prompt_file=prompt_file, chat=chat, tokenizer=tokenizer)
+        request = Request(
+            prompts=prompts, input_ids=input_ids, prompt_file=prompt_file, chat=chat, inputs=inputs, tokenizer=tokenizer
+        )
         if max_new_tokens is not None:
             settings["max_new_tokens"] = max_new_tokens
         return generate(
@@ -307,6 +347,7 @@ def load(directory: str | Path, *, verify: bool = False) -> Engine:
     )
     engine = Engine(path, manifest, executable, names["sites"])
     executable.graph = lambda: captured_program(engine.program)
+    executable.backend = manifest.backend
     if isinstance(backend, NamingKernels):
         kernels = backend.kernels
         spans.name_kernels(executable.name, lambda: _kernel_sites(kernels(path / files.MAIN), engine.sites))
@@ -321,4 +362,3 @@ def _kernel_sites(kernels: Iterable[tuple[str, tuple[str, ...]]], sites: SiteTab
         last = max((node for node in nodes if node in order), key=order.__getitem__, default=None)
         named.append((kernel, kernel if last is None else sites.by_node[last][0].name))
     return named
-    executable.backend = manifest.backend

@@ -20,6 +20,8 @@ from glassengine.errors import CorruptError, UsageError
 WEIGHTS = "weights.safetensors"
 MAIN = "main"
 """Folder of the back-end's files."""
+ENCODER = "encoder"
+"""Folder of the engine of an encoder, whose results the engine around it decodes with."""
 
 TOKENIZER_FILES = (
     "tokenizer.json",

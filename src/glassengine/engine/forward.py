@@ -83,7 +83,7 @@ def forward(
         texts, rows = read.texts, read.rows
         given: Mapping[str, Any] = text_inputs(engine, rows, read.tokenizer)
     else:
-        given = _one_step(inputs)
+        given = one_step(inputs)
     start = time.perf_counter()
     outputs = engine(**given)
     seconds = time.perf_counter() - start
@@ -127,7 +127,12 @@ def text_inputs(engine: Engine, rows: Sequence[Sequence[int]], tokenizer: Any) -
     return {name: torch.tensor(padded[name]) for name in names}
 
 
-def _one_step(inputs: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
+def one_step(inputs: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return the keyword arguments of one forward, of a dict or of what `--inputs` takes.
+
+    Raises:
+        UsageError: There are none, or those of several steps.
+    """
     if inputs is None:
         raise UsageError("nothing to run on", hint="--input-text TEXT, --input-ids FILE or --inputs FILE")
     if isinstance(inputs, Mapping):

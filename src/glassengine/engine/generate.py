@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from glassengine.engine.checks import check_prompts, require_generating
+from glassengine.engine.encode import encoded
 from glassengine.engine.pieces import automatic_chunk
 from glassengine.engine.prompts import Request, pad_left
 from glassengine.engine.record import SessionRecorder
@@ -102,18 +103,21 @@ def generate(
         vocab_size=manifest.vocab_size,
     )
     read = request.read(engine).repeated(chosen.config.num_return_sequences or 1)
-    if on_text is not None and len(read.rows) != 1:
+    rows, constants = read.rows, None
+    if manifest.has_encoder:
+        rows, constants = encoded(engine, read, request.inputs, chosen.config)
+    if on_text is not None and len(rows) != 1:
         raise UsageError(
-            "text is streamed for a single sequence", got=f"{len(read.rows)} sequences", hint="leave on_text out"
+            "text is streamed for a single sequence", got=f"{len(rows)} sequences", hint="leave on_text out"
         )
-    ids, mask = pad_left(read.rows, chosen.pad_token_id)
+    ids, mask = pad_left(rows, chosen.pad_token_id)
     sampler = chosen.sampler(ids, mask, seed=seed, tokenizer=read.tokenizer)
     length = ids.shape[1] + max(sampler.max_new_tokens, 1)
     check_prompts(manifest, ids, mask, length=length)
     if sampler.max_new_tokens < 1:
         raise _nothing(f"a prompt of {ids.shape[1]} tokens and max_length={chosen.config.max_length}")
-    session = engine.session(len(read.rows), length, debug=debug, keep_steps=keep_steps)
-    with _recorder(record, session, read.rows, overwrite) as recorder:
+    session = engine.session(len(rows), length, debug=debug, keep_steps=keep_steps, constants=constants)
+    with _recorder(record, session, rows, overwrite) as recorder:
         stream = TextStream(read.tokenizer, on_text) if on_text is not None and read.tokenizer is not None else None
         observers = [observer for observer in (recorder, on_step) if observer is not None]
         made, prefill_s, decode_s = _loop(session, ids, mask, sampler, prefill_chunk, stream, observers)

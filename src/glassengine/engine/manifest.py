@@ -127,6 +127,7 @@ class Manifest(Result):
         command_line: As given, secrets removed.
         git: Commit checked out where the build ran.
         notes: What the build said aloud, e.g. that another back-end was taken.
+        has_encoder: Whether the directory `encoder` holds the engine of an encoder, which runs before the first step.
     """
 
     name: str
@@ -162,6 +163,7 @@ class Manifest(Result):
     command_line: tuple[str, ...]
     git: str | None
     notes: tuple[str, ...] = ()
+    has_encoder: bool = False
     schema_version: int = SCHEMA_VERSION
     format: str = FORMAT
 

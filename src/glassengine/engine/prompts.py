@@ -47,12 +47,13 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Request:
-    """What to generate from: exactly one of the first four; `Engine.generate` describes them."""
+    """What to generate from: exactly one of the first five; `Engine.generate` describes them."""
 
     prompts: str | Sequence[str] | None = None
     input_ids: TokenIds | None = None
     prompt_file: str | Path | None = None
     chat: Chat | None = None
+    inputs: str | Mapping[str, Any] | None = None
     tokenizer: str | Path | None = None
 
     def read(self, engine: Engine) -> Prompts:
@@ -62,7 +63,8 @@ class Request:
             UsageError: None was given, or several; a file cannot be read; or the tokenizer does not fit.
         """
         sources = {
-            "text": self.prompts, "token ids": self.input_ids, "a prompt file": self.prompt_file, "a chat": self.chat
+            "text": self.prompts, "token ids": self.input_ids, "a prompt file": self.prompt_file, "a chat": self.chat,
+            "tensors": self.inputs,
         }  # fmt: skip
         given = [name for name, source in sources.items() if source is not None]
         if len(given) != 1:
@@ -71,8 +73,12 @@ class Request:
                 hint="--input-text TEXT, or --input-ids FILE, or --input-file FILE, or --chat FILE",
             )
         tokenizer = None
-        if self.input_ids is None or self.tokenizer is not None or engine.manifest.tokenizer:
+        if self.inputs is not None and not engine.manifest.has_encoder:
+            raise UsageError("an engine that generates takes prompts", got="--inputs", hint="--input-text TEXT")
+        if (self.input_ids is None and self.inputs is None) or self.tokenizer is not None or engine.manifest.tokenizer:
             tokenizer = choose_tokenizer(engine, self.tokenizer)
+        if self.inputs is not None:
+            return Prompts((), [], tokenizer)
         if self.input_ids is not None:
             is_file = isinstance(self.input_ids, (str, Path))
             rows = read_input_ids(Path(self.input_ids)) if is_file else as_rows(self.input_ids, "input_ids")  # type: ignore[arg-type]

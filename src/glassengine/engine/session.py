@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from glassengine import spans
-from glassengine.engine.checks import mask_row, require_generating, size_rows, token_row
+from glassengine.engine.checks import constant_rows, mask_row, require_generating, size_rows, token_row
 from glassengine.engine.debug_buffers import DebugBuffers
 from glassengine.engine.inputs_table import Row, refuse, render_tensors
 from glassengine.engine.kv_cache import KVCache
@@ -28,6 +28,9 @@ from glassengine.sites import matches
 
 if TYPE_CHECKING:
     from glassengine.engine.engine import Engine
+
+STEP_INPUTS = ("input_ids", "attention_mask", "position_ids", "cache_position")
+"""Inputs of a step beside the caches, which a session makes."""
 
 logger = logging.getLogger("glassengine")
 
@@ -42,6 +45,7 @@ class Session:
         debug: True keeps every input and output of each step in `debug_buffers`; names or patterns keep those alone;
             False costs nothing.
         keep_steps: How many of the last steps `debug_history` keeps.
+        constants: Inputs that are the same in every step, of `engine.encode`; for an encoder-decoder.
 
     Attributes:
         step: The last step that ran: 0 after the prefill, -1 before.
@@ -66,10 +70,13 @@ class Session:
         *,
         debug: bool | Sequence[str] = False,
         keep_steps: int = 0,
+        constants: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         manifest = engine.manifest
         require_generating(manifest)
-        refuse(manifest.name, size_rows(manifest, batch_size, length))
+        self._constants = dict(constants or {})
+        rows = constant_rows(manifest, engine.constant_inputs, self._constants)
+        refuse(manifest.name, [*size_rows(manifest, batch_size, length), *rows])
         if keep_steps < 0 or (keep_steps and debug is False):
             raise UsageError(
                 "steps can be kept only of tensors that are looked at",
@@ -209,6 +216,7 @@ class Session:
             "attention_mask": self._mask,
             "position_ids": self._positions[:, start:stop],
             "cache_position": self._slots[start:stop],
+            **self._constants,
             **self._cache.tensors,
         }
 

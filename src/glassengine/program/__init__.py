@@ -6,15 +6,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from glassengine.program.example_inputs import example_inputs
-from glassengine.program.export import export_causal_lm, export_module
+from glassengine.program.example_inputs import encoder_inputs, example_inputs
+from glassengine.program.export import export_causal_lm, export_encoder_decoder, export_module
 from glassengine.program.listing import OnStage, stage_of
 from glassengine.program.load import LoadedModel, load_inputs, load_model
 from glassengine.program.passes import apply_pass
 from glassengine.program.program import Program, load_names
 from glassengine.sites import Site, SiteTable
 
-__all__ = ["LoadedModel", "Program", "example_inputs", "export_program", "load_inputs", "load_model", "sites"]
+__all__ = [
+    "LoadedModel",
+    "Program",
+    "example_inputs",
+    "export_program",
+    "export_programs",
+    "load_inputs",
+    "load_model",
+    "sites",
+]
 
 
 def export_program(
@@ -24,7 +33,7 @@ def export_program(
     passes: Sequence[str] = (),
     on_stage: OnStage | None = None,
 ) -> Program:
-    """Export a loaded model once and run user passes over it.
+    """Export a loaded model once and run user passes over it; of an encoder-decoder that generates, the decoder.
 
     Args:
         model: From `load_model`.
@@ -36,7 +45,33 @@ def export_program(
     Raises:
         UsageError: It cannot be traced; or it is a plain module whose inputs are unknown.
     """
-    if model.kind == "causal_lm" or (model.generates and inputs is None):
+    return export_programs(model, inputs=inputs, passes=passes, on_stage=on_stage)[-1]
+
+
+def export_programs(
+    model: LoadedModel,
+    *,
+    inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+    passes: Sequence[str] = (),
+    on_stage: OnStage | None = None,
+) -> tuple[Program, ...]:
+    """Export all programs of a loaded model: one, or encoder and decoder; passes and stages are those of the last.
+
+    Args:
+        model: As for `export_program`.
+        inputs: As for `export_program`.
+        passes: As for `export_program`.
+        on_stage: As for `export_program`.
+
+    Raises:
+        UsageError: As `export_program`.
+    """
+    earlier: tuple[Program, ...] = ()
+    if model.decoding == "encoder_decoder" and inputs is None:
+        given = encoder_inputs(model.module, model.directory)
+        *earlier_ones, program = export_encoder_decoder(model.module, given, metadata=model.metadata, on_stage=on_stage)
+        earlier = tuple(earlier_ones)
+    elif (model.generates and inputs is None) or model.kind == "causal_lm":
         program = export_causal_lm(model.module, metadata=model.metadata, on_stage=on_stage)
     else:
         if inputs is None:
@@ -48,7 +83,7 @@ def export_program(
         program = apply_pass(program, spec)
         if on_stage is not None:
             on_stage(stage_of(program, f"pass-{spec.rpartition(':')[2]}"))
-    return program
+    return *earlier, program
 
 
 def sites(
@@ -74,7 +109,7 @@ def sites(
         UnknownNameError: The pattern matches nothing; carries the nearest names.
     """
     if (Path(target) / "program.json").is_file():
-        table: SiteTable = load_names(Path(target))["sites"]
+        tables: list[SiteTable] = [load_names(Path(target))["sites"]]
     else:
         model = load_model(
             target,
@@ -83,5 +118,8 @@ def sites(
             revision=revision,
             weights=False,
         )
-        table = export_program(model, inputs=load_inputs(inputs) if inputs else None).sites
-    return list(table) if pattern is None else table.resolve([pattern])
+        tables = [program.sites for program in export_programs(model, inputs=load_inputs(inputs) if inputs else None)]
+    if pattern is None:
+        return [site for table in tables for site in table]
+    found = [site for table in tables for site in table.match(pattern)]
+    return found or tables[-1].resolve([pattern])

@@ -73,7 +73,7 @@ class KVLayout:
         return tensors
 
 
-class _CacheLayer(CacheLayerMixin):
+class CacheLayer(CacheLayerMixin):
     """One layer of the static cache: two tensors owned by the caller, written in place."""
 
     is_compileable = True
@@ -136,7 +136,7 @@ class CausalLM(nn.Module):
         attention = self._layout.attention_layers
         keys_and_values, states = cache[: 2 * len(attention)], cache[2 * len(attention) :]
         layers: dict[int, CacheLayerMixin] = {
-            index: _CacheLayer(keys, values, cache_position)
+            index: CacheLayer(keys, values, cache_position)
             for index, keys, values in zip(attention, keys_and_values[::2], keys_and_values[1::2], strict=True)
         }
         if states:

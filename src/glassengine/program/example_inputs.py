@@ -67,6 +67,14 @@ def example_inputs(module: nn.Module, directory: str | None = None) -> list[dict
     return steps
 
 
+def encoder_inputs(module: nn.Module, directory: str | None = None) -> list[dict[str, Any]]:
+    """Return steps of keyword arguments for the encoder of an encoder-decoder; as `example_inputs`."""
+    others = ("decoder_input_ids", "use_cache")
+    return [
+        {key: value for key, value in step.items() if key not in others} for step in example_inputs(module, directory)
+    ]
+
+
 def _needs_inputs(name: str, reason: str) -> UsageError:
     return UsageError(
         f"{name} is not a causal language model, so its inputs must be given",

@@ -15,11 +15,12 @@ from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, Tens
 from torch.utils import _pytree as pytree
 
 from glassengine.errors import UsageError
-from glassengine.program import causal_lm
+from glassengine.program import causal_lm, encoder_decoder
 from glassengine.program.listing import OnStage, Stage
 from glassengine.program.marks import collect_marks, marking
 from glassengine.program.naming import Paths, build_sites, describe_shape
 from glassengine.program.program import CALLED_AS, FIXED_INPUTS, SMALLEST, Port, Program, rebuilt
+from glassengine.program.prune import remove_dead_nodes, without_dead_weights
 from glassengine.program.small_sizes import small_sizes
 from glassengine.sites import port_leaves
 
@@ -96,6 +97,63 @@ def export_module(
     if has_values and (smallest := small_sizes(module, program, steps)):
         program.metadata[SMALLEST] = smallest
     return program
+
+
+def export_encoder_decoder(
+    model: nn.Module,
+    inputs: Sequence[Mapping[str, Any]],
+    *,
+    metadata: dict[str, Any] | None = None,
+    on_stage: OnStage | None = None,
+) -> tuple[Program, Program]:
+    """Export an encoder-decoder of transformers (in evaluation mode) to its two programs; see `encoder_decoder`.
+
+    Args:
+        model: The model.
+        inputs: Keyword arguments of the encoder, one dict per step, as for `export_module`.
+        metadata: Kept in both programs.
+        on_stage: Called for the decoder, as in `export_causal_lm`.
+
+    Returns:
+        The encoder (a "module") and the decoder (a "causal_lm").
+
+    Raises:
+        UsageError: torch.export cannot trace it.
+    """
+    has_values = _place(model)
+    example, dynamic = _example(inputs)
+    layouts = encoder_decoder.probe_layouts(model, example, has_values=has_values)
+    wrapper = encoder_decoder.Encoder(model)
+    encoder = _export(
+        wrapper,
+        {"inputs": example},
+        {"inputs": dynamic},
+        kind="module",
+        prefix=causal_lm.USER_MODULE,
+        input_names=list(example),
+        output_names=encoder_decoder.cross_names(len(layouts.cross.layers)),
+        layout=None,
+        metadata={**(metadata or {}), FIXED_INPUTS: {}},
+        on_stage=None,
+        is_part=True,
+    )
+    if has_values and (smallest := small_sizes(wrapper, encoder, [{"inputs": step} for step in inputs])):
+        encoder.metadata[SMALLEST] = smallest
+    decoder_inputs, shapes = encoder_decoder.example_inputs(model, layouts)
+    decoder = _export(
+        encoder_decoder.Decoder(model, layouts.width),
+        decoder_inputs,
+        shapes,
+        kind="causal_lm",
+        prefix=causal_lm.USER_MODULE,
+        input_names=encoder_decoder.input_names(model, layouts),
+        output_names=["logits"],
+        layout=layouts.own,
+        metadata=metadata or {},
+        on_stage=on_stage,
+        is_part=True,
+    )
+    return encoder, decoder
 
 
 def _fixed_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,7 +233,9 @@ def _export(
     layout: causal_lm.KVLayout | None,
     metadata: dict[str, Any],
     on_stage: OnStage | None,
+    is_part: bool = False,
 ) -> Program:
+    """Trace and name; `is_part` keeps what leads to the results, for a program that is not all of `module`."""
     try:
         with torch.no_grad(), _quiet(), marking(getattr(module, prefix) if prefix else module):
             exported = torch.export.export(module, (), kwargs=inputs, dynamic_shapes=dynamic, strict=False)
@@ -193,6 +253,10 @@ def _export(
     graph = exported.graph
     paths = Paths(module, prefix, graph)
     marks = collect_marks(graph)
+    if is_part:
+        marks = remove_dead_nodes(graph, marks)
+        exported = without_dead_weights(exported)
+        graph = exported.graph
     exported.graph_module.recompile()
 
     signature = exported.graph_signature
@@ -283,11 +347,18 @@ def _require_unchanged_buffers(specs: Sequence[OutputSpec], model: str) -> None:
 
 def _symbols(placeholders: Mapping[str, Any], user: Sequence[str]) -> dict[str, str]:
     """Name the dynamic sizes of a causal LM; torch may or may not have unified them across inputs."""
-    roles = {"input_ids": ("batch", "sequence"), "attention_mask": ("batch", "cache"), "cache_position": ("sequence",)}
+    roles: dict[str, tuple[str | None, ...]] = {
+        "input_ids": ("batch", "sequence"),
+        "attention_mask": ("batch", "cache"),
+        "cache_position": ("sequence",),
+        encoder_decoder.SOURCE_MASK: ("batch", "source"),
+    }
     table: dict[str, str] = {}
     for name in user:
         # The cache holds keys and values [B, H, T, D], and states [B, ...] whose other sizes never change.
-        wanted = roles.get(name, ("batch", None, "cache", None) if name.startswith("cache_") else ("batch", "sequence"))
+        long = "cache" if name.startswith("cache_") else "source"
+        is_cache = name.startswith(("cache_", "cross_"))
+        wanted = roles.get(name, ("batch", None, long, None) if is_cache else ("batch", "sequence"))
         for size, role in zip(placeholders[name].meta["val"].shape, wanted, strict=False):
             if role and not isinstance(size, int):
                 table[str(size)] = role

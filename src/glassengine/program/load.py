@@ -22,6 +22,12 @@ from glassengine.program.states import keeps_states
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 FORMS = "a Hugging Face directory or id, file.py:factory, package.module:factory"
 
+_LIMITS = {
+    "max_position_embeddings": ("max_position_embeddings", "max_target_positions"),
+    "vocab_size": ("vocab_size",),
+}
+"""Key of the metadata -> where configurations state it."""
+
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -33,7 +39,8 @@ class LoadedModel:
         module: The model.
         spec: What was loaded, as given.
         kind: "causal_lm" (prefill and decode with a key/value cache) or "module" (one forward).
-        decoding: How a "module" generates nevertheless: "recurrent" (one token a step, with states); "" if not at all.
+        decoding: How a "module" generates nevertheless: "recurrent" (one token a step, with states), "encoder_decoder"
+            (two programs), or "" for not at all.
         dtype: torch dtype name of its floating parameters.
         directory: Hugging Face directory or id with configuration and tokenizer, if it came from one.
         metadata: JSON values for engines and recordings.
@@ -111,12 +118,15 @@ def load_model(
         "fingerprint": fingerprint(module) if weights else None,
         "attn_implementation": getattr(config, "_attn_implementation", None),
     }
-    for key in ("max_position_embeddings", "vocab_size"):
-        value = getattr(config.get_text_config(decoder=True), key, None) if hasattr(config, "get_text_config") else None
-        metadata |= {key: value} if isinstance(value, int) else {}
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
+    for key, names in _LIMITS.items():
+        value = next((found for name in names if isinstance(found := getattr(text, name, None), int)), None)
+        metadata |= {} if value is None else {key: value}
     is_causal, decoding = _is_causal_lm(module), ""
     if is_causal and keeps_states(module):
         is_causal, decoding = False, "recurrent"
+    if _is_pretrained(module) and config.is_encoder_decoder and _has_head(module):
+        decoding = "encoder_decoder"
     kind = "causal_lm" if is_causal else "module"
     return LoadedModel(module, name, kind, metadata["dtype"], directory, metadata, decoding)
 
@@ -251,6 +261,11 @@ def _is_causal_lm(module: nn.Module) -> bool:
     model: Any = module
     if not _is_pretrained(module) or model.config.is_encoder_decoder:
         return False
+    return _has_head(model)
+
+
+def _has_head(model: Any) -> bool:
+    """Whether a model of transformers gives logits of a next token."""
     return bool(model.can_generate()) and model.get_output_embeddings() is not None
 
 

@@ -31,7 +31,8 @@ def small_sizes(module: nn.Module, program: Program, steps: Sequence[Mapping[str
     """
     found: dict[str, int] = {}
     for step in steps:
-        tensors = {port.removeprefix(":in").lstrip("."): leaf for port, leaf in port_leaves(":in", dict(step))}
+        leaves = [leaf for _, leaf in port_leaves(":in", dict(step))]
+        tensors = {port.name: leaf for port, leaf in zip(program.inputs, leaves, strict=True)}
         of_one = {
             name
             for port in program.inputs

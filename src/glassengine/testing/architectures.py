@@ -136,11 +136,14 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
 }
 """Family -> function that makes its tiny model."""
 
-ONE_FORWARD = ("bert", "t5", "bart", "whisper", "vit", "resnet")
-"""Families whose engines run in one forward."""
+ENCODER_DECODERS = ("t5", "bart", "whisper")
+"""Families whose engines have two programs; without a cache they are one forward."""
+
+ONE_FORWARD = ("bert", *ENCODER_DECODERS, "vit", "resnet")
+"""Families that are judged in one forward."""
 
 GENERATING = tuple(family for family in FAMILIES if family not in ONE_FORWARD)
-"""Families whose engines have a session."""
+"""Families with one program that has a cache."""
 
 WITHOUT_TEXT = frozenset({"vit", "resnet"})
 """Families whose checkpoints have no tokenizer."""

@@ -21,6 +21,7 @@ import torch
 
 from glassengine.backends.protocol import Backend, Run
 from glassengine.capture.interpreter import run_program
+from glassengine.engine.session import STEP_INPUTS
 from glassengine.executable.executable import compile_executable, load_executable
 from glassengine.program.outputs import DerivedValues, add_outputs, plan_outputs
 from glassengine.program.program import Program
@@ -34,6 +35,7 @@ That of the coarsest dtype in a program holds for all of it: a float32 norm of f
 """
 
 PROMPT_LENGTH = 9
+SOURCE_LENGTH = 6
 CACHE_LENGTH = 16
 
 _HUGE = 1e30  # masks hold the lowest finite number; it says nothing about the size of a tensor
@@ -115,9 +117,10 @@ def check_generation(
     valid = torch.zeros((batch, CACHE_LENGTH), dtype=torch.bool)
     prompt = torch.randint(3, 250, (batch, PROMPT_LENGTH), generator=torch.Generator().manual_seed(11))
     # The program of a recurrent model takes a prompt token by token.
-    given = list(prompt.split(1, dim=1)) if program.layout.states else [prompt]
+    given = list(torch.split(prompt, 1, dim=1)) if program.layout.states else [prompt]
     tokens = given[0]
     start = 0
+    constants = _constants(program, batch)
     check = _Check(subject)
     for step in range(len(given) + num_decode_steps):
         tokens = given[step] if step < len(given) else tokens
@@ -129,10 +132,36 @@ def check_generation(
         inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, "cache_position": slots}
         if strided:
             inputs = {name: _strided(tensor) for name, tensor in inputs.items()}
+        inputs |= constants
         expected = check.step(inputs, expected_kv, kv, valid=valid)
         tokens = expected["logits"][:, -1].argmax(-1, keepdim=True)
         start = int(slots[-1]) + 1
     return check.report()
+
+
+def _constants(program: Program, batch: int) -> dict[str, torch.Tensor]:
+    """Return values for what the encoder of an encoder-decoder would make; its last position is masked where it can be.
+
+    Args:
+        program: Of a decoder; there are none for other models.
+        batch: Rows.
+    """
+    generator = torch.Generator().manual_seed(12)
+    sizes = {"batch": batch, "source": SOURCE_LENGTH}
+    made = {}
+    for port in program.inputs:
+        if port.name in STEP_INPUTS or port.name in program.caches:
+            continue
+        shape = [size if isinstance(size, int) else sizes[size] for size in port.shape]
+        dtype = getattr(torch, port.dtype)
+        made[port.name] = (
+            torch.randn(shape, generator=generator).to(dtype)
+            if dtype.is_floating_point
+            else torch.ones(shape, dtype=dtype)
+        )
+        if not dtype.is_floating_point:
+            made[port.name][-1, -1] = 0
+    return made
 
 
 class _Check:
