@@ -182,6 +182,7 @@ def test_a_large_archive_is_not_unpacked(stored: Path, monkeypatch: pytest.Monke
         "Max(1, s0 - 5)",
         "FloorDiv(s0*u3 + 1, 2)",
         "2*s77",
+        "FloatTrueDiv(Float('1.0', precision=53), IntTrueDiv(Symbol('s77', integer=True), Float('2.5e-3')))",
     ],
 )
 def test_sizes_are_expressions(text: str) -> None:
@@ -193,6 +194,7 @@ def test_sizes_are_expressions(text: str) -> None:
     [
         "__import__('os')",
         "exec(chr(112))",
+        "Float('1.0; exec(chr(112))', precision=53)",
         "s0.func",
         "Symbol('x').__class__",
         "Symbol('s0') if s0 else 1",

@@ -114,7 +114,8 @@ def _exported(
         state_dict=state,
         range_constraints={},
         module_call_graph=[ModuleCallEntry("", calling)],
-        example_inputs=((), {node.name: node.meta["val"] for node in placeholders if node.name not in weights}),
+        # Their names say how the program is called; they are written where it is stored, so they have no values.
+        example_inputs=((), {n.name: _without_values(n) for n in placeholders if n.name not in weights}),
     )
 
 
@@ -139,6 +140,11 @@ def module_path(node: Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     path = str(list(stack.values())[-1][0]) if stack else ""
     return path.removeprefix(f"{USER_MODULE}.") or ROOT
+
+
+def _without_values(node: Node) -> torch.Tensor:
+    value = node.meta["val"]
+    return torch.empty([int(size) for size in value.shape], dtype=value.dtype, device="meta")
 
 
 def _is_tensor(node: Any) -> bool:

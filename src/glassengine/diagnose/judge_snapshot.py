@@ -22,7 +22,7 @@ from glassengine.diagnose.conclude import conclude
 from glassengine.diagnose.cut_graph import clone
 from glassengine.diagnose.judge import run_cases
 from glassengine.diagnose.replay import Replay
-from glassengine.diagnose.run_graph import GraphRun, compile_run, program_of
+from glassengine.diagnose.run_graph import GraphRun, compile_run, program_of, without_numbers
 from glassengine.diagnose.score import Score
 from glassengine.diagnose.sides import Observed
 from glassengine.executable.graph import CapturedGraph
@@ -88,9 +88,10 @@ def judge_snapshot(
         progress: Called with a sentence when a stage begins.
 
     Raises:
-        UsageError: The graph cannot be judged: it takes numbers, or writes in place.
+        UsageError: The graph cannot be judged: it writes in place.
         BackendError: The back-end failed.
     """
+    graph, arguments = without_numbers(graph, arguments)
     program = program_of(graph, arguments)
     placeholders = [node.name for node in program.graph.find_nodes(op="placeholder")]
     ports = {port.name for port in program.inputs}

@@ -5,6 +5,7 @@ Settings that change results (threads, precision of products, random states) are
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from glassengine.diagnose.cut_graph import clone
 from glassengine.diagnose.judge_snapshot import judge_snapshot
 from glassengine.diagnose.reproduce import reproduce_bisection
 from glassengine.diagnose.reproduction_files import require_free
-from glassengine.diagnose.run_graph import compile_run
+from glassengine.diagnose.run_graph import GraphRun, compile_run, without_numbers
 from glassengine.errors import BackendError, CorruptError, UsageError
 from glassengine.executable.graph import CapturedGraph, InputSpec
 from glassengine.executable.nonfinite import find_origin, kinds_of
@@ -31,6 +32,8 @@ from glassengine.executable.snapshot import Snapshot
 from glassengine.executable.snapshot_keep import set_rng_states
 from glassengine.recording.values import bytes_of
 from glassengine.results import Comparison, Result
+
+logger = logging.getLogger("glassengine")
 
 Progress = Callable[[str], None]
 
@@ -202,7 +205,7 @@ def _run_again(
 ) -> tuple[tuple[ReplayedOutput, ...], str | None]:
     progress(f"compiling with {backend.name}")
     with tempfile.TemporaryDirectory(prefix="glassengine-replay-") as folder:
-        run = compile_run(snapshot.name, graph, arguments, backend, Path(folder), keep=True)
+        run = _compiled(snapshot, graph, arguments, backend, Path(folder))
         given = [clone(value) if isinstance(value, torch.Tensor) else value for value in arguments]
         _set_random_states(snapshot)
         progress("running")
@@ -221,6 +224,21 @@ def _run_again(
         is_known = name in recorded and recorded[name].left_out is None
         outputs.append(_output(name, value, snapshot.output(name) if is_known else None, is_known))
     return tuple(outputs), None
+
+
+def _compiled(
+    snapshot: Snapshot, graph: CapturedGraph, arguments: Sequence[Any], backend: Backend, folder: Path
+) -> GraphRun:
+    """Compile as it was; where what is left of its symbolic sizes is too little for that, for the sizes it ran with."""
+    try:
+        return compile_run(snapshot.name, graph, arguments, backend, folder, keep=True)
+    except BackendError:
+        if all(entry.is_tensor for entry in snapshot.inputs):
+            raise
+        fixed, kept = without_numbers(graph, arguments)
+        logger.warning("compiled for the sizes of this execution only: bits may differ")
+        run = compile_run(snapshot.name, fixed, kept, backend, folder)
+        return lambda values: run([value for value in values if isinstance(value, torch.Tensor)])
 
 
 def _output(name: str, value: Any, recorded: Any, is_known: bool) -> ReplayedOutput:

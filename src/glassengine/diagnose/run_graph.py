@@ -6,19 +6,22 @@ weights inside, as engines are. A back-end that cannot compile in memory builds 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule, Node
 
 from glassengine.backends.protocol import Backend, CachingGraphs, CompilingGraphs
-from glassengine.diagnose.flat_program import flat_program
+from glassengine.diagnose.flat_program import flat_program, with_values
 from glassengine.executable.executable import compile_executable, compile_graph, load_executable
 from glassengine.executable.graph import CapturedGraph
-from glassengine.program.program import Program
+from glassengine.program.program import Program, copied_graph
 
 GraphRun = Callable[[Sequence[Any]], Sequence[Any]]
 """Takes the inputs in the order of the placeholders, may write to them, and returns the outputs in order."""
@@ -69,6 +72,34 @@ def _build_run(name: str, program: Program, values: Sequence[Any], backend: Back
         return [found[output] for output in program.output_nodes]
 
     return run
+
+
+def without_numbers(graph: CapturedGraph, values: Sequence[Any]) -> tuple[CapturedGraph, list[torch.Tensor]]:
+    """Return a graph into which its numbers are written, with sizes of these inputs, and the inputs that remain.
+
+    Args:
+        graph: The graph; is not changed.
+        values: Of its inputs, in order.
+    """
+    copy = copied_graph(graph.module.graph)
+    specs, kept = [], []
+    for node, spec, value in zip(list(copy.find_nodes(op="placeholder")), graph.inputs, values, strict=True):
+        if isinstance(value, torch.Tensor):
+            specs.append(spec)
+            kept.append(value)
+            continue
+        written = partial(_in_place_of, {node: value})
+        for user in list(node.users):
+            user.args = torch.fx.node.map_arg(user.args, written)
+            user.kwargs = torch.fx.node.map_arg(user.kwargs, written)
+        copy.erase_node(node)
+    module = GraphModule(graph.module, copy)
+    with_values(module, kept)
+    return replace(graph, module=module, inputs=tuple(specs)), kept
+
+
+def _in_place_of(values: Mapping[Node, Any], node: Node) -> Any:
+    return values.get(node, node)
 
 
 def program_of(graph: CapturedGraph, values: Sequence[Any]) -> Program:

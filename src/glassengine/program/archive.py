@@ -34,7 +34,7 @@ _OTHERS = re.compile(
 )
 _OPERATOR = re.compile(r"torch\.ops\.\w+\.\w+(\.\w+)?|torch\.sym_\w+|_operator\.\w+|math\.\w+")
 _NAMES = re.compile(
-    r"[A-Z][A-Za-z]*|[suz]+\d+|floor|ceiling|positive|nonnegative|integer|real|True|False|None|and|or|not|evaluate"
+    r"[A-Z][A-Za-z]*|[suz]+\d+|floor|ceiling|positive|nonnegative|integer|real|precision|True|False|None|and|or|not|evaluate"
 )
 _VALUE = re.compile(r"([A-Za-z_]\w*)?", re.ASCII)
 _EXPRESSION = re.compile(r"[\w\s+\-*/%(),.<>=!&|~]*")
@@ -113,8 +113,9 @@ def _problems(model: Any) -> Iterator[str]:
 
 
 def _is_expression(text: str) -> bool:
-    """Whether `text` is arithmetic on sizes: no strings but the names of symbols, no attributes, no other names."""
+    """Whether `text` is arithmetic on sizes: no strings but symbols and numbers, no attributes, no other names."""
     unquoted = re.sub(r"'([suz]+\d+)'", r"\1", text)
+    unquoted = re.sub(r"'-?\d+(\.\d+)?(e[+-]?\d+)?'", "0", unquoted)
     return (
         _EXPRESSION.fullmatch(unquoted) is not None
         and re.search(r"\.\s*[A-Za-z_]|__", unquoted) is None
