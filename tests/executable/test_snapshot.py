@@ -272,6 +272,47 @@ def test_redaction_leaves_no_value(tmp_path: Path, make_executable: MakeExecutab
     assert snapshot.pack(tmp_path / "x.safetensors").is_file()
 
 
+def test_redaction_of_what_went_wrong_keeps_code_and_texts_back(
+    tmp_path: Path, make_executable: MakeExecutable
+) -> None:
+    def fail(arguments: list[Any]) -> Any:
+        raise ValueError("the secret is 1234.5678")
+
+    executable = make_executable(lambda x: (torch.log(x),), x=X)
+    with (
+        glass.snapshots(tmp_path / "nan", on="nonfinite", redact=True) as snapshots,
+        pytest.raises(glass.NonFiniteError),
+    ):
+        executable.run([-X])
+    origin = glass.Snapshot.open(snapshots.written[0]).origin
+    assert origin is not None and (origin.op, origin.source) == ("aten.log.default", None)
+    executable.function = fail
+    with glass.snapshots(tmp_path / "error", on="error", redact=True) as snapshots, pytest.raises(ValueError):
+        executable.run([X])
+    assert glass.Snapshot.open(snapshots.written[0]).meta["error"] == "ValueError"
+    plain = Executable("plain", lambda arguments: [], ("size", "rate", "text"), ())
+    snapshot = taken(tmp_path / "plain", plain, 7, 1234.5678, "secret", redact=True)
+    assert snapshot.input("size") == 7
+    for path in (snapshot.path, snapshots.written[0]):
+        assert b"1234" not in (path / "meta.json").read_bytes()
+        assert b"secret" not in (path / "meta.json").read_bytes()
+
+
+def test_a_graph_that_cannot_be_read_costs_the_graph_alone(tmp_path: Path) -> None:
+    def missing() -> Any:
+        raise UsageError("the checkpoint is gone")
+
+    executable = Executable("engine", lambda inputs: {"y": inputs["x"]}, graph=missing)
+    with glass.snapshots(tmp_path, on=("every", "nonfinite")) as snapshots:
+        executable.run({"x": X})
+        with pytest.raises(glass.NonFiniteError, match="cannot be run node by node"):
+            executable.run({"x": X / 0})
+    snapshot = glass.Snapshot.open(snapshots.written[0])
+    assert torch.equal(snapshot.input("x"), X)
+    with pytest.raises(UsageError, match="the checkpoint is gone"):
+        _ = snapshot.graph
+
+
 @pytest.fixture
 def planted(tmp_path: Path, make_executable: MakeExecutable) -> glass.Snapshot:
     return taken(tmp_path, make_executable(scale, {"w": "parameter"}, x=X, w=W), X, W)

@@ -217,18 +217,24 @@ def _taken(
     facts: Mapping[str, Any] | None = None,
 ) -> Taken:
     executable = execution.executable
+    graph, problem = None, "the executable does not know its graph"
+    try:
+        graph = executable.captured()
+    except Exception as error:  # e.g. the weights of an engine, in a checkpoint that is gone
+        problem = f"its graph cannot be read: {type(error).__name__}: {error}"
     return Taken(
         executable.name,
         executable.number,
         execution.device_index,
         execution.number,
-        executable.captured(),
+        graph,
         reason,
         process_index(),
         pending.kept if pending is not None else inputs,
         outputs,
         pending.rng if pending is not None else rng or {},
         {"backend": executable.backend, "step": current_step(), **(facts or {})},
+        problem,
     )
 
 

@@ -55,6 +55,7 @@ class Taken:
         outputs: After the run; None where they are not wanted, or there are none.
         rng: State of each device's generator before the run.
         facts: What else stands in `meta.json`.
+        graph_problem: Why nobody knows the graph.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Taken:
     outputs: Mapping[str, Any] | None = None
     rng: Mapping[str, Tensor] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
+    graph_problem: str = "the executable does not know its graph"
 
 
 @dataclass
@@ -143,7 +145,7 @@ class SnapshotWriter:
         Raises:
             OSError: They cannot be written; the snapshot is what it was.
         """
-        meta = json.loads((path / layout.META).read_text(encoding="utf-8")) | facts
+        meta = json.loads((path / layout.META).read_text(encoding="utf-8")) | self._facts(facts)
         try:
             if outputs:
                 entries = self._entries(Home(path), layout.OUTPUTS, _as("output", outputs))
@@ -156,8 +158,17 @@ class SnapshotWriter:
                 (path / layout.OUTPUTS).unlink(missing_ok=True)
             raise
 
+    def _facts(self, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Return facts without what a redacted snapshot must not tell: the user's code, and texts of errors."""
+        found = dict(facts)
+        if self._redact and "origin" in found:
+            found["origin"] = {**found["origin"], "source": None}
+        if self._redact and "error" in found:
+            found["error"] = found["error"].strip().splitlines()[-1].partition(":")[0]
+        return found
+
     def _write_files(self, taken: Taken, home: Home) -> dict[str, Any]:
-        graph = self._graph(taken.graph)
+        graph = _Graph(problem=taken.graph_problem) if taken.graph is None else self._graph(taken.graph)
         if graph.archive is not None:
             self._write_graph(graph, home)
         inputs: list[Entry] = []
@@ -184,7 +195,7 @@ class SnapshotWriter:
             "graph_problem": graph.problem,
             "redacted": self._redact,
             "created": dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds"),
-            **taken.facts,
+            **self._facts(taken.facts),
             "inputs": [entry.to_dict() for entry in inputs],
             "output_names": list(known),
             "outputs": outputs,
@@ -193,9 +204,7 @@ class SnapshotWriter:
             "environment": _surroundings(self._redact),
         }
 
-    def _graph(self, graph: CapturedGraph | None) -> _Graph:
-        if graph is None:
-            return _Graph(problem="the executable does not know its graph")
+    def _graph(self, graph: CapturedGraph) -> _Graph:
         if graph.hash not in self._graphs:
             self._graphs[graph.hash] = _written(graph, with_source=not self._redact)
         return self._graphs[graph.hash]
@@ -237,6 +246,8 @@ class SnapshotWriter:
             problem = obstacle(value)
             if not isinstance(value, Tensor):
                 found[name] = plain_entry(name, kind, value)
+                if self._redact and isinstance(value, (float, str)):
+                    found[name] = dataclasses.replace(found[name], value=None, left_out="redacted")
                 continue
             found[name] = _tensor_entry(name, kind, value)
             if problem is not None:
