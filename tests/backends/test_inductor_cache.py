@@ -14,7 +14,7 @@ from glassengine.backends.inductor import InductorBackend
 from glassengine.backends.inductor_cache import InductorCache
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.executable.cache_report import examine_cache
-from glassengine.executable.compilation import Occasion
+from glassengine.executable.compilation import Occasion, compilations
 from glassengine.executable.executable import Executable
 from glassengine.executable.metrics import metrics, reset_metrics
 from glassengine.frontends.eager_graph import Call, compile_call
@@ -137,3 +137,48 @@ def test_wrong_flags_are_explained(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     assert [record.message for record in caplog.records] == [
         f"{flag} in NEURON_CC_FLAGS is of another compiler and ignored" for flag in ("-O1", "--model-type=transformer")
     ]
+
+
+def outcomes() -> tuple[int, int]:
+    """Return hits and misses since the last call."""
+    found = counters()
+    reset_metrics()
+    return found.get("PersistentCacheHit", 0), found.get("PersistentCacheMiss", 0)
+
+
+def test_whole_graphs_of_training_are_taken_from_the_cache() -> None:
+    weight = torch.linspace(-1, 1, 12).reshape(3, 4).requires_grad_()
+    x = torch.linspace(0, 1, 6).reshape(2, 3)
+    gradients = []
+    for expected in ((0, 2), (2, 0)):  # forward and backward; the second time as a new process would
+        torch._dynamo.reset()
+        weight.grad = None
+        compilations_before = len([made for made in compilations() if not made.from_cache])
+        torch.compile(torch.matmul, backend="glass")(x, weight).backward(torch.ones(2, 4))
+        assert outcomes() == expected and weight.grad is not None
+        gradients.append(weight.grad)
+    assert len([made for made in compilations() if not made.from_cache]) == compilations_before
+    assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[0], x.T @ torch.ones(2, 4))
+
+
+def test_graph_with_symbols_is_right_for_sizes_that_were_not_compiled() -> None:
+    weight = torch.linspace(-1, 1, 12).reshape(3, 4)
+    for rows, expected in ((5, (0, 1)), (7, (1, 0)), (2, (1, 0))):
+        torch._dynamo.reset()
+        call = torch.compile(torch.matmul, backend="glass", dynamic=True)
+        for more in (0, 4):  # the second call has another size, and needs no other graph
+            x = torch.linspace(0, 1, (rows + more) * 3).reshape(-1, 3)
+            torch.testing.assert_close(call(x, weight), x @ weight)
+        assert outcomes() == expected
+
+
+def halves(x: torch.Tensor) -> torch.Tensor:
+    """Depends on the size in a way that compiled code is a special case of."""
+    return (x[: x.shape[0] // 2] if x.shape[0] % 2 == 0 and x.shape[0] > 8 else x) @ torch.ones(3, 4)
+
+
+def test_graph_with_guards_on_symbols_is_not_taken_where_they_do_not_hold() -> None:
+    for rows in (10, 9, 4, 12, 3):
+        torch._dynamo.reset()
+        x = torch.linspace(0, 1, rows * 3).reshape(-1, 3)
+        torch.testing.assert_close(torch.compile(halves, backend="glass", dynamic=True)(x), halves(x))

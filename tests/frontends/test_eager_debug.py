@@ -623,3 +623,15 @@ def test_code_of_other_kinds_is_bitwise(kind: str) -> None:
         with mode:
             results.append(KINDS[kind]().detach())
     assert torch.equal(results[0], results[1])
+
+
+def test_operation_that_makes_a_value_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    x = torch.tensor([1.0, -1.0])
+    with (
+        glass.snapshots(tmp_path, on="nonfinite"),
+        pytest.raises(glass.NonFiniteError, match=r"aten\.log\.default"),
+        glass.eager_debug(backend="eager"),
+    ):
+        (x * 2).log().add(1)
+    (snapshot,) = (path for path in tmp_path.iterdir() if path.name.startswith("aten.log.default"))
+    assert torch.equal(glass.Snapshot.open(snapshot).inputs["self"], x * 2)
