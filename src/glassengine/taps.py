@@ -2,7 +2,8 @@
 
 A tap returns its argument itself. It does something only while a sink is installed: the exporter installs one that
 inserts a marking op (erased again after functionalisation, so no executable ever contains it), a recorder one that
-writes the tensor down. Without a sink a tap costs a function call, and a user's own export or compile sees nothing.
+writes the tensor down. Without a sink a tap costs a function call, and a user's own export or compile sees nothing;
+`torch.compile(..., backend="glass")` keeps taps, as results of its graphs.
 """
 
 from __future__ import annotations
@@ -38,7 +39,12 @@ def tap(name: str, value: T) -> T:
         UsageError: While something listens: `name` is not an identifier, or `value` is not a tensor.
     """
     # First of all, so that code compiled now stays valid when something listens later.
-    if torch.compiler.is_dynamo_compiling() or not _installed:
+    if torch.compiler.is_dynamo_compiling():
+        from torch._dynamo.comptime import comptime  # there is no compiling without it, and it takes long to import
+
+        comptime(_tell_compiler)
+        return value
+    if not _installed:
         return value
     sinks = _sinks.get()
     if sinks:
@@ -46,6 +52,31 @@ def tap(name: str, value: T) -> T:
         for sink in sinks:
             sink(name, value)
     return value
+
+
+_compiler: Callable[[Any], None] | None = None
+
+
+def set_compiler(compiler: Callable[[Any], None]) -> None:
+    """Let `compiler` see each tap that TorchDynamo traces, as the context of `comptime` in a frame of `tap`."""
+    global _compiler
+    _compiler = compiler
+
+
+def _tell_compiler(context: Any) -> None:
+    if _compiler is not None:
+        _compiler(context)
+
+
+def is_heard() -> bool:
+    """Return whether anything listens to the taps of this context."""
+    return bool(_installed) and bool(_sinks.get())
+
+
+def deliver(name: str, value: torch.Tensor) -> None:
+    """Hand a tap of compiled code to whatever listens; `name` begins with the path of its module, if that is inside."""
+    for sink in _sinks.get():
+        sink(name, value)
 
 
 def _require_tensor(name: str, value: object) -> None:

@@ -84,13 +84,14 @@ class Names:
         return _VARIABLE.sub(r"\1", path)
 
 
-def captured(module: GraphModule, kind: GraphKind, names: Names) -> CapturedGraph:
+def captured(module: GraphModule, kind: GraphKind, names: Names, taps: Sequence[str] = ()) -> CapturedGraph:
     """Return a graph that AOT autograd hands to its compiler, with the user's names.
 
     Args:
         module: The graph; the module paths of its nodes are replaced by the user's.
         kind: "inference", "forward" or "backward".
         names: Of the Dynamo graph that it was made from.
+        taps: Names of the last results, which AOT autograd does not know of.
     """
     written = mutated_placeholders(module.graph)
     unique = _Unique()
@@ -106,12 +107,14 @@ def captured(module: GraphModule, kind: GraphKind, names: Names) -> CapturedGrap
             node.meta["nn_module_stack"] = {key: (names.path(path), what) for key, (path, what) in stack.items()}
     assert output is not None
     unique = _Unique()
-    described = output.meta.get("desc") or [None] * len(output.args[0])  # type: ignore[arg-type]
-    outputs = tuple(
+    results: Any = output.args[0]
+    described = output.meta.get("desc") or [None] * (len(results) - len(taps))
+    outputs = [
         unique(_output_name(index, value, what, names))
-        for index, (value, what) in enumerate(zip(output.args[0], described, strict=True))  # type: ignore[arg-type]
-    )
-    return CapturedGraph(module, tuple(inputs), outputs, kind)
+        for index, (value, what) in enumerate(zip(results[: len(described)], described, strict=True))
+    ]
+    outputs += [unique(f"tap({name})") for name in taps]
+    return CapturedGraph(module, tuple(inputs), tuple(outputs), kind)
 
 
 class _Unique:

@@ -28,6 +28,7 @@ from glassengine.executable.executable import compile_graph
 from glassengine.executable.graph import GraphKind
 from glassengine.frontends.aot_graph import Names, captured
 from glassengine.frontends.causes import RESUMED, occasion
+from glassengine.frontends.compiled_taps import handing_on, mark_taps_for, take_taps
 from glassengine.frontends.eager_debug import interpret
 from glassengine.frontends.eager_ops import op_runner
 
@@ -98,9 +99,10 @@ class _GraphCompiler:
 
     def compile(self, kind: GraphKind, module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> GraphFunction:
         """Compile one of the graphs."""
-        graph = captured(module, kind, self._names)
+        tapped = take_taps(module, self._names, is_backward=kind == "backward")
+        graph = captured(module, kind, self._names, tapped)
         if self._operations is not None:
-            return interpret(module, self._operations)
+            return _boxed(interpret(module, self._operations), tapped)
         name, why = f"{self._label}/{_number(kind)}", self._occasion
         if kind == "forward":
             self._forward = name
@@ -111,11 +113,18 @@ class _GraphCompiler:
         )
         executable.backend = self._backend.name
 
-        def call(arguments: list[Any]) -> Any:
-            return executable.run(arguments)
+        return _boxed(executable.run, tapped)
 
-        call._boxed_call = True  # type: ignore[attr-defined]
-        return call
+
+def _boxed(function: GraphFunction, tapped: tuple[str, ...]) -> GraphFunction:
+    """Return what AOT autograd calls with a list that is emptied."""
+    run = handing_on(function, tapped)
+
+    def call(arguments: list[Any]) -> Any:
+        return run(arguments)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
 
 
 def read_options(options: Mapping[str, Any] | None, mode: str | None) -> Options:
@@ -171,3 +180,6 @@ def _called_module(names: Names) -> str | None:
             tensors = {name for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers())}
             return type(module).__name__ if tensors.issuperset(owned) else None
     return None
+
+
+mark_taps_for(glass_backend)

@@ -1,0 +1,100 @@
+"""Taps within compiled code: each is a result of the compiled graph, handed on after every run.
+
+While TorchDynamo traces `glass.tap` for the back-end "glass", it inserts the marking op that also names tensors during
+an export. The mark is erased from the graph that is compiled, and what it marks becomes one more result. So a tap costs
+a buffer in every run, and listening to it changes nothing of what is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from glassengine import taps
+from glassengine.backends.protocol import GraphFunction
+from glassengine.executable.graph import mutated_placeholders
+from glassengine.frontends.aot_graph import Names
+from glassengine.program.marks import MARK
+
+
+def mark_taps_for(backend: Callable[..., Any]) -> None:
+    """Let Dynamo keep taps of what it traces for `backend`."""
+
+    def mark(context: Any) -> None:
+        translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+        compiler = translator.output.compiler_fn
+        while (inner := getattr(compiler, "_torchdynamo_orig_backend", None)) is not None:
+            compiler = inner
+        if getattr(compiler, "compiler_fn", compiler) is not backend:
+            return
+        name, value = context.get_local("name"), context.get_local("value")
+        if name.is_python_constant() and value.is_proxy() and issubclass(value.python_type(), torch.Tensor):
+            arguments = (value.as_proxy(), f".{name.as_python_constant()}")
+            translator.output.create_proxy("call_function", MARK, arguments, {})
+
+    taps.set_compiler(mark)
+
+
+def take_taps(module: torch.fx.GraphModule, names: Names, *, is_backward: bool) -> tuple[str, ...]:
+    """Erase the marks of a graph, append what they mark to its results, and return the names of these.
+
+    Args:
+        module: A graph of AOT autograd, before its module paths are replaced by the user's.
+        names: Of the Dynamo graph that it was made from.
+        is_backward: Marks of a backward graph are copies of those of the forward graph: erased only.
+
+    Returns:
+        Names relative to the compiled module, with paths and calls: "layers.0.mlp.inter", "norm@1.out".
+    """
+    graph = module.graph
+    marks = [node for node in graph.nodes if node.op == "call_function" and node.target is MARK]
+    if not marks:
+        return ()
+    # Where inputs are written to in the end, what shares their memory must be copied before.
+    writes = bool(mutated_placeholders(graph))
+    found: dict[str, torch.fx.Node] = {}
+    for mark in marks:
+        value, port = mark.args
+        assert isinstance(value, torch.fx.Node)
+        if not is_backward:
+            found[_name(mark, str(port), names)] = _copied(mark, value) if writes else value
+        graph.erase_node(mark)
+    if not is_backward:
+        output = graph.output_node()
+        results: Any = output.args[0]
+        output.args = ((*results, *found.values()),)
+    module.recompile()
+    return tuple(found)
+
+
+def handing_on(function: GraphFunction, tapped: tuple[str, ...]) -> GraphFunction:
+    """Return `function` without its last results, the taps, which whoever listens gets instead."""
+    if not tapped:
+        return function
+
+    def run(arguments: list[Any]) -> Any:
+        results = function(arguments)
+        if taps.is_heard():
+            for name, value in zip(tapped, results[-len(tapped) :], strict=True):
+                taps.deliver(name, value)
+        return results[: -len(tapped)]
+
+    return run
+
+
+def _copied(mark: torch.fx.Node, value: torch.fx.Node) -> torch.fx.Node:
+    with mark.graph.inserting_before(mark):
+        copied = mark.graph.call_function(torch.ops.aten.clone.default, (value,))
+    copied.meta = dict(mark.meta)
+    return copied
+
+
+def _name(mark: torch.fx.Node, port: str, names: Names) -> str:
+    stack = mark.meta.get("nn_module_stack") or {}
+    if not stack:
+        return port.removeprefix(".")
+    key, (path, _) = list(stack.items())[-1]
+    call = str(key).partition("@")[2]  # of the module; Dynamo counts as site names do: the second is 1
+    return f"{names.path(path)}{f'@{call}' if call else ''}{port}".removeprefix(".")

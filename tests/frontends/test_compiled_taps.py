@@ -1,0 +1,145 @@
+"""Taps within compiled code: the right values under the right sites, whoever listens and whenever."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import glassengine as glass
+from glassengine import environment
+from glassengine.executable import observers
+from glassengine.executable.observers import Execution
+from glassengine.taps import tap_sink
+
+X = torch.linspace(-1, 1, 6).reshape(2, 3)
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        glass.tap("before", self.calls)
+        self.calls.add_(1)
+        return glass.tap("inter", self.linear(x).relu()) * 2
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList([Layer(), Layer()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (*self.layers, self.layers[0]):
+            x = layer(x)
+        return glass.tap("end", x.exp())
+
+
+SITES = {f"layers.{path}.{tap}" for path in ("0", "1", "0@1") for tap in ("before", "inter")} | {"end"}
+
+
+def recorded(model: torch.nn.Module, directory: Path) -> dict[str, torch.Tensor]:
+    """Record one call; return what was tapped, by site."""
+    with glass.record(model, directory):
+        model(X)
+    recording = glass.Recording.open(directory)
+    return {site: recording.tensor(site) for site in recording.sites() if site in SITES}
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("mode", ["compile", "eager_debug"])
+def test_a_recording_has_the_taps_of_the_model(tmp_path: Path, mode: str, grad: bool) -> None:
+    compiled = torch.compile(Model(), backend="glass", options={"backend": "eager", "mode": mode})
+    with torch.set_grad_enabled(grad):
+        expected = recorded(Model(), tmp_path / "expected")
+        actual = recorded(compiled, tmp_path / "actual")
+    assert expected.keys() == actual.keys() == SITES
+    for site, value in expected.items():
+        assert torch.equal(actual[site], value), site
+    assert [actual[f"layers.{path}.before"].item() for path in ("0", "0@1")] == [0, 1]
+
+
+@pytest.mark.skipif(environment.cxx_compiler() is None, reason="needs a C++ compiler")
+def test_inductor_has_them_too(tmp_path: Path) -> None:
+    compiled = torch.compile(Model(), backend="glass", options={"backend": "inductor"})
+    with torch.no_grad():
+        expected = recorded(Model(), tmp_path / "expected")
+        actual = recorded(compiled, tmp_path / "actual")
+    assert actual.keys() == SITES
+    for site, value in expected.items():
+        torch.testing.assert_close(actual[site], value)
+
+
+def test_listening_compiles_nothing_and_changes_nothing(tmp_path: Path) -> None:
+    model = Model()
+    compiled = torch.compile(model, backend="glass", options={"backend": "eager"})
+    first = compiled(X)
+    num_compiled = len(glass.compilations())
+    heard: list[str] = []
+    with tap_sink(lambda name, value: heard.append(name)):
+        second = compiled(X)
+    assert set(heard) == SITES
+    assert torch.equal(first, second)
+    compiled(X)
+    assert len(heard) == len(SITES) and len(glass.compilations()) == num_compiled
+
+
+def test_gradients_are_those_of_the_model() -> None:
+    plain, model = Model(), Model()
+    plain(X).sum().backward()
+    torch.compile(model, backend="glass", options={"backend": "eager"})(X).sum().backward()
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(parameter.grad, model.get_parameter(name).grad)
+
+
+class Seen:
+    def __init__(self) -> None:
+        self.executions: list[Execution] = []
+
+    def before(self, execution: Execution) -> None: ...
+
+    def after(self, execution: Execution) -> None:
+        self.executions.append(execution)
+
+    def failed(self, execution: Execution, error: Exception) -> None: ...
+
+
+def test_no_executable_contains_a_mark_and_taps_are_among_its_outputs() -> None:
+    seen = Seen()
+    observers.attach(seen)
+    try:
+        torch.compile(Model(), backend="glass", options={"backend": "eager"})(X).sum().backward()
+    finally:
+        observers.detach(seen)
+    forward, backward = seen.executions
+    for execution in (forward, backward):
+        graph = execution.executable.captured()
+        assert graph is not None and "glass.mark" not in "\n".join(graph.lines)
+    assert {name for name in forward.outputs if name.startswith("tap(")} == {f"tap({site})" for site in SITES}
+    assert not any(name.startswith("tap(") for name in backward.outputs)
+
+
+def test_other_back_ends_see_nothing_of_it() -> None:
+    graphs: list[str] = []
+
+    def other(module: torch.fx.GraphModule, inputs: object) -> object:
+        graphs.append(str(module.graph))
+        return module.forward
+
+    torch.compile(Model(), backend="glass", options={"backend": "eager"})(X)
+    torch._dynamo.reset()
+    torch.compile(Model(), backend=other)(X)
+    assert graphs and "mark" not in graphs[0]
