@@ -19,7 +19,7 @@ def test_light_statistics_are_those_of_float64(size: int, dtype: torch.dtype) ->
     found, wide = light(x), x.double()
     assert found.num_nonfinite == 0
     assert (found.min, found.max) == ((float(wide.min()), float(wide.max())) if size else (None, None))
-    assert found.norm == pytest.approx(float(wide.norm()), rel=1e-5)
+    assert found.norm == pytest.approx(float(wide.norm()), rel=1e-3 if dtype is torch.bfloat16 else 1e-5)
 
 
 @pytest.mark.parametrize("size", [size for size in SIZES if size > 2])
