@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from glassengine.backends.onnx_export import MODEL_FILE, export_onnx
-from glassengine.backends.onnx_network import list_network
+from glassengine.backends.onnx_network import list_network, list_optimized
 from glassengine.backends.protocol import Network
 from glassengine.capture.interpreter import run_program
 from glassengine.program.program import Program
@@ -76,7 +76,7 @@ def test_layer_called_like_a_node_yields_its_value(
     program_of: Callable[..., Program], converted: Callable[[str], Path], name: str, least: int
 ) -> None:
     program = program_of(name)
-    network = list_network(converted(name), program)
+    network = list_network(converted(name), program, "a runtime")
     assert len({layer.name for layer in network.layers}) == len(network.layers)
     inputs = inputs_of(program, name)
     expected: dict[str, Any] = {}
@@ -106,7 +106,8 @@ def test_handles_stay_out_of_the_program(program_of: Callable[..., Program], con
 def test_sizes_have_the_names_of_the_program(
     program_of: Callable[..., Program], converted: Callable[[str], Path]
 ) -> None:
-    network = list_network(converted("llama"), program_of("llama"))
+    network = list_network(converted("llama"), program_of("llama"), "a runtime")
     shapes = {tensor.name: tensor.shape for layer in network.layers for tensor in layer.outputs}
-    assert shapes["logits"] == "[batch, sequence, 256]"
-    assert network.optimized is not None and network.optimized.layers
+    assert shapes["logits"] == "[batch, sequence, 272]"
+    optimized = list_optimized(converted("llama"), program_of("llama"), network)
+    assert optimized is not None and optimized.layers

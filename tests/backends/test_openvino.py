@@ -74,3 +74,12 @@ def test_a_missing_package_is_said_with_the_command(monkeypatch: pytest.MonkeyPa
     assert not found.available and "openvino" in found.reason and found.install == "pip install 'glassengine[openvino]'"
     with pytest.raises(BackendError, match="cannot be used here"):
         BACKEND.load(tmp_path, None)
+
+
+def test_the_listing_shows_what_it_was_given_and_what_it_runs(built: Path) -> None:
+    program = export_module(Product().eval(), [{"x": torch.randn(2, 64)}, {"x": torch.randn(3, 64)}])
+    network = BACKEND.network(program, built)
+    assert network.note == "ONNX, as it was given to OpenVINO."
+    assert network.optimized is not None
+    products = [layer for layer in network.optimized.layers if layer.operation in ("MatMul", "FullyConnected")]
+    assert [layer.nodes for layer in products] == [("matmul",)]

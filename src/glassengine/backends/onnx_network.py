@@ -88,27 +88,39 @@ def _same_kind(one: Any, other: Any) -> bool:
     return one.dtype == other.dtype and one.dim() == other.dim() and fixed
 
 
-def list_network(path: Path, program: Program) -> Network:
-    """Return the layers of an ONNX file, and those that ONNX Runtime makes of them.
+def list_network(path: Path, program: Program, runtime: str) -> Network:
+    """Return the layers of an ONNX file.
 
     Args:
         path: What `export_onnx` wrote.
         program: What was converted.
+        runtime: What the file is given to.
     """
     import onnx
 
     model = onnx.load(path, load_external_data=False)
-    sizes = _readable_sizes(model.graph, program)
-    network = _network(model, {}, sizes, "ONNX, as it was given to ONNX Runtime.")
+    return _network(model, {}, _readable_sizes(model.graph, program), f"ONNX, as it was given to {runtime}.")
+
+
+def list_optimized(path: Path, program: Program, network: Network) -> Network | None:
+    """Return the layers that ONNX Runtime makes of an ONNX file; None where its weights are too large to be copied.
+
+    Args:
+        path: What `export_onnx` wrote.
+        program: What was converted.
+        network: What `list_network` made of the file.
+    """
+    import onnx
+
     if sum(tensor.nbytes for tensor in program.weights().values()) > OPTIMIZE_LIMIT_BYTES:
-        return network
+        return None
     producers = {tensor.name: layer.nodes for layer in network.layers for tensor in layer.outputs}
     with tempfile.TemporaryDirectory(prefix="glassengine-") as folder:
         optimized = Path(folder) / "optimized.onnx"
         _optimize(path, optimized)
         note = "what ONNX Runtime runs on this processor, after its own fusions."
-        fused = _network(onnx.load(optimized, load_external_data=False), producers, sizes, note)
-    return Network(network.layers, network.inputs, network.outputs, network.note, optimized=fused)
+        model = onnx.load(optimized, load_external_data=False)
+        return _network(model, producers, _readable_sizes(model.graph, program), note)
 
 
 def _optimize(path: Path, target: Path) -> None:

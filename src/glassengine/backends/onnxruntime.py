@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from glassengine.backends.io import read_io, write_io
 from glassengine.backends.onnx_export import IN_PLACE_KEY, MODEL_FILE, OPSET, export_onnx, refuse_bfloat16
-from glassengine.backends.onnx_network import list_network
+from glassengine.backends.onnx_network import list_network, list_optimized
 from glassengine.backends.protocol import Availability, Capabilities, Network, Run, Weights
 from glassengine.errors import BackendError
 from glassengine.program.outputs import functional_form
@@ -93,7 +94,9 @@ class OnnxRuntimeBackend:
 
     def network(self, program: Program, directory: Path) -> Network:
         """Return the ONNX graph; its layers are called like the nodes whose values they yield."""
-        return list_network(directory / MODEL_FILE, program)
+        path = directory / MODEL_FILE
+        network = list_network(path, program, "ONNX Runtime")
+        return replace(network, optimized=list_optimized(path, program, network))
 
 
 class _Session:

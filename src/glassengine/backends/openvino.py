@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from glassengine.backends.io import read_io, write_io
 from glassengine.backends.onnx_export import IN_PLACE_KEY, MODEL_FILE, OPSET, export_onnx, refuse_bfloat16
 from glassengine.backends.onnx_network import list_network
-from glassengine.backends.protocol import Availability, Capabilities, Network, Run, Weights
+from glassengine.backends.protocol import Availability, Capabilities, Layer, Network, NetworkTensor, Run, Weights
 from glassengine.errors import BackendError
 from glassengine.program.outputs import functional_form
 from glassengine.program.program import Program
@@ -80,18 +81,16 @@ class OpenVinoBackend:
 
     def network(self, program: Program, directory: Path) -> Network:
         """Return the ONNX graph; its layers are called like the nodes whose values they yield."""
-        return list_network(directory / MODEL_FILE, program)
+        network = list_network(directory / MODEL_FILE, program, "OpenVINO")
+        return replace(network, optimized=_running(directory, network))
 
 
 class _Request:
     """A compiled graph and how its inputs and outputs are bound."""
 
     def __init__(self, openvino: Any, directory: Path) -> None:
-        core = openvino.Core()
-        model = core.read_model(str(directory / MODEL_FILE))
         in_place = _metadata(directory / MODEL_FILE)[IN_PLACE_KEY].split()
-        settings = {**_SETTINGS, "INFERENCE_NUM_THREADS": torch.get_num_threads()}
-        self._request = core.compile_model(model, "CPU", settings).create_infer_request()
+        self._request = _compiled(openvino, directory).create_infer_request()
         self._tensor = openvino.Tensor
         self._order = read_io(directory)
         self._past_of = {present: past for past, present in self._order.caches.items()}
@@ -121,6 +120,37 @@ class _Request:
 
     def _shared(self, tensor: torch.Tensor) -> Any:
         return self._tensor(tensor.numpy(), shared_memory=True)
+
+
+def _compiled(openvino: Any, directory: Path) -> Any:
+    settings = {**_SETTINGS, "INFERENCE_NUM_THREADS": torch.get_num_threads()}
+    return openvino.Core().compile_model(str(directory / MODEL_FILE), "CPU", settings)
+
+
+def _running(directory: Path, given: Network) -> Network:
+    """Return the layers that OpenVINO makes of `given`, which it calls like layers and results of that."""
+    import openvino
+
+    nodes_of = {layer.name: layer.nodes for layer in given.layers}
+    nodes_of |= {tensor.name: layer.nodes for layer in given.layers for tensor in layer.outputs}
+    model = _compiled(openvino, directory).get_runtime_model()
+    layers = []
+    for op in model.get_ordered_ops():
+        information = {key: value.astype(str) for key, value in op.get_rt_info().items()}
+        made_of = information.get("originalLayersNames", "").split(",")
+        layers.append(
+            Layer(
+                name=op.get_friendly_name(),
+                operation=information.get("layerType", op.get_type_name()),
+                nodes=tuple(dict.fromkeys(node for name in made_of for node in nodes_of.get(name, ()))),
+                inputs=tuple(source.get_source_output().get_node().get_friendly_name() for source in op.inputs()),
+                outputs=(NetworkTensor(op.get_friendly_name(), information.get("outputPrecisions", "")),),
+                attributes={"implementation": information.get("primitiveType", "")},
+            )
+        )
+    names = tuple(port.get_node().get_friendly_name() for port in model.outputs)
+    inputs = tuple(NetworkTensor(port.get_node().get_friendly_name()) for port in model.inputs)
+    return Network(tuple(layers), inputs, names, "what OpenVINO runs on this processor, after its own fusions.")
 
 
 def _metadata(model: Path) -> dict[str, str]:
