@@ -18,6 +18,7 @@ from glassengine.executable.compilation import Occasion, compilations
 from glassengine.executable.executable import Executable
 from glassengine.executable.metrics import metrics, reset_metrics
 from glassengine.frontends.eager_graph import Call, compile_call
+from glassengine.frontends.eager_ops import OpRunner
 from glassengine.frontends.eager_schema import examine
 
 MM = torch.ops.aten.mm.default
@@ -182,3 +183,11 @@ def test_graph_with_guards_on_symbols_is_not_taken_where_they_do_not_hold() -> N
         torch._dynamo.reset()
         x = torch.linspace(0, 1, rows * 3).reshape(-1, 3)
         torch.testing.assert_close(torch.compile(halves, backend="glass", dynamic=True)(x), halves(x))
+
+
+def test_where_a_call_stands_is_no_reason_to_compile_again() -> None:
+    x = torch.linspace(-1, 1, 9).reshape(3, 3)
+    for line in (1, 2):
+        meta = {"stack_trace": f'File "model.py", line {line}, in forward', "nn_module_stack": {"m": (f"m{line}", "M")}}
+        OpRunner(InductorBackend()).run(MM, [x, x], {}, meta)
+    assert outcomes() == (1, 1)

@@ -27,6 +27,7 @@ from glassengine.executable.graph import CapturedGraph, input_spec
 from glassengine.frontends.eager_schema import Operation, argument
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_ORIGIN = ("stack_trace", "nn_module_stack")
 _NUMBER_DTYPES = {float: torch.float64, int: torch.int64}
 
 
@@ -201,7 +202,7 @@ def compile_call(
         tuple(convert(value, place in operation.numeric) for place, value in enumerate(call.args)),
         {name: convert(call.kwargs[name], name in operation.numeric) for name in sorted(call.kwargs)},
     )
-    called.meta.update(meta or {})
+    called.meta.update({name: meta[name] for name in _ORIGIN if name in meta} if meta else {})
     results, num_results = _results(graph, called, operation, outcome)
     graph.output(tuple(results))
     module = torch.fx.GraphModule({}, graph)
