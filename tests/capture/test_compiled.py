@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,7 +55,7 @@ def _in_place(module: nn.Module) -> nn.Module:
 
 
 def _forward(module: nn.Module) -> nn.Module:
-    module.forward = torch.compile(module.forward, backend="eager")  # type: ignore[method-assign]
+    module.forward = torch.compile(module.forward, backend="eager")
     return module
 
 
@@ -116,6 +117,20 @@ def test_a_model_that_is_compiled_again_meanwhile_keeps_its_new_call(tmp_path: P
         model.compile(backend="eager")
         again = model.__dict__["_compiled_call_impl"]
     assert model.__dict__["_compiled_call_impl"] is again
+
+
+def test_two_recordings_that_end_in_any_order(tmp_path: Path) -> None:
+    model = _in_place(Model())
+    before = model.__dict__["_compiled_call_impl"]
+    first, second = record(model, tmp_path / "first"), record(model, tmp_path / "second")
+    with contextlib.ExitStack() as ending_last:
+        with contextlib.ExitStack() as ending_first, torch.no_grad():
+            ending_first.enter_context(first)
+            ending_last.enter_context(second)
+            model(X)
+        model(X)
+    assert model.__dict__["_compiled_call_impl"] is before
+    assert Recording.open(tmp_path / "first").steps == [0] and Recording.open(tmp_path / "second").steps == [0, 1]
 
 
 def test_scripted_parts_are_listed(tmp_path: Path) -> None:

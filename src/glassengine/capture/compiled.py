@@ -11,8 +11,29 @@ from torch import nn
 _CALL = "_compiled_call_impl"
 
 
+class _ObservedCall:
+    """Takes the place of a compiled call; every recording of the module observes it."""
+
+    def __init__(self, module: nn.Module, compiled: Callable[..., Any]) -> None:
+        self.module = module
+        self.compiled = compiled
+        self.observers: list[CompiledCall] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        observers = tuple(self.observers)
+        for observer in observers:
+            observer.before(self.module, args, kwargs)
+        result = None
+        try:
+            result = self.compiled(*args, **kwargs)
+        finally:
+            for observer in observers:
+                observer.after(self.module, args, kwargs, result)
+        return result
+
+
 class CompiledCall:
-    """The call of a module that `module.compile()` has compiled, with `before` and `after` around it.
+    """Observes the call of a module that `module.compile()` has compiled.
 
     Args:
         module: Such a module.
@@ -21,24 +42,20 @@ class CompiledCall:
     """
 
     def __init__(self, module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
-        self._module = module
-        self._compiled = original = module.__dict__[_CALL]
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            before(module, args, kwargs)
-            result = None
-            try:
-                result = original(*args, **kwargs)
-            finally:
-                after(module, args, kwargs, result)
-            return result
-
-        self._observed = module.__dict__[_CALL] = call
+        self.before = before
+        self.after = after
+        call = module.__dict__[_CALL]
+        if not isinstance(call, _ObservedCall):
+            call = module.__dict__[_CALL] = _ObservedCall(module, call)
+        self._call = call
+        call.observers.append(self)
 
     def remove(self) -> None:
-        """Give the module its compiled call back, unless it has been compiled again meanwhile."""
-        if self._module.__dict__.get(_CALL) is self._observed:
-            self._module.__dict__[_CALL] = self._compiled
+        """Observe no more; the module gets its compiled call back unless it has been compiled again meanwhile."""
+        call = self._call
+        call.observers.remove(self)
+        if not call.observers and call.module.__dict__.get(_CALL) is call:
+            call.module.__dict__[_CALL] = call.compiled
 
 
 def has_compiled_call(module: nn.Module) -> bool:

@@ -163,8 +163,9 @@ def record(
             model.generate(**inputs, max_new_tokens=20)
 
     Args:
-        model: Any module, compiled and wrapped ones included (what runs inside of a compiled graph is not seen); or
-            something callable that holds exactly one: a pipeline, a method, a function.
+        model: Any module, compiled and wrapped ones included (modules inside of a compiled graph are not seen, and are
+            listed as `not_seen` in the metadata); or something callable that holds exactly one: a pipeline, a method, a
+            function.
         path: New directory; one recording each.
         sites: Patterns of the sites to record (globs and `re:`); all when None.
         values: False records shape, dtype, min, max, norm and the number of non-finite elements instead of values;

@@ -1,6 +1,6 @@
 """The layout of a recording on disk: names, numbers, and what there is to know about a tensor.
 
-    statistics.log            statistics that were computed on reading, kept for the next time; may be removed
+    statistics.log            statistics and sketches that were computed on reading, kept for next time; may be removed
     recording.json            schema version, state (writing | complete | incomplete), metadata
     shard-NNNNN.part          HEADER_BYTES reserved, then raw tensor bytes, each start aligned to ALIGNMENT
     shard-NNNNN.safetensors   the same file sealed: the reserved bytes hold a safetensors header
