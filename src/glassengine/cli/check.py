@@ -43,6 +43,9 @@ def command(
         list[str] | None,
         typer.Option("--pass", metavar="FILE.PY:FN", help="Graph pass to apply and judge. Repeatable."),
     ] = None,
+    all_rungs: Annotated[
+        bool, typer.Option("--all-rungs", help="Compile every op alone too, not only what the engine got wrong.")
+    ] = False,
     fail_on: Annotated[FailOn, typer.Option(help="The mildest verdict that is not ok.")] = FailOn.wrong,
     min_coverage: Annotated[
         float, typer.Option(min=0, max=1, help="Share of the baseline's float-valued sites that must be judged.")
@@ -75,6 +78,7 @@ def command(
             inputs=inputs,
             steps=steps,
             passes=passes or (),
+            all_rungs=all_rungs,
             fail_on=fail_on.value,
             min_coverage=min_coverage,
             accumulation=accum,

@@ -16,6 +16,7 @@ from glassengine.backends import registry
 from glassengine.compare.operation import FLOAT32_SUMS, Accumulation
 from glassengine.compare.pairing import pair_sites
 from glassengine.diagnose.cases import Case, causal_cases, module_cases
+from glassengine.diagnose.op_by_op import RUNG, op_by_op
 from glassengine.diagnose.replay import Replay
 from glassengine.diagnose.score import Score
 from glassengine.diagnose.segments import SegmentReplay
@@ -40,7 +41,7 @@ Progress = Callable[[str], None]
 
 @dataclass
 class Climb:
-    """Everything one check has at hand; filled rung by rung."""
+    """Everything one check has at hand; filled rung by rung. `built` is what the engines are built from."""
 
     baseline: LoadedModel
     program: Program
@@ -48,6 +49,7 @@ class Climb:
     model: ModuleSide
     scores: list[Score]
     accumulation: Accumulation = FLOAT32_SUMS
+    built: Program | None = None
     skipped: list[Skipped] = field(default_factory=list)
     severity: dict[str, Severity] = field(default_factory=dict)
     weights: WeightsComparison | None = None
@@ -74,8 +76,10 @@ def start(model: LoadedModel, inputs: str | None, steps: int, stack: ExitStack, 
     return climb
 
 
-def add_built(climb: Climb, backend: str | None, passes: Sequence[str], progress: Progress) -> None:
-    """The baseline's own passes, engine and release engine."""
+def add_built(
+    climb: Climb, backend: str | None, passes: Sequence[str], progress: Progress, *, all_rungs: bool = False
+) -> None:
+    """The baseline's own passes, (with `all_rungs`) every op compiled alone, engine and release engine."""
     built = climb.program
     for spec in passes:
         progress(f"applying {spec}")
@@ -87,6 +91,9 @@ def add_built(climb: Climb, backend: str | None, passes: Sequence[str], progress
                 built, by_node, rung=f"pass {spec}", replay=Replay(climb.program, accumulation=climb.accumulation)
             )
         )
+    climb.built = built
+    if all_rungs:
+        add_op_by_op(climb, backend, progress)
     folder = Path(climb.stack.enter_context(tempfile.TemporaryDirectory(prefix="glassengine-check-")))
     plan = _plan(climb, built)
     progress(f"building the engine with {len(plan.added)} debug outputs")
@@ -101,6 +108,22 @@ def add_built(climb: Climb, backend: str | None, passes: Sequence[str], progress
     climb.add(EngineSide(release, _result_nodes(climb.program, release), "release", "judged at results and caches"))
 
 
+def add_op_by_op(climb: Climb, backend: str | None, progress: Progress) -> None:
+    """Every op of what the engine is built from, or those around what the engine got wrong, compiled alone."""
+    program = climb.built or climb.program
+    by_node = {pair.baseline.node: pair for pair in pair_sites(climb.program, program)[0]}
+    engine = next((score for score in climb.scores if score.side.rung == "engine"), None)
+    around = None if engine is None else list(engine.divergences)
+    progress("compiling every op alone" if around is None else f"compiling {len(around)} ops and what is near alone")
+    try:
+        side = op_by_op(climb.program, program, by_node, backend, around=around, accumulation=climb.accumulation)
+    except UsageError as error:
+        climb.skipped.append(Skipped("*", "candidate", f"no op-by-op rung: {error.what}", rung=RUNG))
+        return
+    place = len(climb.scores) if engine is None else climb.scores.index(engine)
+    climb.scores.insert(place, Score(side, climb.program))
+
+
 def add_engine(climb: Climb, release: Engine, progress: Progress) -> None:
     """An engine as candidate: judged as the release, with an observable twin built from its own stored program."""
     program = release.program
@@ -108,6 +131,7 @@ def add_engine(climb: Climb, release: Engine, progress: Progress) -> None:
         raise IncomparableError(
             "the engine was built from another kind of model", got=program.kind, expected=climb.program.kind
         )
+    climb.built = program
     climb.weights = compare_weights(weights_of(climb.program), weights_of(program))
     folder = Path(climb.stack.enter_context(tempfile.TemporaryDirectory(prefix="glassengine-check-")))
     plan = _plan(climb, program)

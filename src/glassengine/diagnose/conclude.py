@@ -108,6 +108,7 @@ def _rung(score: Score, program: Program, divergences: Sequence[Divergence], sev
     verdict = worst(pair.verdict for pair in score.pairs)
     names = {
         "program": ("the untouched model", "its exported program"),
+        "op-by-op": ("program", "every op compiled alone"),
         "engine": ("program", "engine with debug outputs"),
         "release": ("program", "release engine"),
         "candidate": ("program", "the candidate's program"),

@@ -19,14 +19,16 @@ from glassengine import environment
 from glassengine.compare.operation import ACCUMULATIONS, Accumulation
 from glassengine.compare.verdict import unit_roundoff
 from glassengine.diagnose.cases import Case
-from glassengine.diagnose.climb import Climb, Progress, add_built, add_engine, add_model, start
+from glassengine.diagnose.climb import Climb, Progress, add_built, add_engine, add_model, add_op_by_op, start
 from glassengine.diagnose.conclude import conclude
 from glassengine.diagnose.evidence import EvidenceBox
 from glassengine.diagnose.judge import run_cases
+from glassengine.diagnose.op_by_op import RUNG, explain
 from glassengine.diagnose.reproduce import with_reproduction
 from glassengine.diagnose.reproduction_files import require_free
+from glassengine.diagnose.score import Score
 from glassengine.diagnose.severity import Severity
-from glassengine.diagnose.sides import EngineSide
+from glassengine.diagnose.sides import EngineSide, ModuleSide
 from glassengine.engine.engine import load
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.program import load_model
@@ -47,6 +49,7 @@ def check(
     inputs: str | None = None,
     steps: int = 3,
     passes: Sequence[str] = (),
+    all_rungs: bool = False,
     fail_on: Literal["suspicious", "wrong"] = "wrong",
     min_coverage: float = 0.9,
     accumulation: str | None = None,
@@ -68,6 +71,7 @@ def check(
             that is no causal language model needs it.
         steps: Decode steps after the prefill.
         passes: User passes on the program, each a rung of its own.
+        all_rungs: Climb op-by-op too: every op compiled alone. Without it only what the engine got wrong is.
         fail_on: The mildest verdict that makes the result not ok.
         min_coverage: Least share of the baseline's float-valued sites that must have been judged.
         accumulation: "float32", "tf32", "bfloat16" or "float16": how the candidate sums its products, where it is less
@@ -109,20 +113,13 @@ def check(
         elif candidate is not None:
             coarsest = add_model(climb, load_model(candidate, dtype=dtype, **options), inputs, progress)
         else:
-            add_built(climb, backend, passes, progress)
+            add_built(climb, backend, passes, progress, all_rungs=all_rungs)
         if reproduction is not None:
             for score in climb.scores:
                 score.evidence = EvidenceBox(climb.program)
         progress(f"judging {len(climb.cases)} cases")
-        run_cases(
-            climb.program,
-            climb.cases,
-            climb.model,
-            climb.scores,
-            coarsest=coarsest,
-            accumulation=climb.accumulation,
-            on_step=_severity_counter(climb),
-        )
+        _judge(climb, climb.model, climb.scores, coarsest, _severity_counter(climb))
+        _explain(climb, engine.manifest.backend if engine is not None else backend, coarsest, progress)
         result = conclude(
             climb.program,
             climb.scores,
@@ -139,6 +136,41 @@ def check(
             return result
         progress("writing a reproduction")
         return with_reproduction(result, Path(reproduction), climb.scores, climb.program)
+
+
+def _judge(
+    climb: Climb,
+    model: ModuleSide,
+    scores: Sequence[Score],
+    coarsest: torch.dtype | None,
+    on_step: Callable[[Case, int, Mapping[str, float]], None],
+) -> None:
+    run_cases(
+        climb.program,
+        climb.cases,
+        model,
+        scores,
+        coarsest=coarsest,
+        accumulation=climb.accumulation,
+        on_step=on_step,
+    )
+
+
+def _explain(climb: Climb, backend: str | None, coarsest: torch.dtype | None, progress: Progress) -> None:
+    """Compile alone what the engine got wrong, unless every op was compiled alone already."""
+    engine = next((score for score in climb.scores if score.side.rung == "engine"), None)
+    if engine is None or not engine.divergences:
+        return
+    alone = next((score for score in climb.scores if score.side.rung == RUNG), None)
+    if alone is None:
+        add_op_by_op(climb, backend, progress)
+        alone = next((score for score in climb.scores if score.side.rung == RUNG), None)
+        if alone is None:
+            return
+        # The tokens are those of the untouched model again.
+        model = ModuleSide(climb.baseline.module, climb.program)
+        _judge(climb, model, [Score(model, climb.program), alone], coarsest, lambda *_: None)
+    explain(engine, alone)
 
 
 def _accumulation(name: str | None) -> Accumulation:

@@ -165,6 +165,7 @@ class ProgramSide:
     guarantee: str = "judged op by op"
     _values: dict[str, torch.Tensor] = field(default_factory=dict)
     _caches: dict[str, torch.Tensor] = field(default_factory=dict)
+    _wanted: set[str] = field(default_factory=set)
 
     def begin(self, case: Case) -> None:
         """Start with an empty cache."""
@@ -176,18 +177,22 @@ class ProgramSide:
         if self.program.layout is not None and not self._caches:
             self._caches = empty_caches(self.program, named)
         self._values = {}
-        wanted = {pair.candidate.node for pair in self.pairs.values()}
-
-        def keep(node: torch.fx.Node, value: Any) -> None:
-            if node.name in wanted:
-                self._values[node.name] = value
-
-        outputs = run_program(self.program, {**named, **self._caches}, keep)
+        self._wanted = {pair.candidate.node for pair in self.pairs.values()}
+        outputs = self.run({**named, **self._caches})
         if self.replay is not None:
             by_node = {node: pair.candidate.node for node, pair in self.pairs.items()}
             values = {node: self._values[own] for node, own in by_node.items() if own in self._values}
             self.replay.begin_step({**named, **self._caches}, values)
         self._caches = {past: outputs[present] for past, present in self.program.caches.items()}
+
+    def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Run one step, handing every computed node to `keep`; return the program's outputs by name."""
+        return run_program(self.program, inputs, self.keep)
+
+    def keep(self, node: torch.fx.Node, value: Any) -> None:
+        """Take note of the value of a node of this side's program."""
+        if node.name in self._wanted:
+            self._values[node.name] = value
 
     def observed(self, node: str) -> list[Observed]:
         """Return the value of the op paired with `node`."""

@@ -46,7 +46,7 @@ def _headline(result: Comparison) -> Text:
 
 
 def _ladder(result: Comparison) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("rung", overflow="fold")
     table.add_column("judged", no_wrap=True)
     for name in ("tensors", "coverage", "error/floor"):
