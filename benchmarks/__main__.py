@@ -15,6 +15,7 @@ SUITES = {
     "debug": "decode time against the number of tensors looked at",
     "measure": "bytes per second of measuring two tensors against each other",
     "executable": "microseconds that running a graph through an executable costs, beside torch.compile",
+    "judge": "time of judging a forward, against the forward",
     "recording": "what glass.record costs: burst, sustained, small models, light statistics",
     "snapshots": "what snapshots cost: armed and never firing, and writing beside the disk's own speed",
 }

@@ -116,14 +116,15 @@ def engines_of(bench: corpus.Bench, backend: str, options: argparse.Namespace) -
     with ExitStack() as stack:
         try:
             sides = engines.built(bench, backend, cases, stack)
+            for number, case in enumerate(cases):
+                names = [f"{backend}, case {number}", f"{backend} release, case {number}"]
+                rows += corpus.rows_of_legitimate(bench, names, sides, case)[1:]
+            torch.set_num_threads(2)
+            rows += corpus.rows_of_legitimate(bench, [f"{backend}, 2 threads"], sides[:1])[1:]
         except (GlassError, RuntimeError) as error:
-            return [corpus.Row(bench.name, backend, "", "legitimate", note=f"invalid: {_first_line(error)}")]
-        for number, case in enumerate(cases):
-            names = [f"{backend}, case {number}", f"{backend} release, case {number}"]
-            rows += corpus.rows_of_legitimate(bench, names, sides, case)[1:]
-        torch.set_num_threads(2)
-        rows += corpus.rows_of_legitimate(bench, [f"{backend}, 2 threads"], sides[:1])[1:]
-        torch.set_num_threads(1)
+            return [*rows, corpus.Row(bench.name, backend, "", "legitimate", note=f"invalid: {_first_line(error)}")]
+        finally:
+            torch.set_num_threads(1)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         makers: list[tuple[str, Callable[[Path], tuple[corpus.Planted, Any]]]] = []
         if backend == "inductor":
@@ -302,7 +303,7 @@ def main(arguments: Sequence[str] = ()) -> None:
             try:
                 rows += future.result()
             except Exception as error:  # one program that cannot be judged must not lose the others
-                note = f"invalid: {type(error).__name__}: {error}"
+                note = f"invalid: {type(error).__name__}: {str(error)[:200]}"
                 rows.append(corpus.Row(f"{family}/{dtype}", "", "", "legitimate", note=note).to_dict())
             print(f"{family}/{dtype} after {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
             if options.json:

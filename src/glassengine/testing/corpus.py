@@ -134,7 +134,7 @@ def interpreted(bench: Bench, mutant: Mutant) -> ProgramSide:
     )
 
 
-def varied(bench: Bench, program: Program, variation: Variation) -> VariedSide:
+def varied(bench: Bench, program: Program, variation: Variation, *, worth_a_bound: float = 0.0) -> VariedSide:
     """Return the side of an engine with kernels of its own: sites pair by name, as those of engines do."""
     nodes = {}
     for site in program.sites:
@@ -144,7 +144,7 @@ def varied(bench: Bench, program: Program, variation: Variation) -> VariedSide:
     known = {node.name for node in bench.program.graph.nodes}
     inserted = {node.name for node in program.graph.nodes} - known
     dtype = getattr(torch, bench.model.dtype)
-    replay = Replay(bench.program, compiled=True, dtype=dtype, worth_a_bound=0.0)
+    replay = Replay(bench.program, compiled=True, dtype=dtype, worth_a_bound=worth_a_bound)
     return VariedSide(program, nodes, variation, replay, plain=inserted)
 
 
@@ -212,9 +212,15 @@ def judge(bench: Bench, sides: Sequence[Any], case: Case | None = None) -> list[
         case: Another one than the bench's own.
     """
     model = ModuleSide(bench.model.module, bench.program)
-    scores = [Score(side, bench.program) for side in (model, *sides)]
-    run_cases(bench.program, [case or bench.case], model, scores, coarsest=None, on_step=lambda *_: None)
-    return [_concluded(bench, [score]) for score in scores]
+    return [_concluded(bench, [score]) for score in run(bench, [model, *sides], case, model)]
+
+
+def run(bench: Bench, sides: Sequence[Any], case: Case | None = None, model: ModuleSide | None = None) -> list[Score]:
+    """Run sides against one reference; `model`, one of them, chooses the tokens (needed from the second step on)."""
+    scores = [Score(side, bench.program) for side in sides]
+    chooser = model or ModuleSide(bench.model.module, bench.program)
+    run_cases(bench.program, [case or bench.case], chooser, scores, coarsest=None, on_step=lambda *_: None)
+    return scores
 
 
 def _concluded(bench: Bench, scores: Sequence[Score]) -> Comparison:
