@@ -398,3 +398,30 @@ def test_models_with_masks_train_undisturbed(tmp_path: Path) -> None:
     with glass.snapshots(tmp_path, on=WRONG) as snapshots:
         compiled(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
     assert snapshots.written == () and snapshots.left_out.total() == 0
+
+
+@pytest.mark.slow
+def test_compiled_backward_graphs_do_not_overwrite_what_was_saved_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Inputs are kept by reference, so Inductor must not be told that it may put results where activations were, which
+    # it is in torch.compile(backend="inductor").
+    import torch._inductor.graph as inductor
+
+    donated = []
+    told = inductor.get_donated_idxs
+    monkeypatch.setattr(inductor, "get_donated_idxs", lambda: donated.append(told()) or donated[-1])
+    monkeypatch.setenv("GLASS_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch._inductor.config, "fx_graph_cache", False)
+    monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", False)
+    linear = torch.nn.Linear(64, 64)
+
+    def loss(x: Tensor) -> Tensor:
+        return torch.nn.functional.gelu(linear(x)).sin().sum()
+
+    torch.compiler.reset()
+    torch.compile(loss, backend="glass", options={"backend": "inductor"})(torch.randn(32, 64)).backward()
+    assert len(donated) >= 2 and not any(donated)
+    torch.compiler.reset()
+    torch.compile(loss, backend="inductor")(torch.randn(32, 64)).backward()
+    assert any(donated), "this would not notice"

@@ -32,6 +32,7 @@ from torch.export.graph_signature import (
     TensorArgument,
 )
 from torch.fx import GraphModule, Node
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from glassengine.errors import CorruptError
 from glassengine.program.archive import inert_archive
@@ -80,6 +81,7 @@ def flatten(module: GraphModule, *, with_source: bool = True) -> FlatGraph:
     for node in module.graph.nodes:
         node.meta = _plain_meta(node, with_source)
     _share_mode(module)
+    _complete_values(module)
     module.recompile()
     return FlatGraph(module, constants)
 
@@ -203,3 +205,12 @@ def _share_mode(module: GraphModule) -> None:
     for node in module.graph.nodes:
         if "val" in node.meta:
             node.meta["val"] = pytree.tree_map(renewed, node.meta["val"])
+
+
+def _complete_values(module: GraphModule) -> None:
+    """Compute, without data, what nodes lack that nobody traced: those of a graph of one operation."""
+    if all("val" in node.meta for node in module.graph.nodes if node.op == "call_function"):
+        return
+    mode = _fake_mode(module) or FakeTensorMode()
+    values = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+    FakeTensorProp(module, mode).propagate_dont_convert_inputs(*values)

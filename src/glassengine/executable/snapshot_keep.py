@@ -69,13 +69,12 @@ def _key(number: int, name: str, tensor: Tensor) -> tuple[object, ...]:
 def overwritten_inputs(execution: Execution) -> frozenset[str]:
     """Return the inputs that a run may write to, by what is known without reading a graph from disk.
 
-    No graph shows that compiled backward graphs put results where activations were, nor that an engine writes into its
-    caches.
+    An engine may write into its caches, which its graph does not show.
     """
     graph = execution.executable.graph
     if not isinstance(graph, CapturedGraph) or graph.kind == "engine":
         return frozenset(execution.inputs)
-    found = {spec.name for spec in graph.inputs if spec.is_mutated or spec.kind == "saved"}
+    found = {spec.name for spec in graph.inputs if spec.is_mutated}
     if not found:
         return frozenset()
     storages = {_storage(execution.inputs.get(name)) for name in found} - {None}
