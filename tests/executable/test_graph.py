@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from glassengine.engine.build import build
+import glassengine as glass
 from glassengine.executable.graph import CapturedGraph, InputSpec, input_spec, mutated_placeholders
 
 
@@ -118,8 +118,9 @@ class Scaled(torch.nn.Module):
 
 
 def test_an_engine_reads_its_graph_when_asked(tmp_path: Path) -> None:
-    engine = build(Scaled(), tmp_path / "engine", inputs={"x": X}, backend="eager")
+    engine = glass.build(Scaled(), tmp_path / "engine", inputs={"x": X}, backend="eager")
     assert callable(engine.executable.graph)
+    (noted,) = [one for one in glass.compilations() if one.name == engine.executable.name][-1:]
     graph = engine.executable.captured()
     assert graph is not None and graph is engine.executable.captured()
     assert [(spec.name, spec.kind) for spec in graph.inputs] == [
@@ -129,6 +130,7 @@ def test_an_engine_reads_its_graph_when_asked(tmp_path: Path) -> None:
         ("x", "input"),
     ]
     assert graph.output_names == ("output",)
+    assert (noted.cause.kind, noted.graph_hash) == ("build", graph.hash)
     values = [graph.weights.get(spec.name, X) for spec in graph.inputs]
     (result,) = graph.module(*values)
     assert torch.equal(result, engine(x=X)["output"])

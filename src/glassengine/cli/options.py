@@ -154,7 +154,7 @@ def print_metrics() -> None:
     if settings.metrics:
         import glassengine as glass
 
-        err.print(glass.metrics_report().rstrip() or "no metrics: nothing was compiled or run in this process")
+        err.print(glass.metrics_report().rstrip() or "no metrics: nothing was compiled or run, or GLASS_METRICS=0")
 
 
 def write_json(document: Mapping[str, Any], destination: str) -> None:

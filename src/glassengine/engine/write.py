@@ -15,6 +15,7 @@ from glassengine.engine.describe import Settings, describe_engine
 from glassengine.engine.manifest import write_manifest
 from glassengine.engine.requests import read_requests, requests_from_environment
 from glassengine.executable.executable import compile_executable
+from glassengine.executable.graph import captured_program
 from glassengine.program import LoadedModel, Program
 from glassengine.program.listing import stage_of
 from glassengine.program.outputs import add_outputs
@@ -60,7 +61,8 @@ def write_engine(
         artifacts.options(backend, executed, _options(settings))
     (directory / files.MAIN).mkdir()
     logger.info("compiling %s with %s", name, backend.name)
-    compile_executable(f"{name}/main", lambda path: backend.build(executed, path), directory / files.MAIN)
+    graph = captured_program(executed)
+    compile_executable(f"{name}/main", lambda path: backend.build(executed, path), directory / files.MAIN, graph)
     if artifacts is not None:
         artifacts.network(backend, executed, directory / files.MAIN)
     write_all = not (backend.keeps_weights(program) and settings.reloadable)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import linecache
 import logging
 import sys
+import sysconfig
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator
@@ -32,7 +33,12 @@ KEPT = 16
 """Graphs of one model, function or operation whose outlines are kept to compare later ones with."""
 
 _NUM_FRAMES = 3
-_SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "<frozen")
+_SKIPPED = (
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parent.parent),
+    "<frozen",
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib", "scripts")),
+)
 
 
 @dataclass(frozen=True)
@@ -204,7 +210,7 @@ def _user_frames() -> Iterator[str]:
     while frame.f_back is not None and found < _NUM_FRAMES:
         frame = frame.f_back
         file = frame.f_code.co_filename
-        if file.startswith(_SKIPPED) or "/site-packages/" in file:
+        if file.startswith(_SKIPPED):
             continue
         found += 1
         code = linecache.getline(file, frame.f_lineno).strip()
