@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
+import json
 import logging
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -209,7 +212,27 @@ def foreign_manifest(directory: Path) -> None:
     (ours / "manifest.json").write_bytes((other / "manifest.json").read_bytes())
 
 
+def newer_manifest(directory: Path) -> None:
+    path = entry(directory) / "manifest.json"
+    content = json.loads(path.read_text())
+    content["schema_version"] = 2
+    del content["checksum"]
+    content["checksum"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps(content))
+
+
+def outside_manifest(directory: Path) -> None:
+    path = entry(directory) / "manifest.json"
+    content = json.loads(path.read_text())
+    content["files"] = {"../../escaped": next(iter(content["files"].values()))}
+    del content["checksum"]
+    content["checksum"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps(content))
+
+
 FAULTS = [
+    newer_manifest,
+    outside_manifest,
     truncated,
     flipped,
     missing_file,
@@ -373,6 +396,12 @@ def test_no_room_for_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.mkdtemp", fail)
     made = compiled("times", graph_of(), lambda: lambda inputs: [inputs[0] * 2], Compiler())
     assert made.outcome == "off" and made.function([1.0]) == [2.0]
+
+
+def test_temporary_files_that_were_cleared() -> None:
+    Compiler().run()
+    shutil.rmtree(cache_module._scratch(os.getpid()))
+    assert Compiler().run().outcome == "hit"
 
 
 def test_directory_of_somebody_else_is_refused(

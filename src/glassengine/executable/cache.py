@@ -200,7 +200,9 @@ def _keep(store: Store, manifest: Manifest, directory: Path) -> None:
     if removed:
         registry.count("PersistentCacheEvicted", len(removed))
         freed = sum(entry.manifest.num_bytes for entry in removed)
-        text = f"the cache {store.root} is full (GLASS_CACHE_MAX_BYTES={max_bytes()}): what was used least recently goes"
+        text = (
+            f"the cache {store.root} is full (GLASS_CACHE_MAX_BYTES={max_bytes()}): what was used least recently goes"
+        )
         _warn_once(text)
         logger.info("removed from the cache: %d entries, %d bytes", len(removed), freed)
 
@@ -230,6 +232,8 @@ def _new_directory() -> Path | None:
     None, with a warning, where none can be made.
     """
     try:
+        if not _scratch(os.getpid()).is_dir():  # temporary files are cleared now and then, and training is long
+            _scratch.cache_clear()
         return Path(tempfile.mkdtemp(dir=_scratch(os.getpid())))
     except OSError as error:
         _warn_once(f"compiled graphs are not kept: {error}")

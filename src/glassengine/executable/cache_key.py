@@ -19,6 +19,7 @@ from glassengine.executable.graph import CapturedGraph
 Parts = Mapping[str, Mapping[str, str]]
 """Part ("inputs", "versions", ...) -> name within it -> value, all as text."""
 
+SCHEMA_VERSION = 1  # of the parts, and of the entries that keep them
 _READABLE = 300  # characters of a graph that are kept as they are
 _LONG = 60  # characters of a value above which only the words that differ are shown
 
@@ -59,6 +60,7 @@ def surroundings() -> Parts:
     return {
         # Another build of the same version of torch has another label or commit.
         "versions": {
+            "cache": str(SCHEMA_VERSION),
             "torch": f"{torch.__version__} {torch.version.git_version or ''}".strip(),
             "glassengine": str(versions["glassengine"]),
             "python": str(versions["python"]),

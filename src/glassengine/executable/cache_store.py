@@ -26,9 +26,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from glassengine.errors import CorruptError, UsageError
-from glassengine.executable.cache_key import Parts, digest
+from glassengine.executable.cache_key import SCHEMA_VERSION, Parts, digest
 
-SCHEMA_VERSION = 1
 _MANIFEST, _FILES, _USES = "manifest.json", "files", "uses"
 _MAX_MANIFEST_BYTES = 4 << 20
 _CHUNK = 1 << 20
@@ -273,6 +272,8 @@ def _read_manifest(path: Path) -> Manifest:
         checksum = content.pop("checksum")
         if len(data) > _MAX_MANIFEST_BYTES or checksum != _checksum(content):
             raise ValueError("its checksum is wrong")
+        if content["schema_version"] != SCHEMA_VERSION:
+            raise ValueError(f"schema version {content['schema_version']}, this version reads {SCHEMA_VERSION}")
         files = {name: (int(file["bytes"]), str(file["sha256"])) for name, file in content["files"].items()}
         if any(PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts for name in files):
             raise ValueError("it names files outside of the entry")
