@@ -318,3 +318,42 @@ def test_what_cannot_be_a_program_is_refused(
 ) -> None:
     with pytest.raises(UsageError, match=message):
         export_module(kind(), {name: tensor.clone() for name, tensor in inputs.items()})
+
+
+class TakesAnything(nn.Module):
+    """A forward whose arguments go through `**kwargs`, tensors and plain values."""
+
+    def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return x * kwargs["scale"] + (1 if kwargs["shifted"] else 0)
+
+
+@pytest.mark.parametrize("batches", [(2,), (2, 3)])
+def test_arguments_that_go_through_kwargs(batches: tuple[int, ...]) -> None:
+    module = TakesAnything()
+    steps = [{"x": torch.rand(n, 4), "scale": torch.rand(n, 1), "shifted": True} for n in batches]
+    program = export_module(module, steps)
+    assert [port.name for port in program.inputs] == ["x", "scale"]
+    assert program.metadata["fixed_inputs"] == {"shifted": True}
+    found = run_program(program, {"x": steps[-1]["x"], "scale": steps[-1]["scale"]})
+    assert torch.equal(found["output"], module(**steps[-1]))
+    assert "forward" not in vars(module)
+
+
+def test_a_batch_of_one_is_allowed_where_it_was_tried_and_right() -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x @ y
+
+    def steps(*sizes: int) -> list[dict[str, torch.Tensor]]:
+        return [{"x": torch.rand(n, 4), "y": torch.rand(4, 5)} for n in sizes]
+
+    assert list(export_module(Model(), steps(3, 1)).metadata["smallest"].values()) == [1]
+    assert "smallest" not in export_module(Model(), steps(3, 2)).metadata
+
+
+def test_a_batch_of_one_is_not_allowed_where_the_module_treats_it_otherwise() -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2 if x.shape[0] == 1 else x * 3
+
+    assert "smallest" not in export_module(Model(), [{"x": torch.rand(n, 4)} for n in (3, 1)]).metadata

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from glassengine.errors import UsageError
 from glassengine.program import causal_lm, encoder_decoder
+from glassengine.program.keywords import explicit_keywords
 from glassengine.program.listing import OnStage, Stage
 from glassengine.program.marks import collect_marks, marking
 from glassengine.program.naming import Paths, build_sites, describe_shape
@@ -237,7 +238,8 @@ def _export(
 ) -> Program:
     """Trace and name; `is_part` keeps what leads to the results, for a program that is not all of `module`."""
     try:
-        with torch.no_grad(), _quiet(), marking(getattr(module, prefix) if prefix else module):
+        marked = marking(getattr(module, prefix) if prefix else module)
+        with torch.no_grad(), _quiet(), explicit_keywords(module, inputs), marked:
             exported = torch.export.export(module, (), kwargs=inputs, dynamic_shapes=dynamic, strict=False)
         if on_stage is not None:
             on_stage(_traced_stage(exported, input_names, output_names or _result_names(exported), kind))

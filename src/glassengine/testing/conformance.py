@@ -28,7 +28,7 @@ from glassengine.program.program import Program
 from glassengine.results import Result
 from glassengine.sites import Site
 
-TOLERANCES = {"float64": 1e-12, "float32": 2e-5, "float16": 1e-2, "bfloat16": 1e-1}
+TOLERANCES = {"float64": 1e-12, "float32": 5e-5, "float16": 1e-2, "bfloat16": 1e-1}
 """Largest error of an element, as a fraction of the largest finite element of its tensor.
 
 That of the coarsest dtype in a program holds for all of it: a float32 norm of float16 values is only as good as these.

@@ -1,0 +1,90 @@
+"""The table of docs/families.md: complete, and true in the cells that are checked again today."""
+
+from __future__ import annotations
+
+import datetime as dt
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from glassengine.errors import BackendError
+from glassengine.testing import families_table
+from glassengine.testing.families_table import CELLS, LIMITATIONS, Cell, DisagreementError, check_cell, read, render
+
+CHEAP = [cell for cell in CELLS if cell[1] == "eager" and cell[0] in ("gpt2", "mamba", "bert", "vit", "resnet")]
+TODAY = dt.datetime.now(dt.UTC).date().toordinal()
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def page(root: Path) -> str:
+    return (root / "docs" / "families.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def table(page: str) -> dict[Cell, str]:
+    return read(page)
+
+
+def test_every_cell_is_a_number_or_a_limitation(table: dict[Cell, str], page: str, root: Path) -> None:
+    assert table.keys() == set(CELLS)
+    limitations = (root / "LIMITATIONS.md").read_text(encoding="utf-8")
+    for cell, text in table.items():
+        assert text.isdecimal() or text in {limit.number for limit in LIMITATIONS}, (cell, text)
+    for limit in LIMITATIONS:
+        assert f"**{limit.number}**" in limitations
+
+
+@pytest.mark.parametrize("cell", [CHEAP[TODAY % len(CHEAP)]], ids="/".join)
+def test_a_cell_is_still_true_today(cell: Cell, table: dict[Cell, str], checkpoints: Path) -> None:
+    assert check_cell(cell, checkpoints) == table[cell]
+
+
+def test_a_limitation_fails_for_its_reason(table: dict[Cell, str], checkpoints: Path) -> None:
+    cell = ("vit", "onnxruntime", "bfloat16")
+    assert check_cell(cell, checkpoints) == table[cell] == "F1"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", CELLS, ids="/".join)
+def test_every_cell_is_true(cell: Cell, table: dict[Cell, str], checkpoints: Path) -> None:
+    assert check_cell(cell, checkpoints) == table[cell]
+
+
+def test_the_table_is_read_as_it_was_written() -> None:
+    texts = {cell: str(number) for number, cell in enumerate(CELLS)}
+    assert read(render(texts)) == texts
+
+
+def result(ok: bool, judged: int) -> Any:
+    return SimpleNamespace(ok=ok, verdict="wrong", counts={"compared": judged})
+
+
+@pytest.mark.parametrize(
+    ("cell", "outcome", "message"),
+    [
+        (("vit", "eager", "float32"), result(False, 9), "not ok"),
+        (("vit", "eager", "float32"), result(True, 0), "0 tensors judged"),
+        (("vit", "eager", "float32"), BackendError("broken"), "failed[\\s\\S]*broken"),
+        (("vit", "onnxruntime", "bfloat16"), result(True, 9), "runs[\\s\\S]*F1"),
+        (("vit", "onnxruntime", "bfloat16"), BackendError("no such file"), "failed[\\s\\S]*no such file"),
+    ],
+)
+def test_a_cell_that_does_not_agree_is_an_error(
+    cell: Cell, outcome: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(*_: Any, **__: Any) -> Any:
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(families_table, "check", check)
+    (tmp_path / "vit").mkdir()
+    with pytest.raises(DisagreementError, match=message):
+        check_cell(cell, tmp_path)
