@@ -46,6 +46,10 @@ def command(
     all_rungs: Annotated[
         bool, typer.Option("--all-rungs", help="Compile every op alone too, not only what the engine got wrong.")
     ] = False,
+    bisect_outputs: Annotated[
+        bool,
+        typer.Option("--bisect-outputs", help="Observe only results; if they are wrong, add a few outputs a build."),
+    ] = False,
     fail_on: Annotated[FailOn, typer.Option(help="The mildest verdict that is not ok.")] = FailOn.wrong,
     min_coverage: Annotated[
         float, typer.Option(min=0, max=1, help="Share of the baseline's float-valued sites that must be judged.")
@@ -79,6 +83,7 @@ def command(
             steps=steps,
             passes=passes or (),
             all_rungs=all_rungs,
+            bisect_outputs=bisect_outputs,
             fail_on=fail_on.value,
             min_coverage=min_coverage,
             accumulation=accum,

@@ -77,7 +77,13 @@ def start(model: LoadedModel, inputs: str | None, steps: int, stack: ExitStack, 
 
 
 def add_built(
-    climb: Climb, backend: str | None, passes: Sequence[str], progress: Progress, *, all_rungs: bool = False
+    climb: Climb,
+    backend: str | None,
+    passes: Sequence[str],
+    progress: Progress,
+    *,
+    all_rungs: bool = False,
+    only_release: bool = False,
 ) -> None:
     """The baseline's own passes, (with `all_rungs`) every op compiled alone, engine and release engine."""
     built = climb.program
@@ -95,12 +101,13 @@ def add_built(
     if all_rungs:
         add_op_by_op(climb, backend, progress)
     folder = Path(climb.stack.enter_context(tempfile.TemporaryDirectory(prefix="glassengine-check-")))
-    plan = _plan(climb, built)
-    progress(f"building the engine with {len(plan.added)} debug outputs")
-    sizes = _sizes(climb.cases)
-    observed = [*plan.added, *plan.derived]
-    engine = build_program(built, folder / "engine", backend=backend, outputs=observed, **sizes)
-    _add_observable(climb, engine, observed)
+    sizes = sizes_of(climb.cases)
+    if not only_release:
+        plan = observable(climb, built)
+        progress(f"building the engine with {len(plan.added)} debug outputs")
+        observed = [*plan.added, *plan.derived]
+        engine = build_program(built, folder / "engine", backend=backend, outputs=observed, **sizes)
+        _add_observable(climb, engine, observed)
     progress("building the release engine")
     release = build_program(built, folder / "release", backend=backend, **sizes)
     if release.manifest.added_outputs:
@@ -124,7 +131,7 @@ def add_op_by_op(climb: Climb, backend: str | None, progress: Progress) -> None:
     climb.scores.insert(place, Score(side, climb.program))
 
 
-def add_engine(climb: Climb, release: Engine, progress: Progress) -> None:
+def add_engine(climb: Climb, release: Engine, progress: Progress, *, only_release: bool = False) -> None:
     """An engine as candidate: judged as the release, with an observable twin built from its own stored program."""
     program = release.program
     if program.kind != climb.program.kind:
@@ -133,14 +140,15 @@ def add_engine(climb: Climb, release: Engine, progress: Progress) -> None:
         )
     climb.built = program
     climb.weights = compare_weights(weights_of(climb.program), weights_of(program))
-    folder = Path(climb.stack.enter_context(tempfile.TemporaryDirectory(prefix="glassengine-check-")))
-    plan = _plan(climb, program)
-    observed = [*plan.added, *plan.derived]
-    progress(f"building an observable twin with {len(plan.added)} debug outputs")
-    twin = build_program(
-        program, folder / "twin", backend=release.manifest.backend, outputs=observed, **_sizes(climb.cases)
-    )
-    _add_observable(climb, twin, observed)
+    if not only_release:
+        folder = Path(climb.stack.enter_context(tempfile.TemporaryDirectory(prefix="glassengine-check-")))
+        plan = observable(climb, program)
+        observed = [*plan.added, *plan.derived]
+        progress(f"building an observable twin with {len(plan.added)} debug outputs")
+        twin = build_program(
+            program, folder / "twin", backend=release.manifest.backend, outputs=observed, **sizes_of(climb.cases)
+        )
+        _add_observable(climb, twin, observed)
     climb.add(EngineSide(release, _result_nodes(climb.program, release), "release", "judged at results and caches"))
 
 
@@ -153,7 +161,7 @@ def _add_observable(climb: Climb, engine: Engine, observed: Sequence[str]) -> No
         wide_operands=capabilities.wide_operands,
         accumulation=climb.accumulation,
     )
-    climb.add(EngineSide(engine, _engine_nodes(climb.program, engine, observed), rung="engine", replay=replay))
+    climb.add(EngineSide(engine, engine_nodes(climb.program, engine, observed), rung="engine", replay=replay))
 
 
 def add_model(climb: Climb, candidate: LoadedModel, inputs: str | None, progress: Progress) -> torch.dtype:
@@ -196,7 +204,8 @@ def add_model(climb: Climb, candidate: LoadedModel, inputs: str | None, progress
     return coarsest
 
 
-def _plan(climb: Climb, program: Program) -> OutputPlan:
+def observable(climb: Climb, program: Program) -> OutputPlan:
+    """Return which ops of `program` an engine for the cases of a check can have as outputs; the rest is skipped."""
     nodes = [site.node for site in program.sites if site.kind == "op"]
     sizes = {"sequence": 1, "cache": 1, "batch": 1}
     if climb.program.kind == "causal_lm":
@@ -214,7 +223,7 @@ def _plan(climb: Climb, program: Program) -> OutputPlan:
     return OutputPlan(plan.added, kept, plan.left_out, plan.num_bytes)
 
 
-def _engine_nodes(baseline: Program, engine: Engine, observed: Sequence[str]) -> dict[str, tuple[str, str, str]]:
+def engine_nodes(baseline: Program, engine: Engine, observed: Sequence[str]) -> dict[str, tuple[str, str, str]]:
     """Baseline node -> (output name, engine site, method), for the engine's outputs that the baseline's program has."""
     nodes = _result_nodes(baseline, engine)
     table = {entry.node: entry for entry in engine.manifest.added_outputs}
@@ -240,7 +249,7 @@ def _result_nodes(baseline: Program, engine: Engine) -> dict[str, tuple[str, str
     return nodes
 
 
-def _sizes(cases: Sequence[Case]) -> dict[str, Any]:
+def sizes_of(cases: Sequence[Case]) -> dict[str, Any]:
     """The ranges that an engine for `cases` must be built with."""
     causal = [case for case in cases if case.input_ids is not None]
     if not causal:

@@ -67,6 +67,10 @@ def conclude(
         (s for s in scores if s.side.guarantee == "judged op by op" and not s.side.rung.startswith("pass ")), scores[-1]
     )
     coverage = _coverage(main, program)
+    if isinstance(main.side, EngineSide) and main.side.guarantee != "judged op by op":
+        # Nobody looked at the ops: results alone are a small share of what there is.
+        ops = float_nodes(program, ("op",))
+        coverage = len(ops & main.judged_nodes) / len(ops) if ops else 1.0
     first = _first(origins, order, [score.side.rung for score in scores])
     reason = _not_ok_because(verdict, first, fail_on, coverage, min_coverage, severity)
     all_skipped = [
@@ -110,6 +114,7 @@ def _rung(score: Score, program: Program, divergences: Sequence[Divergence], sev
         "program": ("the untouched model", "its exported program"),
         "op-by-op": ("program", "every op compiled alone"),
         "engine": ("program", "engine with debug outputs"),
+        "bisection": ("program", "release engine with a few outputs"),
         "release": ("program", "release engine"),
         "candidate": ("program", "the candidate's program"),
         "candidate, untouched": ("program", "the untouched candidate"),

@@ -18,6 +18,7 @@ from torch import nn
 from glassengine import environment
 from glassengine.compare.operation import ACCUMULATIONS, Accumulation
 from glassengine.compare.verdict import unit_roundoff
+from glassengine.diagnose.bisect_release import bisect_release
 from glassengine.diagnose.cases import Case
 from glassengine.diagnose.climb import Climb, Progress, add_built, add_engine, add_model, add_op_by_op, start
 from glassengine.diagnose.conclude import conclude
@@ -50,6 +51,7 @@ def check(
     steps: int = 3,
     passes: Sequence[str] = (),
     all_rungs: bool = False,
+    bisect_outputs: bool = False,
     fail_on: Literal["suspicious", "wrong"] = "wrong",
     min_coverage: float = 0.9,
     accumulation: str | None = None,
@@ -72,6 +74,7 @@ def check(
         steps: Decode steps after the prefill.
         passes: User passes on the program, each a rung of its own.
         all_rungs: Climb op-by-op too: every op compiled alone. Without it only what the engine got wrong is.
+        bisect_outputs: Build no engine with all debug outputs; where the release engine is wrong, add a few at a time.
         fail_on: The mildest verdict that makes the result not ok.
         min_coverage: Least share of the baseline's float-valued sites that must have been judged.
         accumulation: "float32", "tf32", "bfloat16" or "float16": how the candidate sums its products, where it is less
@@ -96,6 +99,8 @@ def check(
         "revision": revision,
     }
     engine = load(str(candidate)) if _is_engine(candidate) else None
+    if candidate is not None and engine is None and (all_rungs or bisect_outputs):
+        raise UsageError("--all-rungs and --bisect-outputs are for engines", got=f"the model {candidate}")
     if candidate is not None and engine is None and (backend or passes):
         raise UsageError(
             "--backend and --pass build an engine of BASELINE", hint="leave them out beside --candidate MODEL"
@@ -109,16 +114,23 @@ def check(
         coarsest = None
         if engine is not None:
             coarsest = getattr(torch, engine.manifest.dtype)
-            add_engine(climb, engine, progress)
+            add_engine(climb, engine, progress, only_release=bisect_outputs)
         elif candidate is not None:
             coarsest = add_model(climb, load_model(candidate, dtype=dtype, **options), inputs, progress)
         else:
-            add_built(climb, backend, passes, progress, all_rungs=all_rungs)
+            add_built(climb, backend, passes, progress, all_rungs=all_rungs, only_release=bisect_outputs)
         if reproduction is not None:
             for score in climb.scores:
                 score.evidence = EvidenceBox(climb.program)
         progress(f"judging {len(climb.cases)} cases")
         _judge(climb, climb.model, climb.scores, coarsest, _severity_counter(climb))
+        if bisect_outputs:
+            built_by = engine.manifest.backend if engine is not None else backend
+
+            def judge(of: ModuleSide, scores: Sequence[Score]) -> None:
+                _judge(climb, of, scores, coarsest, lambda *_: None)
+
+            bisect_release(climb, built_by, judge, progress)
         _explain(climb, engine.manifest.backend if engine is not None else backend, coarsest, progress)
         result = conclude(
             climb.program,
