@@ -149,7 +149,7 @@ def bloom() -> nn.Module:
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
     "bert": (bert, _token_steps),
     "vit": (vit, lambda: _image_steps(16)),
-    "t5": (t5, lambda: [{**step, "decoder_input_ids": step["input_ids"][:, :5].contiguous()} for step in _token_steps()]),
+    "t5": (t5, lambda: [{**step, "decoder_input_ids": step["input_ids"][:, :5].clone()} for step in _token_steps()]),
     "mamba": (mamba, lambda: [{"input_ids": step["input_ids"]} for step in _token_steps()]),
     "resnet": (resnet, lambda: _image_steps(32)),
 }
