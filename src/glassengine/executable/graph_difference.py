@@ -140,4 +140,4 @@ def _spell(value: object) -> str:
 
 
 def _op(text: str) -> str:
-    return text.partition("(")[0]
+    return re.split(r"[( ]", text, maxsplit=1)[0]
