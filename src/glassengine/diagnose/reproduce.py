@@ -22,6 +22,8 @@ from glassengine.diagnose.judge_piece import expected_of
 from glassengine.diagnose.reproduction_files import Reproduction, run_reproduction, write_reproduction
 from glassengine.diagnose.score import Score
 from glassengine.errors import GlassError, UsageError
+from glassengine.program.causal_lm import USER_MODULE
+from glassengine.program.naming import source_line
 from glassengine.program.program import Program
 from glassengine.results import Comparison, Divergence
 
@@ -51,8 +53,12 @@ def with_reproduction(result: Comparison, directory: Path, scores: Sequence[Scor
     """
     first = result.first_divergence
     assert first is not None and first.node is not None
-    score = next(score for score in scores if score.side.rung == first.rung)
-    evidence = None if score.evidence is None else score.evidence.get(first.node, first.step)
+    # A rung that only explains another one (ops compiled alone) keeps no tensors: the same op of that one will do.
+    boxes = sorted(
+        (score for score in scores if score.evidence is not None), key=lambda score: score.side.rung != first.rung
+    )
+    kept = (score.evidence.get(first.node, first.step) for score in boxes if score.evidence is not None)
+    evidence = next((found for found in kept if found is not None), None)
     if evidence is None:
         logger.warning("no reproduction of %s: its tensors were not kept", first.site)
         return result
@@ -67,8 +73,12 @@ def _reproduce(directory: Path, divergence: Divergence, evidence: Evidence, base
     if evidence.program is not None:
         own = _names("c", evidence.program)
         weights, sites = weights | own[0], sites | own[1]
+    about = _about(divergence)
+    theirs = None if evidence.target is None else source_line(evidence.target)
+    if theirs is not None and theirs != divergence.source:
+        about["candidate source"] = theirs
     recorded = Reproduction(
-        {**_about(divergence), "shown by": "the recorded result"},
+        {**about, "shown by": "the recorded result"},
         "recorded",
         evidence.exact,
         None,
@@ -87,7 +97,8 @@ def _reproduce(directory: Path, divergence: Divergence, evidence: Evidence, base
 
 def _names(letter: str, program: Program) -> tuple[dict[str, str], dict[str, str]]:
     """Return the names of weights, and of everything else, by the letter of a side and the node."""
-    weights = {f"{letter}:{node}": name for node, name in program.weight_names().items()}
+    names = program.weight_names().items()
+    weights = {f"{letter}:{node}": name.removeprefix(f"{USER_MODULE}.") for node, name in names}
     return weights, {f"{letter}:{node}": sites[0].name for node, sites in program.sites.by_node.items()}
 
 

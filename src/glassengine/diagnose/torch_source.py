@@ -6,6 +6,7 @@ model appear in comments only, with everything but printable ASCII escaped.
 
 from __future__ import annotations
 
+import keyword
 import math
 import operator
 import re
@@ -20,7 +21,7 @@ from glassengine.diagnose.float64 import retarget, target_of
 from glassengine.errors import UsageError
 from glassengine.program.naming import source_line
 
-_NAME = re.compile(r"[A-Za-z_]\w*")
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _MAX_COMMENT = 160
 
 
@@ -74,7 +75,7 @@ def _call(node: Node, names: Mapping[Node, str], float64: bool) -> str:
 
 
 def _identifier(text: str) -> str:
-    if not _NAME.fullmatch(text):
+    if not _NAME.fullmatch(text) or keyword.iskeyword(text):
         raise UsageError(f"a name cannot be written as source: {text!r}")
     return text
 
