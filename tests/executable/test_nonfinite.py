@@ -231,12 +231,28 @@ def test_a_view_of_what_is_overwritten_is_kept_as_well(tmp_path: Path, make_exec
 
 def test_one_snapshot_and_an_error_each_time(tmp_path: Path, make_executable: MakeExecutable) -> None:
     executable = make_executable(lambda x: (torch.sqrt(x),), x=X)
-    with glass.snapshots(tmp_path, on=WRONG) as snapshots:
+    with glass.snapshots(tmp_path / "a b", on=WRONG) as snapshots:
         for execution in range(3):
             with pytest.raises(glass.NonFiniteError, match=f"execution {execution} of") as caught:
                 executable.run([-X])
             assert caught.value.snapshot == snapshots.written[0]
+            assert f"glass replay '{snapshots.written[0]}' --first-nonfinite" in str(caught.value)
     assert len(snapshots.written) == 1
+
+
+def test_with_every_execution_taken_the_one_that_goes_wrong_is_taken_once(
+    tmp_path: Path, make_executable: MakeExecutable
+) -> None:
+    executable = make_executable(lambda x: (torch.sqrt(x),), x=X)
+    with glass.snapshots(tmp_path, on=("every", *WRONG)) as snapshots:
+        executable.run([X])
+        with pytest.raises(glass.NonFiniteError) as caught:
+            executable.run([-X])
+    assert len(snapshots.written) == 2 and caught.value.snapshot == snapshots.written[1]
+    first, second = map(glass.Snapshot.open, snapshots.written)
+    assert (first.reason, first.outputs) == ("every", None)
+    assert second.reason == "nonfinite" and second.origin == caught.value.origin
+    assert bool(second.output("output[0]").isnan().all())
 
 
 def test_an_error_leaves_a_snapshot_and_stays_what_it_is(

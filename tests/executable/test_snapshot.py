@@ -159,6 +159,23 @@ def test_weights_are_written_once_and_again_when_they_change(tmp_path: Path, mak
     assert len(graphs) == 1
 
 
+def test_two_executables_of_one_graph_keep_their_own_lines(tmp_path: Path, make_executable: MakeExecutable) -> None:
+    executables = [make_executable(scale, x=X, w=W) for _ in range(2)]
+    for index, executable in enumerate(executables):
+        graph = executable.captured()
+        assert graph is not None
+        for node in graph.nodes:
+            node.meta["nn_module_stack"] = {"0": (f"layers.{index}", "Layer")}
+    with glass.snapshots(tmp_path) as snapshots:
+        for executable in executables:
+            executable.run([X, W])
+    found = [glass.Snapshot.open(path) for path in snapshots.written]
+    assert found[0].graph_hash == found[1].graph_hash
+    for index, snapshot in enumerate(found):
+        node = snapshot.graph.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)[0]
+        assert list(node.meta["nn_module_stack"].values()) == [(f"layers.{index}", "Layer")]
+
+
 def test_what_others_deleted_is_written_again(tmp_path: Path, make_executable: MakeExecutable) -> None:
     executable = make_executable(scale, {"w": "parameter"}, x=X, w=W)
     with glass.snapshots(tmp_path, contents="inputs outputs") as snapshots:

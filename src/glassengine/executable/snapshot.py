@@ -227,7 +227,7 @@ class Snapshot:
         if not entry.is_tensor:
             try:
                 return layout.plain_value(entry)
-            except (KeyError, ValueError) as error:
+            except (KeyError, TypeError, ValueError) as error:
                 raise _damaged(self.path, error) from error
         tensor = self._values(entry)
         if torch.device(device).type != "cpu":

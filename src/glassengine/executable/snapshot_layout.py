@@ -116,6 +116,8 @@ class Entry:
         texts = (entry.name, entry.kind, entry.dtype, entry.device, entry.file or "", entry.key or "")
         if not all(type(size) is int and size >= 0 for size in sizes) or not all(type(t) is str for t in texts):
             raise ValueError(f"a damaged entry: {str(data)[:200]}")
+        if not isinstance(entry.statistics, (dict, type(None))):
+            raise ValueError("damaged statistics")
         if entry.file is not None and not (TENSOR_FILE.fullmatch(entry.file) and entry.key is not None):
             raise ValueError(f"values in {entry.file!r}")
         return entry

@@ -8,6 +8,7 @@ its snapshot `NonFiniteError` is raised, in every execution that makes one.
 from __future__ import annotations
 
 import logging
+import shlex
 import threading
 import traceback
 import weakref
@@ -117,7 +118,7 @@ class SnapshotTaker:
         if pending is None or pending.kept is None or "error" not in self.policy.on:
             return
         text = "".join(traceback.format_exception(error))[-_MAX_ERROR_CHARACTERS:]
-        path = self._write_wrong(_taken(execution, "error", pending, facts={"error": text}))
+        path = self._write_wrong(execution, pending, "error", {"error": text})
         if path is not None:
             logger.error("execution %d of %s failed; its snapshot is %s", *_named(execution), path)
             error.add_note(f"snapshot: {path}")
@@ -139,7 +140,7 @@ class SnapshotTaker:
                 self._masks |= {(execution.executable.number, name): kinds for name, kinds in found.items()}
                 return
         # The snapshot comes first: whatever happens while the op is looked for, the evidence is safe.
-        path = self._write_wrong(_taken(execution, "nonfinite", pending, outputs=execution.outputs))
+        path = self._write_wrong(execution, pending, "nonfinite", {})
         finding = finding or self._examine(execution, pending, found)
         raise self._stopped(execution, found, finding, path)
 
@@ -170,32 +171,43 @@ class SnapshotTaker:
         if path is not None and origin is not None:
             self.store.add(path, outputs={}, facts={"origin": asdict(origin)})
         names = [f"{kinds} in {name}" for name, kinds in list(found.items())[:3]]
-        cause = (
-            str(origin) if origin is not None else "the op cannot be told: the graph cannot be run node by node here"
-        )
-        if finding is not None and origin is None:
+        if len(found) > len(names):
+            names.append(f"and {len(found) - len(names)} more")
+        if origin is not None:
+            cause = str(origin)
+        elif finding is None:
+            cause = "the op cannot be told: the graph cannot be run node by node here"
+        else:
             cause = "run node by node, the same graph gives finite values: the compiled code made them"
         number, name = _named(execution)
         where = path or self._wrong
-        hint = f"glass replay {where} --first-nonfinite" if where else "no snapshot could be written; the log says why"
-        if path is None and self._wrong is not None:
-            hint += " (of the first execution that went wrong)"
+        hint = "no snapshot could be written; the log says why"
+        if where is not None:
+            hint = f"glass replay {shlex.quote(str(where))} --first-nonfinite"
+            hint += "" if path is not None else " (the first execution that went wrong)"
         error = NonFiniteError(
-            f"execution {number} of {name!r} made values that are not finite: {', '.join(names)}"
-            + (f", and {len(found) - 3} more" if len(found) > 3 else ""),
+            f"execution {number} of {name!r} made values that are not finite: {', '.join(names)}",
             got=cause,
             hint=hint,
         )
         error.snapshot, error.origin = where, origin
         return error
 
-    def _write_wrong(self, taken: Taken) -> Path | None:
-        """Write the one snapshot of what went wrong."""
+    def _write_wrong(
+        self, execution: Execution, pending: _Pending, reason: str, facts: Mapping[str, Any]
+    ) -> Path | None:
+        """Write the one snapshot of what went wrong, or complete the one that is there of this execution."""
         with self._lock:
             if self._went_wrong:
                 return None
             self._went_wrong = True
-        self._wrong = self.store.write(taken)
+        if pending.path is None:
+            outputs = execution.outputs if reason == "nonfinite" else None
+            self._wrong = self.store.write(_taken(execution, reason, pending, outputs=outputs, facts=facts))
+        else:
+            missing = {} if "outputs" in pending.words else execution.outputs
+            self.store.add(pending.path, outputs=missing, facts={"reason": reason, **facts})
+            self._wrong = pending.path
         return self._wrong
 
 

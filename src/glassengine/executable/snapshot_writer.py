@@ -102,7 +102,7 @@ class SnapshotWriter:
         self.directory = directory
         self._redact = redact
         self._weights = SharedWeights()
-        self._graphs: dict[str, _Graph] = {}
+        self._graphs: dict[tuple[int, str], _Graph] = {}
 
     def num_bytes(self, taken: Taken) -> int:
         """Return about how many bytes a snapshot will take on disk, without what it shares with earlier ones."""
@@ -168,7 +168,7 @@ class SnapshotWriter:
         return found
 
     def _write_files(self, taken: Taken, home: Home) -> dict[str, Any]:
-        graph = _Graph(problem=taken.graph_problem) if taken.graph is None else self._graph(taken.graph)
+        graph = self._graph(taken)
         if graph.archive is not None:
             self._write_graph(graph, home)
         inputs: list[Entry] = []
@@ -204,10 +204,14 @@ class SnapshotWriter:
             "environment": _surroundings(self._redact),
         }
 
-    def _graph(self, graph: CapturedGraph) -> _Graph:
-        if graph.hash not in self._graphs:
-            self._graphs[graph.hash] = _written(graph, with_source=not self._redact)
-        return self._graphs[graph.hash]
+    def _graph(self, taken: Taken) -> _Graph:
+        if taken.graph is None:
+            return _Graph(problem=taken.graph_problem)
+        # The same graph in another executable comes from other modules and lines of the user's code.
+        key = (taken.executable, taken.graph.hash)
+        if key not in self._graphs:
+            self._graphs[key] = _written(taken.graph, with_source=not self._redact)
+        return self._graphs[key]
 
     def _write_graph(self, graph: _Graph, home: Home) -> None:
         assert home.path is not None and graph.archive is not None
@@ -319,9 +323,13 @@ def _settings() -> dict[str, Any]:
     }
 
 
-@functools.cache
 def _surroundings(redact: bool) -> dict[str, Any]:
-    known = environment.describe()
+    known = _machine()
     if redact:
         return {name: known[name] for name in ("versions", "machine", "cpu", "cpu_flags")}
-    return {**known, "pid": os.getpid(), "host": socket.gethostname()}
+    return {**known, "variables": environment.variables(), "pid": os.getpid(), "host": socket.gethostname()}
+
+
+@functools.cache
+def _machine() -> dict[str, Any]:
+    return environment.describe()

@@ -70,7 +70,8 @@ def snapshots(
         directory: Where they go; each gets a name of its own, and nothing there is ever replaced.
         on: "every" execution, or what the callback of `register_snapshot_callback` chooses of them; the first one with
             "nonfinite" results, which stops the program with `NonFiniteError`; the first one that ends in an "error".
-            Several are allowed.
+            Several are allowed. Infinities of a mask are no such results; those that a gradient scaler provokes in
+            float16 are.
         contents: "inputs", "outputs" or "inputs outputs": of a snapshot of every execution, without a callback.
         keep_inputs: Where inputs are kept until a run has gone well. "reference" keeps them where they are and copies
             those that it may overwrite, "device" copies all of them there, "host" copies all into main memory, which

@@ -66,7 +66,7 @@ def _table(snapshot: Snapshot, entries: Sequence[Entry], title: str, statistics:
         cells: list[str] = []
         if statistics:
             found = snapshot.statistics(entry)
-            values = [] if found is None else [found[name] for name in ("min", "mean", "max", "num_nan", "num_inf")]
+            values = [] if found is None else [found.get(name) for name in ("min", "mean", "max", "num_nan", "num_inf")]
             cells = ["" if value is None else number(value) for value in values] or [""] * len(figures)
         notes = [word for word, there in (("overwritten by the run", entry.is_mutated),) if there]
         notes += [f"left out: {entry.left_out}"] if entry.left_out else []
