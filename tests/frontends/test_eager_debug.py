@@ -228,7 +228,13 @@ def test_one_executable_for_each_shape_dtype_stride_and_constant(runner: OpRunne
 
 @pytest.mark.parametrize(
     "numbers",
-    [(1, 1.0, True, 0.0, -0.0), (-0.0, 0.0, 0, False), (True, 1, 1.0), (float("nan"), float("inf"), 2**53 + 1)],
+    [
+        (1, 1.0, True, 0.0, -0.0),
+        (-0.0, 0.0, 0, False),
+        (True, 1, 1.0),
+        (float("nan"), float("inf"), 2**53 + 1),
+        (1, 2**63, 2, 2**63 + 1),
+    ],
 )
 def test_numbers_that_are_equal_are_not_taken_for_each_other(runner: OpRunner, numbers: Sequence[Any]) -> None:
     integers = torch.arange(4)

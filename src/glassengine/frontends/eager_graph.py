@@ -103,7 +103,7 @@ class Call:
                 shape.append(TensorSpec(value.dtype, value.shape, value.stride(), value.device))
             else:
                 shape.append(index)
-        elif is_numeric and type(value) in _NUMBER_DTYPES:
+        elif is_numeric and _fits(value):
             self.numbers.append(value)
             shape.append(type(value))
         elif isinstance(value, (list, tuple)):
@@ -193,7 +193,7 @@ def compile_call(
     def convert(value: Any, is_numeric: bool) -> Any:
         if isinstance(value, (list, tuple)):
             return [convert(item, is_numeric) for item in value]
-        if with_numbers and is_numeric and type(value) in _NUMBER_DTYPES:
+        if with_numbers and is_numeric and _fits(value):
             return next(values)
         return _exchange(call, value, nodes)
 
@@ -257,6 +257,11 @@ def _silent() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+def _fits(value: Any) -> bool:
+    """Whether a value is a number that an input can hold."""
+    return type(value) is float or (type(value) is int and -(2**63) <= value < 2**63)
 
 
 def _exchange(call: Call, value: Any, others: Sequence[Any]) -> Any:
