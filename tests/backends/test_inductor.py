@@ -140,3 +140,20 @@ def test_results_that_repeat_and_inputs_that_are_written(tmp_path: Path) -> None
     # The trap, so that the copies above are not taken for superfluous.
     raw = torch._inductor.aoti_load_package(str(tmp_path / "model.pt2")).loader.run
     assert not torch.allclose(raw([torch.ones(3, 4), x.t().contiguous().t()])[0], (1 + x).sin())
+
+
+def test_compiler_flags_are_options_of_an_engine(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = BACKEND.options(program)
+    monkeypatch.setenv("GLASS_CC_FLAGS", "--max_fusion_size=3 --freezing=0 --log_level=INFO")
+    given = BACKEND.options(program)
+    assert {name for name in given if given[name] != plain[name]} == {"max_fusion_size", "freezing"}
+    assert (given["max_fusion_size"], given["freezing"]) == (3, False)
+    seen = {}
+
+    def compile_(exported: object, *, inductor_configs: dict[str, object], **_: object) -> None:
+        seen.update(inductor_configs, in_effect=torch._inductor.config.max_fusion_size)
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile_)
+    monkeypatch.setattr(inductor, "write_io", lambda *_: None)
+    BACKEND.build(program, Path())
+    assert (seen["max_fusion_size"], seen["freezing"], seen["in_effect"]) == (3, False, 3)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from glassengine import environment
-from glassengine.backends.compiler_flags import flags_in_effect
+from glassengine.backends.compiler_flags import flags_in_effect, read_flags
 from glassengine.backends.io import read_io, write_io
 from glassengine.backends.kernels import kernel_nodes, list_kernels
 from glassengine.backends.protocol import Availability, Capabilities, GraphFunction, Network, Run, Weights
@@ -47,7 +47,7 @@ class InductorBackend:
     def build(self, program: Program, directory: Path) -> None:
         """Compile; no_grad, or freezing would be ignored."""
         options = self._choices(program)
-        with torch.no_grad(), _quiet():
+        with torch.no_grad(), _quiet(), flags_in_effect():
             torch._inductor.aoti_compile_and_package(
                 program.exported, package_path=str(directory / _PACKAGE), inductor_configs=options
             )
@@ -128,7 +128,7 @@ class InductorBackend:
         choices: dict[str, Any] = {"freezing": frozen, "trace.provenance_tracking_level": 1}
         if not frozen:
             choices["aot_inductor.package_constants_in_so"] = False
-        return choices
+        return choices | read_flags().settings
 
 
 @contextlib.contextmanager
