@@ -254,6 +254,20 @@ def test_graph_breaks_are_counted_with_reasons_and_named_as_causes() -> None:
     assert reason.removeprefix("GraphBreak::") in rest.cause.text
 
 
+def branching(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if x.sum() > 0 else x
+
+
+def test_branches_on_values_and_code_that_is_given_up_are_counted() -> None:
+    glass.reset_metrics()
+    torch.compile(branching, backend="glass", options={"backend": "eager"})(X)
+    assert glass.metrics().counters["GraphBreak::Data-dependent branching"] == 1
+    model = torch.compile(Model(), backend="glass", options={"backend": "eager"}, dynamic=False)
+    for size in range(2, 4 + torch._dynamo.config.recompile_limit):
+        model(torch.ones(size, 3))
+    assert glass.metrics().counters["GraphBreak::Dynamo recompile limit exceeded"] == 1
+
+
 def test_metrics_of_compilations() -> None:
     glass.reset_metrics()
     before = len(glass.compilations())

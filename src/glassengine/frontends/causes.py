@@ -7,6 +7,7 @@ earlier compilation of the same code.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from types import CodeType
 
@@ -169,11 +170,16 @@ def _headline(reason: str) -> str:
 
 
 def graph_breaks() -> Mapping[str, int]:
-    """Return counters of the graph breaks of this process: all of them, and by reason."""
-    found: dict[str, int] = {}
-    for reason, count in counters["graph_break"].items():
-        for name in ("GraphBreak", f"GraphBreak::{_headline(reason)}"):
-            found[name] = found.get(name, 0) + count
+    """Return counters of the graph breaks of this process: all of them, and by reason.
+
+    Code that Dynamo gives up on, which runs eagerly from then on, is counted as well.
+    """
+    # Dynamo counts a break under one of these, or under both.
+    broken, unsupported = counters["graph_break"], counters["unimplemented"]
+    found: Counter[str] = Counter()
+    for reason in broken.keys() | unsupported.keys():
+        count = max(broken[reason], unsupported[reason])
+        found.update({"GraphBreak": count, f"GraphBreak::{_headline(reason)}": count})
     return found
 
 
