@@ -17,19 +17,21 @@ from torch.fx import GraphModule
 
 from glassengine import environment
 from glassengine.backends.protocol import Backend
+from glassengine.compare.operation import RANDOM
 from glassengine.diagnose.cases import Case, StepInputs, module_cases
 from glassengine.diagnose.conclude import conclude
-from glassengine.diagnose.cut_graph import clone
+from glassengine.diagnose.cut_graph import Recorder, clone
+from glassengine.diagnose.flat_program import with_values
 from glassengine.diagnose.judge import run_cases
 from glassengine.diagnose.replay import Replay
 from glassengine.diagnose.run_graph import GraphRun, compile_run, program_of, without_numbers
 from glassengine.diagnose.score import Score
 from glassengine.diagnose.sides import Observed
-from glassengine.executable.graph import CapturedGraph
+from glassengine.executable.graph import CapturedGraph, input_spec
 from glassengine.executable.snapshot import Snapshot
-from glassengine.program.naming import is_tensor_node
+from glassengine.program.naming import is_tensor_node, op_name
 from glassengine.program.program import Program, copied_graph
-from glassengine.results import Comparison
+from glassengine.results import Comparison, Skipped
 
 _WITH_ALL = "judged op by op"
 _AT_RESULTS = "judged at results"
@@ -92,6 +94,7 @@ def judge_snapshot(
         BackendError: The back-end failed.
     """
     graph, arguments = without_numbers(graph, arguments)
+    graph, arguments, is_random = _without_draws(graph, arguments)
     program = program_of(graph, arguments)
     placeholders = [node.name for node in program.graph.find_nodes(op="placeholder")]
     ports = {port.name for port in program.inputs}
@@ -104,7 +107,10 @@ def judge_snapshot(
         return lambda: run([clone(a) if isinstance(a, torch.Tensor) else a for a in arguments])
 
     sides = []
-    if snapshot.outputs is not None:
+    skipped = []
+    if is_random and snapshot.meta.get("backend") != "eager":
+        skipped.append(Skipped("*", "baseline", "what was recorded was drawn by another generator", rung="recorded"))
+    elif snapshot.outputs is not None:
         values = _recorded(snapshot, program)
         kept = [node for node in values if node in judged]
         sides.append(_GraphSide(program, lambda: [values[n] for n in kept], kept, "recorded", _AT_RESULTS))
@@ -128,7 +134,7 @@ def judge_snapshot(
     return conclude(
         program,
         scores,
-        [],
+        skipped,
         {},
         baseline=f"{snapshot.name} in float64",
         candidate=backend.name,
@@ -136,6 +142,39 @@ def judge_snapshot(
         min_coverage=0.0,
         environment=environment.describe(),
     )
+
+
+def _without_draws(graph: CapturedGraph, arguments: Sequence[Any]) -> tuple[CapturedGraph, list[Any], bool]:
+    """Return a graph that takes its random values as inputs, its inputs, and whether it has any.
+
+    They are drawn once, in eager mode, by the generators as they are; every side and the reference then have the same.
+    """
+    draws = [node for node in graph.module.graph.nodes if node.op == "call_function" and op_name(node) in RANDOM]
+    if not draws:
+        return graph, list(arguments), False
+    recorder = Recorder(graph.module)
+    with torch.no_grad():
+        recorder.run(*(clone(a) if isinstance(a, torch.Tensor) else a for a in arguments))
+    copy = copied_graph(graph.module.graph)
+    by_name = {node.name: node for node in copy.nodes}
+    *_, last = copy.find_nodes(op="placeholder")
+    specs, given = list(graph.inputs), list(arguments)
+    for draw in draws:
+        drawn = by_name[draw.name]
+        parts = [drawn] if isinstance(recorder.values[draw.name], torch.Tensor) else list(drawn.users)
+        for part in parts:
+            value = recorder.values[part.name]
+            with copy.inserting_after(last):
+                last = copy.placeholder(f"drawn_{part.name}")
+            specs.append(input_spec(value, last.name, "input"))
+            given.append(value)
+            part.replace_all_uses_with(last)
+            copy.erase_node(part)
+        if drawn not in parts:
+            copy.erase_node(drawn)
+    module = GraphModule(graph.module, copy)
+    with_values(module, given)
+    return replace(graph, module=module, inputs=tuple(specs)), given, True
 
 
 def _returning(graph: CapturedGraph, program: Program, nodes: Sequence[str]) -> CapturedGraph:
