@@ -11,6 +11,7 @@ import torch
 
 import glassengine as glass
 from glassengine import spans
+from glassengine.errors import UsageError
 from glassengine.executable import steps
 
 
@@ -112,6 +113,11 @@ def test_an_asynchronous_closure_may_add_another() -> None:
     steps._steps.waiting.join()
     glass.mark_step()
     assert seen == [1]
+
+
+def test_a_tensor_is_no_list_of_arguments() -> None:
+    with pytest.raises(UsageError, match=r"hint: args=\(tensor,\)"):
+        glass.add_step_closure(lambda loss: None, torch.ones(3))
 
 
 def test_the_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

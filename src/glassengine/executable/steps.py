@@ -19,6 +19,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from glassengine import spans
+from glassengine.errors import UsageError
 from glassengine.executable.metrics import registry
 
 logger = logging.getLogger("glassengine")
@@ -90,7 +91,12 @@ def add_step_closure(closure: Callable[..., Any], args: Sequence[Any] = (), run_
         run_async: Run it in a thread beside the next steps, all such closures one after another. It gets copies of its
             tensors, made when the step ends, so that the next step may overwrite them. What it raises is raised by a
             later `mark_step`.
+
+    Raises:
+        UsageError: `args` is a tensor, which would be taken apart.
     """
+    if isinstance(args, torch.Tensor):
+        raise UsageError("args of a step closure is not a sequence", got="a tensor", hint="args=(tensor,)")
     with _steps.lock:
         _steps.closures.append(_Closure(closure, args, run_async, _steps.number))
 
