@@ -61,7 +61,8 @@ def test_inductor_gives_the_same_bits_again(tmp_path: Path) -> None:
     found = glass.replay(snapshot)
     assert found.ok and found.backend == "inductor"
     # What the graph writes to an input is shown, too; a snapshot does not keep it.
-    assert {output.name: output.same_bits for output in found.outputs} == {"output[0]": True, "calls": None}
+    bits = {output.name: output.same_bits for output in found.outputs}
+    assert bits.pop("calls") is None and bits["output[0]"] and all(bits.values())
     # Another back-end is judged, because no two have the same bits.
     judged = glass.replay(snapshot, backend="eager")
     assert judged.ok and judged.comparison is not None and judged.comparison.coverage == 1.0
