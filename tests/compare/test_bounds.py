@@ -195,6 +195,33 @@ def test_a_slightly_wrong_epsilon_is_beyond_the_bound_of_a_norm_in_float32() -> 
     assert bound is not None and bool(((aten.layer_norm.default(*args, 1.5e-5) - exact).abs() > bound).any())
 
 
+def patches(image: Tensor, kernel: Tensor, bias: Tensor) -> Tensor:
+    """A convolution of patches as a product of unfolded patches, and the bias added to what was rounded."""
+    columns = torch.nn.functional.unfold(image, 3, stride=3).mT @ kernel.flatten(1).T + bias
+    return columns.mT.unflatten(-1, (4, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["linear", "conv2d", "addmm", "baddbmm", "addcmul", "lerp"])
+def test_what_is_added_may_be_added_to_a_rounded_result(name: str, dtype: torch.dtype) -> None:
+    """Where it takes most of the product away again, that costs digits."""
+    x, w, bias = drawn(6, 40).to(dtype), drawn(9, 40, seed=1).to(dtype), (-30 + drawn(9, seed=2)).to(dtype)
+    image, kernel = drawn(2, 3, 12, 12).to(dtype) + 1, drawn(5, 3, 3, 3).to(dtype).abs()
+    shift, third = -kernel.sum((1, 2, 3)), torch.tensor(1 / 3).to(dtype)
+    call, args, written_out = {
+        "linear": (aten.linear.default, (x + 1, w, bias), (x + 1) @ w.T + bias),
+        "conv2d": (aten.conv2d.default, (image, kernel, shift, [3, 3]), patches(image, kernel, shift)),
+        "addmm": (aten.addmm.default, (bias, x + 1, w.T), bias + (x + 1) @ w.T),
+        "baddbmm": (aten.baddbmm.default, (bias[None, None], x[None], w.T[None]), bias + x[None] @ w.T[None]),
+        "addcmul": (aten.addcmul.default, (-x * x, x, x), -x * x + x * x),
+        "lerp": (aten.lerp.Tensor, (x, -2 * x, third), x + third * (-2 * x - x)),
+    }[name]
+    exact_args = pytree.tree_map(lambda v: v.double() if isinstance(v, Tensor) else v, args)
+    exact = call(*exact_args)
+    bound = rounding_bound(Operation(name, call, exact_args, {}, exact), Roundoff(unit_roundoff(dtype)))
+    assert bound is not None and bool(((written_out.double() - exact).abs() <= bound).all())
+
+
 def test_an_unknown_op_has_no_bound() -> None:
     assert not has_bound("fft_fft") and not any(has_bound(name) for name in UNBOUNDED)
     exact = X.double()

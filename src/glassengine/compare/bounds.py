@@ -10,7 +10,8 @@
     pointwise      (2u + 4U) |P| + sum_i |dP/dx_i| u_in |x_i|         derivatives by automatic differentiation;
                                                                       4u for activations of several steps
     sums           2u |P| + (4 sqrt(K) U + u_in) A                    A: the op on absolute values, K: terms of one sum
-    products       2u |P| + 4 sqrt(K) U A + 4 max(u_w, u_in) sqrt(A2) A2: the op on squares
+    products       2u (|P| + |b|) + 4 sqrt(K) U A + 4 max(u_w, u_in) sqrt(A2)
+                   A2: the op on squares; b: bias or added operand, before which the product may be rounded
     steps          1.3u |P| + the larger jump of P when x moves by (u_in + u_w) |x|
     softmax        P (2u + 8U (1 + max|x|) + 2 u_in max|x|)
     normalisation  2u (|P| + |b|) + |w| (2 sqrt(n) U (m / sigma + |z| s^2 / 2 sigma^2) + 2 u_in |z| (1 + s / sigma)
@@ -38,6 +39,7 @@ from glassengine.compare.operation import (
     CONVOLUTIONS,
     LARGEST,
     MOVES,
+    OF_SEVERAL_STEPS,
     POINTWISE,
     PRODUCTS,
     RELATIVE_TO_ARGUMENT,
@@ -61,7 +63,8 @@ def rounding_bound(operation: Operation, roundoff: Roundoff) -> Tensor | None:
     elif name in POINTWISE:
         # Activations may be written out: a product of a rounded sigmoid, say.
         roundings = 4 if name in RELATIVE_TO_ARGUMENT else 2
-        bound = (roundings * u + 4 * U_ACCUMULATE) * size + _carried(operation, max(u_in, roundoff.u_w))
+        inputs = max(u_in, roundoff.u_w, u if name in OF_SEVERAL_STEPS else 0.0)
+        bound = (roundings * u + 4 * U_ACCUMULATE) * size + _carried(operation, inputs)
     elif name in SUMS:
         absolute = operation.on(torch.abs).abs()
         bound = (
@@ -71,7 +74,7 @@ def rounding_bound(operation: Operation, roundoff: Roundoff) -> Tensor | None:
     elif name in PRODUCTS or name in CONVOLUTIONS:
         absolute = operation.on(torch.abs).abs()
         terms = num_terms(name, operation.args, operation.exact)
-        bound = 2 * u * size + 4 * math.sqrt(terms) * roundoff.u_sums * absolute
+        bound = 2 * u * (size + _addend(operation)) + 4 * math.sqrt(terms) * roundoff.u_sums * absolute
         rounded = max(roundoff.u_w, u_in)
         if rounded:
             bound = bound + 4 * rounded * operation.on(torch.square).abs().sqrt()
@@ -90,6 +93,18 @@ def has_bound(name: str) -> bool:
     return name in _SPECIAL or any(
         name in one for one in (MOVES, CASTS, POINTWISE, SUMS, PRODUCTS, CONVOLUTIONS, STEPS)
     )
+
+
+def _addend(operation: Operation) -> Tensor | float:
+    """What is added to the product: |bias| of a linear layer or convolution, |input| of addmm and its like."""
+    name, args = operation.name, operation.args
+    if name.startswith(("add", "badd")):
+        added: Tensor = args[0].abs()
+        return added
+    bias = args[2] if len(args) > 2 else operation.kwargs.get("bias")
+    if name not in CONVOLUTIONS | {"linear"} or not isinstance(bias, Tensor):
+        return 0.0
+    return bias.abs().reshape(-1, *[1] * (operation.exact.dim() - 2)) if name in CONVOLUTIONS else bias.abs()
 
 
 def _carried(operation: Operation, u_in: float) -> Tensor:

@@ -66,6 +66,17 @@ def _mean(e: Edit, node: Op) -> Op | None:
     return e.call(aten.mul.Tensor, total, 1 / math.prod(sizes))
 
 
+def _bias_apart(e: Edit, node: Op) -> Op | None:
+    """The product is rounded before the bias is added."""
+    if op_name(node) == "addmm":
+        if node.kwargs:
+            return None
+        return e.call(aten.add.Tensor, e.call(aten.mm.default, *node.args[1:]), node.args[0])
+    if len(node.args) < 3 or node.args[2] is None:
+        return None
+    return e.call(aten.add.Tensor, e.call(aten.linear.default, *node.args[:2]), node.args[2])
+
+
 def _attention(e: Edit, node: Op) -> Op | None:
     """Scores, softmax in float32, context: transformers' eager attention."""
     query, key, value, *rest = node.args
@@ -126,6 +137,7 @@ REWRITES = tuple(
         ("silu written out", _all("silu", make=_silu)),
         ("square by product", _all("pow", make=_square)),
         ("mean by sum", _all("mean", make=_mean)),
+        ("bias apart", _all("linear", "addmm", make=_bias_apart)),
         ("attention written out", _all("scaled_dot_product_attention", make=_attention)),
     )
 )
