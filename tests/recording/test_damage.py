@@ -238,6 +238,17 @@ HOSTILE_BLOCKS = {
     "unaligned": [GROUP, {**BLOCK, "offset": 8}],
     "other step": [GROUP, {**BLOCK, "step": 3}],
     "number of a group": [{**GROUP, "group": -1}, BLOCK],
+    "bytes of itself": [{**GROUP, "tensors": [PART, {**PART, "site": "b", "same_as": 1}]}, BLOCK],
+    "bytes of a later one": [{**GROUP, "tensors": [{**PART, "same_as": 1}, {**PART, "site": "b"}]}, BLOCK],
+    "bytes of no number": [{**GROUP, "tensors": [PART, {**PART, "site": "b", "same_as": [0]}]}, BLOCK],
+    "bytes of another size": [
+        {**GROUP, "tensors": [PART, {**PART, "site": "b", "shape": [1], "nbytes": 4, "same_as": 0}]},
+        BLOCK,
+    ],
+    "bytes of one without": [
+        {**GROUP, "tensors": [PART, *({**PART, "site": s, "same_as": i} for i, s in enumerate("bc"))]},
+        BLOCK,
+    ],
     "left out, no reason": [{**LEFT_OUT, "reason": None}],
     "left out, shape": [{**LEFT_OUT, "shape": [-1]}],
     "left out, step": [{**LEFT_OUT, "step": 9}],
@@ -267,6 +278,10 @@ def test_blocks_that_are_in_order_are_read(tmp_path: Path) -> None:
     commit = {"kind": "commit", "step": 0, "num_tensors": 2, "num_left_out": 1}
     (path / layout.INDEX).write_bytes(b"".join(map(frame, [*records, commit])))
     assert [entry.site for entry in Recording.open(path).entries] == ["a", "b"]
+    group = {**GROUP, "tensors": [PART, {**PART, "site": "b", "same_as": 0}]}
+    (path / layout.INDEX).write_bytes(b"".join(map(frame, [group, *records[1:], commit])))
+    first, second = Recording.open(path).entries
+    assert first.location == second.location
 
 
 def test_a_small_index_that_claims_many_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

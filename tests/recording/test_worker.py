@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import math
 import struct
 import threading
@@ -14,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 
 from glassengine.errors import GlassError, UsageError
 from glassengine.recording import pinned, records, seen, shard, worker
@@ -60,6 +62,39 @@ def test_equal_bytes_of_a_step_are_stored_once(tmp_path: Path) -> None:
     places = {(entry.site, entry.step): entry.location for entry in opened.entries}
     assert places["out", 0] == places["in", 0] != places["other", 0] and places["out", 0] != places["out", 1]
     assert torch.equal(opened.tensor("in", 1), x.view(200, 200))
+
+
+def test_equal_bytes_within_a_block_are_stored_once(tmp_path: Path) -> None:
+    writer = BackgroundWriter(tmp_path / "r", metadata={})
+    expected = {}
+    x = torch.randn(30, 4)
+    for step in range(20):
+        x += 1
+        y = x * 2
+        sites = {"out": x, "in": x.view(-1), "y": y, "bits": x.view(torch.int32), "part": x[:15], "again": x}
+        for site, tensor in sites.items():
+            writer.write(site, step, tensor)
+            expected[site, step] = tensor.clone()
+        # Behind the version counter's back, and no address or size differs.
+        x.data[-1, -1] = -step
+        writer.write("changed", step, x)
+        expected["changed", step] = x.clone()
+        writer.commit(step)
+    writer.close()
+    opened = Recording.open(tmp_path / "r")
+    assert opened.complete and len(opened.entries) == len(expected)
+    for entry in opened.entries:
+        assert torch.equal(opened.tensor(entry), expected[entry.site, entry.step]), entry
+    places = {site: opened.entry(site, 7).location for site in (*sites, "changed")}
+    assert places["out"] == places["in"] == places["bits"]
+    assert len({str(places[site]) for site in ("out", "y", "part", "changed")}) == 4
+    # One description for all steps, and any reader of safetensors finds the names.
+    assert (tmp_path / "r" / "index.log").read_bytes().count(b'"kind":"group"') == 1
+    (shard_file,) = (tmp_path / "r").glob("*.safetensors")
+    with safe_open(shard_file, "pt") as file:
+        aliases = json.loads(file.metadata()["aliases"])
+        assert torch.equal(file.get_tensor(aliases["step3/rank0/in"]["of"]).view(-1), expected["in", 3])
+        assert aliases["step3/rank0/bits"]["dtype"] == "I32" and aliases["step3/rank0/in"]["file"] == shard_file.name
 
 
 def test_blocks_are_described_once_and_verified_as_a_whole(tmp_path: Path) -> None:

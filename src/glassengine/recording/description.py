@@ -65,30 +65,50 @@ class Group:
         number: Groups are numbered from 0 in the order in which the index describes them.
         descriptions: Of the tensors; each has at least one byte.
         rank: Process that had them.
+        same_as: (index, index of an earlier one) of the tensors that are not written because they have its bytes.
 
     Attributes:
+        originals: Index of each tensor that is not written -> index of the one whose bytes it has.
         starts: Offset of each tensor in a block of the group.
         nbytes: Size of a block.
         kinds: (dtype name, number of bytes) of each tensor.
         names: (site, rank) of each tensor.
     """
 
-    def __init__(self, number: int, descriptions: Sequence[Description], rank: int) -> None:
+    def __init__(
+        self,
+        number: int,
+        descriptions: Sequence[Description],
+        rank: int,
+        same_as: Sequence[tuple[int, int]] = (),
+    ) -> None:
         self.number = number
         self.descriptions = descriptions
         self.rank = rank
-        self.starts, self.nbytes = block_starts([description.nbytes for description in descriptions])
+        self.originals = dict(same_as)
+        written = [index for index in range(len(descriptions)) if index not in self.originals]
+        starts, self.nbytes = block_starts([descriptions[index].nbytes for index in written])
+        places = dict(zip(written, starts, strict=True))
+        self.starts = [places[self.originals.get(index, index)] for index in range(len(descriptions))]
         self.kinds = tuple((description.dtype, description.nbytes) for description in descriptions)
         self.names = {(description.site, rank) for description in descriptions}
-        # Blocks have no aliases; a pad entry lies between tensors that do not end where the next one may begin.
+        # A pad entry lies between tensors that do not end where the next one may begin.
         self.most_header_bytes = sum(
-            len(description.site_json) + len(description.header) + (200 if description.nbytes % ALIGNMENT else 90)
-            for description in descriptions
+            len(descriptions[index].site_json)
+            + len(descriptions[index].header)
+            + (200 if descriptions[index].nbytes % ALIGNMENT else 90)
+            for index in written
+        ) + sum(
+            descriptions[index].most_header_bytes + descriptions[original].most_header_bytes
+            for index, original in same_as
         )
 
     def frame(self) -> bytes:
         """Return the index frame that describes the group."""
-        tensors = ",".join(f"{{{description.record}}}" for description in self.descriptions)
+        texts = [description.record for description in self.descriptions]
+        for index, original in self.originals.items():
+            texts[index] += f',"same_as":{original}'
+        tensors = ",".join(f"{{{text}}}" for text in texts)
         return text_frame(f'{{"kind":"group","group":{self.number},"rank":{self.rank},"tensors":[{tensors}]}}')
 
     def block_frame(self, step: int, location: Location) -> bytes:

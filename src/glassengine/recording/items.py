@@ -58,7 +58,9 @@ class Block:
 
     `is_new` says that they were seen for the first time: what differs from step to step is kept apart from what does
     not, so that the descriptions of blocks repeat. `next` is where the next tensor will lie, `limit` where the slot
-    that was reserved ends. With a `reason` it is only measured, and not written for that reason.
+    that was reserved ends. With a `reason` it is only measured, and not written for that reason. `same_as` has (index,
+    index of an earlier one) of tensors that have the bytes of an earlier one; `places` has, by address, which tensor
+    was last copied from there: its index, position and size.
     """
 
     step: int
@@ -70,6 +72,8 @@ class Block:
     limit: int
     reason: str | None
     descriptions: list[Description] = field(default_factory=list)
+    same_as: list[tuple[int, int]] = field(default_factory=list)
+    places: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     header_room: int = _BLOCK_HEADER_BYTES
 
     def takes(self, seen: Seen, step: int, rank: int, is_new: bool, reason: str | None) -> bool:
@@ -90,6 +94,12 @@ class Block:
         self.header_room -= seen.description.most_header_bytes
         self.end = self.next + seen.nbytes
         self.next += seen.room
+
+    def add_same(self, seen: Seen, original: int) -> None:
+        """Append a tensor that has the bytes of an earlier one, by its index."""
+        self.same_as.append((len(self.descriptions), original))
+        self.descriptions.append(seen.description)
+        self.header_room -= seen.description.most_header_bytes + self.descriptions[original].most_header_bytes
 
 
 @dataclass(slots=True)

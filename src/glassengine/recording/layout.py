@@ -5,9 +5,10 @@
     shard-NNNNN.part          HEADER_BYTES reserved, then raw tensor bytes, each start aligned to ALIGNMENT
     shard-NNNNN.safetensors   the same file sealed: the reserved bytes hold a safetensors header
     index.log                 frames: one per tensor, or per block of small tensors that lie behind one another, of a
-                              group that was described before; one per tensor, or per such block with statistics
-                              alone, whose values were left out; the token ids of the step where there are any; then
-                              the commit of the step, after all its bytes
+                              group that was described before and that says which of them have the bytes of another
+                              and are not there; one per tensor, or per such block with statistics alone, whose values
+                              were left out; the token ids of the step where there are any; then the commit of the step,
+                              after all its bytes
 
 A frame is: payload length (u32), CRC-32 of the payload (u32), JSON payload; little-endian. The offset of a tensor
 counts from the end of the shard's header. Shards are numbered, so that a site name never becomes a path.

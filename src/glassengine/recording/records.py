@@ -150,15 +150,23 @@ def group_from(payload: dict[str, Any]) -> list[Entry]:
         raise ValueError("a group has no tensors, or too many")
     if not all(isinstance(tensor, dict) for tensor in tensors):
         raise ValueError("a tensor of a group is not an object")
-    found = []
+    found: list[Entry] = []
+    written: dict[int, int] = {}
     end = 0
-    for tensor in tensors:
-        start = -(-end // ALIGNMENT) * ALIGNMENT
+    for index, tensor in enumerate(tensors):
+        original = tensor.get("same_as")
+        if original is not None and (not _is_size(original) or original not in written):
+            raise ValueError("a tensor of a group has the bytes of none before it")
+        start = -(-end // ALIGNMENT) * ALIGNMENT if original is None else written[original]
         place = {"step": 0, "rank": rank, "shard": 0, "offset": start, "checksum": 0}
         found.append(entry_from({**tensor, **place}))
         if not found[-1].nbytes:
             raise ValueError("a tensor of a group is empty")
-        end = start + found[-1].nbytes
+        if original is None:
+            written[index] = start
+            end = start + found[-1].nbytes
+        elif found[original].nbytes != found[-1].nbytes:
+            raise ValueError("a tensor of a group has the bytes of one of another size")
     return found
 
 

@@ -142,9 +142,7 @@ def _block(payload: dict[str, Any], groups: dict[int, list[Entry]], extents: _Ex
         raise ValueError(f"group {number} is not described")
     tensors = groups[number]
     place = location_from(payload)
-    last = tensors[-1]
-    assert last.location is not None
-    nbytes = last.location.offset + last.nbytes
+    nbytes = max(tensor.location.offset + tensor.nbytes for tensor in tensors if tensor.location is not None)
     extents.claim(place, nbytes, f"group {number} (step {step})")
     block = (place.offset, nbytes)
     found = []

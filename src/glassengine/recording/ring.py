@@ -6,11 +6,12 @@ import contextlib
 import ctypes
 import mmap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+from glassengine import blocks
 from glassengine.recording.layout import ALIGNMENT
 
 # Unlike ctypes.memmove these keep the interpreter lock: handing it over costs more than a small copy.
@@ -117,11 +118,15 @@ class Ring:
         else:
             ctypes.memmove(target, tensor.data_ptr(), num_bytes)
 
+    def has(self, position: int, address: int, num_bytes: int) -> bool:
+        """Return whether a slot that is not given back has the bytes at an address of this process."""
+        return not _MEMCMP(self._address + position % self.num_bytes, address, num_bytes)
+
     def holds(self, position: int, tensor: Tensor, num_bytes: int) -> bool:
         """Return whether an earlier slot, given back or not, still has the bytes of a contiguous CPU tensor."""
         if self._head - position > self.num_bytes:
             return False
-        return not _MEMCMP(self._address + position % self.num_bytes, tensor.data_ptr(), num_bytes)
+        return self.has(position, tensor.data_ptr(), num_bytes)
 
     def fill_from(self, position: int, tensor: Tensor, num_bytes: int) -> None:
         """Copy the values of a dense tensor into a slot in row-major order, whatever its strides and device."""
@@ -139,3 +144,13 @@ class Ring:
                 self._populated = self.num_bytes
                 return
             self._populated += step
+
+
+def pieces_of(tensor: Tensor, most: int) -> Iterator[Tensor]:
+    """Yield flat pieces of at most `most` elements in row-major order."""
+    if tensor.is_contiguous():
+        flat = tensor.detach().view(-1)
+        yield from (flat[start : start + most] for start in range(0, flat.numel(), most))
+    else:
+        for _, (piece,) in blocks.blocks(tensor, device=tensor.device):
+            yield piece

@@ -134,7 +134,11 @@ class Shard:
 
     def _name_block(self, group: Group, step: int, offset: int) -> None:
         end = offset
-        for description, start in zip(group.descriptions, group.starts, strict=True):
+        for index, (description, start) in enumerate(zip(group.descriptions, group.starts, strict=True)):
+            if index in group.originals:
+                original = group.descriptions[group.originals[index]]
+                self.add_alias(description, original, step, group.rank, shard_name(self.number, sealed=True))
+                continue
             if offset + start > end:
                 self._pad(end, offset + start)
             self._name(description, step, group.rank, offset + start)

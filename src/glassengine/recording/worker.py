@@ -24,7 +24,7 @@ from glassengine.errors import GlassError
 from glassengine.recording.items import Alias, Block, Commit, Copied, Item, Piece, Stored, Streamed
 from glassengine.recording.layout import LeftOut, Sharding
 from glassengine.recording.pinned import PinnedCopies
-from glassengine.recording.ring import Ring
+from glassengine.recording.ring import Ring, pieces_of
 from glassengine.recording.seen import MIN_SHARED_BYTES, Seen, SeenTensors
 from glassengine.recording.writer import RecordingWriter
 
@@ -39,6 +39,8 @@ _LOOK_S = 0.1
 # Written at once; what a disk has no room for any more takes the steps of one such batch with it.
 _WRITE_BYTES = 4 << 20
 _BLOCK_BYTES = 1 << 20
+
+_NOWHERE = (0, 0, 0)
 
 _log = logging.getLogger(__name__)
 
@@ -177,7 +179,15 @@ class BackgroundWriter:
             if block is None or not block.takes(seen, step, rank, is_new, reason):
                 block = self._new_block(step, rank, is_new, reason)
             # What cannot be read is not added.
-            self._ring.fill(block.next, tensor, seen.nbytes)
+            address, position = tensor.data_ptr(), block.next
+            if reason is None:
+                # What one module returns another one is given: found by its address, proved by its bytes.
+                index, copied, nbytes = block.places.get(address, _NOWHERE)
+                if nbytes == seen.nbytes and self._ring.has(copied, address, nbytes):
+                    block.add_same(seen, index)
+                    return
+                block.places[address] = (len(block.descriptions), position, seen.nbytes)
+            self._ring.fill(position, tensor, seen.nbytes)
             block.add(seen)
 
     def _new_block(self, step: int, rank: int, is_new: bool, reason: str | None) -> Block:
@@ -255,7 +265,7 @@ class BackgroundWriter:
         self._queue.append(item)
         last = Piece(0, 0, cut=True)
         try:
-            for piece in _pieces(tensor, most // tensor.element_size()):
+            for piece in pieces_of(tensor, most // tensor.element_size()):
                 nbytes = piece.numel() * piece.element_size()
                 position = self._ring.reserve(nbytes, self._on_wait)
                 self._ring.fill_from(position, piece, nbytes)
@@ -322,7 +332,7 @@ class BackgroundWriter:
             data = self._ring.bytes_at(item.position, item.end - item.position)
             what = (tuple(item.descriptions), item.step, item.rank)
             if item.reason is None:
-                self._writer.store_block(*what, data, zlib.crc32(data))
+                self._writer.store_block(*what, data, zlib.crc32(data), tuple(item.same_as))
             else:
                 self._writer.leave_out_block(*what, item.reason, data)
         elif isinstance(item, Stored):
@@ -388,13 +398,3 @@ class BackgroundWriter:
         if self._failure is None:
             self._failure = error
             _log.warning("recording into %s has stopped, the model goes on: %s", self.path, error)
-
-
-def _pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:
-    """Yield flat pieces of at most `most` elements in row-major order."""
-    if tensor.is_contiguous():
-        flat = tensor.detach().view(-1)
-        yield from (flat[start : start + most] for start in range(0, flat.numel(), most))
-    else:
-        for _, (piece,) in blocks.blocks(tensor, device=tensor.device):
-            yield piece

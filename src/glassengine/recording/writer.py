@@ -26,6 +26,7 @@ from glassengine.recording.values import bytes_of, describe, identity
 
 SHARD_BYTES = 1 << 31
 _MAX_GROUPS = 256
+_GroupKey = tuple[tuple[Description, ...], int, tuple[tuple[int, int], ...]]
 
 
 class RecordingWriter:
@@ -52,7 +53,7 @@ class RecordingWriter:
         self._shard: Shard | None = None
         self._next_shard = 0
         self._header_bytes = layout.HEADER_BYTES
-        self._groups: dict[tuple[int, tuple[Description, ...]], Group] = {}
+        self._groups: dict[_GroupKey, Group] = {}
         self._described: set[int] = set()
         self._num_groups = 0
         self._ended: list[EndedStep] = []
@@ -161,7 +162,13 @@ class RecordingWriter:
         return location
 
     def store_block(
-        self, descriptions: tuple[Description, ...], step: int, rank: int, data: memoryview, checksum: int
+        self,
+        descriptions: tuple[Description, ...],
+        step: int,
+        rank: int,
+        data: memoryview,
+        checksum: int,
+        same_as: tuple[tuple[int, int], ...] = (),
     ) -> None:
         """Take the bytes of several small tensors that lie behind one another as `layout.block_starts` says.
 
@@ -171,14 +178,14 @@ class RecordingWriter:
             rank: Process that has them.
             data: All their bytes, which must not change before `flush`.
             checksum: CRC-32 of `data`.
+            same_as: Index of each tensor that is not in `data` -> index of an earlier one, whose bytes it has.
 
         Raises:
             UsageError: The step is committed, or has one of the sites already;
                 or the file cannot be written: the message says what is safe.
         """
-        group = self._groups.get((rank, descriptions))
-        if group is None:
-            group = self._new_group(descriptions, rank)
+        key = (descriptions, rank, same_as)
+        group = self._groups.get(key) or self._new_group(key)
         opened = self._open.get(step)
         if opened is None or not opened.names.isdisjoint(group.names):
             for description in descriptions:
@@ -227,7 +234,8 @@ class RecordingWriter:
         """Note tensors that are measured and not recorded; see `store_block`."""
         self._require_open()
         opened = self._opened(descriptions[0].site, step)
-        group = self._groups.get((rank, descriptions)) or self._new_group(descriptions, rank)
+        key: _GroupKey = (descriptions, rank, ())
+        group = self._groups.get(key) or self._new_group(key)
         opened.groups.append(group)
         opened.frames.append(records.measured_frame(group.number, step, reason, light_of_block(data, group.kinds)))
         opened.num_left_out += len(descriptions)
@@ -325,10 +333,10 @@ class RecordingWriter:
         opened.names.add((description.site, rank))
         opened.frames.append(description.frame(step, rank, location))
 
-    def _new_group(self, descriptions: tuple[Description, ...], rank: int) -> Group:
+    def _new_group(self, key: _GroupKey) -> Group:
         while len(self._groups) >= _MAX_GROUPS:
             del self._groups[next(iter(self._groups))]
-        group = self._groups[rank, descriptions] = Group(self._num_groups, descriptions, rank)
+        group = self._groups[key] = Group(self._num_groups, *key)
         self._num_groups += 1
         return group
 
@@ -339,11 +347,8 @@ class RecordingWriter:
             self._require_open()
             opened = self._opened(description.site, step)
         if (description.site, rank) in opened.names:
-            raise UsageError(
-                f"the tensor {description.site[:200]!r} cannot be recorded",
-                got=f"the same site twice in step {step}",
-                hint="give the second call its own name",
-            )
+            what = f"the tensor {description.site[:200]!r} cannot be recorded"
+            raise UsageError(what, got=f"the same site twice in step {step}", hint="give the second call its own name")
         return opened
 
     def _opened(self, site: str, step: int) -> OpenStep:
