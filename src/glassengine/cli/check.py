@@ -28,7 +28,12 @@ def command(
     ],
     candidate: Annotated[
         str | None,
-        typer.Option(metavar="TARGET|ENGINE", help="Judge this model, port or engine; default: engines built here."),
+        typer.Option(
+            metavar="TARGET|ENGINE|RECORD", help="Judge this model, port, engine or dump; default: engines built here."
+        ),
+    ] = None,
+    map: Annotated[
+        str | None, typer.Option(metavar="FILE", help="JSON: what the tensors of a record are called in the program.")
     ] = None,
     backend: Annotated[str | None, typer.Option(help="Back-end of the engines that are built.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
@@ -77,6 +82,7 @@ def command(
         result = glass.check(
             baseline,
             candidate=candidate,
+            map=map,
             backend=backend,
             dtype=dtype,
             inputs=inputs,

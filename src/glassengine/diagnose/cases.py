@@ -33,6 +33,7 @@ class Case:
         input_ids: [B, S] int64, left-padded; None for a plain module.
         attention_mask: [B, S] int64.
         num_steps: Prefill plus decode steps.
+        tokens: [B, num_steps - 1] int64, what is decoded; None for what the untouched baseline picks.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Case:
     steps: tuple[Mapping[str, Any], ...] = ()
     input_ids: torch.Tensor | None = None
     attention_mask: torch.Tensor | None = None
+    tokens: torch.Tensor | None = None
 
     @property
     def batch(self) -> int:
@@ -58,7 +60,7 @@ class StepInputs:
     """Inputs of one step of a causal LM for the static-cache program, built up step by step.
 
     B batch, S new tokens, T cache length. `attention_mask` is [B, T]; `token_mask` [B, S] marks real (not padding)
-    tokens of this step.
+    tokens of this step; `to_come` are the tokens of the steps after it, where the case prescribes them.
     """
 
     input_ids: torch.Tensor
@@ -66,6 +68,7 @@ class StepInputs:
     position_ids: torch.Tensor
     cache_position: torch.Tensor
     token_mask: torch.Tensor
+    to_come: torch.Tensor | None = None
 
     @classmethod
     def first(cls, case: Case) -> StepInputs:
@@ -75,16 +78,19 @@ class StepInputs:
         mask = torch.zeros((batch, case.cache_length), dtype=torch.int64)
         mask[:, :size] = case.attention_mask
         positions = (case.attention_mask.cumsum(-1) - 1).clamp(min=0)
-        return cls(case.input_ids, mask, positions, torch.arange(size), case.attention_mask.bool())
+        return cls(case.input_ids, mask, positions, torch.arange(size), case.attention_mask.bool(), case.tokens)
 
     def following(self, tokens: torch.Tensor) -> StepInputs:
-        """Return the inputs of the next decode step for `tokens` [B]."""
+        """Return the inputs of the next decode step for `tokens` [B], or for those that the case prescribes."""
+        to_come = None
+        if self.to_come is not None:
+            tokens, to_come = self.to_come[:, 0], self.to_come[:, 1:]
         slot = int(self.cache_position[-1]) + 1
         mask = self.attention_mask.clone()
         mask[:, slot] = 1
         positions = mask.sum(-1, keepdim=True) - 1
         return StepInputs(
-            tokens[:, None], mask, positions, torch.tensor([slot]), torch.ones_like(tokens[:, None]).bool()
+            tokens[:, None], mask, positions, torch.tensor([slot]), torch.ones_like(tokens[:, None]).bool(), to_come
         )
 
     def named(self) -> dict[str, torch.Tensor]:

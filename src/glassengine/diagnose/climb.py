@@ -15,8 +15,11 @@ import torch
 from glassengine.backends import registry
 from glassengine.compare.operation import FLOAT32_SUMS, Accumulation
 from glassengine.compare.pairing import pair_sites
+from glassengine.compare.tolerance import is_inexact
 from glassengine.diagnose.cases import Case, causal_cases, module_cases
 from glassengine.diagnose.op_by_op import RUNG, op_by_op
+from glassengine.diagnose.recorded import RUNG as RECORD
+from glassengine.diagnose.recorded import RecordedOps, RecordedTensors, module_side
 from glassengine.diagnose.replay import Replay
 from glassengine.diagnose.score import Score
 from glassengine.diagnose.segments import SegmentReplay
@@ -60,9 +63,13 @@ class Climb:
         self.scores.append(Score(side, self.program))
 
 
-def start(model: LoadedModel, inputs: str | None, steps: int, stack: ExitStack, progress: Progress) -> Climb:
-    """Return a climb with the exported program and its first side: the untouched model."""
-    if model.kind == "causal_lm":
+def start(
+    model: LoadedModel, inputs: str | None, steps: int, stack: ExitStack, progress: Progress, case: Case | None = None
+) -> Climb:
+    """Return a climb with the exported program and its first side: the untouched model; `case` is what is run."""
+    if case is not None and model.kind == "causal_lm":
+        cases, given = [case], None
+    elif model.kind == "causal_lm":
         cases = causal_cases(model, inputs, steps)
         given = None
     else:
@@ -202,6 +209,21 @@ def add_model(climb: Climb, candidate: LoadedModel, inputs: str | None, progress
     segments = SegmentReplay(climb.program, coarsest=coarsest, accumulation=climb.accumulation)
     climb.add(ModuleSide(candidate.module, climb.program, rung="candidate, untouched", replay=segments))
     return coarsest
+
+
+def add_record(climb: Climb, tensors: RecordedTensors) -> torch.dtype | None:
+    """A record of another run; returns its dtype where it says so."""
+    known = str(tensors.source.metadata.get("dtype"))
+    dtype: torch.dtype | None = getattr(torch, known) if is_inexact(known) else None
+    if "op" in tensors.kinds:
+        replay = Replay(climb.program, compiled=True, dtype=dtype, accumulation=climb.accumulation)
+        climb.add(RecordedOps(tensors, climb.program, replay))
+    else:
+        segments = SegmentReplay(climb.program, coarsest=dtype, accumulation=climb.accumulation)
+        climb.add(module_side(tensors, climb.program, replay=segments))
+    for item in tensors.source.skipped:
+        climb.skipped.append(Skipped(item.site, "candidate", item.reason, step=item.step, rung=RECORD))
+    return dtype
 
 
 def observable(climb: Climb, program: Program) -> OutputPlan:

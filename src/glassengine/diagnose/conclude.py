@@ -117,6 +117,7 @@ def _rung(score: Score, program: Program, divergences: Sequence[Divergence], sev
         "bisection": ("program", "release engine with a few outputs"),
         "release": ("program", "release engine"),
         "candidate": ("program", "the candidate's program"),
+        "record": ("program", "what was recorded"),
         "candidate, untouched": ("program", "the untouched candidate"),
     }
     ours, theirs = names.get(side.rung, ("program", f"program after {side.rung}"))

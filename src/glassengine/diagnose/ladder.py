@@ -16,15 +16,27 @@ import torch
 from torch import nn
 
 from glassengine import environment
+from glassengine.compare.maps import load_map
 from glassengine.compare.operation import ACCUMULATIONS, Accumulation
 from glassengine.compare.verdict import unit_roundoff
 from glassengine.diagnose.bisect_release import bisect_release
 from glassengine.diagnose.cases import Case
-from glassengine.diagnose.climb import Climb, Progress, add_built, add_engine, add_model, add_op_by_op, start
+from glassengine.diagnose.climb import (
+    Climb,
+    Progress,
+    add_built,
+    add_engine,
+    add_model,
+    add_op_by_op,
+    add_record,
+    start,
+)
 from glassengine.diagnose.conclude import conclude
 from glassengine.diagnose.evidence import EvidenceBox
 from glassengine.diagnose.judge import run_cases
 from glassengine.diagnose.op_by_op import RUNG, explain
+from glassengine.diagnose.recorded import PARTIAL, RecordedTensors, recorded_case
+from glassengine.diagnose.recorded import RUNG as RECORD
 from glassengine.diagnose.reproduce import with_reproduction
 from glassengine.diagnose.reproduction_files import require_free
 from glassengine.diagnose.score import Score
@@ -33,7 +45,9 @@ from glassengine.diagnose.sides import EngineSide, ModuleSide
 from glassengine.engine.engine import load
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.program import load_model
-from glassengine.results import Comparison
+from glassengine.recording.formats.files import KINDS
+from glassengine.recording.source import open_source
+from glassengine.results import Comparison, Skipped
 
 logger = logging.getLogger("glassengine")
 
@@ -45,6 +59,7 @@ def check(
     baseline: str | Path | nn.Module,
     *,
     candidate: str | Path | nn.Module | None = None,
+    map: str | Path | None = None,
     backend: str | None = None,
     dtype: str = "auto",
     inputs: str | None = None,
@@ -65,8 +80,9 @@ def check(
 
     Args:
         baseline: MODEL: Hugging Face directory or id, `file.py:factory`, `package.module:factory`, or a module object.
-        candidate: Another model, a factory, or an engine directory; None builds the baseline's own engine and release
-            engine and climbs the ladder.
+        candidate: Another model, a factory, an engine directory, or a record of tensors (see `compare`); None builds
+            the baseline's own engine and release engine and climbs the ladder.
+        map: Which names of the program belong to which of a record, as for `compare`.
         backend: Back-end of the engines that are built.
         dtype: As in `build`; of both sides, unless the candidate is an engine.
         inputs: A text file with one prompt per line, or what `load_inputs` reads; None takes built-in prompts. A model
@@ -99,6 +115,9 @@ def check(
         "revision": revision,
     }
     engine = load(str(candidate)) if _is_engine(candidate) else None
+    record = open_source(str(candidate)) if engine is None and _is_record(candidate) else None
+    if map is not None and record is None:
+        raise UsageError("--map is for a record of tensors", got=f"the candidate {candidate}")
     if candidate is not None and engine is None and (all_rungs or bisect_outputs):
         raise UsageError("--all-rungs and --bisect-outputs are for engines", got=f"the model {candidate}")
     if candidate is not None and engine is None and (backend or passes):
@@ -109,12 +128,16 @@ def check(
     model = load_model(baseline, dtype=engine.manifest.dtype if engine and dtype == "auto" else dtype, **options)
     with ExitStack() as stack:
         stack.enter_context(_threads_for(model.module))
-        climb = start(model, inputs, steps, stack, progress)
+        case = recorded_case(record) if record is not None and inputs is None else None
+        climb = start(model, inputs, steps, stack, progress, case)
         climb.accumulation = _accumulation(accumulation)
         coarsest = None
         if engine is not None:
             coarsest = getattr(torch, engine.manifest.dtype)
             add_engine(climb, engine, progress, only_release=bisect_outputs)
+        elif record is not None:
+            tensors = RecordedTensors(record, climb.program, load_map(map) if map else None)
+            coarsest = add_record(climb, tensors)
         elif candidate is not None:
             coarsest = add_model(climb, load_model(candidate, dtype=dtype, **options), inputs, progress)
         else:
@@ -132,6 +155,8 @@ def check(
 
             bisect_release(climb, built_by, judge, progress)
         _explain(climb, engine.manifest.backend if engine is not None else backend, coarsest, progress)
+        if record is not None:
+            climb.skipped += [Skipped(name, "candidate", PARTIAL, rung=RECORD) for name in sorted(tensors.partial)]
         result = conclude(
             climb.program,
             climb.scores,
@@ -236,6 +261,13 @@ def _severity_counter(climb: Climb) -> Callable[[Case, int, Mapping[str, float]]
 
 def _is_engine(candidate: Any) -> bool:
     return isinstance(candidate, (str, Path)) and (Path(candidate) / "engine.json").is_file()
+
+
+def _is_record(candidate: Any) -> bool:
+    if not isinstance(candidate, (str, Path)) or not Path(candidate).exists():
+        return False
+    path = Path(candidate)
+    return not (path / "config.json").is_file() if path.is_dir() else path.suffix.lower() in (*KINDS, ".json")
 
 
 def _described(climb: Climb) -> str:
