@@ -117,7 +117,7 @@ class Recorder:
             writer.metadata["not_seen"] = unseen
             path, why = next(iter(unseen.items()))
             what = f"{path} {why}" if len(unseen) == 1 else f"{len(unseen)} modules, e.g. {path}, which {why}"
-            _log.warning("not seen: %s; to see inside, record the model before it is compiled", what)
+            _log.warning("not seen: %s; to see inside, record the model before it is compiled or scripted", what)
 
     @property
     def is_open(self) -> bool:

@@ -99,7 +99,7 @@ def _mapped(descriptor: int, start: int, num_bytes: int) -> Any:
     address = _MMAP(None, size, access, mmap.MAP_PRIVATE, descriptor, start - before)
     if address == _FAILED:
         number = ctypes.get_errno()
-        raise MemoryError(f"cannot map {num_bytes} bytes: {os.strerror(number)}")
+        raise OSError(number, f"{os.strerror(number)}: {num_bytes} bytes cannot be mapped")
     buffer = (ctypes.c_ubyte * num_bytes).from_address(address + before)
     # Not at the end of the process: a tensor may still be read then.
     weakref.finalize(buffer, _MUNMAP, address, size).atexit = False

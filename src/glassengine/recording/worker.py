@@ -186,9 +186,9 @@ class BackgroundWriter:
                 if nbytes == seen.nbytes and self._ring.has(copied, address, nbytes):
                     block.add_same(seen, index)
                     return
-                block.places[address] = (len(block.descriptions), position, seen.nbytes)
             self._ring.fill(position, tensor, seen.nbytes)
             block.add(seen)
+            block.places[address] = (len(block.descriptions) - 1, position, seen.nbytes)
 
     def _new_block(self, step: int, rank: int, is_new: bool, reason: str | None) -> Block:
         """Begin a block; called with the lock."""
