@@ -223,6 +223,25 @@ def test_four_ranks_write_beside_one_another(tmp_path: Path, executable: Executa
     assert all(torch.equal(snapshot.input("x"), X + snapshot.process) for snapshot in found)
 
 
+def test_ranks_of_torch_distributed_count_where_no_variable_is_set(tmp_path: Path, executable: Executable) -> None:
+    def work(rank: int) -> Callable[[], None]:
+        def run() -> None:
+            os.environ.pop("RANK", None)
+            torch.distributed.init_process_group(
+                "gloo", init_method=f"file://{tmp_path}/meeting", rank=rank, world_size=2
+            )
+            with glass.snapshots(tmp_path / "dump"):
+                executable.run([X + rank])
+            torch.distributed.barrier()
+
+        return run
+
+    assert in_processes(work(0), work(1)) == [0, 0]
+    found = [glass.Snapshot.open(path) for path in sorted((tmp_path / "dump").iterdir())]
+    assert [snapshot.process for snapshot in found] == [0, 1]
+    assert all(torch.equal(snapshot.input("x"), X + snapshot.process) for snapshot in found)
+
+
 def test_the_recipe_of_the_document_for_rank_0(tmp_path: Path, executable: Executable) -> None:
     def work(rank: int) -> Callable[[], None]:
         def run() -> None:
