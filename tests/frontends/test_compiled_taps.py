@@ -37,26 +37,27 @@ class Layer(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, kind: type[Layer] = Layer, order: tuple[int, ...] = (0, 1, 0)) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = torch.nn.ModuleList([Layer(), Layer()])
+        self.layers = torch.nn.ModuleList([kind(), kind()])
+        self.order = order
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in (*self.layers, self.layers[0]):
-            x = layer(x)
+        for index in self.order:
+            x = self.layers[index](x)
         return glass.tap("end", x.exp())
 
 
 SITES = {f"layers.{path}.{tap}" for path in ("0", "1", "0@1") for tap in ("before", "inter")} | {"end"}
 
 
-def recorded(model: torch.nn.Module, directory: Path) -> dict[str, torch.Tensor]:
-    """Record one call; return what was tapped, by site."""
+def recorded(model: torch.nn.Module, directory: Path, *, all_sites: bool = False) -> dict[str, torch.Tensor]:
+    """Record one call; return what was tapped, by site, or all that was recorded."""
     with glass.record(model, directory):
         model(X)
     recording = glass.Recording.open(directory)
-    return {site: recording.tensor(site) for site in recording.sites() if site in SITES}
+    return {site: recording.tensor(site) for site in recording.sites() if all_sites or site in SITES}
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
@@ -70,6 +71,28 @@ def test_a_recording_has_the_taps_of_the_model(tmp_path: Path, mode: str, grad: 
     for site, value in expected.items():
         assert torch.equal(actual[site], value), site
     assert [actual[f"layers.{path}.before"].item() for path in ("0", "0@1")] == [0, 1]
+
+
+class Broken(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        torch._dynamo.graph_break()
+        return glass.tap("after", x.sin())
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["torch.compile", "module.compile"])
+def test_sites_are_right_where_graph_breaks_part_the_layers(tmp_path: Path, in_place: bool) -> None:
+    expected, model = Model(Broken, (0, 1)), Model(Broken, (0, 1))
+    options = {"backend": "glass", "options": {"backend": "eager"}}
+    if in_place:
+        model.compile(**options)
+    with torch.no_grad():
+        actual = recorded(model if in_place else torch.compile(model, **options), tmp_path / "actual", all_sites=True)
+        wanted = recorded(expected, tmp_path / "expected", all_sites=True)
+    taps = {site for site in wanted if site.rpartition(".")[2] in ("before", "inter", "after", "end")}
+    assert len(taps) == 7 and taps <= actual.keys()
+    for site in taps:
+        assert torch.equal(actual[site], wanted[site]), site
 
 
 @pytest.mark.skipif(environment.cxx_compiler() is None, reason="needs a C++ compiler")

@@ -7,10 +7,12 @@ a buffer in every run, and listening to it changes nothing of what is computed.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._dynamo.eval_frame import OptimizedModule
 
 from glassengine import taps
 from glassengine.backends.protocol import GraphFunction
@@ -77,11 +79,36 @@ def handing_on(function: GraphFunction, tapped: tuple[str, ...]) -> GraphFunctio
     def run(arguments: list[Any]) -> Any:
         results = function(arguments)
         if taps.is_heard():
+            path = _path_of_call()
             for name, value in zip(tapped, results[-len(tapped) :], strict=True):
-                taps.deliver(name, value)
+                taps.deliver(f"{path}.{name}" if path else name, value)
         return results[: -len(tapped)]
 
     return run
+
+
+def _path_of_call() -> str:
+    """Return the path of the module that is being called, within the outermost one that was compiled.
+
+    It is the same one, and the path empty, unless graph breaks made a graph of each inner module's call.
+    """
+    root: torch.nn.Module | None = None
+    called: torch.nn.Module | None = None
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is torch.nn.Module._call_impl.__code__:
+            module = frame.f_locals["self"]
+            if isinstance(module, OptimizedModule):
+                root = module._orig_mod
+            else:
+                called = module if called is None else called
+        elif frame.f_code is torch.nn.Module._wrapped_call_impl.__code__:
+            module = frame.f_locals["self"]
+            root = module if module._compiled_call_impl is not None else root
+    if root is None or called is None:
+        return ""
+    return next((path for path, module in root.named_modules() if module is called), "")
 
 
 def _copied(mark: torch.fx.Node, value: torch.fx.Node) -> torch.fx.Node:
