@@ -302,6 +302,8 @@ class Comparison(Result):
     `ok` is decided by the rule of design section 6; `too_little` says that nothing was found wrong but too little was
     judged (exit status 4). `weights` is None where both sides have theirs from one place. `calibration` says what the
     verdicts on two records rest on: "uncalibrated", or what they were calibrated by; None where models were run.
+    `same_weights` says of two records of one class and dtype whether they were made with the same weights; None where
+    nobody knows.
     """
 
     baseline: str
@@ -320,6 +322,7 @@ class Comparison(Result):
     not_ok_because: str | None = None
     too_little: bool = False
     calibration: str | None = None
+    same_weights: bool | None = None
     weights: WeightsComparison | None = None
     written_differently: tuple[WrittenDifferently, ...] = ()
     schema_version: int = SCHEMA_VERSION

@@ -1,6 +1,7 @@
 """`glass compare` and `glass show` from the command line to the screen, the JSON and the exit status."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -239,6 +240,13 @@ def test_build_artifacts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert [name for name, status in stages.items() if status not in ("identical", "inherited")] == ["pass-twice"]
     assert glass("compare", tmp_path / "a", tmp_path / "b", tmp_path / "b") == 2
     assert glass("compare", tmp_path / "a", tmp_path / "b", "--show-only", "x") == 2
+    # Planted: a build that was interrupted after its last stage. What it wrote is the same; nobody knows the rest.
+    manifest = json.loads((tmp_path / "a" / "manifest.json").read_text())
+    shutil.copytree(tmp_path / "a", tmp_path / "c")
+    (tmp_path / "c" / "manifest.json").write_text(json.dumps({**manifest, "complete": False}))
+    capsys.readouterr()
+    assert glass("compare", tmp_path / "a", tmp_path / "c") == 4
+    assert capsys.readouterr().out.startswith("no verdict: the same as far as they go, but a build did not end well")
     # A run with the same DEBUG_ARTIFACTS_DIR leaves its steps beside the artifacts of the build.
     for name in "ab":
         torch.save({"x": torch.ones(2)}, tmp_path / name / "step0.pt")
@@ -292,3 +300,42 @@ def test_show_says_incomplete(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         w.commit(0)
         assert glass("show", tmp_path / "r") == 0
     assert capsys.readouterr().out.startswith("incomplete: it was never closed")
+
+
+def recorded(path: Path, steps: int = 2, **metadata: object) -> Path:
+    with RecordingWriter(path, metadata=metadata) as writer:
+        for step in range(steps):
+            writer.write("a", step, torch.arange(6.0) + step)
+            writer.commit(step, token_ids=() if step else metadata.get("tokens", ()))  # type: ignore[arg-type]
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tokens": [[5]]}, "different token ids"),
+        ({"steps": 3}, "--min-coverage"),
+        ({"schema": 99}, "newer version"),
+    ],
+)
+def test_what_cannot_be_compared_exits_4(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, object], said: str
+) -> None:
+    ours = {"tokens": [[4]], **{key: value for key, value in change.items() if key != "schema"}}
+    x = recorded(tmp_path / "x", **ours)  # type: ignore[arg-type]
+    y = recorded(tmp_path / "y", tokens=[[4]])
+    if "schema" in change:
+        manifest = json.loads((y / "recording.json").read_text())
+        (y / "recording.json").write_text(json.dumps({**manifest, "schema_version": 99}))
+    assert glass("compare", x, y) == 4
+    printed = capsys.readouterr()
+    assert said in printed.out + printed.err
+
+
+def test_other_weights_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = {"class": "Net", "dtype": "float32"}
+    x = recorded(tmp_path / "x", model_fingerprint="1", **facts)
+    assert glass("compare", x, recorded(tmp_path / "y", model_fingerprint="2", **facts)) == 0
+    assert "the weights are not the same" in capsys.readouterr().out
+    assert glass("compare", x, recorded(tmp_path / "z", model_fingerprint="1", **facts)) == 0
+    assert "the weights are not" not in capsys.readouterr().out

@@ -147,7 +147,8 @@ def _artifacts(sides: Sequence[str], json: str | None) -> int:
         from glassengine.report.terminal_artifacts import comparison
 
         out.print(comparison(result))
-    return 0 if result.ok else 1
+    differs = any(stage.status != "identical" for stage in result.stages) or result.differences or result.files
+    return 0 if result.ok else 1 if differs else 4
 
 
 def _write(document: dict[str, Any], json: str | None) -> None:

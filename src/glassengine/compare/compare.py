@@ -118,6 +118,7 @@ def compare(
         environment={"baseline": _environment(left), "candidate": _environment(right)},
         coverage=coverage,
         calibration=_calibration(pairs, floor, left, why_not),
+        same_weights=_same_weights(left, right),
         not_ok_because=reason,
         too_little=reason is not None and not is_bad,
     )
@@ -136,6 +137,14 @@ def _floor(left: TensorSource, right: TensorSource) -> tuple[NoiseFloor | None, 
     ):
         return None, f"the floor of {left.path} is that of {ours}, too fine for {theirs}"
     return floor, None
+
+
+def _same_weights(left: TensorSource, right: TensorSource) -> bool | None:
+    sides = [tuple(side.metadata.get(key) for key in ("class", "dtype", "model_fingerprint")) for side in (left, right)]
+    # A fingerprint is of names and values in their own dtype: of another class or dtype it says nothing.
+    if None in sides[0] or None in sides[1] or sides[0][:2] != sides[1][:2]:
+        return None
+    return sides[0][2] == sides[1][2]
 
 
 def _calibration(pairs: Sequence[Pair], floor: NoiseFloor | None, left: TensorSource, why_not: str | None) -> str:

@@ -56,7 +56,8 @@ class ArtifactComparison(Result):
     Attributes:
         baseline: Directory.
         candidate: Directory.
-        ok: Nothing differs that the two builds decided: stages, options, versions, network.
+        ok: Both builds ended well, and nothing differs that they decided: stages, options, versions, network.
+        complete: Both builds ended well; of one that did not, only what it wrote was compared.
         stages: Each stage of either side, in order.
         differences: Options and versions that differ.
         files: Files of the back-end (network, plugins, sources) that differ.
@@ -66,6 +67,7 @@ class ArtifactComparison(Result):
     baseline: str
     candidate: str
     ok: bool
+    complete: bool
     stages: tuple[StageComparison, ...]
     differences: tuple[Difference, ...]
     files: tuple[str, ...]
@@ -150,8 +152,9 @@ def compare_artifacts(baseline: str | Path, candidate: str | Path) -> ArtifactCo
     ]
     same_stages = all(stage.status == "identical" for stage in stages)
     # Where graphs or settings differ the back-end's files follow; by themselves they say that the back-end changed.
-    ok = same_stages and not differences and not files
-    return ArtifactComparison(str(baseline), str(candidate), ok, stages, differences, files, tuple(notes))
+    complete = all(manifest["complete"] for manifest in manifests)
+    ok = complete and same_stages and not differences and not files
+    return ArtifactComparison(str(baseline), str(candidate), ok, complete, stages, differences, files, tuple(notes))
 
 
 def _is_of_backend(name: str) -> bool:

@@ -44,6 +44,8 @@ def _headline(result: ArtifactComparison) -> Text:
     first = next((stage for stage in result.stages if stage.status != "identical"), None)
     if first is not None:
         return Text(f"different: first in stage {first.name}, {first.status}", style="bold red")
+    if not result.complete and not result.differences and not result.files:
+        return Text("no verdict: the same as far as they go, but a build did not end well", style="bold red")
     return Text("different: the graphs are the same at every stage, settings or files are not", style="bold red")
 
 

@@ -157,6 +157,8 @@ def notes(result: Comparison) -> Iterator[Text]:
     for side in ("baseline", "candidate"):
         if not result.environment[side].get("complete", True):
             yield Text(f"\nthe {side} is incomplete: only its completed steps were compared", style="yellow")
+    if result.same_weights is False:
+        yield Text("\nthe weights are not the same: fingerprints of one class and dtype differ", style="yellow")
     groups: dict[tuple[str, str], list[Skipped]] = {}
     for item in result.skipped:
         groups.setdefault((item.side, item.reason), []).append(item)
