@@ -322,3 +322,10 @@ def test_nothing_is_taken_after_the_end(tmp_path: Path, executable: Executable) 
         executable.run([X])
     executable.run([X])
     assert len(snapshots.written) == len(list(tmp_path.iterdir())) == 1
+
+
+def test_writing_is_a_span_of_a_profile(tmp_path: Path, executable: Executable) -> None:
+    with glass.profile(tmp_path / "profile"), glass.snapshots(tmp_path / "dump"):
+        executable.run([X])
+    kinds = glass.read_profiles(tmp_path / "profile")[0].data["kinds"]
+    assert kinds["snapshot"]["count"] == 1 and kinds["snapshot"]["total_us"] > 0

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from glassengine import spans
 from glassengine.executable.snapshot_policy import Policy
 from glassengine.executable.snapshot_tensors import obstacle
 from glassengine.executable.snapshot_writer import SnapshotWriter, Taken
@@ -48,7 +49,7 @@ class SnapshotStore:
                 self._leave_out(reason)
                 return None
             path: Path | None = None
-            with self._surviving():
+            with self._surviving(), spans.span("snapshot", taken.name):
                 path = self._writer.write(taken)
                 self.written.append(path)
                 self.num_bytes += _own_bytes(path)
@@ -57,7 +58,7 @@ class SnapshotStore:
     def add(self, path: Path, *, outputs: Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> bool:
         """Add outputs and facts to a snapshot; return whether they could be written."""
         with self._lock:
-            with self._surviving():
+            with self._surviving(), spans.span("snapshot", path.name):
                 self._writer.add(path, outputs=outputs, facts=facts or {})
                 self.num_bytes += sum(tensor.nbytes for tensor in outputs.values() if obstacle(tensor) is None)
                 return True
