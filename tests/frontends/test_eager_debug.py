@@ -226,6 +226,15 @@ def test_one_executable_for_each_shape_dtype_stride_and_constant(runner: OpRunne
     assert len(compiled_since(number)) == 6 + 3
 
 
+def test_forward_and_backward_of_a_captured_graph_are_compiled_by_inductor() -> None:
+    weight = torch.linspace(-1, 1, 12).reshape(3, 4).requires_grad_()
+    x = torch.linspace(0, 1, 6).reshape(2, 3)
+    number = len(compilations())
+    torch.compile(torch.matmul, backend="glass", options={"mode": "eager_debug"})(x, weight).backward(torch.ones(2, 4))
+    assert compiled_since(number) == ["aten.mm.default"] * 2 and fallbacks() == {}
+    assert weight.grad is not None and torch.equal(weight.grad, x.T @ torch.ones(2, 4))
+
+
 @pytest.mark.parametrize(
     "numbers",
     [

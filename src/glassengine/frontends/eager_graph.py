@@ -17,6 +17,7 @@ import torch
 from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from glassengine.backends.protocol import CachingGraphs, CompilingGraphs
@@ -208,7 +209,8 @@ def compile_call(
     module = torch.fx.GraphModule({}, graph)
     captured = CapturedGraph(module, tuple(specs), tuple(node.name for node in results), "inference")
     cache = backend.graph_cache() if isinstance(backend, CachingGraphs) else None
-    with tracing(TracingContext(mode)):
+    # AOT autograd watches the forward graphs that it runs through a mode of its own.
+    with _disable_current_modes(), tracing(TracingContext(mode)):
         executable = compile_graph(
             str(operation.op), captured, lambda: backend.compile_graph(module, fakes), cache, occasion
         )
