@@ -32,6 +32,10 @@ _ORIGIN = ("stack_trace", "nn_module_stack")
 _NUMBER_DTYPES = {float: torch.float64, int: torch.int64}
 
 
+class UnforeseenError(BackendError):
+    """The results of a call cannot be foreseen: its arguments do not fit, or nobody has said what it returns."""
+
+
 class TensorSpec(NamedTuple):
     """What compiled code depends on of a tensor."""
 
@@ -164,7 +168,8 @@ def compile_call(
         meta: Where the call comes from: "stack_trace" and "nn_module_stack" of a captured graph.
 
     Raises:
-        BackendError: The back-end cannot, or the arguments do not fit.
+        UnforeseenError: Before compiling.
+        BackendError: The back-end cannot compile it.
     """
     operation = call.operation
     mode = FakeTensorMode(shape_env=ShapeEnv())
@@ -175,7 +180,7 @@ def compile_call(
         with mode, _silent():
             outcome = operation.op(*args, **kwargs)
     except Exception as error:
-        raise BackendError(f"the results of {operation.op} cannot be foreseen") from error
+        raise UnforeseenError(f"the results of {operation.op} cannot be foreseen") from error
 
     graph = torch.fx.Graph()
     written = _written(call)

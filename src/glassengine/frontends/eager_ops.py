@@ -23,7 +23,7 @@ from glassengine.backends.protocol import CompilingGraphs
 from glassengine.errors import BackendError
 from glassengine.executable.compilation import FIRST, Cause, Occasion
 from glassengine.executable.metrics import registry
-from glassengine.frontends.eager_graph import Call, CompiledCall, TensorSpec, compile_call, overlap
+from glassengine.frontends.eager_graph import Call, CompiledCall, TensorSpec, UnforeseenError, compile_call, overlap
 from glassengine.frontends.eager_schema import examine
 
 logger = logging.getLogger("glassengine")
@@ -115,6 +115,8 @@ class OpRunner:
             compiled = self._compile(call, _NUMBER if family.by_numbers else family.cause, meta, with_numbers=False)
         except BackendError as error:
             family.obstacle = _reason(error)
+            if not isinstance(error, UnforeseenError):
+                logger.warning("%s cannot be compiled and runs on ATen: %s", call.operation.op, family.obstacle)
             return family.obstacle
         family.by_numbers[call.number_key] = compiled
         return compiled
