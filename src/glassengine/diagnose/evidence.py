@@ -107,7 +107,11 @@ def _gather(program: Program, side: Side, node: Node, observed: Observed, refere
     if exact is None:
         return _of_result_alone(node, actual, reference, step)
     exact = _copied(exact, program.weights())
-    expected = exact.exact()[0]
+    try:
+        expected = exact.exact()[0]
+    except (RuntimeError, IndexError, ValueError):
+        # What the candidate feeds to its op does not fit the baseline's.
+        return _of_result_alone(node, actual, reference, step)
     if expected.shape != actual.shape:
         return _of_result_alone(node, actual, reference, step)
     allowed = _allowed(exact, expected, actual, compiled=isinstance(side, EngineSide))
@@ -184,15 +188,26 @@ def _allowed(exact: Piece, expected: torch.Tensor, actual: torch.Tensor, *, comp
     if not (expected.is_floating_point() and actual.is_floating_point()):
         return torch.zeros(expected.shape, dtype=torch.float64)
     u = unit_roundoff(actual.dtype)
+    # Of weights that the candidate holds in a coarser dtype.
+    finest = min((unit_roundoff(t.dtype) for t in exact.inputs.values() if t.is_floating_point()), default=u)
+    u_w = u if finest < u else 0.0
     operation = _operation(exact, expected)
     error = (actual.double() - expected).abs()
     for u_in in (u, 0.0) if compiled else (0.0,):
-        roundoff = Roundoff(u, u_in, 0.0, torch.finfo(actual.dtype).tiny)
+        roundoff = Roundoff(u, u_in, u_w, torch.finfo(actual.dtype).tiny)
         bound = None if operation is None else rounding_bound(operation, roundoff)
         if bound is not None and not bool((error <= bound).all()):
             return bound.expand(expected.shape).clone()
-    floor = max(_rms(exact.run()[0].double() - expected), u * _rms(expected) / math.sqrt(3))
+    floor = max(_native_error(exact, expected), (u + u_w) * _rms(expected) / math.sqrt(3))
     return torch.full(expected.shape, INTRODUCED_WRONG * floor, dtype=torch.float64)
+
+
+def _native_error(exact: Piece, expected: torch.Tensor) -> float:
+    """Return the RMS error of the op in the dtypes of its inputs; 0 where these do not mix."""
+    try:
+        return _rms(exact.run()[0].double() - expected)
+    except RuntimeError:
+        return 0.0
 
 
 def _operation(exact: Piece, expected: torch.Tensor) -> Operation | None:

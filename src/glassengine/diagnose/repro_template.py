@@ -105,7 +105,6 @@ def actual():
 _INDUCTOR = '''\
 def actual():
     """What Inductor makes of the inputs."""
-    torch._dynamo.reset()
     with torch.no_grad(), torch._inductor.config.patch({settings}):
         return torch.compile(candidate, fullgraph=True, dynamic=False)(*given({arguments}))
 
