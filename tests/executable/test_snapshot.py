@@ -330,6 +330,23 @@ def test_a_graph_that_cannot_be_read_costs_the_graph_alone(tmp_path: Path) -> No
         _ = snapshot.graph
 
 
+def test_a_graph_that_torch_cannot_write_costs_the_graph_alone(
+    tmp_path: Path, make_executable: MakeExecutable, caplog: pytest.LogCaptureFixture
+) -> None:
+    executable = make_executable(scale, x=X, w=W)
+    graph = executable.captured()
+    assert graph is not None
+    graph.module.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)[0].target = torch.mul  # planted
+    with glass.snapshots(tmp_path) as snapshots:
+        executable.run([X, W])
+        executable.run([X, W])
+    assert caplog.text.count("snapshots of tiny/main hold no graph: torch cannot write it") == 1
+    snapshot = glass.Snapshot.open(snapshots.written[1])
+    assert torch.equal(snapshot.input("x"), X)
+    with pytest.raises(UsageError, match="torch cannot write it"):
+        _ = snapshot.graph
+
+
 @pytest.fixture
 def planted(tmp_path: Path, make_executable: MakeExecutable) -> glass.Snapshot:
     return taken(tmp_path, make_executable(scale, {"w": "parameter"}, x=X, w=W), X, W)

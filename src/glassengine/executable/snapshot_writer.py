@@ -12,6 +12,7 @@ import errno
 import functools
 import hashlib
 import json
+import logging
 import os
 import shutil
 import socket
@@ -35,7 +36,10 @@ from glassengine.recording.statistics import summarize
 from glassengine.recording.values import bytes_of, dtype_name
 from glassengine.writing import aside
 
-WEIGHT_KINDS = ("parameter", "buffer", "constant")
+logger = logging.getLogger("glassengine")
+
+_MAX_REASON = 200
+_WEIGHT_KINDS = ("parameter", "buffer", "constant")
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 
 
@@ -210,7 +214,9 @@ class SnapshotWriter:
         # The same graph in another executable comes from other modules and lines of the user's code.
         key = (taken.executable, taken.graph.hash)
         if key not in self._graphs:
-            self._graphs[key] = _written(taken.graph, with_source=not self._redact)
+            found = self._graphs[key] = _written(taken.graph, with_source=not self._redact)
+            if found.problem is not None:
+                logger.warning("snapshots of %s hold no graph: %s", taken.name, found.problem)
         return self._graphs[key]
 
     def _write_graph(self, graph: _Graph, home: Home) -> None:
@@ -260,7 +266,7 @@ class SnapshotWriter:
                 found[name] = _redacted(found[name], value)
             else:
                 tensors[name] = value
-        weights = {name for name in tensors if values[name][0] in WEIGHT_KINDS}
+        weights = {name for name in tensors if values[name][0] in _WEIGHT_KINDS}
         places = self._weights.place(home, tensors, weights, constant) if file == layout.INPUTS else {}
         rest = {name: tensor for name, tensor in tensors.items() if name not in places}
         if rest:
@@ -281,8 +287,8 @@ def _written(graph: CapturedGraph, *, with_source: bool) -> _Graph:
         return _Graph(graph_archive(flat), constants=flat.constants)
     except Exception as error:
         # A snapshot without a graph is still worth more than none.
-        reason = str(error).strip().splitlines()
-        return _Graph(problem=f"torch cannot write it: {type(error).__name__}: {reason[0] if reason else ''}")
+        reason = next(iter(str(error).strip().splitlines()), "")
+        return _Graph(problem=f"torch cannot write it: {type(error).__name__}: {reason[:_MAX_REASON]}")
 
 
 def _tensor_entry(name: str, kind: str, tensor: Tensor) -> Entry:
