@@ -10,14 +10,13 @@ import dataclasses
 import datetime as dt
 import errno
 import functools
-import hashlib
 import json
 import logging
 import os
 import shutil
 import socket
 import threading
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,18 +27,16 @@ from torch import Tensor
 from glassengine import environment
 from glassengine.executable import snapshot_layout as layout
 from glassengine.executable.graph import CapturedGraph
+from glassengine.executable.snapshot_entries import EntryWriter
 from glassengine.executable.snapshot_graph import flatten, graph_archive
-from glassengine.executable.snapshot_layout import Entry, plain_entry
-from glassengine.executable.snapshot_tensors import file_key, obstacle, write_tensors
-from glassengine.executable.snapshot_weights import Home, Place, SharedWeights, link
-from glassengine.recording.statistics import summarize
-from glassengine.recording.values import bytes_of, dtype_name
+from glassengine.executable.snapshot_layout import Entry
+from glassengine.executable.snapshot_tensors import obstacle
+from glassengine.executable.snapshot_weights import Home, link
 from glassengine.writing import aside
 
 logger = logging.getLogger("glassengine")
 
 _MAX_REASON = 200
-_WEIGHT_KINDS = ("parameter", "buffer", "constant")
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 
 
@@ -105,7 +102,7 @@ class SnapshotWriter:
     def __init__(self, directory: Path, *, redact: bool = False) -> None:
         self.directory = directory
         self._redact = redact
-        self._weights = SharedWeights()
+        self._entries = EntryWriter(redact)
         self._graphs: dict[tuple[int, str], _Graph] = {}
 
     def num_bytes(self, taken: Taken) -> int:
@@ -115,7 +112,7 @@ class SnapshotWriter:
         tensors = [*(taken.inputs or {}).values(), *(taken.outputs or {}).values()]
         if taken.inputs is not None and taken.graph is not None:
             tensors += taken.graph.weights.values()
-        return sum(t.nbytes for t in tensors if obstacle(t) is None and not self._weights.is_known(t))
+        return sum(t.nbytes for t in tensors if obstacle(t) is None and not self._entries.is_written(t))
 
     def write(self, taken: Taken) -> Path:
         """Write one snapshot and return where it is.
@@ -152,7 +149,7 @@ class SnapshotWriter:
         meta = json.loads((path / layout.META).read_text(encoding="utf-8")) | self._facts(facts)
         try:
             if outputs:
-                entries = self._entries(Home(path), layout.OUTPUTS, _as("output", outputs))
+                entries = self._entries.write(Home(path), layout.OUTPUTS, _as("output", outputs))
                 meta["outputs"] = [entry.to_dict() for entry in entries]
                 meta["output_names"] = meta["output_names"] or list(outputs)
             with aside(path / layout.META) as new:
@@ -180,10 +177,12 @@ class SnapshotWriter:
         if taken.inputs is not None:
             inputs = self._write_inputs(taken, graph.constants, home)
             if not self._redact:
-                rng = self._entries(home, layout.RNG, _as("other", taken.rng))
+                rng = self._entries.write(home, layout.RNG, _as("other", taken.rng))
         outputs = None
         if taken.outputs is not None:
-            outputs = [entry.to_dict() for entry in self._entries(home, layout.OUTPUTS, _as("output", taken.outputs))]
+            outputs = [
+                entry.to_dict() for entry in self._entries.write(home, layout.OUTPUTS, _as("output", taken.outputs))
+            ]
         known = taken.graph.output_names if taken.graph is not None else tuple(taken.outputs or ())
         return {
             "schema_version": layout.SCHEMA_VERSION,
@@ -238,43 +237,12 @@ class SnapshotWriter:
             }
         given |= _as("constant", constants)
         found = []
-        for entry in self._entries(home, layout.INPUTS, given, constant=held.keys() | constants.keys()):
+        for entry in self._entries.write(home, layout.INPUTS, given, constant=held.keys() | constants.keys()):
             spec = specs.get(entry.name)
             if spec is not None:
                 entry = dataclasses.replace(entry, requires_grad=spec.requires_grad, is_mutated=spec.is_mutated)
             found.append(entry)
         return found
-
-    def _entries(
-        self, home: Home, file: str, values: Mapping[str, tuple[str, Any]], *, constant: Container[str] = ()
-    ) -> list[Entry]:
-        """Write the values that can be written and return an entry for each of all, in their order."""
-        assert home.path is not None
-        found: dict[str, Entry] = {}
-        tensors: dict[str, Tensor] = {}
-        for name, (kind, value) in values.items():
-            problem = obstacle(value)
-            if not isinstance(value, Tensor):
-                found[name] = plain_entry(name, kind, value)
-                if self._redact and isinstance(value, (float, str)):
-                    found[name] = dataclasses.replace(found[name], value=None, left_out="redacted")
-                continue
-            found[name] = _tensor_entry(name, kind, value)
-            if problem is not None:
-                found[name] = dataclasses.replace(found[name], left_out=problem)
-            elif self._redact:
-                found[name] = _redacted(found[name], value)
-            else:
-                tensors[name] = value
-        weights = {name for name in tensors if values[name][0] in _WEIGHT_KINDS}
-        places = self._weights.place(home, tensors, weights, constant) if file == layout.INPUTS else {}
-        rest = {name: tensor for name, tensor in tensors.items() if name not in places}
-        if rest:
-            checksums = write_tensors(home.path / file, {file_key(name): tensor for name, tensor in rest.items()})
-            places |= {name: Place(file, file_key(name), checksums[file_key(name)]) for name in rest}
-        for name, place in places.items():
-            found[name] = dataclasses.replace(found[name], file=place.file, key=place.key, crc32=place.crc32)
-        return list(found.values())
 
 
 def _as(kind: str, values: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
@@ -289,16 +257,6 @@ def _written(graph: CapturedGraph, *, with_source: bool) -> _Graph:
         # A snapshot without a graph is still worth more than none.
         reason = next(iter(str(error).strip().splitlines()), "")
         return _Graph(problem=f"torch cannot write it: {type(error).__name__}: {reason[:_MAX_REASON]}")
-
-
-def _tensor_entry(name: str, kind: str, tensor: Tensor) -> Entry:
-    stride = tuple(tensor.stride()) if tensor.layout == torch.strided else ()
-    return Entry(name, kind, dtype_name(tensor.dtype), tuple(tensor.shape), stride, str(tensor.device))
-
-
-def _redacted(entry: Entry, tensor: Tensor) -> Entry:
-    digest = hashlib.sha256(bytes_of(tensor.detach())).hexdigest()
-    return dataclasses.replace(entry, sha256=digest, statistics=summarize(tensor.detach()).to_dict())
 
 
 def _claim(partial: Path, wanted: Path) -> Path:
