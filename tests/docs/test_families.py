@@ -6,6 +6,7 @@ import datetime as dt
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
@@ -29,14 +30,16 @@ def page(root: Path) -> str:
 
 @pytest.fixture(scope="module")
 def table(page: str) -> dict[Cell, str]:
-    return read(page)
+    return read(page.split("<!-- table -->\n")[1].split("<!-- end of table -->")[0])
 
 
 def test_every_cell_is_a_number_or_a_limitation(table: dict[Cell, str], page: str, root: Path) -> None:
     assert table.keys() == set(CELLS)
     limitations = (root / "LIMITATIONS.md").read_text(encoding="utf-8")
+    known = {limit.number for limit in LIMITATIONS}
     for cell, text in table.items():
-        assert text.isdecimal() or text in {limit.number for limit in LIMITATIONS}, (cell, text)
+        # An empty cell has not been checked yet, which the page says; in float32 none may be.
+        assert text.isdecimal() or text in known or (not text and cell[2] != "float32"), (cell, text)
     for limit in LIMITATIONS:
         assert f"**{limit.number}**" in limitations
 
@@ -54,7 +57,15 @@ def test_a_limitation_fails_for_its_reason(table: dict[Cell, str], checkpoints: 
 @pytest.mark.slow
 @pytest.mark.parametrize("cell", CELLS, ids="/".join)
 def test_every_cell_is_true(cell: Cell, table: dict[Cell, str], checkpoints: Path) -> None:
-    assert check_cell(cell, checkpoints) == table[cell]
+    assert check_cell(cell, checkpoints) == (table[cell] or ANY)
+
+
+def test_the_example_of_a_back_end_of_ones_own(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = page.split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(compile(code, "families.md", "exec"), names)
+    assert names["report"].num_checked > 500
 
 
 def test_the_table_is_read_as_it_was_written() -> None:
