@@ -95,6 +95,20 @@ def test_sites_are_right_where_graph_breaks_part_the_layers(tmp_path: Path, in_p
         assert torch.equal(actual[site], wanted[site]), site
 
 
+def test_sites_of_a_data_parallel_model(tmp_path: Path) -> None:
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.FileStore(str(tmp_path / "store")), rank=0, world_size=1
+    )
+    try:
+        parallel = torch.nn.parallel.DistributedDataParallel(Model(Broken, (0, 1)))
+        compiled = torch.compile(parallel, backend="glass", options={"backend": "eager"})
+        with torch.no_grad():
+            actual = recorded(compiled, tmp_path / "actual", all_sites=True)
+        assert {"layers.0.inter", "layers.1.inter", "layers.0.after", "end"} <= actual.keys()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @pytest.mark.skipif(environment.cxx_compiler() is None, reason="needs a C++ compiler")
 def test_inductor_has_them_too(tmp_path: Path) -> None:
     compiled = torch.compile(Model(), backend="glass", options={"backend": "inductor"})

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.eval_frame import OptimizedModule
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from glassengine import taps
 from glassengine.backends.protocol import GraphFunction
@@ -26,10 +27,7 @@ def mark_taps_for(backend: Callable[..., Any]) -> None:
 
     def mark(context: Any) -> None:
         translator = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
-        compiler = translator.output.compiler_fn
-        while (inner := getattr(compiler, "_torchdynamo_orig_backend", None)) is not None:
-            compiler = inner
-        if getattr(compiler, "compiler_fn", compiler) is not backend:
+        if _innermost(translator.output.compiler_fn) is not backend:
             return
         name, value = context.get_local("name"), context.get_local("value")
         if name.is_python_constant() and value.is_proxy() and issubclass(value.python_type(), torch.Tensor):
@@ -37,6 +35,21 @@ def mark_taps_for(backend: Callable[..., Any]) -> None:
             translator.output.create_proxy("call_function", MARK, arguments, {})
 
     taps.set_compiler(mark)
+
+
+def _innermost(compiler: Any) -> Any:
+    """Return the back-end that Dynamo's wrappers call: for debugging, for data-parallel modules, for options."""
+    while True:
+        for inner in (
+            getattr(compiler, "_torchdynamo_orig_backend", None),
+            getattr(getattr(compiler, "__self__", None), "backend_compile_fn", None),
+            getattr(compiler, "compiler_fn", None),
+        ):
+            if inner is not None:
+                compiler = inner
+                break
+        else:
+            return compiler
 
 
 def take_taps(module: torch.fx.GraphModule, names: Names, *, is_backward: bool) -> tuple[str, ...]:
@@ -108,7 +121,10 @@ def _path_of_call() -> str:
             root = module if module._compiled_call_impl is not None else root
     if root is None or called is None:
         return ""
-    return next((path for path, module in root.named_modules() if module is called), "")
+    if isinstance(root, (DataParallel, DistributedDataParallel)):
+        root = root.module
+    path = next((path for path, module in root.named_modules() if module is called), "")
+    return path.replace("_orig_mod.", "")
 
 
 def _copied(mark: torch.fx.Node, value: torch.fx.Node) -> torch.fx.Node:
