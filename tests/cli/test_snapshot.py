@@ -88,7 +88,7 @@ def test_pack_makes_one_file_that_says_the_same(dump: Path, tmp_path: Path, caps
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (("shwo", "x"), 2, "nearest: show"),
+        (("shows", "x"), 2, "nearest: show"),
         (("show", "nowhere"), 2, "not a snapshot"),
         (("show", "DUMP", "-o", "x"), 2, "go with pack"),
         (("pack", "DUMP"), 2, "one of its 3 snapshots"),
