@@ -160,6 +160,14 @@ def test_changed_surroundings_are_a_miss(monkeypatch: pytest.MonkeyPatch, name: 
     assert part in next(found.stale for found in examine_cache().entries if found.cause == "nothing is stored yet")
 
 
+def test_changed_accelerator_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    Compiler().run()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Abacus 9000")
+    other = Compiler()
+    assert "accelerator.name: " in other.run().cause and other.compilations == 1
+
+
 def test_changed_number_of_threads_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
     Compiler().run()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)

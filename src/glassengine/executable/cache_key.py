@@ -55,7 +55,7 @@ def _short(texts: Iterable[str]) -> str:
 
 
 def surroundings() -> Parts:
-    """Return the parts that are the same for every graph of every process on this machine: versions, processor."""
+    """Return the parts that are the same for every graph of every process on this machine: versions, devices."""
     versions = environment.versions()
     return {
         # Another build of the same version of torch has another label or commit.
@@ -68,6 +68,10 @@ def surroundings() -> Parts:
         "processor": {
             "capability": torch.backends.cpu.get_cpu_capability(),
             "flags": " ".join(sorted(environment.cpu_flags())),
+        },
+        "accelerator": {
+            "name": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
+            "cuda": torch.version.cuda or "",
         },
     }
 
