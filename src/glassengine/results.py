@@ -242,7 +242,10 @@ class Hint(Result):
 
 @dataclass(frozen=True)
 class Divergence(Result):
-    """An op that introduced an error; `source` is "file:line: line", `introduced` and `inherited` are RMS errors."""
+    """An op that introduced an error; `introduced` and `inherited` are RMS errors.
+
+    `source` is "file:line: line" of the baseline, `candidate_source` that of the candidate, where it has one of its own.
+    """
 
     rung: str | None
     step: int
@@ -257,6 +260,7 @@ class Divergence(Result):
     inherited: float | None
     hints: tuple[Hint, ...] = ()
     reproduction: str | None = None
+    candidate_source: str | None = None
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ def compare(
     coverage = _coverage(matching, chosen, show_only, floating_point_only)
     is_bad = VERDICTS.index(verdict) >= VERDICTS.index(fail_on)
     reason = _not_ok_because(pairs, fail_on, coverage, min_coverage, show_only)
-    divergence = _first_divergence(pairs, chosen, left.metadata.get("sources"))
+    divergence = _first_divergence(pairs, chosen, left.metadata.get("sources"), right.metadata.get("sources"))
     steps = [{entry.step for entry in side.entries} for side in (left, right)]
     return Comparison(
         baseline=str(left.path),
@@ -188,7 +188,9 @@ def _coverage(
     return len(counted & {_key(one.baseline) for one in judged}) / len(counted)
 
 
-def _first_divergence(pairs: Sequence[Pair], judged: Sequence[Match], sources: object) -> Divergence | None:
+def _first_divergence(
+    pairs: Sequence[Pair], judged: Sequence[Match], sources: object, candidate_sources: object
+) -> Divergence | None:
     levels: tuple[Verdict, ...] = ("wrong", "suspicious")
     indices = (i for level in levels for i, pair in enumerate(pairs) if pair.verdict == level)
     found = next(indices, None)
@@ -196,6 +198,7 @@ def _first_divergence(pairs: Sequence[Pair], judged: Sequence[Match], sources: o
         return None
     pair, entry = pairs[found], judged[found].baseline
     source = sources.get(entry.site) if isinstance(sources, dict) else None
+    there = candidate_sources.get(pair.candidate_site) if isinstance(candidate_sources, dict) else None
     return Divergence(
         rung=None,
         step=entry.step,
@@ -208,6 +211,7 @@ def _first_divergence(pairs: Sequence[Pair], judged: Sequence[Match], sources: o
         beta=None,
         introduced=None,
         inherited=None,
+        candidate_source=there if isinstance(there, str) else None,
     )
 
 

@@ -54,6 +54,7 @@ def conclude(
     for score in scores:
         found = sorted(score.divergences.values(), key=lambda d: (d.step, order[d.node or ""]))
         found = [_with_observer_effect(divergence, verdicts) for divergence in found]
+        found = [dataclasses.replace(d, candidate_source=_source_there(score, d)) for d in found]
         origins += found
         rungs.append(_rung(score, program, found, severity.get(score.side.rung)))
     pairs = tuple(pair for score in scores for pair in score.pairs)
@@ -148,6 +149,14 @@ def _with_observer_effect(divergence: Divergence, verdicts: Mapping[str, str]) -
     which = "with" if with_outputs else "without"
     text = f"only the engine {which} debug outputs is wrong: adding outputs changes the answer"
     return dataclasses.replace(divergence, hints=(Hint("observer", text, 1.0), *divergence.hints))
+
+
+def _source_there(score: Score, divergence: Divergence) -> str | None:
+    """Return the line of the candidate's own program that made its tensor, where it has one."""
+    side = score.side
+    own = side.program if isinstance(side, ProgramSide) else side.engine if isinstance(side, EngineSide) else None
+    site = None if own is None else own.sites.get(divergence.candidate_site)
+    return None if site is None else site.source
 
 
 def _coverage(score: Score, program: Program) -> float:

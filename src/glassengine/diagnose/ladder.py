@@ -164,7 +164,7 @@ def check(
             climb.severity,
             climb.weights,
             baseline=model.spec,
-            candidate=str(candidate) if candidate is not None else _described(climb),
+            candidate=_described(climb, candidate),
             fail_on=fail_on,
             min_coverage=min_coverage,
             environment=environment.describe(),
@@ -270,7 +270,9 @@ def _is_record(candidate: Any) -> bool:
     return not (path / "config.json").is_file() if path.is_dir() else path.suffix.lower() in (*KINDS, ".json")
 
 
-def _described(climb: Climb) -> str:
+def _described(climb: Climb, candidate: str | Path | nn.Module | None) -> str:
+    if candidate is not None:
+        return type(candidate).__name__ if isinstance(candidate, nn.Module) else str(candidate)
     side = next(score.side for score in climb.scores if isinstance(score.side, EngineSide))
     manifest = side.engine.manifest
     return f"{manifest.backend} engine, {manifest.dtype}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich import box
@@ -14,19 +15,40 @@ from rich.text import Text
 from glassengine.results import Comparison, Divergence, Pair
 
 _STYLES = {"identical": "green", "rounding": "green", "suspicious": "yellow", "wrong": "bold red"}
-_MAX_HINTS = 4
-_MAX_ORIGINS = 5
+_ROWS, _COLUMNS = 24, 100
+_MAX_HINTS = 2
+_MAX_ORIGINS = 2
 _MAX_REASONS = 4
 
 
 def check(result: Comparison) -> RenderableType:
     """Return the one screen."""
-    parts: list[RenderableType] = [_headline(result), Text(), _ladder(result)]
-    parts += _weights(result)
+    weights = list(_weights(result))
+    divergence: list[Text] = []
+    rest: list[Text] = []
     if result.first_divergence is not None:
-        parts += [Text(), *_divergence(result, result.first_divergence)]
-    parts += [Text(), *_severity(result), *_written_differently(result), *_skipped(result)]
+        divergence += _divergence(result, result.first_divergence)
+        rest += _about(result, result.first_divergence)
+    rest += [*_severity(result), *_written_differently(result), *_skipped(result)]
+    # The table has its head, a rule and an empty line at both ends.
+    left = _ROWS - 2 - (len(result.rungs) + 4) - _rows(weights) - _rows(divergence) - 1
+    parts: list[RenderableType] = [_headline(result), _ladder(result), *weights, *divergence, *_cut(rest, max(left, 1))]
     return Group(*parts)
+
+
+def _rows(lines: Sequence[Text]) -> int:
+    """Return how many rows of a screen `lines` take."""
+    return sum(max(1, math.ceil(len(line.plain) / _COLUMNS)) for line in lines)
+
+
+def _cut(lines: Sequence[Text], rows: int) -> list[Text]:
+    """Return as many of `lines` as fit, and how many there are beside them."""
+    if _rows(lines) <= rows:
+        return list(lines)
+    kept: list[Text] = []
+    while _rows([*kept, lines[len(kept)]]) < rows:
+        kept.append(lines[len(kept)])
+    return [*kept, Text(f"... and {len(lines) - len(kept)} more lines (--json has all)")]
 
 
 def _headline(result: Comparison) -> Text:
@@ -92,16 +114,24 @@ def _written_differently(result: Comparison) -> Iterator[Text]:
 
 
 def _divergence(result: Comparison, found: Divergence) -> Iterator[Text]:
-    step = "prefill" if found.step == 0 else f"decode step {found.step}"
+    where = f"step {found.step}"
+    if found.rung not in ("forward", "backward", "run", "update"):
+        where += " (prefill)" if found.step == 0 else f" (decode step {found.step})"
     yield Text(f"first divergence: {found.site}", style="bold")
-    yield Text(f"  rung     {found.rung}, step {found.step} ({step}), verdict {found.verdict}")
+    yield Text(f"  rung     {found.rung}, {where}, verdict {found.verdict}")
     if found.source:
         yield Text(f"  source   {found.source}")
     if found.candidate_site != found.site:
         yield Text(f"  there    {found.candidate_site}")
+    if found.candidate_source and found.candidate_source != found.source:
+        yield Text(f"  there    {found.candidate_source}")
     yield Text(f"  error    {_size(result, found)}")
     if found.introduced is not None and found.inherited is not None:
         yield Text(f"  rms      introduced {found.introduced:.3g}, inherited {found.inherited:.3g}")
+
+
+def _about(result: Comparison, found: Divergence) -> Iterator[Text]:
+    """What it looks like, what shows it, what came of it, and what else went wrong."""
     for hint in found.hints[:_MAX_HINTS]:
         yield Text(f"  hint     {hint.text}")
     if found.reproduction:
@@ -114,7 +144,7 @@ def _divergence(result: Comparison, found: Divergence) -> Iterator[Text]:
     for other in others[:_MAX_ORIGINS]:
         yield Text(f"  also     {other.site} (step {other.step}, {other.verdict}) introduced an error of its own")
     if len(others) > _MAX_ORIGINS:
-        yield Text(f"  also     {len(others) - _MAX_ORIGINS} more origins (--json lists all)")
+        yield Text(f"  also     {len(others) - _MAX_ORIGINS} more origins (--json has all)")
 
 
 def _size(result: Comparison, found: Divergence) -> str:

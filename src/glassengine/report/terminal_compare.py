@@ -85,6 +85,8 @@ def _divergence(result: Comparison) -> Iterator[Text]:
         yield Text(f"  node    {found.node}")
     if found.source:
         yield Text(f"  source  {found.source}")
+    if found.candidate_source and found.candidate_source != found.source:
+        yield Text(f"  there   {found.candidate_source}")
     if pair is not None and pair.figures is not None and pair.figures.worst_index is not None:
         yield Text(f"  worst   {_worst(pair.figures)}")
     elif pair is not None and pair.reason:
