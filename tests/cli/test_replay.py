@@ -86,6 +86,19 @@ def test_a_nan_in_step_7_of_a_training_run_is_replayed_bit_by_bit(snapshot: Path
     assert [output["nonfinite"] for output in told["outputs"] if output["name"] == "output[0]"] == ["NaN"]
 
 
+@pytest.mark.slow
+def test_so_is_one_on_inductor(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINING)
+    command = [sys.executable, str(tmp_path / "train.py"), str(tmp_path / "snapshots"), "inductor"]
+    assert subprocess.run(command, capture_output=True, timeout=300, check=False).returncode == 1
+    (tmp_path / "train.py").unlink()
+    (found,) = (tmp_path / "snapshots").iterdir()
+    done = glass("replay", str(found), "--json", "-", cwd=Path("/"))
+    told = json.loads(done.stdout)
+    assert done.returncode == 0 and told["backend"] == "inductor"
+    assert len(told["outputs"]) > 3 and all(output["same_bits"] for output in told["outputs"])
+
+
 def test_the_first_nan_is_named(snapshot: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(snapshot), "--first-nonfinite"]) == 1
     text = capsys.readouterr().out

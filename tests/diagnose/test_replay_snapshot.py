@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -123,6 +126,30 @@ def test_the_bug_is_named_by_compare(eager: Path) -> None:
     assert not found.ok and found.comparison is not None
     first = found.comparison.first_divergence
     assert first is not None and first.site == "./relu.0" and first.rung == "engine" and first.verdict == "wrong"
+
+
+@pytest.mark.slow
+def test_a_compiler_that_kills_its_process_is_cut_down_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # An exception that leaves a thread of OpenMP ends the process; two of them work only on tensors of some size.
+    model = nn.Sequential(nn.Linear(256, 1024), nn.Tanh(), nn.ReLU(), nn.Linear(1024, 16))
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    threads = torch.get_num_threads()
+    torch._dynamo.reset()
+    try:
+        torch.set_num_threads(2)
+        with glass.snapshots(tmp_path / "snapshots"), torch.no_grad():
+            torch.compile(model, backend="glass", options={"backend": "eager"})(torch.randn(256, 256))
+    finally:
+        torch.set_num_threads(threads)
+    (snapshot,) = (tmp_path / "snapshots").iterdir()
+    monkeypatch.setenv("GLASS_CC_FLAGS", "--cpp.inject_relu_bug_TESTING_ONLY=runtime_error")
+    found = glass.replay(snapshot, backend="inductor", bisect=True, reproduction=tmp_path / "repro").bisection
+    assert found is not None and found.failure == "crash" and "SIGABRT" in found.message
+    assert [op.op for op in found.ops] == ["aten.relu.default"]
+    done = subprocess.run([sys.executable, str(tmp_path / "repro" / "test_repro.py")], capture_output=True, check=False)
+    assert done.returncode == -signal.SIGABRT
 
 
 def test_nothing_is_broken_by_eager(eager: Path, tmp_path: Path) -> None:

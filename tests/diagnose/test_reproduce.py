@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from glassengine.cli.main import main
@@ -23,6 +24,7 @@ from glassengine.diagnose.reproduction_files import FILES, Reproduction, run_rep
 from glassengine.diagnose.torch_source import comment, function_source
 from glassengine.errors import UsageError
 from glassengine.results import Comparison
+from glassengine.testing import models
 
 MODEL = """
 import torch
@@ -156,6 +158,23 @@ def test_a_wrong_weight_fails_until_it_is_the_baselines(baseline: Path, tmp_path
         for side in ("baseline", "candidate")
     )
     save_file(weights | {theirs: weights[ours].clone()}, folder / "weights.safetensors")
+    assert run_reproduction(folder) == ""
+
+
+@pytest.mark.slow
+def test_a_candidate_in_a_coarser_dtype(tmp_path: Path, token_ids: str, llama: nn.Module) -> None:
+    candidate: Any = models.llama()
+    candidate.model.layers[1].mlp.down_proj.weight.data[3] *= 2
+    folder = tmp_path / "repro"
+    found = check(llama, candidate=candidate.to(torch.bfloat16), inputs=token_ids, reproduction=folder)
+    assert found.first_divergence is not None and found.first_divergence.site.endswith("mlp.down_proj/linear.0")
+    assert about(folder)["runner"] == "eager" and "further from float64" in run_reproduction(folder)
+    weights, tensors = load_file(folder / "weights.safetensors"), about(folder)["tensors"]
+    ours, theirs = (
+        next(name for name, text in tensors.items() if f"({side})" in text) for side in ("baseline", "candidate")
+    )
+    # Rounding of the weights to bfloat16 alone is no failure.
+    save_file(weights | {theirs: weights[ours].to(torch.bfloat16)}, folder / "weights.safetensors")
     assert run_reproduction(folder) == ""
 
 

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
+import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +36,7 @@ from glassengine.results import Result
 
 logger = logging.getLogger("glassengine")
 
-Failure = Literal["accuracy", "compile_error", "runtime_error"]
+Failure = Literal["accuracy", "compile_error", "runtime_error", "crash"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Bisection(Result):
 
     Attributes:
         backend: Which one.
-        failure: "accuracy", "compile_error", "runtime_error"; None where nothing fails.
+        failure: "accuracy", "compile_error", "runtime_error", "crash" (of the process); None where nothing fails.
         message: What is wrong, one line; "" where nothing fails.
         num_ops: Of the whole graph.
         num_trials: Pieces that were compiled.
@@ -118,7 +122,11 @@ class Trials:
 
 
 def bisect_graph(
-    graph: CapturedGraph, arguments: Sequence[Any], backend: Backend, progress: Callable[[str], None]
+    graph: CapturedGraph,
+    arguments: Sequence[Any],
+    backend: Backend,
+    progress: Callable[[str], None],
+    snapshot: Path | None = None,
 ) -> tuple[Bisection, Piece | None]:
     """Find the smallest piece of a graph that a back-end breaks.
 
@@ -127,9 +135,51 @@ def bisect_graph(
         arguments: Of one execution, in the order of its placeholders.
         backend: What compiles.
         progress: Called with a sentence when a stage begins.
+        snapshot: Where the execution comes from: it is tried in another process first, and where that dies, so is
+            every piece. None tries in this process only.
 
     Raises:
         UsageError: The graph fails without a compiler, too; or it cannot be taken to pieces.
+    """
+    values = recorded_values(graph, arguments)
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    whole = piece_of(nodes, values)
+    if whole is None:
+        raise UsageError("the graph cannot be taken to pieces", got="graphs within it, or results that are no tensors")
+    progress(f"compiling {len(nodes)} ops with {backend.name}")
+    trials = Trials(backend, graph.kind, weights_of(graph))
+    attempt = trials.try_piece
+    is_compiled = backend.name != "eager"
+    if snapshot is not None and is_compiled and try_elsewhere(snapshot, backend.name, whole)[0] == "crash":
+
+        def attempt(piece: Piece) -> tuple[Failure | None, str]:
+            trials.count += 1
+            return try_elsewhere(snapshot, backend.name, piece)
+
+    failure, message = attempt(whole)
+    if failure is None:
+        return Bisection(backend.name, None, "", len(nodes), trials.count), None
+
+    def fails(piece: Piece) -> bool:
+        found = attempt(piece)[0]
+        progress(f"{len(piece.ops)} ops: {found or 'work'}")
+        return found == failure
+
+    piece = smallest_failing(graph.module.graph, values, fails) or whole
+    _, message = attempt(piece)
+    part = None
+    if backend.name == "inductor" and failure != "crash":
+        progress("looking for the part of the compiler")
+        part = _part_of_compiler(piece)
+    ops = tuple(MinimalOp(str(node.target), node.name, module_path(node), source_line(node)) for node in piece.ops)
+    return Bisection(backend.name, failure, message, len(nodes), trials.count, ops, part), piece
+
+
+def recorded_values(graph: CapturedGraph, arguments: Sequence[Any]) -> dict[str, Any]:
+    """Run a graph in eager mode and return the value of every node, by name.
+
+    Raises:
+        UsageError: It fails.
     """
     recorder = Recorder(graph.module)
     try:
@@ -137,35 +187,36 @@ def bisect_graph(
             recorder.run(*(clone(a) if isinstance(a, torch.Tensor) else a for a in arguments))
     except Exception as error:
         raise UsageError("the graph fails in eager mode, too", got=_line(error)) from error
+    return recorder.values
+
+
+def weights_of(graph: CapturedGraph) -> dict[str, InputSpec]:
+    """Return what is said of the parameters and buffers of a graph, by placeholder."""
     placeholders = graph.module.graph.find_nodes(op="placeholder")
-    weights = {
+    return {
         node.name: spec
         for node, spec in zip(placeholders, graph.inputs, strict=True)
         if spec.kind in ("parameter", "buffer")
     }
-    trials = Trials(backend, graph.kind, weights)
-    num_ops = sum(node.op == "call_function" for node in graph.nodes)
-    whole = piece_of([node for node in graph.nodes if node.op == "call_function"], recorder.values)
-    if whole is None:
-        raise UsageError("the graph cannot be taken to pieces", got="graphs within it, or results that are no tensors")
-    progress(f"compiling {num_ops} ops with {backend.name}")
-    failure, message = trials.try_piece(whole)
-    if failure is None:
-        return Bisection(backend.name, None, "", num_ops, trials.count), None
 
-    def fails(piece: Piece) -> bool:
-        found = trials.try_piece(piece)[0]
-        progress(f"{len(piece.ops)} ops: {found or 'work'}")
-        return found == failure
 
-    piece = smallest_failing(graph.module.graph, recorder.values, fails) or whole
-    failure, message = trials.try_piece(piece)
-    part = None
-    if backend.name == "inductor":
-        progress("looking for the part of the compiler")
-        part = _part_of_compiler(piece)
-    ops = tuple(MinimalOp(str(node.target), node.name, module_path(node), source_line(node)) for node in piece.ops)
-    return Bisection(backend.name, failure, message, num_ops, trials.count, ops, part), piece
+def try_elsewhere(snapshot: Path, backend: str, piece: Piece) -> tuple[Failure | None, str]:
+    """Try a piece of the graph of a snapshot in a process of its own, which may die of it."""
+    request = {"snapshot": str(snapshot.resolve()), "backend": backend, "nodes": [node.name for node in piece.ops]}
+    done = subprocess.run(
+        [sys.executable, "-m", "glassengine.diagnose.trial"],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode < 0:
+        return "crash", f"the process died of {signal.Signals(-done.returncode).name}"
+    if done.returncode:
+        logger.info("a trial in another process was not carried out: %s", done.stderr.strip().splitlines()[-1:])
+        return None, ""
+    failure, message = json.loads(done.stdout.strip().splitlines()[-1])
+    return failure, message
 
 
 def _part_of_compiler(piece: Piece) -> str | None:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,20 +24,17 @@ from glassengine.diagnose.judge_snapshot import judge_snapshot
 from glassengine.diagnose.reproduce import reproduce_bisection
 from glassengine.diagnose.reproduction_files import require_free
 from glassengine.diagnose.run_graph import GraphRun, compile_run, without_numbers
-from glassengine.errors import BackendError, CorruptError, UsageError
-from glassengine.executable.graph import CapturedGraph, InputSpec
+from glassengine.diagnose.snapshot_state import as_recorded, captured_graph, device_of, set_random_states
+from glassengine.errors import BackendError, UsageError
+from glassengine.executable.graph import CapturedGraph
 from glassengine.executable.nonfinite import find_origin, kinds_of
 from glassengine.executable.snapshot import Snapshot
-from glassengine.executable.snapshot_keep import set_rng_states
 from glassengine.recording.values import bytes_of
 from glassengine.results import Comparison, Result
 
 logger = logging.getLogger("glassengine")
 
 Progress = Callable[[str], None]
-
-_PRECISIONS = ("highest", "high", "medium")
-_MAX_THREADS = 4096
 
 
 @dataclass(frozen=True)
@@ -138,7 +134,7 @@ def replay(
             raise UsageError("only a bisection has something to reproduce", hint="--bisect --reproduction DIR")
         require_free(Path(reproduction))
     found = Snapshot.open(snapshot)
-    graph, arguments = captured_graph(found), found.arguments(device=_device(found))
+    graph, arguments = captured_graph(found), found.arguments(device=device_of(found))
     recorded = str(found.meta.get("backend") or "")
     chosen, note = choose_backend(backend or recorded or None)
     notes = [*([note] if note else []), *_differences(found)]
@@ -152,7 +148,7 @@ def replay(
         "recorded_backend": recorded,
         "backend": "eager" if first_nonfinite else chosen.name,
     }
-    with _as_recorded(found):
+    with as_recorded(found):
         if first_nonfinite:
             origin = _first_nonfinite(graph, arguments, progress)
             was_there = found.reason == "nonfinite"
@@ -161,7 +157,7 @@ def replay(
             ok = origin is None and not was_there
             return Replayed(**told, ok=ok, first_nonfinite=origin, notes=tuple(notes))
         if bisect:
-            bisection, piece = bisect_graph(graph, arguments, chosen, progress)
+            bisection, piece = bisect_graph(graph, arguments, chosen, progress, Path(snapshot))
             if reproduction is not None and piece is not None:
                 progress("writing a reproduction")
                 bisection = reproduce_bisection(Path(reproduction), bisection, piece)
@@ -176,30 +172,6 @@ def replay(
     return Replayed(**told, ok=ok, outputs=outputs, error=error, notes=tuple(notes))
 
 
-def captured_graph(snapshot: Snapshot) -> CapturedGraph:
-    """Return the graph of a snapshot as it was captured; the tensors that it held itself are buffers.
-
-    Raises:
-        UsageError: It has no graph.
-        CorruptError: It is damaged.
-    """
-    specs = tuple(
-        InputSpec(
-            entry.name,
-            "buffer" if entry.kind == "constant" else entry.kind,  # type: ignore[arg-type]
-            entry.dtype,
-            entry.shape,
-            entry.stride,
-            entry.device,
-            entry.requires_grad,
-            entry.is_mutated,
-        )
-        for entry in snapshot.inputs
-    )
-    kind: Any = snapshot.kind
-    return CapturedGraph(snapshot.graph.graph_module, specs, snapshot.output_names, kind)
-
-
 def _run_again(
     snapshot: Snapshot, graph: CapturedGraph, arguments: Sequence[Any], backend: Backend, progress: Progress
 ) -> tuple[tuple[ReplayedOutput, ...], str | None]:
@@ -207,7 +179,7 @@ def _run_again(
     with tempfile.TemporaryDirectory(prefix="glassengine-replay-") as folder:
         run = _compiled(snapshot, graph, arguments, backend, Path(folder))
         given = [clone(value) if isinstance(value, torch.Tensor) else value for value in arguments]
-        _set_random_states(snapshot)
+        set_random_states(snapshot)
         progress("running")
         try:
             results = run(given)
@@ -273,48 +245,6 @@ def _first_nonfinite(graph: CapturedGraph, arguments: Sequence[Any], progress: P
     written = [spec.name for spec in graph.inputs if spec.is_mutated]
     finding = find_origin(graph, given, [*graph.output_names, *written])
     return None if finding.origin is None else asdict(finding.origin)
-
-
-@contextmanager
-def _as_recorded(snapshot: Snapshot) -> Iterator[None]:
-    """Put the settings of the recorded process into effect, and this one's back in the end."""
-    before = torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
-    settings = snapshot.meta.get("settings")
-    settings = settings if isinstance(settings, dict) else {}
-    threads, precision = settings.get("num_threads"), settings.get("float32_matmul_precision")
-    state = torch.get_rng_state()
-    try:
-        if type(threads) is int and 0 < threads <= _MAX_THREADS:
-            torch.set_num_threads(threads)
-        if precision in _PRECISIONS:
-            torch.set_float32_matmul_precision(precision)
-        torch.use_deterministic_algorithms(settings.get("deterministic_algorithms") is True)
-        _set_random_states(snapshot)
-        yield
-    finally:
-        torch.set_num_threads(before[0])
-        torch.set_float32_matmul_precision(before[1])
-        torch.use_deterministic_algorithms(before[2])
-        torch.set_rng_state(state)
-
-
-def _device(snapshot: Snapshot) -> str:
-    """Return the accelerator that it ran on if this machine has it, else the CPU."""
-    used = {entry.device for entry in snapshot.inputs if entry.is_tensor} - {"cpu"}
-    here = torch.accelerator.current_accelerator()
-    found = next(iter(sorted(used)), "cpu")
-    return found if here is not None and found.partition(":")[0] == here.type else "cpu"
-
-
-def _set_random_states(snapshot: Snapshot) -> None:
-    """Put the generators of the devices that are here into the recorded state."""
-    here = torch.accelerator.current_accelerator()
-    known = {"cpu"} if here is None else {"cpu", here.type}
-    states = {name: state for name, state in snapshot.rng_states.items() if name.partition(":")[0] in known}
-    try:
-        set_rng_states(states)
-    except (RuntimeError, TypeError) as error:
-        raise CorruptError("the random states of the snapshot cannot be used", got=str(error)) from error
 
 
 def _differences(snapshot: Snapshot) -> list[str]:

@@ -174,7 +174,8 @@ def reproduce_bisection(directory: Path, bisection: Bisection, piece: Piece) -> 
         found = Reproduction(
             told, runner, piece, piece, expected.exact, expected.allowed, (), weights={}, settings=settings
         )
-        if _shows(found, raising=bisection.failure != "accuracy"):
+        # What kills its process is written without being tried in this one.
+        if bisection.failure == "crash" or _shows(found, raising=bisection.failure != "accuracy"):
             write_reproduction(directory, found)
             return replace(bisection, reproduction=str(directory))
     raise UsageError(
