@@ -181,7 +181,28 @@ def test_what_the_compiled_code_alone_makes_is_said_to_be_its_own(
     executable = make_executable(lambda x: (x + 1,), function=lambda arguments: [arguments[0] * math.nan], x=X)
     error = stopped(executable, X, directory=tmp_path)
     assert error.origin is None
-    assert "the same graph gives finite values: the compiled code made them" in str(error)
+    assert "the same graph gives finite values: the compiled code made them\n" in str(error)
+
+
+def test_compiled_code_may_have_drawn_other_random_numbers(tmp_path: Path, make_executable: MakeExecutable) -> None:
+    executable = make_executable(
+        lambda x: (torch.dropout(x, 0.5, True),), function=lambda arguments: [arguments[0] * math.nan], x=X
+    )
+    error = stopped(executable, X, directory=tmp_path)
+    assert error.origin is None and "or it drew other random numbers" in str(error)
+
+
+def test_memory_that_nothing_wrote_is_called_that(tmp_path: Path, make_executable: MakeExecutable) -> None:
+    # Planted: memory that happens to hold NaN, on both sides.
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert fill
+        executable = make_executable(lambda x: (torch.empty_like(x) + 1,), x=X)
+        error = stopped(executable, X, directory=tmp_path)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert error.origin is None and "memory that the graph never writes to" in str(error)
 
 
 def test_an_input_that_the_graph_writes_to_is_looked_at(tmp_path: Path, make_executable: MakeExecutable) -> None:

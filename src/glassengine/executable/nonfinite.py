@@ -133,10 +133,20 @@ class Finding:
     Attributes:
         origin: What made the first value that is not finite and that no mask explains; None where masks explain all.
         is_reproduced: Whether any of the outputs asked for is not finite again.
+        is_random: Whether the graph draws random numbers, which compiled code may draw otherwise.
     """
 
     origin: Origin | None
     is_reproduced: bool
+    is_random: bool
+
+    def __str__(self) -> str:
+        if self.origin is not None:
+            return str(self.origin)
+        if self.is_reproduced:
+            return "they are in memory that the graph never writes to (torch.empty)"
+        made = "run node by node, the same graph gives finite values: the compiled code made them"
+        return f"{made}, or it drew other random numbers" if self.is_random else made
 
 
 def find_origin(graph: CapturedGraph, arguments: Sequence[Any], outputs: Iterable[str]) -> Finding:
@@ -160,7 +170,7 @@ def find_origin(graph: CapturedGraph, arguments: Sequence[Any], outputs: Iterabl
     ends = [run.written.get(node, node) for node in wanted if isinstance(node, Node)]
     guilty = run.first_guilty([node for node in ends if node in run.found])
     is_reproduced = any(any(run.found.get(node, FINITE)) for node in ends)
-    return Finding(None if guilty is None else run.origin(guilty), is_reproduced)
+    return Finding(None if guilty is None else run.origin(guilty), is_reproduced, any(map(_is_random, graph.nodes)))
 
 
 class _Watching(Interpreter):
@@ -214,11 +224,8 @@ class _Watching(Interpreter):
     def origin(self, node: Node) -> Origin:
         """Describe a guilty node."""
         module = _module_path(node)
-        # The program of a language model wraps the user's model.
-        if self._graph.kind == "engine" and {_module_path(n).partition(".")[0] for n in self._order} == {
-            "",
-            USER_MODULE,
-        }:
+        tops = {_module_path(other).partition(".")[0] for other in self._order}
+        if self._graph.kind == "engine" and tops <= {"", USER_MODULE}:  # what wraps a language model is not the user's
             module = module.removeprefix(USER_MODULE).removeprefix(".")
         count, total = self._counts[node]
         op, name = str(node.target), node.name
@@ -278,6 +285,10 @@ def _written_placeholders(node: Node) -> list[Node]:
 def _has_infinite_literal(node: Node) -> bool:
     literals = torch.utils._pytree.tree_leaves((node.args, node.kwargs))
     return any(isinstance(literal, float) and math.isinf(literal) for literal in literals)
+
+
+def _is_random(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def _op_name(node: Node) -> str:
