@@ -20,6 +20,7 @@ from glassengine.diagnose.origins import OriginTracker
 from glassengine.diagnose.replay import Replay
 from glassengine.diagnose.segments import SegmentReplay
 from glassengine.diagnose.sides import Observed, Side
+from glassengine.diagnose.walled_off import walled_off
 from glassengine.program.naming import is_tensor_node, op_name
 from glassengine.program.outputs import weight_only_nodes
 from glassengine.program.program import Program
@@ -43,6 +44,8 @@ class _Judged:
     introduced: bool | None
     inherited: float | None = None
     local: Judgement | None = None
+    is_clean: bool = False
+    contradicts: bool = False
 
 
 @dataclass
@@ -57,6 +60,10 @@ class Score:
     evidence: EvidenceBox | None = None
     _tracker: OriginTracker | None = None
     _num_seen: int = 0
+    _clean: set[str] = field(default_factory=set)
+    _contradicting: set[str] = field(default_factory=set)
+    _flagged: list[Node] = field(default_factory=list)
+    _first_of_step: int = 0
 
     def begin(self, case: Case) -> None:
         """Start a case: neither caches nor blame outlive one."""
@@ -90,6 +97,10 @@ class Score:
             return tied
         observed, judged = max(found, key=lambda item: VERDICTS.index(item[1].judgement.verdict))
         judgement = judged.judgement
+        if judged.is_clean:
+            self._clean.add(node.name)
+        if judged.contradicts:
+            self._contradicting.add(node.name)
         visited = self._tracker.visit(
             node,
             step,
@@ -124,6 +135,8 @@ class Score:
                 reason=visited.reason or judgement.reason,
             )
         )
+        if flagged:
+            self._flagged.append(node)
         if node.name in self._tracker.origins and flagged and not visited.inherited:
             if self.evidence is not None and node.name not in self.divergences:
                 self.evidence.keep(self.side, node, observed, reference, step)
@@ -134,24 +147,25 @@ class Score:
         """Judge one observed value: by replay where the op's inputs were observed, else by the accumulated floor."""
         tensor = _completed(observed.tensor, reference, self.program, node, self._num_seen)
         accumulated = reference.judge(tensor)
+        is_clean = accumulated.verdict not in FLAGGED
         replay = self._replay
         replayed = None if replay is None else replay.judge(node, observed.tensor, reference.valid)
         if replayed is None:
-            return _Judged(tensor, accumulated, None)
+            return _Judged(tensor, accumulated, None, is_clean=is_clean)
         local = replayed.judgement
         if local.verdict in FLAGGED and _is_compensated(local, accumulated):
-            return _Judged(tensor, accumulated, None)
+            return _Judged(tensor, accumulated, None, is_clean=is_clean, contradicts=is_clean)
         inherited = _inherited(replayed.predicted, reference)
         if local.verdict not in FLAGGED:
             is_carried = accumulated.verdict in FLAGGED and not local.is_tie
-            return _Judged(tensor, accumulated if is_carried else local, False, inherited, local)
+            return _Judged(tensor, accumulated if is_carried else local, False, inherited, local, is_clean)
         if local.verdict == "suspicious" and self._written_differently(node):
             # Two kinds of evidence: too large for rounding, and other arguments or weights than the baseline's.
             local = dataclasses.replace(
                 local, verdict="wrong", reason="written differently, and too large for rounding"
             )
         worse = VERDICTS.index(local.verdict) >= VERDICTS.index(accumulated.verdict)
-        return _Judged(tensor, local if worse else accumulated, True, inherited)
+        return _Judged(tensor, local if worse else accumulated, True, inherited, is_clean=is_clean)
 
     @property
     def _replay(self) -> Replay | SegmentReplay | None:
@@ -170,14 +184,38 @@ class Score:
     def end_case(self) -> None:
         """Give every divergence the worst verdict of what it caused."""
         assert self._tracker is not None
+        self._unpair()
         for name, origin in self._tracker.origins.items():
             if name in self.divergences:
                 found = self.divergences[name]
                 self.divergences[name] = dataclasses.replace(found, verdict=worst([found.verdict, origin.verdict]))
 
+    def _unpair(self) -> None:
+        """Take back the pairs of the step that were none (see `walled_off`)."""
+        dropped: set[str] = set()
+        if getattr(self.side, "pairs", None):
+            for node in self._flagged:
+                dropped |= walled_off(node, self._contradicting, self._clean) or set()
+        if dropped:
+            self._drop(dropped)
+        self._clean, self._contradicting, self._flagged = set(), set(), []
+        self._first_of_step = len(self.pairs)
+
+    def _drop(self, nodes: set[str]) -> None:
+        sites = {site.name for node in nodes for site in self.program.sites.by_node.get(node, ())}
+        kept = [p for p in self.pairs[self._first_of_step :] if p.site not in sites or p.verdict not in FLAGGED]
+        self.pairs[self._first_of_step :] = kept
+        judged = {pair.site for pair in self.pairs}
+        for node in nodes & self.judged_nodes:
+            if not any(site.name in judged for site in self.program.sites.by_node[node]):
+                self.judged_nodes.discard(node)
+        for node in nodes:
+            self.divergences.pop(node, None)
+
     def begin_step(self, num_seen: int) -> None:
         """Start a step in which `num_seen` slots of the cache are in use."""
         assert self._tracker is not None
+        self._unpair()
         self._num_seen = num_seen
         self._tracker.begin_step()
 
