@@ -62,6 +62,11 @@ def test_the_callback_decides_for_each_execution(tmp_path: Path, executable: Exe
     assert torch.equal(glass.Snapshot.open(only_outputs).output("output[0]"), X * 2)
 
 
+def test_what_cannot_be_called_is_refused_at_once() -> None:
+    with pytest.raises(UsageError, match="NoneType"):
+        glass.register_snapshot_callback(None)  # type: ignore[arg-type]
+
+
 def test_the_previous_callback_is_returned() -> None:
     def first(name: str, addressable_device_index: int, execution_count: int) -> str:
         return ""

@@ -6,6 +6,8 @@ import logging
 import threading
 from collections.abc import Callable
 
+from glassengine.errors import UsageError
+
 logger = logging.getLogger("glassengine")
 
 Callback = Callable[[str, int, int], str]
@@ -51,8 +53,18 @@ def register_snapshot_callback(callback: Callback) -> Callback:
 
     Returns:
         The callback before it; at first, one that always returns "inputs".
+
+    Raises:
+        UsageError: It cannot be called.
     """
     global _registered
+    if not callable(callback):
+        raise UsageError(
+            "a snapshot callback is a function",
+            got=type(callback).__name__,
+            expected="name, addressable_device_index, execution_count -> words",
+            hint="register what the call before returned, to undo it",
+        )
     with _lock:
         previous, _registered = _registered, _Registered(callback)
     return previous.function
