@@ -39,7 +39,6 @@ _LOOK_S = 0.1
 # Written at once; what a disk has no room for any more takes the steps of one such batch with it.
 _WRITE_BYTES = 4 << 20
 _BLOCK_BYTES = 1 << 20
-
 _NOWHERE = (0, 0, 0)
 
 _log = logging.getLogger(__name__)
@@ -56,7 +55,7 @@ class BackgroundWriter:
         path: Directory of the recording.
         metadata: As for `RecordingWriter`; may change until `close`.
         overwrite: Replace a recording that exists.
-        ring_bytes: Memory between the model and the disk.
+        ring_bytes: Memory between the model and the disk, at least 512 KiB.
 
     Raises:
         UsageError: The directory cannot be written, or exists and `overwrite` is false, or holds other files.
@@ -65,6 +64,7 @@ class BackgroundWriter:
     def __init__(
         self, path: str | Path, *, metadata: Mapping[str, Any], overwrite: bool = False, ring_bytes: int = RING_BYTES
     ) -> None:
+        assert ring_bytes >= 2 * _PIECES_OF_RING * MIN_SHARED_BYTES, "a block would not hold a small tensor"
         self._writer = RecordingWriter(path, metadata=metadata, overwrite=overwrite)
         self._ring = Ring(ring_bytes)
         self._ring.warm()
