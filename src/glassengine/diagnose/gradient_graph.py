@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from glassengine.diagnose.flat_program import flat_program, with_values
 from glassengine.errors import UsageError
+from glassengine.program.outputs import is_view
 from glassengine.program.program import Program
 from glassengine.sites import ROOT
 
@@ -41,6 +42,8 @@ _DECOMPOSED = (
     _aten._softmax_backward_data,
     _aten.embedding_dense_backward,
     _aten.gelu_backward,
+    _aten.native_batch_norm,
+    _aten.native_batch_norm_backward,
     _aten.native_layer_norm_backward,
     _aten.nll_loss_backward,
     _aten.sigmoid_backward,
@@ -48,6 +51,9 @@ _DECOMPOSED = (
     _aten.tanh_backward,
     _aten.threshold_backward,
 )
+
+# Functional counterparts of another name.
+_OVERLOADS = {_aten.bernoulli_.float: "p"}
 
 
 def gradient_program(
@@ -102,6 +108,7 @@ def gradient_program(
         node.name = node.target = name
     _name_backward(traced)
     constants = _lift_constants(traced)
+    _without_writes(traced)
     traced.recompile()
     # Traced with real tensors, every node has a fake value of a mode of its own; a program has one.
     with_values(traced, [*reversed([value for _, value in constants.values()]), *named.values(), *tensors.values()])
@@ -192,6 +199,30 @@ def _without_own_frames(trace: str | None) -> str:
     """Return a stack trace without frames of this package: its lines are nobody's model."""
     frames = re.split(r'(?m)^(?=\s*File ")', trace or "")
     return "".join(frame for frame in frames if 'File "' in frame and "/glassengine/diagnose/" not in frame)
+
+
+def _without_writes(traced: GraphModule) -> None:
+    """Let ops that write into fresh tensors (the mask of a dropout) return another one; what is used later is theirs.
+
+    A write into a view, or into what has views, is left: the graph does not say what else it changes. One into a
+    buffer (running statistics) matters to the next step only, which begins with the buffers of the run.
+    """
+    for node in traced.graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        name = node.target._schema.name.split("::")[-1]
+        if not node.target._schema.is_mutable or not name.endswith("_"):
+            continue
+        written = node.args[0]
+        is_state = written.target is _aten.detach.default and written.args[0].op == "placeholder"
+        overload = _OVERLOADS.get(node.target, node.target._overloadname)
+        functional = getattr(getattr(_aten, name[:-1], None), overload, None)
+        has_views = (is_view(written) and not is_state) or any(is_view(user) for user in written.users)
+        if functional is None or has_views:
+            continue
+        node.target = functional
+        if functional is _aten.bernoulli.p and len(node.args) == 1:
+            node.args = (written, 0.5)
 
 
 def _lift_constants(traced: GraphModule) -> dict[str, tuple[str, Tensor]]:
