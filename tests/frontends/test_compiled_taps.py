@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
 
 import glassengine as glass
 from glassengine import environment
@@ -132,6 +134,49 @@ def test_listening_compiles_nothing_and_changes_nothing(tmp_path: Path) -> None:
     assert torch.equal(first, second)
     compiled(X)
     assert len(heard) == len(SITES) and len(glass.compilations()) == num_compiled
+
+
+ENCLOSED = {
+    "vmap": lambda x: torch.vmap(lambda row: glass.tap("inner", row * 2))(x),
+    "grad": lambda x: torch.func.grad(lambda y: glass.tap("inner", y * 2).sum())(x),
+    "cond": lambda x: torch.cond(x.sum() > 9, lambda y: glass.tap("inner", y.sin()), lambda y: y.cos(), (x,)),
+}
+
+
+@pytest.mark.parametrize("name", ENCLOSED)
+def test_what_is_enclosed_is_said_and_computed_all_the_same(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    function = ENCLOSED[name]
+    heard: list[str] = []
+    expected = function(X)
+    with tap_sink(lambda tap, value: heard.append(tap)):
+        actual = torch.compile(function, backend="glass", options={"backend": "eager"})(X)
+    assert torch.equal(actual, expected) and heard == []
+    assert "tap 'inner' is not seen: it is within a transformation or a branch" in caplog.text
+
+
+def test_a_tensor_that_consists_of_others_is_said_and_computed_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    x = TwoTensor(X, -X)
+    compiled = torch.compile(lambda x: glass.tap("pair", x * 2) + 1, backend="glass", options={"backend": "eager"})
+    y = compiled(x)
+    assert torch.equal(y.a, X * 2 + 1) and torch.equal(y.b, -X * 2 + 1)
+    assert "tap 'pair' is not seen: it is a TwoTensor" in caplog.text
+
+
+def test_taps_within_a_checkpoint_are_heard_once() -> None:
+    linear = torch.nn.Linear(3, 3)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        inner = lambda y: glass.tap("inner", linear(y).relu()) * 2  # noqa: E731
+        return checkpoint(inner, x, use_reentrant=False)
+
+    heard: list[torch.Tensor] = []
+    with tap_sink(lambda tap, value: heard.append(value)):
+        torch.compile(function, backend="glass", options={"backend": "eager"})(X).sum().backward()
+    (value,) = heard
+    assert torch.equal(value, linear(X).relu())
+    gradient, linear.weight.grad = linear.weight.grad, None
+    function(X).sum().backward()
+    assert torch.equal(linear.weight.grad, gradient)
 
 
 def test_gradients_are_those_of_the_model() -> None:

@@ -7,6 +7,7 @@ a buffer in every run, and listening to it changes nothing of what is computed.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,8 @@ from glassengine.executable.graph import mutated_placeholders
 from glassengine.frontends.aot_graph import Names
 from glassengine.program.marks import MARK
 
+logger = logging.getLogger("glassengine")
+
 
 def mark_taps_for(backend: Callable[..., Any]) -> None:
     """Let Dynamo keep taps of what it traces for `backend`."""
@@ -30,11 +33,30 @@ def mark_taps_for(backend: Callable[..., Any]) -> None:
         if _innermost(translator.output.compiler_fn) is not backend:
             return
         name, value = context.get_local("name"), context.get_local("value")
-        if name.is_python_constant() and value.is_proxy() and issubclass(value.python_type(), torch.Tensor):
-            arguments = (value.as_proxy(), f".{name.as_python_constant()}")
-            translator.output.create_proxy("call_function", MARK, arguments, {})
+        if not (name.is_python_constant() and value.is_proxy() and issubclass(value.python_type(), torch.Tensor)):
+            return
+        if value.python_type() not in (torch.Tensor, torch.nn.Parameter):
+            reason = f"it is a {value.python_type().__name__}, which consists of other tensors"
+        elif _is_enclosed(translator.output.current_tracer):
+            reason = "it is within a transformation or a branch"
+        else:
+            reason = ""
+        if reason:
+            logger.warning("tap %r is not seen: %s", name.as_python_constant(), reason)
+            return
+        arguments = (value.as_proxy(), f".{name.as_python_constant()}")
+        translator.output.create_proxy("call_function", MARK, arguments, {})
 
     taps.set_compiler(mark)
+
+
+def _is_enclosed(tracer: Any) -> bool:
+    """Whether what is traced now is batched or differentiated, or not a part of the whole graph in the end."""
+    while tracer.parent is not None:
+        if tracer.source_target is not torch.ops.higher_order.tag_activation_checkpoint:
+            return True
+        tracer = tracer.parent
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _innermost(compiler: Any) -> Any:
