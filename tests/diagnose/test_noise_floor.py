@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import glassengine as glass
 from glassengine.cli.main import main
-from glassengine.errors import CorruptError
+from glassengine.errors import CorruptError, GlassError
 from glassengine.recording.noise_floor import FILE
 from glassengine.testing import models
 
@@ -185,3 +185,16 @@ def test_a_damaged_floor_is_refused(tmp_path: Path, fault: str) -> None:
     wanted = {"cut": "is damaged", "other": "belongs to another recording", "newer": "a newer version"}[fault]
     with pytest.raises(CorruptError, match=wanted):
         glass.compare(tmp_path / "a", tmp_path / "a")
+
+
+def test_a_full_disk_leaves_the_recording_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("glassengine.recording.noise_floor.save_file", full)
+    model, inputs = nn.Sequential(nn.Linear(2, 3)), {"input": torch.ones(1, 2)}
+    with pytest.raises(GlassError, match="the recording is complete without it"):
+        glass.record_target(model, tmp_path / "a", inputs=inputs, then=glass.measure_noise_floor)
+    assert glass.Recording.open(tmp_path / "a").complete
+    assert not [path for path in (tmp_path / "a").iterdir() if path.name.endswith(".partial")]
+    assert glass.compare(tmp_path / "a", tmp_path / "a").calibration == "uncalibrated"

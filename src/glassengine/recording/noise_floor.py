@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from glassengine.errors import CorruptError
+from glassengine.errors import CorruptError, GlassError
 from glassengine.recording.layout import INDEX, Entry
 from glassengine.writing import aside
 
@@ -74,7 +74,11 @@ class NoiseFloor:
 
 
 def write_noise_floor(directory: Path, floors: Mapping[Key, Floor], how: str) -> None:
-    """Keep `floors` in the finished recording `directory`."""
+    """Keep `floors` in the finished recording `directory`.
+
+    Raises:
+        GlassError: They cannot be written; the recording is as it was.
+    """
     index, start = [], 0
     for (site, step, rank), floor in floors.items():
         shape = [len(means) for means in floor.slices]
@@ -92,8 +96,13 @@ def write_noise_floor(directory: Path, floors: Mapping[Key, Floor], how: str) ->
         "how": how,
         "tensors": json.dumps(index),
     }
-    with aside(directory / FILE) as path:
-        save_file(tensors, path, metadata=metadata)
+    try:
+        with aside(directory / FILE) as path:
+            save_file(tensors, path, metadata=metadata)
+    except (OSError, SafetensorError) as error:
+        raise GlassError(
+            "the noise floor could not be written; the recording is complete without it", got=f"{directory}: {error}"
+        ) from error
 
 
 def read_noise_floor(directory: Path) -> NoiseFloor | None:
