@@ -125,6 +125,12 @@ def test_what_is_missing_is_told(engine: Callable[[str], glass.Engine]) -> None:
         engine("t5").session(2, 8)
     with pytest.raises(UsageError, match=r"nothing to generate from"):
         engine("t5").generate()
+    with pytest.raises(UsageError, match=r"outside the model's vocabulary"):
+        engine("t5").generate(input_ids=[[5, 4000]])
+    with pytest.raises(UsageError, match=r"num_return_sequences=2"):
+        engine("whisper").generate(
+            inputs={"input_features": FEATURES}, num_return_sequences=2, do_sample=True, max_new_tokens=2
+        )
 
 
 def test_sites_of_both_programs_are_listed(checkpoint: Callable[[str], Path]) -> None:

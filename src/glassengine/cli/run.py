@@ -346,7 +346,8 @@ def _print_texts(result: Any) -> None:
 
 
 def _print_notes(result: Any, files: glass.StepFiles | None) -> None:
-    steps = result.num_steps - 1
+    # A recurrent engine takes a step for every token of a prompt, too.
+    steps = max(len(row) for row in result.token_ids) - 1
     each = f", {result.decode_s / steps * 1e3:.2f} ms each" if steps else ""
     err.print(f"prefill {result.prefill_s * 1e3:.1f} ms, {steps} decode step{'' if steps == 1 else 's'}{each}")
     if result.seed is not None:

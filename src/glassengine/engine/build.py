@@ -176,7 +176,9 @@ def build(
         )
         encoder = encoders[0] if encoders else None
         if dry_run:
-            return plan_build(program, target or Path(tempfile.gettempdir()), settings)
+            plan = plan_build(program, target or Path(tempfile.gettempdir()), settings)
+            more = _num_bytes(encoder) if encoder is not None else 0
+            return dataclasses.replace(plan, weights_bytes=plan.weights_bytes + more)
         if target is not None:
             return _build(program, target, settings, loaded, writer, encoder=encoder)
         temporary = Path(tempfile.mkdtemp(prefix="glassengine-"))
@@ -282,7 +284,7 @@ def _build(
 ) -> Engine:
     with files.written_aside(target, overwrite=settings.overwrite) as aside:
         if encoder is not None:
-            alone = dataclasses.replace(settings, add_output=(), implicit_outputs=False, reloadable=False)
+            alone = dataclasses.replace(settings, add_output=(), implicit_outputs=False, passes=(), reloadable=False)
             (aside / files.ENCODER).mkdir()
             write_engine(encoder, aside / files.ENCODER, f"{target.name}/{files.ENCODER}", alone, None)
         write_engine(program, aside, target.name, settings, model, artifacts, has_encoder=encoder is not None)

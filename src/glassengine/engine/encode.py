@@ -39,6 +39,12 @@ def encoded(
         given: dict[str, Any] = dict(text_inputs(engine.encoder, read.rows, read.tokenizer))
     else:
         given = dict(one_step(inputs))
+        if (settings.num_return_sequences or 1) > 1:
+            raise UsageError(
+                "several sequences of one input are generated from text alone",
+                got=f"num_return_sequences={settings.num_return_sequences}",
+                hint="repeat the rows of the tensors",
+            )
     given.pop("use_cache", None)
     begun = given.pop(DECODER_IDS, None)
     constants = engine.encode(**given)

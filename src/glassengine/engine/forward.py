@@ -111,6 +111,14 @@ def text_inputs(engine: Engine, rows: Sequence[Sequence[int]], tokenizer: Any) -
             got=f"inputs {', '.join(names)}",
             hint="give the tensors: --inputs FILE, or --inputs file.py:factory",
         )
+    vocabulary, highest = engine.manifest.model.get("vocab_size"), max(max(row) for row in rows)
+    if vocabulary is not None and highest >= vocabulary:
+        raise UsageError(
+            "a token id is outside the model's vocabulary",
+            got=str(highest),
+            expected=f"below {vocabulary}",
+            hint="use the tokenizer that belongs to the model: --tokenizer DIRECTORY",
+        )
     length = max(len(row) for row in rows)
     pad = getattr(tokenizer, "pad_token_id", None) or 0
     padded = {
