@@ -237,6 +237,32 @@ def test_a_directory_with_other_files_is_refused_before_anything_runs(
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
+def test_the_answer_outlives_a_reproduction_that_cannot_be_written(
+    baseline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "candidate.py").write_text(MODEL.format(forward=RIGHT.replace("relu", "tanh"), factor=1))
+    (tmp_path / "file").write_text("mine")
+    command = ["check", f"{baseline}:model", "--inputs", f"{baseline}:inputs"]
+    command += ["--candidate", f"{tmp_path}/candidate.py:model", "--reproduction", f"{tmp_path}/file/below"]
+    assert main(command) == 1
+    shown = capsys.readouterr()
+    assert "first divergence" in shown.out and "no reproduction in" in shown.err
+
+
+def test_an_op_that_cannot_be_written_leaves_the_recorded_result(
+    baseline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "candidate.py").write_text(MODEL.format(forward=RIGHT.replace("relu", "tanh"), factor=1))
+
+    def refused(*arguments: Any, **options: Any) -> str:
+        raise UsageError("a literal cannot be written as source")
+
+    monkeypatch.setattr("glassengine.diagnose.reproduction_files.function_source", refused)
+    found = checked(baseline, tmp_path / "repro", candidate=f"{tmp_path}/candidate.py:model").first_divergence
+    assert found is not None and found.reproduction and about(tmp_path / "repro")["runner"] == "recorded"
+    assert "further from float64" in run_reproduction(tmp_path / "repro")
+
+
 def piece() -> Piece:
     x = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
     module = make_fx(lambda x: torch.nn.functional.gelu(x.masked_fill(x > 1, -torch.inf).t(), approximate="tanh"))(x)

@@ -6,7 +6,6 @@ written into it, so that a piece has tensors and literals only.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -254,8 +253,3 @@ class Recorder(Interpreter):
         # What a later node writes in place must not change what was kept.
         self.values[n.name] = pytree.tree_map_only(torch.Tensor, clone, value)
         return value
-
-
-def num_bytes(values: Mapping[str, Any]) -> int:
-    """Return the bytes of all tensors among `values`."""
-    return sum(math.prod(v.shape) * v.dtype.itemsize for v in values.values() if isinstance(v, torch.Tensor))

@@ -41,15 +41,13 @@ _DEPTHS = (1, 2, 4, 8)
 def with_reproduction(result: Comparison, directory: Path, scores: Sequence[Score], baseline: Program) -> Comparison:
     """Write a reproduction of the first divergence and return `result` with the name of its directory.
 
+    Where it cannot be written, that is logged: it must not take the result of the check with it.
+
     Args:
         result: Has a first divergence.
         directory: See `reproduction_files.require_free`.
         scores: Of the check, with evidence.
         baseline: The baseline program.
-
-    Raises:
-        UsageError: The directory holds other files.
-        OSError: It cannot be written.
     """
     first = result.first_divergence
     assert first is not None and first.node is not None
@@ -62,7 +60,11 @@ def with_reproduction(result: Comparison, directory: Path, scores: Sequence[Scor
     if evidence is None:
         logger.warning("no reproduction of %s: its tensors were not kept", first.site)
         return result
-    _reproduce(directory, first, evidence, baseline)
+    try:
+        _reproduce(directory, first, evidence, baseline)
+    except (GlassError, OSError) as error:
+        logger.error("no reproduction in %s: %s", directory, error)
+        return result
     told = replace(first, reproduction=str(directory))
     origins = tuple(told if origin is first else origin for origin in result.origins)
     return replace(result, first_divergence=told, origins=origins)
@@ -92,7 +94,11 @@ def _reproduce(directory: Path, divergence: Divergence, evidence: Evidence, base
         if _shows(found):
             write_reproduction(directory, found)
             return
-    write_reproduction(directory, recorded)
+    try:
+        write_reproduction(directory, recorded)
+    except UsageError:
+        # An op that cannot be written as source.
+        write_reproduction(directory, replace(recorded, exact=None))
 
 
 def _names(letter: str, program: Program) -> tuple[dict[str, str], dict[str, str]]:
@@ -151,14 +157,12 @@ def _shows(found: Reproduction, *, raising: bool = False) -> bool:
 def reproduce_bisection(directory: Path, bisection: Bisection, piece: Piece) -> Bisection:
     """Write a test of the smallest piece that a back-end breaks, and return `bisection` with the name of its directory.
 
+    Where it cannot be written, or nothing but Glass Engine can run the back-end, that is logged.
+
     Args:
         directory: See `reproduction_files.require_free`.
         bisection: Found a failure.
         piece: The piece.
-
-    Raises:
-        UsageError: The directory holds other files, or the back-end can be run by Glass Engine only.
-        OSError: It cannot be written.
     """
     expected = expected_of(piece)
     about = {
@@ -174,14 +178,16 @@ def reproduce_bisection(directory: Path, bisection: Bisection, piece: Piece) -> 
         found = Reproduction(
             told, runner, piece, piece, expected.exact, expected.allowed, (), weights={}, settings=settings
         )
-        # What kills its process is written without being tried in this one.
-        if bisection.failure == "crash" or _shows(found, raising=bisection.failure != "accuracy"):
-            write_reproduction(directory, found)
-            return replace(bisection, reproduction=str(directory))
-    raise UsageError(
-        f"nothing but Glass Engine shows this failure of {bisection.backend}",
-        hint="leave out --reproduction, and send the snapshot: glass snapshot pack",
-    )
+        try:
+            # What kills its process is written without being tried in this one.
+            if bisection.failure == "crash" or _shows(found, raising=bisection.failure != "accuracy"):
+                write_reproduction(directory, found)
+                return replace(bisection, reproduction=str(directory))
+        except (GlassError, OSError) as error:
+            logger.error("no reproduction in %s: %s", directory, error)
+            return bisection
+    logger.error("no reproduction: nothing but Glass Engine shows this failure of %s", bisection.backend)
+    return bisection
 
 
 def _about(divergence: Divergence) -> dict[str, Any]:
