@@ -231,7 +231,6 @@ def test_a_snapshot_is_there_before_the_run_that_may_kill_the_process(
         torch.tensor([True, False]),
         torch.randn(4).to(torch.float8_e4m3fn),
     ],
-    ids=str,
 )
 def test_tensors_come_back_with_their_strides(tmp_path: Path, tensor: torch.Tensor) -> None:
     write_tensors(tmp_path / "x.safetensors", {"a": tensor, "é/..": tensor})

@@ -174,7 +174,6 @@ def test_calls_on_inductor(op: Any, args: Sequence[Any], kwargs: Any) -> None:
         (lambda: X.clone().view(-1)[1:].add_(X.view(-1)[:-1]), "", ""),
         (lambda: (lambda x: x[2:].add_(x[:2]))(X.clone()), "aten::add_", "another of its tensors shares"),
     ],
-    ids=str,
 )
 def test_what_is_left_to_aten_is_counted_and_said_once(
     code: Callable[[], Any], name: str, reason: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
