@@ -120,6 +120,13 @@ def test_an_inductor_bug_that_raises_is_cut_down_to_one_op(eager: Path, tmp_path
 
 
 @pytest.mark.slow
+def test_a_backend_that_only_builds_is_judged(eager: Path) -> None:
+    found = glass.replay(eager, backend="onnxruntime")
+    assert found.ok and found.comparison is not None and found.comparison.coverage > 0.8
+    assert {rung.verdict for rung in found.comparison.rungs} <= {"identical", "rounding"}
+
+
+@pytest.mark.slow
 def test_the_bug_is_named_by_compare(eager: Path) -> None:
     with bug("accuracy"):
         found = glass.replay(eager, backend="inductor", compare=True)
