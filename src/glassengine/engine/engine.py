@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -346,11 +347,14 @@ def load(directory: str | Path, *, verify: bool = False) -> Engine:
         f"{manifest.name}/{files.MAIN}", lambda main: backend.load(main, weights), path / files.MAIN
     )
     engine = Engine(path, manifest, executable, names["sites"])
-    executable.graph = lambda: captured_program(engine.program)
+    # An executable that held its engine would keep it, and its temporary directory, alive.
+    owner = weakref.proxy(engine)
+    executable.graph = lambda: captured_program(owner.program)
     executable.backend = manifest.backend
     if isinstance(backend, NamingKernels):
         kernels = backend.kernels
-        spans.name_kernels(executable.name, lambda: _kernel_sites(kernels(path / files.MAIN), engine.sites))
+        sites = names["sites"]
+        spans.name_kernels(executable.name, lambda: _kernel_sites(kernels(path / files.MAIN), sites))
     return engine
 
 
