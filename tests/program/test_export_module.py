@@ -357,3 +357,17 @@ def test_a_batch_of_one_is_not_allowed_where_the_module_treats_it_otherwise() ->
             return x * 2 if x.shape[0] == 1 else x * 3
 
     assert "smallest" not in export_module(Model(), [{"x": torch.rand(n, 4)} for n in (3, 1)]).metadata
+
+
+def test_a_program_takes_contiguous_inputs_whatever_the_strides_of_its_example() -> None:
+    """Code compiled for other strides would read beyond the end of a contiguous input."""
+    steps = [{"x": torch.randn(16, size).t()[:, ::2], "pair": (torch.randn(3, size).t(), 2)} for size in (2, 3)]
+
+    class Sum(nn.Module):
+        def forward(self, x: torch.Tensor, pair: tuple[torch.Tensor, int]) -> torch.Tensor:
+            return x.sum(1, keepdim=True) + pair[0] * pair[1]
+
+    program = export_module(Sum(), steps)
+    values = [node.meta["val"] for node in program.graph.find_nodes(op="placeholder")]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    assert len(tensors) == 2 and all(tensor.is_contiguous() for tensor in tensors)

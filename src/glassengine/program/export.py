@@ -205,6 +205,10 @@ def _example(steps: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], Any]:
     return pytree.tree_unflatten(usable[0], spec), pytree.tree_unflatten(dynamic, spec)
 
 
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous() if tensor.layout is torch.strided else tensor
+
+
 def _differing(name: str, leaves: Sequence[Any]) -> list[int] | None:
     """Return the dimensions of one input that differ between steps; None for what is not a tensor."""
     first = leaves[0]
@@ -237,6 +241,8 @@ def _export(
     is_part: bool = False,
 ) -> Program:
     """Trace and name; `is_part` keeps what leads to the results, for a program that is not all of `module`."""
+    # Compiled code relies on the strides of the example, and back-ends hand their inputs on as contiguous tensors.
+    inputs = pytree.tree_map_only(torch.Tensor, _contiguous, inputs)
     try:
         marked = marking(getattr(module, prefix) if prefix else module)
         with torch.no_grad(), _quiet(), explicit_keywords(module, inputs), marked:
