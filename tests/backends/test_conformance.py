@@ -49,10 +49,16 @@ def test_plain_modules(subject_of: MakeSubject, model: str, backend: str) -> Non
         assert report.ok, report.findings[:5]
 
 
+BUCKETS = pytest.mark.xfail(strict=True, reason="F8: OpenVINO's logarithm moves positions between buckets of T5")
+
+
+def marks_of_one_forward(family: str, backend: str) -> list[pytest.MarkDecorator]:
+    marks = [BUCKETS] if (family, backend) == ("t5", "openvino") else []
+    return marks if backend == "eager" and family not in ENCODER_DECODERS else [*marks, pytest.mark.slow]
+
+
 ONCE = [
-    pytest.param(
-        family, backend, marks=() if backend == "eager" and family not in ENCODER_DECODERS else pytest.mark.slow
-    )
+    pytest.param(family, backend, marks=marks_of_one_forward(family, backend))
     for family in ONE_FORWARD
     for backend in ("eager", "onnxruntime", "openvino", "inductor")
 ]
