@@ -293,6 +293,16 @@ def test_an_error_leaves_a_snapshot_and_stays_what_it_is(
     assert snapshot.reason == "error" and "segment of the third kind" in snapshot.meta["error"]
 
 
+def test_an_interruption_is_no_error(make_executable: MakeExecutable, tmp_path: Path) -> None:
+    def interrupted(_: list[Any]) -> Any:
+        raise KeyboardInterrupt
+
+    executable = make_executable(lambda x: (x * 2,), function=interrupted, x=X)
+    with glass.snapshots(tmp_path, on=WRONG) as snapshots, pytest.raises(KeyboardInterrupt):
+        executable.run([X])
+    assert snapshots.written == () and list(tmp_path.iterdir()) == []
+
+
 def test_an_error_of_an_engine_leaves_a_snapshot(tmp_path: Path) -> None:
     def fail(inputs: Any) -> Any:
         raise RuntimeError("third kind")

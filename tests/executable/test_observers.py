@@ -25,7 +25,7 @@ class Watcher:
     def after(self, execution: Execution) -> None:
         self.note("after", execution)
 
-    def failed(self, execution: Execution, error: Exception) -> None:
+    def failed(self, execution: Execution, error: BaseException) -> None:
         self.note(f"failed {error}", execution)
 
 
@@ -78,3 +78,27 @@ def test_what_an_observer_raises_reaches_the_caller(watcher: Watcher) -> None:
             Executable("sum", add, ("a", "b"), ("total", "none")).run([torch.ones(2), torch.ones(2)])
     finally:
         detach(stop)
+
+
+def test_what_one_observer_raises_does_not_leave_the_others_waiting(watcher: Watcher) -> None:
+    class Refusing(Watcher):
+        def after(self, execution: Execution) -> None:
+            raise ValueError("after")
+
+    class Interrupted(Watcher):
+        def before(self, execution: Execution) -> None:
+            raise KeyboardInterrupt
+
+    executable = Executable("sum", add, ("a", "b"), ("total", "none"))
+    for refusing, error, expected in (
+        (Refusing(), ValueError, ["before", "after"]),
+        (Interrupted(), KeyboardInterrupt, ["before", "failed "]),
+    ):
+        attach(refusing)
+        try:
+            with pytest.raises(error):
+                executable.run([torch.ones(2), torch.ones(2)])
+        finally:
+            detach(refusing)
+        assert [what for what, *_ in watcher.seen] == expected
+        watcher.seen.clear()

@@ -18,7 +18,7 @@ import glassengine as glass
 from glassengine import spans
 from glassengine.executable import observers
 from glassengine.executable.executable import Executable
-from glassengine.executable.profile_trace import annotate, nest, summarize
+from glassengine.executable.profile_trace import Span, annotate, kind_of, nest, summarize
 
 
 class Block(nn.Module):
@@ -87,6 +87,87 @@ def test_modules_executions_steps_and_the_users_spans_are_named_and_nested(tmp_p
     everything = sum(entry["total_us"] for entry in summary["flame"].values())
     own = sum(entry["own_us"] for entry in summary["paths"].values())
     assert own == pytest.approx(everything, rel=1e-6) and everything <= summary["wall_us"]
+
+
+class Root(nn.Module):
+    """Names its one submodule, so that a graph break is not needed to see it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).relu()
+
+
+def nested(trace: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return the chain of our spans above and with each of them, in order of time."""
+    found: list[tuple[str, ...]] = []
+
+    def walk(level: list[Span], above: tuple[str, ...]) -> None:
+        for span in level:
+            kind = kind_of(span.event)
+            here = above if kind is None else (*above, f"{kind} {span.event['name']}")
+            if kind is not None:
+                found.append(here)
+            walk(span.children, here)
+
+    walk(nest(trace), ())
+    return found
+
+
+def test_compilations_transfers_executions_and_snapshots_are_nested_and_named(tmp_path: Path) -> None:
+    torch.compiler.reset()
+    model = torch.compile(Root(), backend="glass", options={"backend": "eager"})
+    policy = {"on": ("every", "nonfinite"), "keep_inputs": "host"}
+    with glass.profile(tmp_path / "profiles") as taken, glass.snapshots(tmp_path / "snapshots", **policy):
+        for _ in range(2):
+            with glass.Trace("loss"):
+                loss = model(torch.randn(2, 8)).sum()
+            loss.backward()
+    found = nested(trace_of(taken))
+    forward, backward = (
+        next(chain[-1].split(" ", 1)[1] for chain in found if chain[-1].startswith(f"compile Root/{kind}"))
+        for kind in ("forward", "backward")
+    )
+    root = ("trace loss", "module .")
+
+    def run(name: str, *above: str) -> list[tuple[str, ...]]:
+        within = (*above, f"execute {name}")
+        return [within, (*within, f"snapshot {name}"), (*within, f"transfer {name}")]
+
+    compiled = [(*root, f"compile {forward}")], [(f"compile {backward}",)]
+    again = [root[:1], root, *run(forward, *root), *run(backward)]
+    assert found == [root[:1], root, *compiled[0], *run(forward, *root), *compiled[1], *run(backward), *again]
+    # Modules of the graph that the back-end runs are not the user's.
+    assert set(summary_of(taken)["paths"]) == {".", "(outside of modules)"}
+
+
+def test_an_execution_that_ends_otherwise_ends_its_span(tmp_path: Path) -> None:
+    errors = [RuntimeError("of the device"), KeyboardInterrupt()]
+
+    def run(inputs: Any) -> Any:
+        raise errors.pop()
+
+    broken, whole = Executable("broken", run), Executable("whole", lambda inputs: {"y": inputs["x"].log()})
+    zero = {"x": torch.zeros(2)}
+    with glass.snapshots(tmp_path / "bad", on="nonfinite"), glass.profile(tmp_path / "profiles") as taken:
+        for error in (KeyboardInterrupt, glass.BackendError):
+            with pytest.raises(error):
+                broken.run(zero)
+        with pytest.raises(glass.NonFiniteError):
+            whole.run(zero)
+        with glass.Trace("after"):
+            torch.ones(2).sum()
+    chains = [chain for chain in nested(trace_of(taken)) if not chain[-1].startswith("snapshot")]
+    assert chains == [("execute broken",), ("execute broken",), ("execute whole",), ("trace after",)]
+
+
+def test_copies_of_an_accelerator_are_transfers() -> None:
+    copy = event("Memcpy HtoD (Pageable -> Device)", 3, 7, cat="gpu_memcpy", tid=7)
+    trace = {"traceEvents": [event("glass|execute|m/main", 0, 100), copy]}
+    annotate(trace, lambda _: ())
+    assert summarize(trace)["kinds"]["transfer"] == {"count": 1, "total_us": 7.0}
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from glassengine import environment
+from glassengine import environment, spans
 from glassengine.errors import BackendError, GlassError
 from glassengine.executable.cache import CompilerCache, compiled
 from glassengine.executable.compilation import FIRST, Cause, Occasion, note_compilation
@@ -97,10 +97,10 @@ class Executable:
             if self.synchronous:
                 for accelerator in busy:
                     torch.accelerator.synchronize(accelerator)
-        except Exception as error:
+        except BaseException as error:
             if execution is not None:
                 execution.fail(error)
-            if isinstance(error, GlassError):
+            if isinstance(error, GlassError) or not isinstance(error, Exception):
                 raise
             if isinstance(inputs, Mapping):
                 raise self._failure(error, number, inputs) from error
@@ -156,7 +156,8 @@ def compile_executable(
     """
     start = time.perf_counter_ns()
     try:
-        compiler(directory)
+        with spans.span("compile", name):
+            compiler(directory)
     except (GlassError, OSError):
         raise
     except Exception as error:
@@ -188,7 +189,8 @@ def compile_graph(
     """
     start = time.perf_counter_ns()
     try:
-        made = compiled(name, graph, compiler, cache)
+        with spans.span("compile", name):
+            made = compiled(name, graph, compiler, cache)
     except GlassError:
         raise
     except Exception as error:

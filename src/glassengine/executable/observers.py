@@ -6,6 +6,7 @@ Nothing is gathered for an execution that nobody looks at.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -38,25 +39,35 @@ class Execution:
             arguments if isinstance(arguments, Mapping) else dict(zip(executable.input_names, arguments, strict=True))
         )
         self.outputs: Mapping[str, Any] = {}
-        for observer in self._looking:
-            observer.before(self)
+        for number, observer in enumerate(self._looking):
+            try:
+                observer.before(self)
+            except BaseException as error:
+                self._looking = self._looking[:number]
+                self.fail(error)
+                raise
 
     def finish(self, outputs: Mapping[str, Any] | Sequence[Any]) -> None:
         """Show the outputs of a run that ended well."""
         if not isinstance(outputs, Mapping):
             outputs = dict(zip(self.executable.output_names, outputs, strict=True))
         self.outputs = outputs
-        for observer in self._looking:
-            observer.after(self)
+        with contextlib.ExitStack() as others:  # what one of them raises must not leave the others waiting
+            for observer in self._looking:
+                others.callback(observer.after, self)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Show what the run raised."""
-        for observer in self._looking:
-            observer.failed(self, error)
+        with contextlib.ExitStack() as others:
+            for observer in self._looking:
+                others.callback(observer.failed, self, error)
 
 
 class Observer(Protocol):
-    """What looks at executions; what it raises ends the run and reaches the caller as it is."""
+    """What looks at executions; what it raises ends the run and reaches the caller as it is.
+
+    Of each that saw a run begin, `after` or `failed` is called once, however it ends; in the reverse order.
+    """
 
     def before(self, execution: Execution) -> None:
         """Look at the inputs before the run."""
@@ -64,8 +75,8 @@ class Observer(Protocol):
     def after(self, execution: Execution) -> None:
         """Look at the outputs after the run."""
 
-    def failed(self, execution: Execution, error: Exception) -> None:
-        """Look at a run that raised `error`, which is raised again afterwards."""
+    def failed(self, execution: Execution, error: BaseException) -> None:
+        """Look at a run that raised `error`, which is raised again afterwards; Ctrl-C is one as well."""
 
 
 _attached: tuple[Observer, ...] = ()

@@ -80,7 +80,7 @@ class Profile:
             watching = _Executions()
             observers.attach(watching)
             self._undo.callback(observers.detach, watching)
-            self._undo.callback(_watch_modules())
+            self._undo.callback(_watch_modules(watching.is_open))
             self._undo.callback(spans.on_step_end(self._count))
         except BaseException:
             self._undo.close()
@@ -193,8 +193,12 @@ class _Executions:
     def after(self, execution: Execution) -> None:
         self._leave()
 
-    def failed(self, execution: Execution, error: Exception) -> None:
+    def failed(self, execution: Execution, error: BaseException) -> None:
         self._leave()
+
+    def is_open(self) -> bool:
+        """Return whether this thread is within an execution."""
+        return bool(self._stack())
 
     def _leave(self) -> None:
         if stack := self._stack():
@@ -207,16 +211,19 @@ class _Executions:
         return found
 
 
-def _watch_modules() -> Callable[[], None]:
+def _watch_modules(is_compiled: Callable[[], bool]) -> Callable[[], None]:
     """Put a span around every call of a module outside compiled graphs, and return what undoes it.
 
     The outermost module of a thread is the root; the others are called what the root calls them.
+
+    Args:
+        is_compiled: Whether this thread runs a compiled graph, whose modules are not the user's.
     """
     names: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
     state = threading.local()
 
     def enter(module: nn.Module, _: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or is_compiled():
             return
         if not hasattr(state, "stack"):
             state.stack = []
@@ -229,7 +236,7 @@ def _watch_modules() -> Callable[[], None]:
         state.stack.append((module, entered))
 
     def leave(module: nn.Module, _: Any, __: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or is_compiled():
             return
         stack = getattr(state, "stack", [])
         # Calls that were open when the profile began are not on the stack.

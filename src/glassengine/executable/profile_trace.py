@@ -57,6 +57,8 @@ def annotate(trace: Trace, kernels_of: Callable[[str], Kernels]) -> None:
                 event["args"]["site"] = event["name"]
             if kind == "step":
                 ends.append(event)
+        elif event.get("ph") == "X" and event.get("cat") == "gpu_memcpy":  # between an accelerator and the host
+            event["args"] = {**event.get("args", {}), "kind": "transfer"}
     for root in nest(trace):
         for span in _walk(root):
             if kind_of(span.event) == "execute":

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from glassengine import spans
 from glassengine.executable.graph import CapturedGraph
 from glassengine.executable.snapshot_policy import KeepInputs
 from glassengine.executable.snapshot_tensors import copied, obstacle
@@ -30,6 +31,12 @@ class Keeper:
 
     def keep(self, execution: Execution) -> dict[str, Any]:
         """Return the inputs of an execution that begins, by name."""
+        if self._how == "reference":
+            return self._kept(execution)
+        with spans.span("transfer", execution.executable.name):
+            return self._kept(execution)
+
+    def _kept(self, execution: Execution) -> dict[str, Any]:
         kept = dict(execution.inputs)
         number = execution.executable.number
         rooms: list[Tensor] = []

@@ -112,10 +112,12 @@ class SnapshotTaker:
             self._require_finite(execution, pending)
         self._keeper.release(execution, pending.kept)
 
-    def failed(self, execution: Execution, error: Exception) -> None:
-        """Write the inputs of a run that raised."""
+    def failed(self, execution: Execution, error: BaseException) -> None:
+        """Write the inputs of a run that raised; one that the user interrupted did nothing wrong."""
         pending = self._pending.pop(execution, None)
         if pending is None or pending.kept is None or "error" not in self.policy.on:
+            return
+        if not isinstance(error, Exception):
             return
         text = "".join(traceback.format_exception(error))[-_MAX_ERROR_CHARACTERS:]
         path = self._write_wrong(execution, pending, "error", {"error": text})
