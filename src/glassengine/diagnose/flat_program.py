@@ -112,10 +112,10 @@ def _exported(
         graph=graph,
         graph_signature=ExportGraphSignature(inputs, outputs),
         state_dict=state,
-        range_constraints={},
+        range_constraints=_ranges(placeholders),
         module_call_graph=[ModuleCallEntry("", calling)],
-        # Their names say how the program is called; they are written where it is stored, so they have no values.
-        example_inputs=((), {n.name: _without_values(n) for n in placeholders if n.name not in weights}),
+        # Their names say how the program is called, their devices where; nothing looks at their values.
+        example_inputs=((), {n.name: _example(n) for n in placeholders if n.name not in weights}),
     )
 
 
@@ -142,9 +142,22 @@ def module_path(node: Node) -> str:
     return path.removeprefix(f"{USER_MODULE}.") or ROOT
 
 
-def _without_values(node: Node) -> torch.Tensor:
+def _ranges(placeholders: Sequence[Node]) -> dict[Any, Any]:
+    """Return the range of every symbol in the sizes of the inputs, as far as their tracer knows it."""
+    found: dict[Any, Any] = {}
+    for node in placeholders:
+        for size in node.meta["val"].shape:
+            if isinstance(size, torch.SymInt):
+                known = size.node.shape_env.var_to_range
+                found |= {symbol: known[symbol] for symbol in size.node.expr.free_symbols if symbol in known}
+    return found
+
+
+def _example(node: Node) -> torch.Tensor:
     value = node.meta["val"]
-    return torch.empty([int(size) for size in value.shape], dtype=value.dtype, device="meta")
+    # `int` of a symbol would make it a constant of the graph.
+    sizes = [size.node.hint if isinstance(size, torch.SymInt) else size for size in value.shape]
+    return torch.empty(sizes, dtype=value.dtype, device=value.device)
 
 
 def _is_tensor(node: Any) -> bool:

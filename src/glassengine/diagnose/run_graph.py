@@ -45,7 +45,7 @@ def compile_run(
         UsageError: The back-end builds programs, and the graph cannot be made one.
     """
     if graph.kind == "engine" or not isinstance(backend, CompilingGraphs):
-        return _build_run(name, program_of(graph, values), values, backend, directory)
+        return _build_run(name, program_of(of_contiguous(graph, values), values), values, backend, directory)
     fakes = [node.meta["val"] for node in graph.module.graph.find_nodes(op="placeholder")]
     cache = backend.graph_cache() if keep and isinstance(backend, CachingGraphs) else None
     with tracing(TracingContext(detect_fake_mode(fakes) or FakeTensorMode())):
@@ -57,6 +57,19 @@ def compile_run(
             return found
 
     return run
+
+
+def of_contiguous(graph: CapturedGraph, values: Sequence[Any]) -> CapturedGraph:
+    """Return a graph that takes contiguous inputs: what is built ahead of time is given no others."""
+    placeholders = graph.module.graph.find_nodes(op="placeholder")
+    is_weight = [spec.kind in ("parameter", "buffer") for spec in graph.inputs]
+    vals = [node.meta["val"] for node, weight in zip(placeholders, is_weight, strict=True) if not weight]
+    if all(value.is_contiguous() for value in vals if isinstance(value, torch.Tensor)):
+        return graph
+    module = GraphModule(graph.module, copied_graph(graph.module.graph))
+    given = zip(values, is_weight, strict=True)
+    with_values(module, [v if weight or not isinstance(v, torch.Tensor) else v.contiguous() for v, weight in given])
+    return replace(graph, module=module)
 
 
 def _build_run(name: str, program: Program, values: Sequence[Any], backend: Backend, directory: Path) -> GraphRun:
