@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import subprocess
 import sys
@@ -222,3 +223,37 @@ def test_forward_and_backward_of_inductor_agree_on_strides() -> None:
     actual.square().sum().backward()
     torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(model.linear.weight.grad, gradient)
+
+
+class Counting(torch.nn.Module):
+    """Divides by a counter that it writes to; a backward graph that reads the counter anew would find it changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.mul_(0.5).add_(x.detach().mean(0))
+        self.count.add_(1)
+        return (self.linear(x) + self.mean / self.count.view(1)).square().mean()
+
+
+def _gradients(call: Callable[..., torch.Tensor], model: torch.nn.Module) -> list[torch.Tensor]:
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        call(torch.linspace(-1, 1, 12).reshape(3, 4)).backward()
+        found += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    return found
+
+
+def test_backward_graphs_do_not_read_what_was_written_since() -> None:
+    torch.manual_seed(0)
+    model = Counting()
+    twin = copy.deepcopy(model)
+    expected = _gradients(model, model)
+    actual = _gradients(compiled(twin), twin)
+    assert all(map(torch.equal, actual, expected))
+    assert torch.equal(twin.mean, model.mean)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import CompileContext, TracingContext
 
 from glassengine import environment
@@ -31,6 +30,7 @@ from glassengine.frontends.causes import RESUMED, occasion
 from glassengine.frontends.compiled_taps import handing_on, mark_taps_for, take_taps
 from glassengine.frontends.eager_debug import interpret
 from glassengine.frontends.eager_ops import op_runner
+from glassengine.frontends.partition import partition
 
 MODES = ("compile", "eager_debug")
 
@@ -74,7 +74,7 @@ def glass_backend(
         bw_compiler=functools.partial(compiler.compile, "backward"),
         inference_compiler=functools.partial(compiler.compile, "inference"),
         decompositions=compiler.decompositions(),
-        partition_fn=min_cut_rematerialization_partition,
+        partition_fn=partition,
         keep_inference_input_mutations=True,
     )(module, example_inputs)
 
