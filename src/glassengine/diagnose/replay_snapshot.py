@@ -217,7 +217,7 @@ def _output(name: str, value: Any, recorded: Any, is_known: bool) -> ReplayedOut
     if not isinstance(value, torch.Tensor):
         same = value == recorded if is_known else None
         return ReplayedOutput(name, type(value).__name__, (), same, None if same is None else int(not same), None, "")
-    kinds = kinds_of(value) if value.is_floating_point() else None
+    kinds = kinds_of(value) if value.is_floating_point() or value.is_complex() else None
     nonfinite = str(kinds) if kinds is not None and any(kinds) else ""
     dtype = str(value.dtype).removeprefix("torch.")
     same, number, largest = None, None, None
@@ -243,7 +243,14 @@ def _first_nonfinite(graph: CapturedGraph, arguments: Sequence[Any], progress: P
     progress("running node by node")
     given = [clone(value) if isinstance(value, torch.Tensor) else value for value in arguments]
     written = [spec.name for spec in graph.inputs if spec.is_mutated]
-    finding = find_origin(graph, given, [*graph.output_names, *written])
+    try:
+        finding = find_origin(graph, given, [*graph.output_names, *written])
+    except Exception as error:
+        raise UsageError(
+            "the graph cannot be run node by node",
+            got=f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}",
+            hint="glass replay SNAPSHOT runs it as it was run",
+        ) from error
     return None if finding.origin is None else asdict(finding.origin)
 
 

@@ -32,7 +32,8 @@ class Snapshot:
         path: The directory, or the packed file.
         meta: `meta.json`, without the entries.
         inputs: In the order of the placeholders of the graph, weights and constants included.
-        outputs: In the order of the results of the graph; None where the execution did not end, or they were not kept.
+        outputs: In the order of the results of the graph, then what a graph of torch.compile wrote to its inputs, under
+            their names; None where the execution did not end, or they were not kept.
         name: Of the executable.
         kind: "inference", "forward", "backward", "engine"; "unknown" without a graph.
         reason: "every", "nonfinite" or "error".
@@ -141,6 +142,9 @@ class Snapshot:
                 got=f"{placeholders} inputs",
                 expected=f"{len(self.inputs)}",
             )
+        if not self.output_names:
+            exported.graph.output_node().args = ((),)
+            exported.graph_module.recompile()
         return exported
 
     @functools.cached_property

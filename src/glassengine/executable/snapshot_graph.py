@@ -96,6 +96,8 @@ def graph_archive(flat: FlatGraph) -> bytes:
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     results = module.graph.output_node().args[0]
     assert isinstance(results, (list, tuple))
+    results = results or (None,)  # torch cannot write a graph that only writes to its inputs
+    module.graph.output_node().args = (tuple(results),)
     inputs = [InputSpec(InputKind.USER_INPUT, _argument(node), None) for node in placeholders]
     outputs = [OutputSpec(OutputKind.USER_OUTPUT, _argument(result), None) for result in results]
     calling = ModuleCallSignature(
@@ -123,6 +125,8 @@ def graph_archive(flat: FlatGraph) -> bytes:
 
 def load_graph(path: Path) -> ExportedProgram:
     """Return the graph of a file with `graph_archive`; its placeholders are flat user inputs. Reading it runs no code.
+
+    A graph that had no results returns None.
 
     Raises:
         CorruptError: The file is missing, damaged, holds more than a graph, or calls an operation that this process

@@ -103,9 +103,9 @@ class SnapshotTaker:
         if pending is None:
             return
         if pending.path is not None and "outputs" in pending.words:
-            self.store.add(pending.path, outputs=execution.outputs)
+            self.store.add(pending.path, outputs=dict(_results(execution)))
         elif pending.words == {"outputs"}:
-            self.store.write(_taken(execution, "every", outputs=execution.outputs))
+            self.store.write(_taken(execution, "every", outputs=dict(_results(execution))))
         if pending.kept is None:
             return
         if "nonfinite" in self.policy.on:
@@ -199,10 +199,11 @@ class SnapshotTaker:
                 return None
             self._went_wrong = True
         if pending.path is None:
-            outputs = execution.outputs if reason == "nonfinite" else None
+            outputs = dict(_results(execution)) if reason == "nonfinite" else None
             self._wrong = self.store.write(_taken(execution, reason, pending, outputs=outputs, facts=facts))
         else:
-            missing = {} if "outputs" in pending.words else execution.outputs
+            is_missing = reason == "nonfinite" and "outputs" not in pending.words
+            missing = dict(_results(execution)) if is_missing else {}
             self.store.add(pending.path, outputs=missing, facts={"reason": reason, **facts})
             self._wrong = pending.path
         return self._wrong
