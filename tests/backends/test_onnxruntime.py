@@ -274,7 +274,7 @@ def test_running_needs_neither_onnx_nor_onnxscript(built: Path) -> None:
         ids = torch.tensor([[3, 4, 5]])
         logits = run(dict(input_ids=ids, attention_mask=torch.ones(1, 8, dtype=torch.int64),
                           position_ids=torch.arange(3)[None], cache_position=torch.arange(3), **caches))["logits"]
-        assert logits.shape == (1, 3, 256) and caches["past_key_1"][:, :, :3].all()
+        assert logits.shape == (1, 3, 272) and caches["past_key_1"][:, :, :3].all()
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)
 

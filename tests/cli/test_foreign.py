@@ -199,7 +199,17 @@ def test_what_is_given_and_nothing_else_reaches_generate(
     monkeypatch.setattr(engine, "generate", generate)
     monkeypatch.setattr(glass, "load", lambda _: engine)
     assert run(*shlex.split(f"--engine_dir x {line}")) == 0
-    always = {"input_ids", "tokenizer", "debug", "on_step", "on_text", "record", "overwrite", "max_new_tokens"}
+    always = {
+        "input_ids",
+        "inputs",
+        "tokenizer",
+        "debug",
+        "on_step",
+        "on_text",
+        "record",
+        "overwrite",
+        "max_new_tokens",
+    }
     assert {name for name in seen if name not in always} == expected.keys() - always
     assert {name: seen[name] for name in expected} == expected
     assert seen["on_step"] is None and seen["debug"] is False

@@ -23,7 +23,7 @@ from glassengine.cli.errors import exit_status
 COMMANDS = {
     "build": "Compile a model into an engine directory.",
     "sites": "List the names of a model's, engine's or recording's tensors, without building.",
-    "run": "Generate text with an engine; print or record its tensors.",
+    "run": "Generate text with an engine, or run it once where it does not generate; print or record its tensors.",
     "record": "Record every tensor of a model, or of whatever a script runs.",
     "show": "Show the tensors of a recording and their statistics.",
     "compare": "Compare recordings, tensor files or dumps, tensor by tensor; or engines, or build artifacts.",

@@ -195,6 +195,7 @@ def command(
     loaded = glass.load(str(engine or engine_dir))
     if synchronous:
         loaded.executable.synchronous = True
+    profiling = glass.profile(profile) if profile is not None else contextlib.nullcontext()
     if loaded.manifest.kind == "module":
         others = {**given, "prompt_file": None, "max_new_tokens": max_new_tokens, "debug_dir": files}
         sources = {
@@ -205,11 +206,10 @@ def command(
             "tokenizer": tokenizer,
         }
         wanted = {"debug": list(debug or ()), "record": record, "overwrite": overwrite}
-        with _snapshots(snapshot, snapshot_on):
+        with _snapshots(snapshot, snapshot_on), profiling:
             return run_forward.run(loaded, {**sources, **wanted}, others, json=json)
     observers = [_printer(names, prints)] if names or prints else []
     streams = len(input_text or ()) == 1 and not json and not observers
-    profiling = glass.profile(profile) if profile is not None else contextlib.nullcontext()
     with (
         files if files is not None else contextlib.nullcontext(),
         _kept(files, record),

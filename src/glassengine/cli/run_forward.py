@@ -9,7 +9,6 @@ from typing import Any
 from glassengine.cli.options import err, out, settings, write_json
 from glassengine.errors import UsageError
 
-
 MAX_PRINTED = 64
 """A tensor of more elements is printed as a few figures."""
 
