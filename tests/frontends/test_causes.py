@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 
 import glassengine as glass
+from glassengine.backends.eager import EagerBackend
 from glassengine.executable.compilation import Compilation
 from glassengine.frontends.causes import read_guard
 
@@ -294,6 +296,21 @@ def test_metrics_of_compilations() -> None:
             "device",
             "the device of x was 0 and is 1",
         ),
+        ("0/0: len(ls._modules) != 2", "length", "the length of ls._modules is no longer 2"),
+        ("0/0: not ___dict_contains('b', d)", "argument", "d has 'b' now"),
+        ("0/0: ___dict_contains('b', d)", "argument", "d has no 'b' any more"),
+        ('0/0: Duplicate tensors found: ["x", "y"]', "aliasing", "two arguments are now the same tensor"),
+        (
+            "0/0: expected type of 'm' to be a tensor type, 'Tensor' but found <class 'NoneType'>",
+            "type",
+            "the type of m is now NoneType",
+        ),
+        (
+            "0/0: tensor 'x' dispatch key set mismatch. expected DispatchKeySet(CPU, AutogradCPU), "
+            "actual DispatchKeySet(CPU, Conjugate, AutogradCPU)",
+            "global state",
+            "the way that torch handles x changed: Conjugate",
+        ),
         ("0/0: something torch has never said", "guard", "this no longer holds: something torch has never said"),
         ("nor this", "guard", "this no longer holds: nor this"),
     ],
@@ -302,6 +319,57 @@ def test_guards_are_read(text: str, kind: str, said: str) -> None:
     number, cause = read_guard(text)
     assert number == (text[:3] if text[:1] == "0" else "")
     assert (cause.kind, cause.text) == (kind, said)
+
+
+def chosen(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    return tensors["b"] * 2 if "b" in tensors else tensors["a"] * 3
+
+
+def added(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x.add_(1) * y
+
+
+def called(function: Callable[..., Any], *calls: tuple[Any, ...]) -> Compilation:
+    """Make each call of a function, and return its last compilation."""
+    compiled_function = torch.compile(function, backend="glass", options={"backend": "eager"})
+    for arguments in calls:
+        compiled_function(*arguments)
+    return glass.compilations()[-1]
+
+
+def test_causes_as_torch_words_them_now() -> None:
+    same = X.clone()
+    for function, calls, kind, said in (
+        (plus_one, [(X,), (X.to("meta"),)], "device", "the device of x was cpu and is meta"),
+        (chosen, [({"a": X},), ({"a": X, "b": X},)], "argument", "tensors has 'b' now"),
+        (added, [(X.clone(), X), (same, same)], "aliasing", "two arguments are now the same tensor"),
+    ):
+        cause = called(function, *calls).cause
+        assert (cause.kind, cause.text) == (kind, said)
+    with torch.no_grad():
+        called(plus_one, (X,))
+    with torch.inference_mode():
+        cause = called(plus_one, (X,)).cause
+    assert (cause.kind, cause.text) == ("grad mode", "inference mode of x changed")
+
+
+def plus_one(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, MemoryError])
+def test_a_compilation_that_was_cut_short_is_no_earlier_one(
+    raised: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise raised
+
+    with monkeypatch.context() as patched:
+        patched.setattr(EagerBackend, "compile_graph", fail)
+        with pytest.raises((KeyboardInterrupt, BackendCompilerFailed)):
+            called(plus_one, (X,))
+    noted = called(plus_one, (X,))
+    assert noted.cause.kind == "first call"
 
 
 def test_lines_go_to_the_log(caplog: pytest.LogCaptureFixture) -> None:

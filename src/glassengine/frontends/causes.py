@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from types import CodeType
 
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import counters, graph_break_reasons, guard_failures
 from torch._guards import CompileContext, TracingContext
 
@@ -58,13 +59,13 @@ def occasion(root: str) -> Occasion:
         (number, Cause(cause.kind, within.sub("", cause.text)) if within else cause)
         for number, cause in map(read_guard, new)
     )
-    return Occasion(causes or (("", _without_guard(code, context)),), str(context.compile_id))
+    return Occasion(causes or (("", _without_guard(code)),), str(context.compile_id))
 
 
-def _without_guard(code: CodeType, context: CompileContext) -> Cause:
+def _without_guard(code: CodeType) -> Cause:
     if found := RESUMED.match(code.co_name):
         return Cause("graph break", f"{found[1]} goes on after {_break_at(code.co_filename, int(found[2]))}")
-    if context.compile_id is not None and context.compile_id.frame_compile_id:
+    if _debug_get_cache_entry_list(code):
         return Cause("unknown", "earlier code did not fit, and TorchDynamo does not say why")
     return FIRST
 
@@ -119,6 +120,17 @@ def _state(match: re.Match[str]) -> Cause:
     return Cause("global state", f"{what} changed")
 
 
+def _keys(match: re.Match[str]) -> Cause:
+    """Read which implementations torch chooses; the first is of the device, autograd's go in inference mode."""
+    was, now = (match[side].split(", ") for side in ("was", "now"))
+    if was[0] != now[0]:
+        return Cause("device", f"the device of {match['name']} was {was[0].lower()} and is {now[0].lower()}")
+    differing = [key for key in (*was, *now) if (key in was) != (key in now)]
+    if differing and all(key.startswith(("Autograd", "ADInplaceOrView")) for key in differing):
+        return Cause("grad mode", f"inference mode of {match['name']} changed")
+    return Cause("global state", f"the way that torch handles {match['name']} changed: {', '.join(differing)}")
+
+
 def _changed(kind: str, text: str) -> Callable[[re.Match[str]], Cause]:
     return lambda match: Cause(kind, text.format(**match.groupdict()))
 
@@ -144,20 +156,27 @@ _PATTERNS: tuple[tuple[str, Callable[[re.Match[str]], Cause]], ...] = (
         _TENSOR + "device(?: index)? mismatch" + _WAS,
         _changed("device", "the device of {name} was {was} and is {now}"),
     ),
+    (
+        _TENSOR
+        + r"dispatch key set mismatch\. expected DispatchKeySet\((?P<was>.*)\), actual DispatchKeySet\((?P<now>.*)\)",
+        _keys,
+    ),
+    (r"not ___dict_contains\((?P<key>'.*'), (?P<name>.+)\)", _changed("argument", "{name} has {key} now")),
+    (r"___dict_contains\((?P<key>'.*'), (?P<name>.+)\)", _changed("argument", "{name} has no {key} any more")),
     (r"GLOBAL_STATE changed: (?P<what>.*)", _state),
     (r"BACKEND_MATCH failure.*", _changed("back-end", "it was compiled with another back-end or other options")),
     (r"(?P<guard>.*\.(?:size|stride|storage_offset)\(.*)", _changed("size", "this no longer holds: {guard}")),
-    (r"len\((?P<name>.+)\) == (?P<was>\d+)", _changed("length", "the length of {name} is no longer {was}")),
+    (r"len\((?P<name>.+)\) [!=]= (?P<was>\d+)", _changed("length", "the length of {name} is no longer {was}")),
     (r"(?P<name>.+) is (?P<value>None)", _value),
     (r"(?P<name>.+) is not None", _changed("argument", "{name} is now None")),
     (r"(?P<guard>.+ is (?:not )?[A-Za-z_].*)", _changed("aliasing", "this no longer holds: {guard}")),
-    (r"Duplicate tensor found.*", _changed("aliasing", "two arguments are now the same tensor")),
+    (r"Duplicate tensors? found.*", _changed("aliasing", "two arguments are now the same tensor")),
     (
         r"___check_type_id\((?P<name>[^,]+),.*type=<class '(?P<was>[^']+)'>.*",
         _changed("type", "the type of {name} is no longer {was}"),
     ),
     (
-        r"expected type of '(?P<name>.+)' to be a tensor type, .*but found (?P<now>.*)",
+        r"expected type of '(?P<name>.+)' to be a tensor type, .*but found (?:<class ')?(?P<now>[^'>]*).*",
         _changed("type", "the type of {name} is now {now}"),
     ),
     (r"___check_obj_id\((?P<name>[^,]+),.*", _changed("object", "{name} is another object now")),
