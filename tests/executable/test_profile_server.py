@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -78,6 +80,9 @@ def test_a_program_that_ends_no_step_is_said(server: ProfileServer) -> None:
         ({HEADER: "1"}, "[]", 400),
         ({HEADER: "1"}, '{"steps": 0}', 400),
         ({HEADER: "1"}, '{"steps": "many"}', 400),
+        ({HEADER: "1"}, '{"steps": 1e400}', 400),
+        ({HEADER: "1"}, '{"timeout_s": 1e300}', 400),
+        ({HEADER: "1"}, '{"timeout_s": NaN}', 400),
     ],
 )
 def test_what_is_refused(server: ProfileServer, headers: dict[str, str], body: str, status: int) -> None:
@@ -86,7 +91,32 @@ def test_what_is_refused(server: ProfileServer, headers: dict[str, str], body: s
     response = connection.getresponse()
     assert response.status == status and "error" in json.loads(response.read())
     connection.close()
-    assert not list(server.directory.glob("profile-*"))
+    assert not list(server.directory.glob("profile-*")) and not spans.is_recording()
+
+
+ENDING = """
+import sys, time
+import torch
+import glassengine as glass
+from pathlib import Path
+
+server = glass.start_server(0, directory=sys.argv[1])
+Path(sys.argv[1], "capture").write_text("1000")
+while not list(server.directory.glob("profile-*")):
+    time.sleep(0.05)
+for _ in range(5):
+    torch.ones(8).sum()
+    glass.mark_step()
+    time.sleep(0.05)
+"""
+
+
+def test_a_process_that_ends_first_leaves_what_was_taken(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ENDING, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    found, _ = glass.read_profiles(tmp_path)
+    assert 1 <= found.data["num_steps"] <= 5
 
 
 def test_a_request_while_a_profile_is_taken_is_refused(server: ProfileServer, tmp_path: Path) -> None:

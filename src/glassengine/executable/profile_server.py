@@ -10,6 +10,7 @@ profiles go is the process's choice, never the request's, and a request that a b
 
 from __future__ import annotations
 
+import atexit
 import http.client
 import json
 import logging
@@ -30,6 +31,7 @@ DEFAULT_PORT = 9012
 HEADER = "X-Glass-Engine"
 _MAX_BODY = 4096
 _POLL_S = 0.25
+_MAX_WRITING_S = 60.0
 _running: list[ProfileServer] = []
 
 
@@ -45,6 +47,7 @@ class ProfileServer:
         self.directory = directory
         self._done = threading.Event()
         self._capturing = threading.Lock()
+        self._enough = threading.Event()
         directory.mkdir(parents=True, exist_ok=True)
         (directory / TRIGGER).unlink(missing_ok=True)
         server = self
@@ -62,6 +65,7 @@ class ProfileServer:
         self.port = int(self._http.server_address[1])
         for work in (self._http.serve_forever, self._watch_file):
             threading.Thread(target=work, name="glass-profile-server", daemon=True).start()
+        atexit.register(self._finish)
 
     def capture(self, steps: int, timeout_s: float = 60.0) -> dict[str, Any]:
         """Take a profile of the next `steps` steps and return what it holds.
@@ -71,23 +75,36 @@ class ProfileServer:
         """
         if steps < 1:
             raise UsageError("a profile covers at least one step", got=f"{steps}", hint="--steps N")
+        if not 0 <= timeout_s <= threading.TIMEOUT_MAX:
+            raise UsageError("that is no time to wait", got=f"timeout_s={timeout_s}", expected="seconds")
         if not self._capturing.acquire(blocking=False):
             raise UsageError("another profile is being taken in this process", hint="wait until it has ended")
         try:
             taken = Profile(self.directory)
-            enough = threading.Event()
+            self._enough.clear()
             taken.start()
-            undo = spans.on_step_end(lambda: enough.set() if taken.num_steps >= steps else None)
-            complete = enough.wait(timeout_s)
-            undo()
-            taken.stop()
+            undo = spans.on_step_end(lambda: self._enough.set() if taken.num_steps >= steps else None)
+            try:
+                self._enough.wait(timeout_s)
+            finally:
+                undo()
+                taken.stop()
         finally:
             self._capturing.release()
+        complete = taken.num_steps >= steps
         return {"directory": str(taken.directory), "num_steps": taken.num_steps, "complete": complete}
 
+    def _finish(self) -> None:
+        """End what is being taken, as the process ends: torch's profiler must not outlive it."""
+        self._enough.set()
+        if self._capturing.acquire(timeout=_MAX_WRITING_S):
+            self._capturing.release()
+
     def stop(self) -> None:
-        """Stop listening and watching."""
+        """Stop listening and watching; a profile that is being taken ends with the steps it has."""
+        atexit.unregister(self._finish)
         self._done.set()
+        self._finish()
         self._http.shutdown()
         self._http.server_close()
         if self in _running:
@@ -121,7 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             asked = json.loads(self.rfile.read(min(int(self.headers.get("Content-Length", 0)), _MAX_BODY)) or b"{}")
             answer = self.owner.capture(int(asked.get("steps", 1)), float(asked.get("timeout_s", 60.0)))
-        except (GlassError, ValueError, AttributeError, TypeError) as error:
+        except (GlassError, ValueError, OverflowError, AttributeError, TypeError) as error:
             self._answer(400, {"error": str(error)})
             return
         self._answer(200, answer)
