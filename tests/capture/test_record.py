@@ -575,6 +575,21 @@ def test_tensors_of_other_kinds(tmp_path: Path) -> None:
     assert (left.site, left.reason) == (".:in[2]", "a meta tensor, which has no values")
 
 
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("count", [1, 3, 40_000])
+def test_tensors_without_memory_are_left_out(tmp_path: Path, count: int, keep: bool) -> None:
+    """Reading one ends the process; sharded training frees the storage of tensors that are still referred to."""
+    freed = torch.ones(count)
+    model = Calls(lambda self, *xs: None)
+    with record(model, tmp_path / "r", values=keep):
+        model(freed, X)  # what is known of the first step takes a shorter way in the second
+        freed.untyped_storage().resize_(0)
+        model(freed, torch._efficientzerotensor(count))
+    found = {item.site: item.reason for item in Recording.open(tmp_path / "r").left_out if item.step == 1}
+    assert found.keys() == {".:in[0]", ".:in[1]"}
+    assert all(reason.startswith("a tensor without memory") for reason in found.values())
+
+
 def test_sparse_gradients(tmp_path: Path) -> None:
     model = Calls(lambda self, ids: self.table(ids), table=nn.Embedding(9, 2, sparse=True))
     with record(model, tmp_path / "r", gradients=True):

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from glassengine import blocks
+from glassengine.errors import UsageError
 from glassengine.recording.layout import ALIGNMENT
+from glassengine.recording.values import has_no_memory
 
 # Unlike ctypes.memmove these keep the interpreter lock: handing it over costs more than a small copy.
 _LIBC = ctypes.PyDLL(None)
@@ -111,12 +113,19 @@ class Ring:
         return self.view[start : start + num_bytes]
 
     def fill(self, position: int, tensor: Tensor, num_bytes: int) -> None:
-        """Copy the values of a dense CPU tensor that is contiguous into a slot."""
+        """Copy the values of a dense CPU tensor that is contiguous into a slot.
+
+        Raises:
+            UsageError: Its storage was freed, or never made.
+        """
         target = self._address + position % self.num_bytes
+        source = tensor.data_ptr()
+        if not source and num_bytes:
+            require_memory(tensor)
         if num_bytes <= _SMALL_COPY:
-            _MEMMOVE(target, tensor.data_ptr(), num_bytes)
+            _MEMMOVE(target, source, num_bytes)
         else:
-            ctypes.memmove(target, tensor.data_ptr(), num_bytes)
+            ctypes.memmove(target, source, num_bytes)
 
     def has(self, position: int, address: int, num_bytes: int) -> bool:
         """Return whether a slot that is not given back has the bytes at an address of this process."""
@@ -144,6 +153,16 @@ class Ring:
                 self._populated = self.num_bytes
                 return
             self._populated += step
+
+
+def require_memory(tensor: Tensor) -> None:
+    """Raise if elements of `tensor` are nowhere: to read them would end the process.
+
+    Raises:
+        UsageError: Its storage was freed, or never made.
+    """
+    if has_no_memory(tensor):
+        raise UsageError("the tensor cannot be recorded", got="a tensor without memory", expected="one with values")
 
 
 def pieces_of(tensor: Tensor, most: int) -> Iterator[Tensor]:

@@ -79,7 +79,8 @@ def light(tensor: Tensor) -> LightStatistics:
     tensor = tensor.detach()
     if tensor.dtype in _NUMPY and tensor.numel() > 1 and tensor.is_cpu and tensor.is_contiguous():
         # numpy takes a third of the time that torch does. (A single element may be one that is to be negated.)
-        found = _light_of_array(tensor.numpy().reshape(-1))
+        # Not `tensor.numpy()`: afterwards torch refuses to resize the storage, and the model may want to.
+        found = _light_of_array(np.from_dlpack(tensor).reshape(-1))
         if found is not None:
             return found
     elif tensor.dtype in _FAST and tensor.numel():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,7 +47,14 @@ def why_not(tensor: Tensor) -> str | None:
         return "a meta tensor, which has no values"
     if dtype_name(tensor.dtype) not in layout.STORED:
         return f"dtype {tensor.dtype}"
+    if has_no_memory(tensor):
+        return "a tensor without memory: its storage was freed, or never made"
     return None
+
+
+def has_no_memory(tensor: Tensor) -> bool:
+    """Return whether elements of `tensor` are nowhere: to read them would end the process."""
+    return tensor.data_ptr() == 0 and tensor.numel() > 0
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -57,7 +65,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the bytes of `tensor` in row-major order; a copy only where the tensor is elsewhere or not contiguous."""
     flat = blocks.flat(tensor.to("cpu").resolve_conj().resolve_neg())
-    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # a buffer at run time
+    # Not `flat.numpy()`: afterwards torch refuses to resize the storage, and the model may want to.
+    return memoryview(np.from_dlpack(flat.view(torch.uint8)))  # type: ignore[arg-type]  # a buffer at run time
 
 
 def identity(tensor: Tensor) -> tuple[object, ...]:

@@ -24,7 +24,7 @@ from glassengine.errors import GlassError
 from glassengine.recording.items import Alias, Block, Commit, Copied, Item, Piece, Stored, Streamed
 from glassengine.recording.layout import LeftOut, Sharding
 from glassengine.recording.pinned import PinnedCopies
-from glassengine.recording.ring import Ring, pieces_of
+from glassengine.recording.ring import Ring, pieces_of, require_memory
 from glassengine.recording.seen import MIN_SHARED_BYTES, Seen, SeenTensors
 from glassengine.recording.writer import RecordingWriter
 
@@ -124,8 +124,8 @@ class BackgroundWriter:
             # The short way of most tensors of a small model.
             self._add_small(seen, step, tensor, rank, is_new, None)
             return
-        description, nbytes = seen.description, seen.nbytes
-        ring = self._ring
+        description, nbytes, ring = seen.description, seen.nbytes, self._ring
+        require_memory(tensor)
         if nbytes and not tensor.is_cpu and self._pinned.takes(tensor):
             data, ready = self._pinned.take(tensor, nbytes, self._on_wait_unlocked)
             with self._lock:
