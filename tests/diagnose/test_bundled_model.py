@@ -34,7 +34,7 @@ See also: The standard type hierarchy
 @pytest.mark.parametrize(
     ("dtype", "number"),
     [
-        ("bfloat16", 5),
+        ("bfloat16", 2),
         pytest.param("float32", 20, marks=pytest.mark.slow),
         pytest.param("bfloat16", 20, marks=pytest.mark.slow),
     ],
