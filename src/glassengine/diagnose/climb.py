@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,12 +14,14 @@ import torch
 
 from glassengine.backends import registry
 from glassengine.compare.operation import FLOAT32_SUMS, Accumulation
-from glassengine.compare.pairing import pair_sites
+from glassengine.compare.pairing import SitePair, pair_sites
 from glassengine.compare.tolerance import is_inexact
 from glassengine.diagnose.cases import Case, causal_cases, module_cases
+from glassengine.diagnose.counterparts import pair_programs
 from glassengine.diagnose.op_by_op import RUNG, op_by_op
 from glassengine.diagnose.recorded import RUNG as RECORD
 from glassengine.diagnose.recorded import RecordedOps, RecordedTensors, module_side
+from glassengine.diagnose.regions import RegionReplay, covered
 from glassengine.diagnose.replay import Replay
 from glassengine.diagnose.score import Score
 from glassengine.diagnose.segments import SegmentReplay
@@ -192,23 +194,34 @@ def add_model(climb: Climb, candidate: LoadedModel, inputs: str | None, progress
             Skipped("*", "candidate", f"no op-level rung: {error.what} ({error.got})", rung="candidate")
         )
     else:
-        pairs, ours, theirs = pair_sites(climb.program, program)
-        by_node = {pair.baseline.node: pair for pair in pairs}
+        progress("pairing the two programs")
+        by_node = pair_programs(climb.program, program, climb.cases)
         same = candidate.dtype == climb.baseline.dtype
-        replay = Replay(
-            climb.program,
-            compiled=not same,
-            dtype=None if same else getattr(torch, candidate.dtype),
-            accumulation=climb.accumulation,
-        )
+        options: dict[str, Any] = {
+            "compiled": not same,
+            "dtype": None if same else getattr(torch, candidate.dtype),
+            "accumulation": climb.accumulation,
+        }
+        is_whole = all(site.node in by_node for site in climb.program.sites if site.kind == "op")
+        replay = Replay(climb.program, **options) if is_whole else RegionReplay(climb.program, **options)
         climb.add(ProgramSide(program, by_node, rung="candidate", replay=replay))
-        reason = "no counterpart in the same module call of the other side"
-        climb.skipped += [Skipped(site.name, "baseline", reason, rung="candidate") for site in ours]
-        climb.skipped += [Skipped(site.name, "candidate", reason, rung="candidate") for site in theirs]
+        _skip_unpaired(climb, program, by_node)
     coarsest: torch.dtype = getattr(torch, candidate.dtype)
     segments = SegmentReplay(climb.program, coarsest=coarsest, accumulation=climb.accumulation)
     climb.add(ModuleSide(candidate.module, climb.program, rung="candidate, untouched", replay=segments))
     return coarsest
+
+
+def _skip_unpaired(climb: Climb, program: Program, pairs: Mapping[str, SitePair]) -> None:
+    taken = {pair.candidate.node for pair in pairs.values()}
+    inside = covered(climb.program, pairs)
+    for site in climb.program.sites:
+        if site.kind == "op" and site.node not in pairs and site.node not in inside:
+            climb.skipped.append(Skipped(site.name, "baseline", "no counterpart in the candidate", rung="candidate"))
+    reason = "written with other ops: no counterpart in the baseline"
+    for site in program.sites:
+        if site.kind == "op" and site.node not in taken:
+            climb.skipped.append(Skipped(site.name, "candidate", reason, rung="candidate"))
 
 
 def add_record(climb: Climb, tensors: RecordedTensors) -> torch.dtype | None:
@@ -249,14 +262,10 @@ def engine_nodes(baseline: Program, engine: Engine, observed: Sequence[str]) -> 
     """Baseline node -> (output name, engine site, method), for the engine's outputs that the baseline's program has."""
     nodes = _result_nodes(baseline, engine)
     table = {entry.node: entry for entry in engine.manifest.added_outputs}
-    for node in observed:
-        if node not in table:
-            continue
-        for site in engine.sites.by_node[node]:
-            ours = baseline.sites.get(site.name)
-            if ours is not None and site.kind == "op":
-                method = "name+fingerprint" if ours.fingerprint == site.fingerprint else "name"
-                nodes[ours.node] = (table[node].name, site.name, method)
+    for pair in pair_sites(baseline, engine.program)[0]:
+        own = pair.candidate.node
+        if own in table and own in observed:
+            nodes[pair.baseline.node] = (table[own].name, pair.candidate.name, pair.method)
     return nodes
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from glassengine.compare.operation import RANDOM, UNDEFINED
+from glassengine.diagnose.regions import RegionReplay, covered
 from glassengine.diagnose.score import FLAGGED, Score, float_nodes
 from glassengine.diagnose.severity import Severity
 from glassengine.diagnose.sides import EngineSide, ModuleSide, ProgramSide
@@ -18,6 +19,7 @@ from glassengine.results import (
     Comparison,
     Divergence,
     Hint,
+    Pair,
     Rung,
     Skipped,
     Verdict,
@@ -57,7 +59,7 @@ def conclude(
         found = [dataclasses.replace(d, candidate_source=_source_there(score, d)) for d in found]
         origins += found
         rungs.append(_rung(score, program, found, severity.get(score.side.rung)))
-    pairs = tuple(pair for score in scores for pair in score.pairs)
+    pairs = tuple(pair for score in scores for pair in [*score.pairs, *_within_regions(score, program)])
     if not pairs:
         raise IncomparableError("nothing was compared", expected="sites that both sides have")
     verdict = worst(pair.verdict for pair in pairs)
@@ -165,9 +167,34 @@ def _coverage(score: Score, program: Program) -> float:
         named = float_nodes(program, ("module", "tap"), without=score.side.reordered)
     elif score.side.guarantee == "judged op by op":
         named = float_nodes(program, ("op",))
+        return len(named & (score.judged_nodes | _covered(score, program).keys())) / len(named) if named else 1.0
     else:
         named = set(score.side.nodes) if isinstance(score.side, EngineSide) else float_nodes(program, ("op",))
     return len(named & score.judged_nodes) / len(named) if named else 1.0
+
+
+def _covered(score: Score, program: Program) -> dict[str, set[str]]:
+    """Return the ops inside of regions that were judged at their ends: node -> ends."""
+    own = score.side.replay if isinstance(score.side, ProgramSide) else None
+    return covered(program, score.judged_nodes) if isinstance(own, RegionReplay) else {}
+
+
+def _within_regions(score: Score, program: Program) -> Iterator[Pair]:
+    """A pair for each op that the candidate writes differently, with the verdict of the region that it is in."""
+    inside = _covered(score, program)
+    found: dict[str, list[Pair]] = {}
+    for pair in score.pairs:
+        found.setdefault(pair.site, []).append(pair)
+    names = {node: sites[0].name for node, sites in program.sites.by_node.items()}
+    for node in sorted(float_nodes(program, ("op",)) & inside.keys()):
+        runs: dict[tuple[str | None, int], list[Pair]] = {}
+        for end in inside[node]:
+            for pair in found.get(names[end], ()):
+                runs.setdefault((pair.case, pair.step), []).append(pair)
+        for ends in runs.values():
+            last = max(ends, key=lambda pair: VERDICTS.index(pair.verdict))
+            reason = f"written with other ops: judged with the region that ends in {last.site}"
+            yield dataclasses.replace(last, site=names[node], method="region", figures=None, reason=reason)
 
 
 def _first(origins: Sequence[Divergence], order: Mapping[str, int], rungs: Sequence[str]) -> Divergence | None:
@@ -233,7 +260,7 @@ def _unobserved(score: Score, program: Program, skipped: Sequence[Skipped]) -> l
     if not isinstance(score.side, (EngineSide, ProgramSide)):
         return []
     known = {item.site for item in skipped}
-    missing = float_nodes(program, ("op",)) - score.judged_nodes
+    missing = float_nodes(program, ("op",)) - score.judged_nodes - _covered(score, program).keys()
     sites = [program.sites.by_node[node][0].name for node in missing]
     return [
         Skipped(s, "candidate", "the candidate has no such tensor", rung=score.side.rung)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +14,7 @@ from glassengine.capture.hooks import observing
 from glassengine.capture.interpreter import run_program
 from glassengine.compare.pairing import SitePair
 from glassengine.diagnose.cases import Case, StepInputs
+from glassengine.diagnose.regions import RegionReplay
 from glassengine.diagnose.replay import Replay
 from glassengine.diagnose.segments import SegmentReplay
 from glassengine.diagnose.validity import valid_mask
@@ -93,19 +95,12 @@ class ModuleSide:
             named = inputs.named() if isinstance(inputs, StepInputs) else named_inputs(inputs)
             if self.program.layout is not None and self._steps == 0:
                 named |= empty_caches(self.program, named)
-            self.replay.begin_step(named, self._last, lambda node, value: self._valid(node, value, inputs))
+            self.replay.begin_step(named, self._last, partial(_valid, self.program, inputs))
         self._steps += 1
 
     def _last(self, node: str) -> torch.Tensor | None:
         found = self.observed(node)
         return found[-1].tensor if found else None
-
-    def _valid(
-        self, node: torch.fx.Node, value: torch.Tensor, inputs: StepInputs | Mapping[str, Any]
-    ) -> torch.Tensor | None:
-        if not isinstance(inputs, StepInputs):
-            return None
-        return valid_mask(self.program.sites.by_node[node.name][0], value, inputs)
 
     def _run(self, inputs: StepInputs | Mapping[str, Any]) -> None:
         with torch.no_grad(), observing(self.module, self._keep, called_as=self.program.called_as):
@@ -170,6 +165,8 @@ class ProgramSide:
     def begin(self, case: Case) -> None:
         """Start with an empty cache."""
         self._values, self._caches = {}, {}
+        if isinstance(self.replay, RegionReplay):
+            self.replay.begin()
 
     def step(self, inputs: StepInputs | Mapping[str, Any]) -> None:
         """Interpret one step."""
@@ -182,7 +179,12 @@ class ProgramSide:
         if self.replay is not None:
             by_node = {node: pair.candidate.node for node, pair in self.pairs.items()}
             values = {node: self._values[own] for node, own in by_node.items() if own in self._values}
-            self.replay.begin_step({**named, **self._caches}, values)
+            given = {**named, **self._caches}
+            if isinstance(self.replay, RegionReplay):
+                # The mask of what counts is read off the sites of the program whose nodes are replayed.
+                self.replay.begin_region_step(given, values, partial(_valid, self.replay.program, inputs))
+            else:
+                self.replay.begin_step(given, values)
         self._caches = {past: outputs[present] for past, present in self.program.caches.items()}
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -260,6 +262,14 @@ class EngineSide:
             return []
         name, site, method = self.nodes[node]
         return [Observed(self._values[name], site, method)]
+
+
+def _valid(
+    program: Program, inputs: StepInputs | Mapping[str, Any], node: torch.fx.Node, value: torch.Tensor
+) -> torch.Tensor | None:
+    if not isinstance(inputs, StepInputs):
+        return None
+    return valid_mask(program.sites.by_node[node.name][0], value, inputs)
 
 
 def empty_caches(program: Program, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,0 +1,375 @@
+"""Pair the ops of two programs that are written differently, by what they compute.
+
+    align       `compare.pairing` says what stands in the same place: a proposal
+    probe       the candidate runs two steps; all its tensors are at hand
+    predict     node by node, the baseline's op in float64 on the candidate's own inputs of that op
+    find        the tensor of the candidate that is the prediction up to rounding; of several, the proposal
+    pass over   nothing is: the candidate does not have this tensor (it is written with other ops), or has it wrong.
+                What comes next tells: the ops below it follow from the prediction, or from a tensor of the candidate
+
+A node that is passed over keeps its prediction, so that what is below it is predicted from the last tensors that both
+sides have: a region, judged where it ends (see `regions`). A tensor that only what comes next speaks for is a
+counterpart too: there the error is. Results of the programs are counterparts by name, whatever they hold.
+
+Predictions are compared loosely, as far as rounding within a region can go; the verdict has its own, fine measure.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from glassengine.compare.operation import MOVES, RANDOM, UNDEFINED
+from glassengine.compare.pairing import SitePair, pair_sites
+from glassengine.compare.verdict import unit_roundoff
+from glassengine.diagnose.cases import Case
+from glassengine.diagnose.float64 import retarget, target_of
+from glassengine.diagnose.probe import ProbeStep, probe
+from glassengine.program.naming import is_tensor_node, op_name
+from glassengine.program.outputs import is_view
+from glassengine.program.program import Program
+from glassengine.sites import Site
+
+_ROUNDINGS = 16
+"""Unit roundoffs by which a tensor may differ from its prediction: rounding of a region, not of one op."""
+_LEAST = 2e-5
+"""Of the same: differences of numbers of one size amplify the rounding of float32."""
+_CLOSER = 8
+"""The proposal is passed over for a tensor that is this many times closer to the prediction."""
+_AHEAD = 12
+"""How many ops below a node are asked whether they follow from it."""
+_TRIALS = 8
+"""How many tensors of the candidate are tried in the place of one that has no counterpart."""
+_MOST_TRIED = 20_000
+"""Ops predicted to no avail before none is tried any more: the two programs have nothing in common."""
+
+Values = list[Any]
+
+
+class Unknown(Exception):
+    """The value of a node cannot be told: an input of it cannot, or the op does not take it."""
+
+
+class Counterparts:
+    """The pairs of two programs, found on steps of the candidate.
+
+    Args:
+        baseline: With weights.
+        candidate: With weights.
+        steps: What the candidate was given and made.
+
+    Attributes:
+        pairs: Baseline node -> pair.
+    """
+
+    def __init__(self, baseline: Program, candidate: Program, steps: Sequence[ProbeStep]) -> None:
+        self._baseline, self._candidate, self._steps = baseline, candidate, steps
+        self._weights = baseline.weights()
+        self._nodes = {node.name: node for node in baseline.graph.nodes}
+        self._order = {node.name: index for index, node in enumerate(baseline.graph.nodes)}
+        theirs = [node for node in candidate.graph.nodes if all(node.name in step.values for step in steps)]
+        self._their_order = {node.name: index for index, node in enumerate(candidate.graph.nodes)}
+        self._their_nodes = {node.name: node for node in theirs if is_tensor_node(node)}
+        self._sizes: dict[str, list[float]] = {}
+        self._by_shape: dict[tuple[Any, ...], list[str]] = {}
+        for name in self._their_nodes:
+            self._by_shape.setdefault(self._shapes(self._theirs(name)), []).append(name)
+        self._proposed = {pair.baseline.node: pair for pair in pair_sites(baseline, candidate)[0]}
+        self._values: dict[str, Values] = {}
+        self._found: dict[str, str] = {}
+        self._taken: set[str] = set()
+        self._roundoff: dict[str, float] = {}
+        self._results = {node: candidate.output_nodes.get(name) for name, node in baseline.output_nodes.items()}
+        self._num_tried = 0
+        self._ports = ports(baseline), ports(candidate)
+        self.pairs: dict[str, SitePair] = {}
+
+    @torch.no_grad()
+    def find(self) -> dict[str, SitePair]:
+        """Return the pairs, by node of the baseline."""
+        for node in self._baseline.graph.nodes:
+            if node.op == "output" or "_assert" in str(node.target):
+                continue
+            try:
+                predicted = self._predict(node, {})
+            except Unknown:
+                if node.name in self._proposed:
+                    self._settle(node, self._proposed[node.name].candidate.node)
+                continue
+            self._values[node.name] = predicted
+            if node.op == "call_function" and is_tensor_node(node):
+                self._roundoff[node.name] = self._roundoff_of(node)
+                counterpart = self._counterpart(node, predicted)
+                if counterpart is not None:
+                    self._settle(node, counterpart)
+        return self.pairs
+
+    def _counterpart(self, node: Node, predicted: Values) -> str | None:
+        proposed = self._proposal(node)
+        if op_name(node) in RANDOM | UNDEFINED:
+            return proposed
+        result = self._results.get(node.name)
+        if result is not None and result in self._their_nodes:
+            return result
+        if not all(value.is_floating_point() for value in predicted):
+            # Integers and masks are too alike for their values to say which is which.
+            agrees = proposed is not None and self._distance(proposed, predicted) == 0
+            return proposed if agrees or self._has_same_inputs(node, proposed) else None
+        return self._closest(node, predicted) or self._contradicting(node, predicted, proposed)
+
+    def _proposal(self, node: Node) -> str | None:
+        pair = self._proposed.get(node.name)
+        if pair is None or pair.candidate.node not in self._their_nodes or pair.candidate.node in self._taken:
+            return None
+        return pair.candidate.node
+
+    def _closest(self, node: Node, predicted: Values, besides: str | None = None) -> str | None:
+        """Return the tensor, `besides` apart, that is the prediction up to rounding and nobody's counterpart yet."""
+        ranked = []
+        own = node.meta["val"].dtype
+        pair = self._proposed.get(node.name)
+        for name in self._alike(predicted):
+            if name == besides:
+                continue
+            theirs = self._their_nodes[name]
+            u = max(self._roundoff[node.name], unit_roundoff(theirs.meta["val"].dtype))
+            distance = self._distance(name, predicted)
+            if distance <= max(_ROUNDINGS * u, _LEAST):
+                handicap = 1 if pair is not None and pair.candidate.node == name else _CLOSER
+                other_dtype = theirs.meta["val"].dtype is not own
+                rank = max(distance, 2 * u) * handicap, op_name(theirs) != op_name(node), self._their_order[name]
+                ranked.append(((other_dtype, *rank), name))
+        return min(ranked)[1] if ranked else None
+
+    def _contradicting(self, node: Node, predicted: Values, proposed: str | None) -> str | None:
+        """Return the tensor that what is below `node` follows from, if it does not follow from the prediction."""
+        below = self._below(node)
+        without, limit = self._first_to_follow(below, {node.name: predicted}), _AHEAD
+        if without is not None:
+            limit = without
+        tried: Iterable[str] = (
+            self._to_try(node, predicted, proposed) if without != 0 else [proposed] if proposed else []
+        )
+        for name in tried:
+            if self._num_tried > _MOST_TRIED:
+                return None
+            followed = self._first_to_follow(below[: limit + 1], {node.name: self._theirs(name)}, instead=name)
+            if followed is None:
+                continue
+            # An op that reads the same on both sides and makes something else is wrong, even if that drowns below.
+            if without is None or followed < without or (name == proposed and self._has_same_inputs(node, name)):
+                return name
+        return None
+
+    def _to_try(self, node: Node, predicted: Values, proposed: str | None) -> Iterator[str]:
+        shapes = self._shapes(predicted)
+        seen = set()
+        inputs = [self._found[source.name] for source in node.all_input_nodes if source.name in self._found]
+        last = max((self._their_order[name] for name in inputs), default=0)
+        behind = [n for n in self._by_shape.get(shapes, ()) if self._their_order[n] > last and n not in self._taken]
+        # An op that the candidate lacks: its input stands in its place.
+        for name in [proposed, *inputs, *behind[:_TRIALS]]:
+            if name is None or name in seen:
+                continue
+            seen.add(name)
+            values = self._theirs(name)
+            if self._shapes(values) == shapes and all(value.is_floating_point() for value in values):
+                yield name
+
+    def _below(self, node: Node) -> list[Node]:
+        """Return the nearest ops below `node` in the order of the graph."""
+        found: list[Node] = []
+        seen = {node.name}
+        waiting: list[tuple[int, str]] = []
+
+        def push(of: Node) -> None:
+            for user in of.users:
+                if user.op == "call_function" and user.name not in seen and "_assert" not in str(user.target):
+                    seen.add(user.name)
+                    heapq.heappush(waiting, (self._order[user.name], user.name))
+
+        push(node)
+        while waiting and len(found) < _AHEAD:
+            following = self._nodes[heapq.heappop(waiting)[1]]
+            found.append(following)
+            push(following)
+        return found
+
+    def _first_to_follow(self, below: Sequence[Node], env: dict[str, Values], instead: str | None = None) -> int | None:
+        """Return the index of the first op below that the candidate has a counterpart of.
+
+        With the tensor `instead` in the place of the node it must be one that computes: every tensor can be moved.
+        """
+        for index, node in enumerate(below):
+            self._num_tried += 1
+            try:
+                predicted = self._predict(node, env)
+            except Unknown:
+                continue
+            env[node.name] = predicted
+            if not is_tensor_node(node) or not all(value.is_floating_point() for value in predicted):
+                continue
+            self._roundoff.setdefault(node.name, self._roundoff_of(node))
+            moves = op_name(node) in MOVES or is_view(node)
+            if instead is not None and (moves or op_name(node) == "_to_copy"):
+                continue
+            if self._closest(node, predicted, besides=instead) is not None:
+                return index
+        return None
+
+    def _predict(self, node: Node, env: dict[str, Values]) -> Values:
+        """Return the value of a node in each step, in float64."""
+        if node.op in ("placeholder", "get_attr"):
+            return [self._given(node, step) for step in self._steps]
+        results = []
+        for index in range(len(self._steps)):
+
+            def value(source: Node, index: int = index) -> Any:
+                return self._value(source, env)[index]
+
+            args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), value)
+            args, kwargs = pytree.tree_map(retarget, (args, kwargs))
+            try:
+                results.append(target_of(node)(*args, **kwargs))
+            except (RuntimeError, IndexError, ValueError, TypeError, AttributeError) as error:
+                raise Unknown from error
+        return results
+
+    def _value(self, node: Node, env: dict[str, Values]) -> Values:
+        for known in (env, self._values):
+            if node.name in known:
+                return known[node.name]
+        env[node.name] = self._predict(node, env)
+        return env[node.name]
+
+    def _given(self, node: Node, step: ProbeStep) -> Any:
+        if node.op == "get_attr":
+            return getattr(self._baseline.exported.graph_module, str(node.target))
+        if node.name in self._weights:
+            return self._weights[node.name]
+        return step.inputs.get(self._ports[0].get(node.name, ""))
+
+    def _settle(self, node: Node, counterpart: str) -> None:
+        ours, theirs = _op_site(self._baseline, node.name), _op_site(self._candidate, counterpart)
+        if ours is None or theirs is None or counterpart not in self._their_nodes:
+            return
+        self._found[node.name] = counterpart
+        self._taken.add(counterpart)
+        self._values[node.name] = self._theirs(counterpart)
+        self._roundoff[node.name] = 0.0
+        known = self._proposed.get(node.name)
+        same = known is not None and known.candidate.node == counterpart
+        self.pairs[node.name] = known if known is not None and same else SitePair(ours, theirs, "content", None)
+
+    def _roundoff_of(self, node: Node) -> float:
+        """Unit roundoff of what a region has rounded so far; that of the node alone where its inputs were found."""
+        own: torch.dtype = node.meta["val"].dtype
+        inputs = [self._roundoff.get(source.name, 0.0) for source in node.all_input_nodes]
+        return max([unit_roundoff(own) if own.is_floating_point else 0.0, *inputs])
+
+    def _has_same_inputs(self, node: Node, counterpart: str | None) -> bool:
+        """Whether the candidate's op is the same and reads the counterparts of what `node` reads."""
+        if counterpart is None:
+            return False
+        return reads_the_same(node, self._their_nodes[counterpart], self._found, self._ports)
+
+    def _alike(self, predicted: Values) -> Iterator[str]:
+        """Yield the candidate's tensors of the same shape and, roughly, size."""
+        sizes = [_size(value) for value in predicted]
+        for name in self._by_shape.get(self._shapes(predicted), ()):
+            if name in self._taken or not self._their_nodes[name].meta["val"].is_floating_point():
+                continue
+            if name not in self._sizes:
+                self._sizes[name] = [_size(value) for value in self._theirs(name)]
+            if all(abs(a - b) <= 0.2 * max(a, b) for a, b in zip(sizes, self._sizes[name], strict=True)):
+                yield name
+
+    def _distance(self, name: str, predicted: Values) -> float:
+        return max(_distance(theirs, ours) for theirs, ours in zip(self._theirs(name), predicted, strict=True))
+
+    def _theirs(self, name: str) -> Values:
+        return [step.values[name] for step in self._steps]
+
+    @staticmethod
+    def _shapes(values: Values) -> tuple[Any, ...]:
+        return tuple(tuple(value.shape) if isinstance(value, torch.Tensor) else None for value in values)
+
+
+def ports(program: Program) -> dict[str, str]:
+    """Return placeholder -> name of the input."""
+    return {port.node: port.name for port in program.inputs}
+
+
+def reads_the_same(
+    ours: Node, theirs: Node, found: Mapping[str, str], names: tuple[Mapping[str, str], Mapping[str, str]]
+) -> bool:
+    """Whether two nodes call one op on counterparts; weights count as such.
+
+    Args:
+        ours: Of the baseline.
+        theirs: Of the candidate.
+        found: Node -> counterpart.
+        names: Placeholder -> input, of both programs.
+    """
+    if ours.target is not theirs.target:
+        return False
+    sources = [
+        [leaf for leaf in pytree.tree_leaves((node.args, dict(node.kwargs))) if isinstance(leaf, Node)]
+        for node in (ours, theirs)
+    ]
+    if len(sources[0]) != len(sources[1]):
+        return False
+    for a, b in zip(*sources, strict=True):
+        if a.op == "placeholder":
+            if b.op != "placeholder" or names[0].get(a.name) != names[1].get(b.name):
+                return False
+        elif is_tensor_node(a) and found.get(a.name) != b.name:
+            return False
+    return True
+
+
+def pair_programs(baseline: Program, candidate: Program, cases: Sequence[Case]) -> dict[str, SitePair]:
+    """Return baseline node -> pair; programs of the same ops in the same order pair without being run."""
+    pairs, ours, theirs = pair_sites(baseline, candidate)
+    found = {pair.baseline.node: pair.candidate.node for pair in pairs}
+    nodes = ({node.name: node for node in program.graph.nodes} for program in (baseline, candidate))
+    left, right = nodes
+    names = ports(baseline), ports(candidate)
+    if not ours and not theirs and all(reads_the_same(left[a], right[b], found, names) for a, b in found.items()):
+        return {pair.baseline.node: pair for pair in pairs}
+    return Counterparts(baseline, candidate, probe(candidate, cases)).find()
+
+
+def _op_site(program: Program, node: str) -> Site | None:
+    return next((site for site in program.sites.by_node.get(node, ()) if site.kind == "op"), None)
+
+
+def _special(value: torch.Tensor) -> torch.Tensor:
+    """Where a value is no number but a mask."""
+    return ~(value.abs() < 1e4) if value.dtype is torch.float16 else ~(value.abs() < 1e30)
+
+
+def _size(value: torch.Tensor) -> float:
+    """Root mean square of the numbers in a tensor."""
+    wide = value.double()
+    wide = torch.where(_special(wide), 0.0, wide)
+    return float(wide.square().mean().sqrt()) if wide.numel() else 0.0
+
+
+def _distance(candidate: torch.Tensor, predicted: torch.Tensor) -> float:
+    """Return rms(candidate - predicted) / rms(predicted); infinite where masks differ."""
+    if not predicted.is_floating_point() or not candidate.is_floating_point():
+        same = candidate.shape == predicted.shape and bool((candidate == predicted).all())
+        return 0.0 if same else float("inf")
+    theirs, ours = candidate.double(), predicted.double()
+    masked = _special(ours)
+    if not torch.equal(masked, _special(theirs)):
+        return float("inf")
+    error = _size(torch.where(masked, 0.0, theirs - ours))
+    size = _size(ours)
+    return error / size if size else (0.0 if error == 0 else float("inf"))

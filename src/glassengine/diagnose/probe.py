@@ -1,0 +1,65 @@
+"""Steps of a candidate's program with all its tensors at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from glassengine.capture.interpreter import run_program
+from glassengine.diagnose.cases import Case, StepInputs
+from glassengine.diagnose.sides import empty_caches
+from glassengine.program.export import named_inputs
+from glassengine.program.naming import is_tensor_node
+from glassengine.program.program import Program
+
+NUM_STEPS = 2
+"""Two, so that tensors of one shape in one step are told apart by the other."""
+_MOST_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class ProbeStep:
+    """What a program was given (by input) and made (by node) in one step."""
+
+    inputs: Mapping[str, Any]
+    values: Mapping[str, torch.Tensor]
+
+
+def probe(program: Program, cases: Sequence[Case]) -> list[ProbeStep]:
+    """Run the first steps of the first case; of a causal LM, two rows without padding and a decode step."""
+    steps: list[ProbeStep] = []
+    caches: dict[str, torch.Tensor] = {}
+    inputs: Any = None
+    case = _short(cases[0])
+    for number in range(min(NUM_STEPS, case.num_steps)):
+        if case.input_ids is None:
+            inputs = case.steps[number]
+        else:
+            inputs = StepInputs.first(case) if number == 0 else inputs.following(case.input_ids[:, 0])
+        named = inputs.named() if isinstance(inputs, StepInputs) else named_inputs(inputs)
+        if program.layout is not None and not caches:
+            caches = empty_caches(program, named)
+        values: dict[str, torch.Tensor] = {}
+
+        def keep(node: Node, value: Any, values: dict[str, torch.Tensor] = values) -> None:
+            if is_tensor_node(node) and isinstance(value, torch.Tensor):
+                values[node.name] = value
+
+        given = {**named, **caches}
+        outputs = run_program(program, given, keep)
+        steps.append(ProbeStep(given, values))
+        caches = {past: outputs[present] for past, present in program.caches.items()}
+    return steps
+
+
+def _short(case: Case) -> Case:
+    """Return a case of few tokens, whose rows differ and have no padding."""
+    if case.input_ids is None:
+        return case
+    ids = case.input_ids[:1, -_MOST_TOKENS:]
+    ids = torch.cat([ids, ids.flip(-1)])
+    return replace(case, num_steps=NUM_STEPS, input_ids=ids, attention_mask=torch.ones_like(ids), tokens=None)

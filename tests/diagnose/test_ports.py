@@ -1,0 +1,96 @@
+"""Ports: the same computation in other words raises no alarm, and one mistake in it is found where it is."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from glassengine.diagnose import check
+from glassengine.results import Comparison
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from ports import Port, Style, model
+
+STYLES = {
+    "other names": Style(),
+    "fused": Style(fused=True),
+    "root and explicit attention": Style(norm="root", attention="explicit"),
+    "wide norm and einsum": Style(norm="wide", attention="einsum"),
+    "sum, in another order": Style(norm="sum", reordered=True),
+    "everything": Style(fused=True, norm="wide", attention="explicit", transposed=True),
+    "transposed, in another order": Style(transposed=True, norm="root", reordered=True),
+    "gpt2, fused": Style("gpt2", fused=True, transposed=True),
+    "gpt2, written out": Style("gpt2", norm="written", attention="explicit"),
+    "bert, einsum": Style("bert", norm="written", attention="einsum", reordered=True),
+    "bert, fused": Style("bert", fused=True, transposed=True, attention="explicit"),
+}
+
+# Style, mistake, and the sites at or directly around the op that is guilty.
+MISTAKES = [
+    ("other names", "half", ("self_attn/cat.1", "self_attn/mul.1")),
+    ("fused", "swapped", ("self_attn/linear.1", "self_attn/view.1", "self_attn/cat.2", "self_attn.k_proj/linear.0")),
+    ("fused", "gate", ("mlp/mul.0", "mlp/silu.0", "mlp.gate_proj/linear.0")),
+    ("root and explicit attention", "epsilon", ("input_layernorm/add.0", "input_layernorm/mul.0")),
+    ("root and explicit attention", "softmax axis", ("self_attn/scaled_dot_product_attention.0",)),
+    ("wide norm and einsum", "scale", ("self_attn/scaled_dot_product_attention.0",)),
+    ("sum, in another order", "residual", ("layers.1/add.0",)),
+    ("everything", "epsilon", ("input_layernorm/add.0", "input_layernorm/rsqrt.0", "input_layernorm/mul.0")),
+    ("transposed, in another order", "axis", ("self_attn/view.0", "self_attn/transpose.0")),
+    ("gpt2, fused", "swapped", ("self_attn/scaled_dot_product_attention.0",)),
+    ("gpt2, written out", "scale", ("self_attn/scaled_dot_product_attention.0",)),
+    ("bert, einsum", "axis", ("self_attn/view.0", "self_attn/transpose.0")),
+    ("bert, fused", "residual", ("layers.1/add.0",)),
+]
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def ids(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("ids") / "inputs.pt"
+    torch.save({"ids": torch.tensor([[3, 17, 9, 41, 22, 8, 30], [5, 1, 44, 3, 27, 12, 20]])}, path)
+    return str(path)
+
+
+def checked(style: str, dtype: str, ids: str, mistake: str = "") -> Comparison:
+    torch.set_num_threads(1)
+    baseline = model(STYLES[style].family, getattr(torch, dtype))
+    return check(baseline, candidate=Port(baseline, STYLES[style], mistake).eval(), inputs=ids)
+
+
+def sampled(runs: list[tuple[str, ...]], always: set[int]) -> list[object]:
+    """A few run always, the rest with `-m slow`."""
+    return [pytest.param(*run, marks=() if index in always else SLOW) for index, run in enumerate(runs)]
+
+
+@pytest.mark.parametrize(
+    ("style", "dtype"),
+    sampled([(style, dtype) for style in STYLES for dtype in ("float32", "bfloat16")], {5, 17}),
+)
+def test_a_port_is_no_mistake(style: str, dtype: str, ids: str) -> None:
+    result = checked(style, dtype, ids)
+    assert result.ok and result.verdict in ("identical", "rounding") and not result.origins
+    assert result.coverage > 0.9
+    within = [pair for pair in result.pairs if pair.method == "region"]
+    assert all(
+        pair.verdict in ("identical", "rounding") and "region that ends in" in str(pair.reason) for pair in within
+    )
+    assert within or STYLES[style].norm != "root"
+
+
+@pytest.mark.parametrize(
+    ("style", "mistake", "sites", "dtype"),
+    sampled([(*run, dtype) for run in MISTAKES for dtype in ("float32", "bfloat16")], {3, 7}),
+)
+def test_a_mistake_in_a_port_is_found_where_it_is(
+    style: str, mistake: str, sites: tuple[str, ...], dtype: str, ids: str
+) -> None:
+    result = checked(style, dtype, ids, mistake)
+    assert not result.ok and result.verdict == "wrong"
+    assert result.first_divergence is not None and result.first_divergence.rung == "candidate"
+    assert result.first_divergence.site.removeprefix("layers.1.") in sites
+    own = [origin for origin in result.origins if origin.rung == "candidate"]
+    assert len(own) <= 3 and all(origin.site.startswith("layers.1") for origin in own)
