@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -93,6 +93,7 @@ class Reference:
         dtype: Floating dtype in which the tensor is computed; the coarser one when the candidate's is coarser.
         valid: Bool mask that broadcasts against the tensor, or None when every element counts.
         relative_floor: Largest rms(D) / rms(P) seen for this site so far; keeps short decode rows from a lucky floor.
+        remember: Told of that when the floor is measured, which is when it is first needed.
 
     Attributes:
         unstable: Of an integer or bool tensor: elements that rounding alone changes in some run; None where there are
@@ -108,13 +109,17 @@ class Reference:
         dtype: torch.dtype,
         valid: torch.Tensor | None,
         relative_floor: float = 0.0,
+        remember: Callable[[float], None] | None = None,
     ) -> None:
         self.exact = exact
         self.native = native
         self._noisy = noisy
         self.valid = valid.expand(exact.shape) if valid is not None else None
+        self._dtype = dtype
+        self._relative_floor = relative_floor
+        self._remember = remember
         self._floor: list[torch.Tensor] | None = None
-        self.relative_floor = relative_floor
+        self._special: torch.Tensor | None = None
         self.unstable: torch.Tensor | None = None
         if not exact.is_floating_point():
             differs = [run != exact for run in (native, *noisy) if run.shape == exact.shape]
@@ -123,29 +128,46 @@ class Reference:
             return
         self._limit = _sentinel(dtype)
         self._u, self._tiny = unit_roundoff(dtype), smallest_precise(dtype)
-        # Where the reference is a mask sentinel or not finite, values are compared as a class, not by size.
-        special = None if _is_below(exact, self._limit) else ~exact.isfinite() | (exact.abs() >= self._limit)
-        self._special = special
+
+    @property
+    def relative_floor(self) -> float:
+        """The largest rms(D) / rms(P) seen for this site, this tensor's among them."""
+        self.measure_floor()
+        return self._relative_floor
+
+    def measure_floor(self) -> None:
+        """Measure the floor; once, and only where somebody asks for it."""
+        exact = self.exact
+        if self._floor is not None or not exact.is_floating_point():
+            return
+        finite_power = exact.square()
+        of_power = _SliceMeans(finite_power, self.valid)
+        # No element is larger than the root of the sum of squares, which is NaN where one of them is.
+        self._largest = of_power.total**0.5
+        if not self._largest < self._limit and not _is_below(exact, self._limit):
+            # Where the reference is a mask sentinel or not finite, values are compared as a class, not by size.
+            self._special = ~exact.isfinite() | (exact.abs() >= self._limit)
+            of_power = _SliceMeans(torch.where(exact.isfinite(), finite_power, 0.0), self._counted())
         counted = self._counted()
-        squares = [_finite((run.double() - exact).square_()) for run in (native, *noisy)]
-        finite_power = exact.square() if special is None else torch.where(exact.isfinite(), exact.square(), 0.0)
-        power = _mean(finite_power, counted)
-        whole = max((_mean(s, counted) for s in squares), default=0.0)
+        of_runs = [self._of_run(run, counted) for run in (self.native, *self._noisy)]
+        power, whole = of_power.mean, max((means.mean for means in of_runs), default=0.0)
         if power > 0:
-            self.relative_floor = max(relative_floor, (whole / power) ** 0.5)
-        least = max(
-            whole,
-            power * self.relative_floor**2,
-            power * unit_roundoff(dtype) ** 2 / 3,
-            _ETA.get(dtype, 0.0) ** 2 / 3,
-        )
-        relative = max(self.relative_floor**2, unit_roundoff(dtype) ** 2 / 3)
-        per_run = [_slice_means(square, counted) for square in (*squares, finite_power)]
+            self._relative_floor = max(self._relative_floor, (whole / power) ** 0.5)
+        relative = max(self._relative_floor**2, self._u**2 / 3)
+        self._least = max(whole, power * relative, _ETA.get(self._dtype, 0.0) ** 2 / 3)
         self._floor = []
-        for axis in range(exact.dim()):
-            *of_runs, of_power = (means[axis] for means in per_run)
-            self._floor.append(torch.stack([*of_runs, relative * of_power]).amax(0).clamp(min=least))
-        self._least = least
+        for axis, by_index in enumerate(of_power.by_axis):
+            means = [run.by_axis[axis] for run in of_runs]
+            self._floor.append(torch.stack([*means, relative * by_index]).amax(0).clamp(min=self._least))
+        if self._remember is not None:
+            self._remember(self._relative_floor)
+
+    def _of_run(self, run: torch.Tensor, counted: torch.Tensor | None) -> _SliceMeans:
+        square = (run.double() - self.exact).square_()
+        means = _SliceMeans(square, counted)
+        if means.total < math.inf:
+            return means
+        return _SliceMeans(square.nan_to_num_(0.0, 0.0, 0.0), counted)
 
     def judge(self, candidate: torch.Tensor) -> Judgement:
         """Judge one candidate tensor of any dtype on the same device by the floor alone."""
@@ -205,21 +227,24 @@ class Reference:
         if candidate.shape != exact.shape:
             shapes = f"shape {tuple(candidate.shape)}, baseline {tuple(exact.shape)}"
             return Judgement("wrong", None, None, shapes)
-        if self._floor is None or not candidate.is_floating_point():
+        if not exact.is_floating_point() or not candidate.is_floating_point():
             return self._judge_exact(candidate)
+        self.measure_floor()
+        assert self._floor is not None
         if candidate.dtype is self.native.dtype and _equal(candidate, self.native, valid):
             return Judgement("identical", 0.0, _rms(candidate.double() - exact, self._counted()))
         value = candidate.double()
-        mismatch = self._special_mismatch(value)
-        if mismatch:
-            return Judgement("wrong", None, None, mismatch)
         counted = self._counted()
-        square = (value - exact).square_()
-        square = torch.where(counted, square, 0.0) if counted is not None else square
-        mean = _mean(square, counted)
+        means = _SliceMeans((value - exact).square_(), counted)
+        # No element of `value` is larger than the largest of P and the largest error together.
+        if not self._largest + means.total**0.5 < self._limit:
+            mismatch = self._special_mismatch(value)
+            if mismatch:
+                return Judgement("wrong", None, None, mismatch)
+        mean = means.mean
         ratio = mean / self._least if self._least else float("inf") if mean else 0.0
-        for floor, means in zip(self._floor, _slice_means(square, counted), strict=True):
-            ratios = torch.where(means > 0, means / floor, 0.0)
+        for floor, by_index in zip(self._floor, means.by_axis, strict=True):
+            ratios = torch.where(by_index > 0, by_index / floor, 0.0)
             ratio = max(ratio, float(ratios.max()) if ratios.numel() else 0.0)
         return Judgement("rounding", ratio**0.5, mean**0.5)
 
@@ -273,14 +298,16 @@ def _is_below(value: torch.Tensor, limit: float) -> bool:
     return bool(low > -limit) and bool(high < limit)
 
 
-def _finite(square: torch.Tensor) -> torch.Tensor:
-    """Set what is not finite to 0."""
-    return square if _is_below(square, math.inf) else square.nan_to_num_(0.0, 0.0, 0.0)
+def is_finite(value: torch.Tensor) -> bool:
+    """Whether a floating tensor holds numbers only; one pass and no mask for what does."""
+    return math.isfinite(float(value.sum())) or bool(value.isfinite().all())
 
 
 def _equal(candidate: torch.Tensor, native: torch.Tensor, valid: torch.Tensor | None) -> bool:
     if torch.equal(candidate, native):
         return True
+    if valid is None and is_finite(candidate):
+        return False
     same = (candidate == native) | (candidate.isnan() & native.isnan())
     return bool(same.all() if valid is None else (same | ~valid).all())
 
@@ -296,13 +323,26 @@ def _rms(error: torch.Tensor, counted: torch.Tensor | None) -> float:
     return float(_mean(error.square(), counted) ** 0.5)
 
 
-def _slice_means(square: torch.Tensor, counted: torch.Tensor | None) -> list[torch.Tensor]:
-    """For each axis, the mean over all other axes for every index of it; 0 where nothing counts."""
-    totals = _slice_sums(square if counted is None else torch.where(counted, square, 0.0))
-    if counted is None:
-        return [total / max(1, square.numel() // max(1, total.numel())) for total in totals]
-    numbers = _slice_sums(counted.double())
-    return [total / number.clamp(min=1) for total, number in zip(totals, numbers, strict=True)]
+class _SliceMeans:
+    """Means of squares: over all elements, and for each axis over all other axes, for every index of it.
+
+    Attributes:
+        total: The sum.
+        mean: Of all elements that count; 0 where none does.
+        by_axis: For each axis float64 [size]; 0 where nothing counts.
+    """
+
+    def __init__(self, square: torch.Tensor, counted: torch.Tensor | None) -> None:
+        square = square if counted is None else torch.where(counted, square, 0.0)
+        sums = _slice_sums(square)
+        self.total = float((sums[0] if sums else square).sum())
+        if counted is None:
+            self.mean = self.total / max(1, square.numel())
+            self.by_axis = [part / max(1, square.numel() // max(1, part.numel())) for part in sums]
+            return
+        numbers = _slice_sums(counted.double())
+        self.mean = self.total / max(1, int(counted.sum()))
+        self.by_axis = [part / number.clamp(min=1) for part, number in zip(sums, numbers, strict=True)]
 
 
 def _slice_sums(value: torch.Tensor) -> list[torch.Tensor]:

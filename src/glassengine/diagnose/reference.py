@@ -18,8 +18,9 @@ from torch.utils import _pytree as pytree
 
 from glassengine.compare.operation import FLOAT32_SUMS, Accumulation
 from glassengine.compare.verdict import Reference, unit_roundoff
+from glassengine.diagnose.exact_product import ExactProduct, is_product
 from glassengine.diagnose.float64 import double, retarget, target_of
-from glassengine.diagnose.rounding import noisy, rounds
+from glassengine.diagnose.rounding import noisy, rounded, rounds
 from glassengine.program.naming import is_tensor_node
 from glassengine.program.program import Program
 
@@ -37,7 +38,8 @@ class ReferenceRun:
             and weights are disturbed by its rounding when it is coarser than theirs.
         accumulation: How the candidates' products are summed.
         seed: Of the noise.
-        relative_floors: Site memory shared between cases: node -> largest relative floor seen.
+        relative_floors: Site memory shared between cases: node -> largest relative floor seen, of the outputs of the
+            program and of what anybody judged.
     """
 
     def __init__(
@@ -56,7 +58,11 @@ class ReferenceRun:
         self._steps = 0
         self.relative_floors = {} if relative_floors is None else relative_floors
         self._weights = program.weights()
+        self._in_double = {
+            node: pytree.tree_map(retarget, (tuple(node.args), dict(node.kwargs))) for node in program.graph.nodes
+        }
         self._last_use = _last_uses(program)
+        self._outputs = set(program.graph.output_node().all_input_nodes)
         # Lane 0 is exact, lane 1 the program's own dtype, the rest are noisy.
         self._caches: list[dict[str, torch.Tensor]] = [{} for _ in range(2 + NUM_NOISE_RUNS)]
 
@@ -126,25 +132,45 @@ class ReferenceRun:
 
         def argument(source: Node, lane: int) -> Any:
             value = env[source][lane]
-            if lane == 1 or source.name not in self._weights or not value.is_floating_point():
+            if lane == 1:
                 return value
+            if not isinstance(value, torch.Tensor):
+                return pytree.tree_map(retarget, value)
+            if source.name not in self._weights or not value.is_floating_point():
+                return double(value)
             if source not in doubles:
                 doubles[source] = value.double()
             return self._disturbed(source, doubles[source], value.dtype, lane)
 
-        results = []
+        results: list[Any] = []
+        product: ExactProduct | None = None
         for lane in self._lanes:
-            args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), partial(argument, lane=lane))
+            written = (node.args, node.kwargs) if lane == 1 else self._in_double[node]
+            args, kwargs = torch.fx.node.map_arg(written, partial(argument, lane=lane))
             if lane == 1:
                 results.append(target(*args, **kwargs))
                 continue
-            args, kwargs = pytree.tree_map(retarget, (args, kwargs))
+            if lane > 1 and product is not None:
+                u = unit_roundoff(self._dtype(node, results[0]))
+                summed = product.sums(args, kwargs, u, generators[lane], self._accumulation)
+                if summed is not None:
+                    results.append(rounded(results[0], u, generators[lane], summed))
+                    continue
             value = target(*args, **kwargs)
+            if lane == 0 and is_product(node) and isinstance(value, torch.Tensor) and value.is_floating_point():
+                product = ExactProduct(node, value, args, kwargs, self._stored(node))
             if lane > 1 and rounds(node):
                 disturb = partial(self._noisy, node, args=args, kwargs=kwargs, generator=generators[lane])
                 value = pytree.tree_map(disturb, value)
             results.append(value)
         return results
+
+    def _stored(self, node: Node) -> dict[int, torch.Tensor]:
+        """Weights among the arguments of `node` as they are stored, by position."""
+        leaves = enumerate(pytree.tree_leaves(node.args))
+        return {
+            i: self._weights[leaf.name] for i, leaf in leaves if isinstance(leaf, Node) and leaf.name in self._weights
+        }
 
     def _noisy(
         self, node: Node, value: Any, *, args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator
@@ -180,8 +206,10 @@ class ReferenceRun:
             dtype=self._dtype(node, lanes[0]),
             valid=valid(node, lanes[0]),
             relative_floor=self.relative_floors.get(node.name, 0.0),
+            remember=partial(self.relative_floors.__setitem__, node.name),
         )
-        self.relative_floors[node.name] = reference.relative_floor
+        if node in self._outputs:
+            reference.measure_floor()
         return reference
 
 

@@ -34,7 +34,7 @@ from glassengine.compare.operation import (
     Operation,
     Roundoff,
 )
-from glassengine.compare.verdict import TIE, Judgement, Reference, smallest_precise, unit_roundoff
+from glassengine.compare.verdict import TIE, Judgement, Reference, is_finite, smallest_precise, unit_roundoff
 from glassengine.diagnose.float64 import retarget, target_of
 from glassengine.diagnose.reference import NUM_NOISE_RUNS
 from glassengine.diagnose.rounding import noisy, rounds
@@ -288,7 +288,7 @@ def _newly_broken(operation: Operation, candidate: torch.Tensor) -> int:
 
     A row of padding that may see nothing has a softmax of its own in every kernel.
     """
-    if operation.name in _OF_ROWS:
+    if operation.name in _OF_ROWS or is_finite(candidate):
         return 0
     largest = torch.finfo(candidate.dtype).max / 2
     return int((~candidate.isfinite() & operation.exact.isfinite() & (operation.exact.abs() < largest)).sum())

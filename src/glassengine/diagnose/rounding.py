@@ -2,8 +2,8 @@
 
 Noise is uniform in [-u, u] relative to the result, plus the accumulation error of sums: sqrt(K / 6) u_acc sqrt(x^2 W^2)
 for products over K terms (the probabilistic bound of Higham and Mary); without that term 5-40 % of legitimate float32
-runs looked wrong in the study behind this design. u_acc is float32's, unless less is
-declared: lower accumulation must show as an error.
+runs looked wrong in the study behind this design. u_acc is float32's, unless less is declared: lower accumulation must
+show as an error. The noise itself is worked out in float32, and added in float64.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch.utils import _pytree as pytree
 from glassengine.compare.operation import (
     ATTENTION,
     CASTS,
-    CONVOLUTIONS,
     FLOAT32_SUMS,
     MOVES,
-    PRODUCTS,
     SUMS,
     U_ACCUMULATE,
     Accumulation,
     num_terms,
 )
+from glassengine.diagnose.exact_product import ExactProduct, is_product
 from glassengine.diagnose.float64 import target_of
+from glassengine.diagnose.uniform import uniform
 from glassengine.program.naming import op_name
 from glassengine.program.outputs import is_view
 
@@ -66,49 +66,41 @@ def noisy(
         generator: Source of the noise.
         accumulation: Of products.
     """
-    scale = u * value.abs()
+    if is_product(node):
+        summed = ExactProduct(node, value, args, kwargs).sums(args, kwargs, u, generator, accumulation)
+        return rounded(value, u, generator, summed)
+    half = value.float().abs_().mul_(u)
     accumulated = _accumulation(node, value, args, kwargs, u, accumulation)
     if accumulated is not None:
-        scale += accumulated
-    unit = torch.rand(value.shape, generator=generator, dtype=torch.float32).mul_(2).sub_(1)
-    disturbed = scale.mul_(unit).add_(value)
-    is_finite = not value.numel() or bool(disturbed.abs().amax() < math.inf)
-    return disturbed if is_finite else torch.where(value.isfinite(), disturbed, value)
+        half += accumulated.float()
+    return _added(value, half.mul_(uniform(value.shape, generator)), u)
+
+
+def rounded(value: torch.Tensor, u: float, generator: torch.Generator, noise: torch.Tensor | None) -> torch.Tensor:
+    """Return `value` (float64) with other `noise` (float32) and its own rounding."""
+    own = value.float().mul_(uniform(value.shape, generator)).mul_(u)
+    return _added(value, own if noise is None else own.add_(noise), u)
+
+
+def _added(value: torch.Tensor, noise: torch.Tensor, u: float) -> torch.Tensor:
+    """`value` with noise where there can be any: what is infinite, or a mask beyond float32, has none."""
+    disturbed = noise.double().add_(value)
+    if math.isfinite(float(disturbed.sum())):
+        return disturbed
+    return torch.where(disturbed.isfinite(), disturbed, value)
 
 
 def _accumulation(
     node: Node, value: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], u: float, how: Accumulation
 ) -> torch.Tensor | None:
     """Half-width of uniform noise for the internal sums of an op (broadcasts against its result), None without sums."""
-    op, call = op_name(node), target_of(node)
-    if op in PRODUCTS or op in CONVOLUTIONS:
-        # The added operand of addmm and the bias of linear and convolutions are rounded once, not summed up.
-        left, right, *rest = (
-            (args[0] * 0, *args[1:]) if op.startswith(("add", "badd")) else (*args[:2], None, *args[3:])
-        )
-        operands = (left, right, *rest)[: len(args)]
-        named = {name: None if name == "bias" else option for name, option in kwargs.items()}
-        squares: torch.Tensor = call(*pytree.tree_map(_squared, operands), **named).double()
-        if not bool(squares.isfinite().all()):
-            squares = call(*pytree.tree_map(_squared_wide, operands), **named)
-        # A uniform variable on [-a, a] has standard deviation a / sqrt(3).
-        share = math.sqrt(3.0 * num_terms(op, args, value) / 6.0) * how.u_sums + 2 * how.u_operands
-        return squares.abs().sqrt() * share
+    op = op_name(node)
     if op == ATTENTION:
         return _attention(args, kwargs, max(u, how.u_operands), how.u_sums)
     if op in SUMS or op in _ROOTS:
-        absolute: torch.Tensor = call(*pytree.tree_map(_absolute, args), **kwargs).abs()
+        absolute: torch.Tensor = target_of(node)(*pytree.tree_map(_absolute, args), **kwargs).abs()
         return absolute * math.sqrt(min(num_terms(op, args, value), 1 << 16)) * U_ACCUMULATE
     return None
-
-
-def _squared(value: Any) -> Any:
-    """The size of noise needs no float64, which takes twice the time."""
-    return value.float().square() if isinstance(value, torch.Tensor) else value
-
-
-def _squared_wide(value: Any) -> Any:
-    return value.square() if isinstance(value, torch.Tensor) else value
 
 
 def _absolute(value: Any) -> Any:
@@ -117,12 +109,15 @@ def _absolute(value: Any) -> Any:
 
 def _attention(args: tuple[Any, ...], kwargs: dict[str, Any], u: float, u_sums: float) -> torch.Tensor:
     """Scores are sums over D, probabilities are rounded (to the input dtype by fused kernels), contexts sum over T."""
-    query, key, value = args[:3]
+    # The size of noise needs no float64, which takes twice the time.
+    narrow = [arg.float() if isinstance(arg, torch.Tensor) and arg.is_floating_point() else arg for arg in args]
+    query, key, value = narrow[:3]
     size, length = query.shape[-1], key.shape[-2]
     scale = kwargs.get("scale") or size**-0.5
     spread = query.square().sum(-1, keepdim=True).amax().sqrt() * key.square().sum(-1).amax().sqrt()
     score_error = size**0.5 * u_sums * scale * float(spread)
-    weight = torch.ops.aten.scaled_dot_product_attention.default(*args[:2], value.abs(), *args[3:], **kwargs)
+    named = {k: v.float() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in kwargs.items()}
+    weight = torch.ops.aten.scaled_dot_product_attention.default(query, key, value.abs(), *narrow[3:], **named)
     share = score_error + 2 * U_ACCUMULATE + length**0.5 * u_sums + u / max(1.0, length**0.5)
     noise: torch.Tensor = weight * share
     return noise

@@ -13,7 +13,7 @@ from glassengine.compare.hints import tensor_hints, weight_hints
 from glassengine.compare.measure import measure
 from glassengine.compare.operation import RANDOM, UNDEFINED
 from glassengine.compare.tolerance import tolerance
-from glassengine.compare.verdict import TIE, Judgement, Reference
+from glassengine.compare.verdict import TIE, Judgement, Reference, is_finite
 from glassengine.diagnose.cases import Case
 from glassengine.diagnose.evidence import EvidenceBox
 from glassengine.diagnose.origins import OriginTracker
@@ -108,7 +108,7 @@ class Score:
             introduced=judged.introduced,
             tied=judgement.is_tie,
             is_choice=not judged.tensor.is_floating_point(),
-            is_broken=judged.tensor.is_floating_point() and not bool(judged.tensor.isfinite().all()),
+            is_broken=judged.tensor.is_floating_point() and not is_finite(judged.tensor),
             masked=reference.valid is not None,
             padding_differs=_padding_differs(judged.tensor, reference),
         )
@@ -279,8 +279,10 @@ def _padding_differs(tensor: torch.Tensor, reference: Reference) -> bool:
 def _inherited(predicted: torch.Tensor, reference: Reference) -> float | None:
     if predicted.shape != reference.exact.shape or not predicted.is_floating_point():
         return None
-    difference = torch.nan_to_num(predicted - reference.exact, nan=0.0, posinf=0.0, neginf=0.0)
-    return float(difference.square().mean().sqrt()) if difference.numel() else 0.0
+    square = (predicted - reference.exact).square_()
+    if not is_finite(square):
+        square.nan_to_num_(0.0, 0.0, 0.0)
+    return float(square.mean().sqrt()) if square.numel() else 0.0
 
 
 def _completed(tensor: torch.Tensor, reference: Reference, program: Program, node: Node, num_seen: int) -> torch.Tensor:
