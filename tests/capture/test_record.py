@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -417,6 +419,23 @@ def test_hooks_that_are_there_already(tmp_path: Path) -> None:
     assert torch.equal(found["head:in[0]"], found["layers.1"] * 2)
     assert torch.equal(found["head"], result["logits"])
     assert len(model.head._forward_hooks) == 1
+
+
+def test_a_model_is_saved_and_copied_while_it_is_recorded(tmp_path: Path) -> None:
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(shared, nn.ReLU(), shared)
+    with record(model, tmp_path / "r", gradients=True):
+        expected = model(X)
+        torch.save(model, tmp_path / "model.pt")
+        copied = copy.deepcopy(model)
+        assert torch.equal(copied(X), expected)
+    assert Recording.open(tmp_path / "r").steps == [0]
+    loading = "import sys, torch; torch.load(sys.argv[1], weights_only=False); assert 'glassengine' not in sys.modules"
+    subprocess.run([sys.executable, "-c", loading, tmp_path / "model.pt"], check=True)
+    for other in (copied, torch.load(tmp_path / "model.pt", weights_only=False)):
+        assert other[0] is other[2] and type(other._modules) is dict
+        compiled = torch.compile(other, backend="eager", fullgraph=True)
+        assert torch.equal(compiled(X), expected)
 
 
 def test_values_are_those_of_the_moment(tmp_path: Path) -> None:

@@ -173,6 +173,10 @@ class _AccessLog(dict[str, Any]):
     def items(self) -> Iterator[tuple[str, Any]]:  # type: ignore[override]
         return ((name, self._note(name, module)) for name, module in super().items())
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the module, or its pickle, has the plain one.
+        return dict, (), None, None, iter(dict.items(self))
+
     def restore(self) -> None:
         self.original.clear()
         self.original.update(dict.items(self))

@@ -9,6 +9,7 @@ compiled code is the one it would be without them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import sys
@@ -46,6 +47,14 @@ class _Forks:
 os.register_at_fork(after_in_child=_Forks.note)
 
 
+class _Hook(functools.partial[None]):
+    """A hook that is not a part of what it observes: a copy of the module, or its pickle, has one that does nothing."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A callable of the standard library that takes anything and returns None: whoever loads the model has it.
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
 class ModuleHooks:
     """Observes one model.
 
@@ -81,7 +90,7 @@ class ModuleHooks:
         for module, known in self.names.known.items():
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # runs without Python, hence without hooks; listed as not called
-            before, after = self._hooks(known)
+            before, after = map(_Hook, self._hooks(known))
             if has_compiled_call(module):
                 self._handles.append(CompiledCall(module, before, after))
                 continue
