@@ -10,6 +10,7 @@ import torch
 
 from glassengine.diagnose import check
 from glassengine.results import Comparison
+from glassengine.testing import models
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -94,3 +95,25 @@ def test_a_mistake_in_a_port_is_found_where_it_is(
     assert result.first_divergence.site.removeprefix("layers.1.") in sites
     own = [origin for origin in result.origins if origin.rung == "candidate"]
     assert len(own) <= 3 and all(origin.site.startswith("layers.1") for origin in own)
+
+
+@pytest.mark.parametrize("epsilon", [1e-6, pytest.param(1e-4, marks=SLOW)])
+def test_a_language_model_with_a_norm_of_its_own(epsilon: float, token_ids: str) -> None:
+    """The weight is multiplied before the result is rounded to bfloat16; prefill, decode steps and padding."""
+
+    def forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        root = torch.sqrt((wide * wide).mean(-1, keepdim=True) + epsilon)
+        return (self.weight.float() * (wide / root)).to(x.dtype)  # type: ignore[operator, union-attr]
+
+    torch.set_num_threads(1)
+    baseline, port = models.llama(rms_norm_eps=1e-6).bfloat16(), models.llama(rms_norm_eps=1e-6).bfloat16()
+    for module in port.modules():
+        if type(module).__name__ == "LlamaRMSNorm":
+            module.forward = forward.__get__(module)
+    result = check(baseline, candidate=port, inputs=token_ids, steps=1)
+    assert result.ok == (epsilon == 1e-6), result.not_ok_because
+    if result.ok:
+        assert result.verdict in ("identical", "rounding") and result.coverage > 0.9
+    else:
+        assert result.first_divergence is not None and "norm" in result.first_divergence.site

@@ -44,15 +44,14 @@ class RegionReplay(Replay):
         """Start a case, with an empty cache."""
         self._segments.begin()
 
-    def begin_region_step(
-        self, inputs: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor], valid: Valid
-    ) -> None:
-        """Take over a step of the candidate: as `begin_step`, with the mask of what counts."""
-        self.begin_step(inputs, values)
-        # The reference runs in its own dtype, whatever the candidate's caches hold.
-        own = {port.name: getattr(torch, port.dtype) for port in self.program.inputs}
-        given = {n: t.to(own[n]) if isinstance(t, torch.Tensor) and n in own else t for n, t in inputs.items()}
-        self._segments.begin_step(given, values.get, valid)
+    def begin_region_step(self, inputs: Mapping[str, torch.Tensor], valid: Valid) -> None:
+        """Take over a step of the candidate for regions, after `begin_step`.
+
+        Args:
+            inputs: By name; caches of the baseline as they were before the first step, whatever the candidate's are.
+            valid: As for `SegmentReplay.begin_step`.
+        """
+        self._segments.begin_step(inputs, self._values.get, valid)
 
     @torch.no_grad()
     def judge(self, node: Node, candidate: torch.Tensor, valid: torch.Tensor | None) -> Replayed | None:

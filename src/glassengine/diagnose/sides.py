@@ -179,12 +179,11 @@ class ProgramSide:
         if self.replay is not None:
             by_node = {node: pair.candidate.node for node, pair in self.pairs.items()}
             values = {node: self._values[own] for node, own in by_node.items() if own in self._values}
-            given = {**named, **self._caches}
+            self.replay.begin_step({**named, **self._caches}, values)
             if isinstance(self.replay, RegionReplay):
-                # The mask of what counts is read off the sites of the program whose nodes are replayed.
-                self.replay.begin_region_step(given, values, partial(_valid, self.replay.program, inputs))
-            else:
-                self.replay.begin_step(given, values)
+                ours = self.replay.program
+                caches = empty_caches(ours, named) if ours.layout is not None else {}
+                self.replay.begin_region_step({**named, **caches}, partial(_valid, ours, inputs))
         self._caches = {past: outputs[present] for past, present in self.program.caches.items()}
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from glassengine.compare.pairing import SitePair, pair_sites
 from glassengine.diagnose.cases import Case, StepInputs
+from glassengine.diagnose.counterparts import pair_programs
 from glassengine.diagnose.gradient_graph import (
     GRADIENT,
     LOSS,
@@ -149,15 +150,24 @@ def _judge_gradients(
     with torch.enable_grad():
         program = gradient_program(baseline, batch, loss, taken.state)
         theirs = gradient_program(candidate, batch, loss, taken.state)
-    pairs, only_ours, only_theirs = pair_sites(program, theirs)
-    by_node: dict[str, SitePair] = {pair.baseline.node: pair for pair in pairs}
-    ops = Score(ProgramSide(theirs, by_node, rung="step", replay=Replay(program)), program)
-    run = Score(_RunSide(program, taken), program)
     given = step_inputs(taken.state, batch)
     case = Case(f"step {number}", 1, steps=(given,))
-    # What picks the next token in other checks has nothing to pick here.
-    nobody = ModuleSide(nn.Identity(), program)
-    run_cases(program, [case], nobody, [ops, run], coarsest=None, on_step=lambda *_: None)
+
+    def scores_of(pairs: Mapping[str, SitePair]) -> tuple[Score, Score]:
+        scores = [
+            Score(ProgramSide(theirs, pairs, rung="step", replay=Replay(program)), program),
+            Score(_RunSide(program, taken), program),
+        ]
+        # What picks the next token in other checks has nothing to pick here.
+        nobody = ModuleSide(nn.Identity(), program)
+        run_cases(program, [case], nobody, scores, coarsest=None, on_step=lambda *_: None)
+        return scores[0], scores[1]
+
+    pairs, only_ours, only_theirs = pair_sites(program, theirs)
+    ops, run = scores_of({pair.baseline.node: pair for pair in pairs})
+    if ops.divergences and only_ours and not any(pair.verdict in FLAGGED for pair in run.pairs):
+        # Written with other ops, perhaps rightly: what the ops compute says better which belong together.
+        ops, run = scores_of(pair_programs(program, theirs, [case]))
     order = {node.name: index for index, node in enumerate(program.graph.nodes)}
     phases = {site.node: "backward" if is_backward(site.name) else "forward" for site in program.sites}
     at_site = {site.name: phases[site.node] for site in program.sites}
@@ -187,18 +197,18 @@ def _judge_gradients(
 def _without_rewrites(
     origins: Sequence[Divergence], ops: Sequence[Pair], results: Sequence[Pair], unmatched: Sequence[Site]
 ) -> tuple[list[Divergence], list[Pair]]:
-    """Leave out origins in a module that is written with other ops, where loss and gradients agree all the same.
+    """Cap at suspicious what was found in a module that is written with other ops, where loss and gradients agree.
 
-    In such a module an op may have been paired with one that computes something else.
+    In such a module an op may have been paired with one that computes something else, or its error may drown.
     """
     if any(pair.verdict in FLAGGED for pair in results):
         return list(origins), list(ops)
     rewritten = {site.name.rpartition("/")[0] for site in unmatched}
-    kept = [found for found in origins if found.site.rpartition("/")[0] not in rewritten]
-    if kept or not origins:
-        return kept, list(ops)
+    if any(found.verdict == "wrong" and found.site.rpartition("/")[0] not in rewritten for found in origins):
+        return list(origins), list(ops)
     reason = "written with other ops; loss and gradients agree"
-    return [], [replace(p, verdict="rounding", reason=reason) if p.verdict in FLAGGED else p for p in ops]
+    capped = [replace(found, verdict="suspicious") for found in origins]
+    return capped, [replace(p, verdict="suspicious", reason=reason) if p.verdict == "wrong" else p for p in ops]
 
 
 def _require_one_model(baseline: nn.Module, candidate: nn.Module) -> None:
