@@ -90,8 +90,6 @@ def test_modules_executions_steps_and_the_users_spans_are_named_and_nested(tmp_p
 
 
 class Root(nn.Module):
-    """Names its one submodule, so that a graph break is not needed to see it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(8, 8)
