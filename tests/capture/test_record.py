@@ -635,6 +635,23 @@ def test_two_models_and_two_recordings_of_one(tmp_path: Path) -> None:
     assert is_clean(two)
 
 
+def test_a_recording_in_progress_is_not_replaced(tmp_path: Path) -> None:
+    model = Model()
+    with record(model, tmp_path / "r"):
+        model(X)
+        with (
+            pytest.raises(UsageError, match="a recording that is being written is not replaced"),
+            record(model, tmp_path / "r", overwrite=True),
+        ):
+            pass
+        model(X)
+    opened = Recording.open(tmp_path / "r")
+    assert opened.complete and opened.steps == [0, 1]
+    with record(model, tmp_path / "r", overwrite=True):
+        model(X)
+    assert Recording.open(tmp_path / "r").steps == [0]
+
+
 def test_a_model_within_a_model(tmp_path: Path) -> None:
     inner = Model()
     outer = Calls(lambda self, x: self.inner(x)["logits"], inner=inner)

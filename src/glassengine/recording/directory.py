@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import re
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,8 @@ def make_directory(path: Path, overwrite: bool) -> None:
         overwrite: Remove the files of a recording that is there; others are left alone.
 
     Raises:
-        UsageError: It cannot be made, holds other files, or a recording and `overwrite` is false.
+        UsageError: It cannot be made, holds other files, or a recording that is being written, or one and `overwrite`
+            is false.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -31,11 +35,33 @@ def make_directory(path: Path, overwrite: bool) -> None:
             raise UsageError("the output directory holds other files", got=str(path), hint="name a new or empty one")
         if not overwrite:
             raise UsageError("the recording exists already", got=str(path), hint="replace it with --overwrite")
+        if _is_being_written(path):
+            hint = "name another directory, or wait for the end of that recording"
+            raise UsageError("a recording that is being written is not replaced", got=str(path), hint=hint)
         # The manifest goes last, so that a half-removed recording can still be overwritten.
         for name in sorted(filter(_is_ours, names), key=lambda name: name == layout.MANIFEST):
             (path / name).unlink()
     except OSError as error:
         raise UsageError("cannot write the recording", got=reason_of(error, path)) from error
+
+
+def open_index(path: Path) -> FileIO:
+    """Make the index of the recording at `path`; as long as it is open nobody replaces the recording."""
+    index = (path / layout.INDEX).open("xb", buffering=0)
+    with contextlib.suppress(OSError):  # some network file systems have no locks
+        fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return index
+
+
+def _is_being_written(path: Path) -> bool:
+    try:
+        with (path / layout.INDEX).open("rb") as index:
+            fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def manifest_of(

@@ -17,7 +17,7 @@ from torch import Tensor
 from glassengine.errors import UsageError
 from glassengine.recording import layout, records
 from glassengine.recording.description import Description, Group
-from glassengine.recording.directory import make_directory, manifest_of, reason_of, save_manifest
+from glassengine.recording.directory import make_directory, manifest_of, open_index, reason_of, save_manifest
 from glassengine.recording.layout import LeftOut, Location, Sharding
 from glassengine.recording.open_step import EndedStep, OpenStep
 from glassengine.recording.shard import Shard, write_all
@@ -65,7 +65,7 @@ class RecordingWriter:
         manifest = self._manifest("writing")
         make_directory(self.path, overwrite)
         try:
-            self._index = (self.path / layout.INDEX).open("xb", buffering=0)
+            self._index = open_index(self.path)
             save_manifest(self.path, manifest)
         except OSError as error:
             raise UsageError("cannot write the recording", got=reason_of(error, self.path)) from error
