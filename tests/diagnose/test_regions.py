@@ -1,0 +1,56 @@
+"""What lies inside of a region, and what does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from glassengine.diagnose.cases import module_cases
+from glassengine.diagnose.counterparts import pair_programs
+from glassengine.diagnose.regions import covered
+from glassengine.program import Program, export_program, load_model
+
+
+class Root(nn.Module):
+    def __init__(self, written: str) -> None:
+        super().__init__()
+        self.written = written
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        spread = x.square().mean(-1, keepdim=True) + 0.1
+        if self.written == "division":
+            return {"y": (x / spread.sqrt()).tanh()}
+        if self.written == "wrong division":
+            return {"y": (x / (spread + 0.5).sqrt()).tanh()}
+        return {"y": (x * spread.rsqrt()).tanh()}
+
+
+def exported(written: str, inputs: list[dict[str, torch.Tensor]]) -> Program:
+    return export_program(load_model(Root(written).eval()), inputs=inputs)
+
+
+@pytest.mark.parametrize("written", ["division", "wrong division"])
+def test_what_the_other_side_lacks_is_inside_of_a_region(written: str) -> None:
+    inputs = [{"x": torch.randn(3, 8, generator=torch.Generator().manual_seed(1))}]
+    ours, theirs = exported("product", inputs), exported(written, inputs)
+    pairs = pair_programs(ours, theirs, module_cases(inputs))
+    found = {ours.sites.by_node[node][0].op: pair.candidate.op for node, pair in pairs.items()}
+    assert "rsqrt" not in found and (found["mul"], found["tanh"]) == ("div", "tanh")
+    inside = covered(ours, pairs)
+    assert [(ours.sites.by_node[node][0].op, len(ends)) for node, ends in inside.items()] == [("rsqrt", 1)]
+
+
+def test_a_result_is_never_inside() -> None:
+    inputs = [{"x": torch.randn(3, 8)}]
+    program = exported("product", inputs)
+    everything = {site.node for site in program.sites if site.kind == "op"}
+    assert covered(program, everything) == {}
+    assert covered(program, everything - {program.output_nodes["y"]}) == {}
+    assert covered(program, set()) == {}
+
+
+def test_programs_of_the_same_ops_pair_without_being_run() -> None:
+    inputs = [{"x": torch.randn(3, 8)}]
+    pairs = pair_programs(exported("product", inputs), exported("product", inputs), [])
+    assert {pair.method for pair in pairs.values()} == {"name+fingerprint"}
