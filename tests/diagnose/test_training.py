@@ -298,3 +298,30 @@ def test_what_cannot_be_judged_is_refused() -> None:
         check(None, candidate_optimizer=lambda module: torch.optim.LBFGS(module.parameters()))
     with pytest.raises(UsageError, match="no step"):
         check(None, inputs=[])
+
+
+class Faint(Net):
+    factor = 1.0
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        return self.embed(x) + 1e-9 * self.act(self.embed(x))
+
+
+class FaintOtherwise(Faint):
+    def act(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(x) * self.factor
+
+
+class FaintWrong(FaintOtherwise):
+    factor = 1.5
+
+
+@pytest.mark.parametrize("kind", [FaintOtherwise, FaintWrong])
+def test_an_op_that_drowns_in_a_rewritten_module_is_said(kind: type[Net]) -> None:
+    result = glass.check_training(net(Faint), net(kind), inputs=batches(), optimizer=adamw(), min_coverage=0.5)
+    run = next(rung for rung in result.rungs if rung.name == "run")
+    assert run.verdict in ("identical", "rounding"), "loss and gradients agree"
+    if kind is FaintWrong:
+        assert result.verdict in ("suspicious", "wrong") and result.origins
+    else:
+        assert result.ok and result.verdict in ("identical", "rounding") and not result.origins
