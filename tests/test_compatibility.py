@@ -50,7 +50,11 @@ def test_every_row_is_shown_or_open(root: Path, promises: Promises) -> None:
         numbers.setdefault(row[0], []).extend(range(int(first[1:]), int((last or first)[1:]) + 1))
     assert numbers == {letter: list(range(1, n + 1)) for letter, n in {"A": 9, "B": 11, "C": 14, "D": 7}.items()}
     shown = {row for row, _, _ in promises}
-    assert [row for row, text in rows if row not in shown and not re.search(r"\| open \((issue \d+|lazy tensors)\) \|", text)] == []
+    assert [
+        row
+        for row, text in rows
+        if row not in shown and not re.search(r"\| open \((issue \d+|lazy tensors)\) \|", text)
+    ] == []
     assert [row for row in SHOWN if row not in shown] == []
     assert all(text.count(" | ") == 2 for _, text in rows), "a row has the four cells of the head"
 

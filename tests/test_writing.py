@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from glassengine.writing import ASIDE, aside, put_away
+from glassengine.writing import ASIDE, aside, hold, put_away
 
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -33,3 +33,14 @@ def test_what_is_put_away_is_numbered_and_keeps_its_order(tmp_path: Path) -> Non
     with pytest.raises(FileNotFoundError):
         put_away(tmp_path, [tmp_path / "missing", tmp_path / "c"])
     assert (tmp_path / "c").exists(), "what comes later stays"
+
+
+def test_what_is_held_is_held_once_and_let_go_when_it_is_closed(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("")
+    with path.open() as first:
+        hold(first.fileno())
+        with path.open() as second, pytest.raises(BlockingIOError):
+            hold(second.fileno())
+    with path.open() as third:
+        hold(third.fileno())

@@ -244,7 +244,7 @@ class Hint(Result):
 class Divergence(Result):
     """An op that introduced an error; `introduced` and `inherited` are RMS errors.
 
-    `source` is "file:line: line" of the baseline, `candidate_source` that of the candidate, where it has one of its own.
+    `source` is "file:line: line" of the baseline, `candidate_source` that of the candidate where it has one of its own.
     """
 
     rung: str | None

@@ -9,6 +9,11 @@ import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 ASIDE = re.compile(r"\.\d+\.partial")
 """Names that `aside` gives; a process that is killed leaves one behind."""
 
@@ -23,6 +28,25 @@ def aside(target: Path) -> Iterator[Path]:
     except BaseException:
         path.unlink(missing_ok=True)
         raise
+
+
+def hold(file: int) -> None:
+    """Lock an open file or directory until it is closed or the process ends; nothing where there are no locks.
+
+    Args:
+        file: Its descriptor.
+
+    Raises:
+        BlockingIOError: Someone else holds it.
+    """
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:  # some network file systems have none
+        return
 
 
 def put_away(directory: Path, items: Iterable[Path], *, first: int = 1) -> Path:

@@ -11,7 +11,6 @@ Any other block is a mistake, so nothing on a page goes unchecked. In expected o
 from __future__ import annotations
 
 import contextlib
-import glob
 import io
 import os
 import re
@@ -111,7 +110,7 @@ class Runner:
                 patch.delenv(name)
             for name, value in (self.environ | variables).items():
                 patch.setenv(name, value)
-            self.status = main([found for word in words[1:] for found in sorted(glob.glob(word)) or [word]])
+            self.status = main([found for word in words[1:] for found in expanded(word)])
         return stream.getvalue()
 
     def python(self, block: Block, page: str) -> None:
@@ -121,6 +120,11 @@ class Runner:
         with redirected(stream):
             exec(code, self.namespace)
         self.printed = stream.getvalue()
+
+
+def expanded(word: str) -> list[str]:
+    """What a shell makes of a word of a command line."""
+    return sorted(map(str, Path().glob(word))) or [word] if "*" in word and not word.startswith("/") else [word]
 
 
 @contextlib.contextmanager

@@ -25,12 +25,7 @@ from glassengine import environment
 from glassengine.errors import UsageError
 from glassengine.recording.formats.torch_file import save_pt
 from glassengine.recording.statistics import summarize
-from glassengine.writing import ASIDE, aside, put_away
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+from glassengine.writing import ASIDE, aside, hold, put_away
 
 if TYPE_CHECKING:
     from glassengine.engine.session import Session
@@ -187,24 +182,22 @@ _WRITERS: dict[str, Callable[[StepFiles, int, Mapping[str, torch.Tensor]], None]
 
 
 def _locked(directory: Path) -> int | None:
-    """Return a lock on `directory`, held until it is closed or the process ends; None where there are no locks.
+    """Return a lock on `directory`, held until it is closed or the process ends; None where directories have none.
 
     The directory itself is locked, so nothing is left in it.
 
     Raises:
         BlockingIOError: Someone else holds it.
     """
-    if fcntl is None:
-        return None
-    lock = os.open(directory, os.O_RDONLY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock = os.open(directory, os.O_RDONLY)
+    except OSError:  # Windows opens no directories
+        return None
+    try:
+        hold(lock)
     except BlockingIOError:
         os.close(lock)
         raise
-    except OSError:  # some network file systems have none
-        os.close(lock)
-        return None
     return lock
 
 

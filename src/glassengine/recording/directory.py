@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import re
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from typing import Any
 
 from glassengine.errors import UsageError
 from glassengine.recording import layout, noise_floor
+from glassengine.writing import hold
 
 
 def make_directory(path: Path, overwrite: bool) -> None:
@@ -48,15 +48,15 @@ def make_directory(path: Path, overwrite: bool) -> None:
 def open_index(path: Path) -> FileIO:
     """Make the index of the recording at `path`; as long as it is open nobody replaces the recording."""
     index = (path / layout.INDEX).open("xb", buffering=0)
-    with contextlib.suppress(OSError):  # some network file systems have no locks
-        fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with contextlib.suppress(BlockingIOError):  # somebody looks whether it is held
+        hold(index.fileno())
     return index
 
 
 def _is_being_written(path: Path) -> bool:
     try:
         with (path / layout.INDEX).open("rb") as index:
-            fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            hold(index.fileno())
     except BlockingIOError:
         return True
     except OSError:
