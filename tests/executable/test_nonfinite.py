@@ -238,6 +238,22 @@ def test_inputs_outlast_a_run_that_overwrites_them(
     assert torch.equal(glass.Snapshot.open(path).input("x"), -10 * X)
 
 
+@pytest.mark.parametrize(("keep_inputs", "samples"), [("reference", 0), ("device", 0), ("host", 3)])
+def test_what_is_brought_to_the_host_is_measured(
+    tmp_path: Path, make_executable: MakeExecutable, keep_inputs: Any, samples: int
+) -> None:
+    executable = make_executable(lambda x, y: (x + y,), x=X, y=X)
+    glass.reset_metrics()
+    with glass.snapshots(tmp_path, on="nonfinite", keep_inputs=keep_inputs):
+        for _ in range(3):
+            executable.run([X, X])
+    found = {metric.name: metric for metric in glass.metrics().metrics}
+    assert ("TransferFromDeviceTime" in found) == ("InboundData" in found) == (samples > 0)
+    if samples:
+        assert found["TransferFromDeviceTime"].total_samples == samples
+        assert found["InboundData"].accumulator == samples * 2 * X.nbytes
+
+
 def test_a_view_of_what_is_overwritten_is_kept_as_well(tmp_path: Path, make_executable: MakeExecutable) -> None:
     def function(row: Tensor, total: Tensor) -> tuple[Tensor, ...]:
         total.add_(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from glassengine import spans
 from glassengine.executable.graph import CapturedGraph
+from glassengine.executable.metrics import registry
 from glassengine.executable.snapshot_policy import KeepInputs
 from glassengine.executable.snapshot_tensors import copied, obstacle
 
@@ -33,8 +35,14 @@ class Keeper:
         """Return the inputs of an execution that begins, by name."""
         if self._how == "reference":
             return self._kept(execution)
+        start = time.perf_counter_ns()
         with spans.span("transfer", execution.executable.name):
-            return self._kept(execution)
+            kept = self._kept(execution)
+        if self._how == "host":
+            registry.sample("TransferFromDeviceTime", time.perf_counter_ns() - start, "ns")
+            size = sum(value.nbytes for value in kept.values() if isinstance(value, Tensor))
+            registry.sample("InboundData", size, "bytes")
+        return kept
 
     def _kept(self, execution: Execution) -> dict[str, Any]:
         kept = dict(execution.inputs)
