@@ -167,7 +167,7 @@ def test_no_weights_are_embedded(language_model: Built) -> None:
     value = f"{embedding[5, 5].item():.6f}"
     total = 0
     for path in language_model.directory.rglob("*"):
-        if path.is_file():
+        if path.is_file() and path.suffix != ".pyc":  # of a test that runs one of them
             assert value not in path.read_text()
             total += path.stat().st_size
     assert total < 3_000_000
