@@ -48,6 +48,24 @@ def test_the_variables_of_2_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, e
     assert torch.equal(snapshot.input("x"), X) and snapshot.outputs is None
 
 
+def test_a_relative_directory_follows_the_working_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, executable: Executable
+) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_hlo_snapshots --xla_dump_to=./dump")
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        executable.run([X])
+    assert len(names(tmp_path / "one" / "dump")) == len(names(tmp_path / "two" / "dump")) == 1
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert torch.equal(executable.run([X])[0], X)  # the program goes on without a snapshot
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_hlo_snapshots --xla_dump_to={tmp_path}/elsewhere")
+    executable.run([X])
+    assert len(names(tmp_path / "elsewhere")) == 1
+
+
 def test_the_variables_of_1_13_toggled_in_a_loop(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, executable: Executable
 ) -> None:
@@ -72,7 +90,7 @@ def test_on_nrt_error_takes_one_and_stops(
     monkeypatch.setenv("XLA_FLAGS", f" --xla_dump_to={tmp_path}/dump")
     monkeypatch.setenv("NEURON_DUMP_HLO_SNAPSHOT", value)
     request = snapshot_request()
-    policy = request and policy_of(request)
+    policy = request and policy_of(request, ".")
     assert policy is not None
     assert (policy.on, policy.keep_inputs) == ({"nonfinite", "error"}, kept)
     executable.run([X])
@@ -98,17 +116,17 @@ def test_on_nrt_error_takes_one_and_stops(
     ],
 )
 def test_what_the_values_mean(request_: tuple[str, str, str, str], on: set[str] | None) -> None:
-    policy = policy_of(SnapshotRequest(*request_))
+    policy = policy_of(SnapshotRequest(*request_), "/start")
     assert (None if policy is None else policy.on) == on
-    assert policy is None or policy.directory == Path.cwd() / "d"
+    assert policy is None or policy.directory == Path("/start/d")
 
 
-def test_a_directory_with_spaces_and_one_that_is_missing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    policy = policy_of(SnapshotRequest('--xla_dump_hlo_snapshots "--xla_dump_to=a b"', "", "", ""))
-    assert policy is not None and policy.directory == tmp_path / "a b"
+def test_a_directory_with_spaces_and_one_that_is_missing(caplog: pytest.LogCaptureFixture) -> None:
+    policy = policy_of(SnapshotRequest('--xla_dump_hlo_snapshots "--xla_dump_to=a b"', "", "", ""), "/start")
+    assert policy is not None and policy.directory == Path("/start/a b")
     assert caplog.text == ""
-    policy = policy_of(SnapshotRequest("--xla_dump_hlo_snapshots", "", "", ""))
-    assert policy is not None and policy.directory == tmp_path / "dump"
+    policy = policy_of(SnapshotRequest("--xla_dump_hlo_snapshots", "", "", ""), "/start")
+    assert policy is not None and policy.directory == Path("/start/dump")
     assert "--xla_dump_to=DIR" in caplog.text
 
 

@@ -39,12 +39,20 @@ _ON_ERROR: dict[str, KeepInputs] = {
 def requested_taker() -> SnapshotTaker | None:
     """Return what takes the snapshots that the environment asks for now; None, after a microsecond, for none."""
     request = environment.snapshot_request()
-    return None if request is None else _taker_of(request)
+    return None if request is None else _taker_of(request, _working_directory())
+
+
+def _working_directory() -> str:
+    """Return where relative paths begin now; a program may go elsewhere, or lose its directory, while it runs."""
+    try:
+        return str(Path.cwd())
+    except OSError:
+        return "."
 
 
 @functools.lru_cache(maxsize=64)
-def _taker_of(request: environment.SnapshotRequest) -> SnapshotTaker | None:
-    policy = policy_of(request)
+def _taker_of(request: environment.SnapshotRequest, start: str) -> SnapshotTaker | None:
+    policy = policy_of(request, start)
     return None if policy is None else _taker(policy)
 
 
@@ -54,8 +62,8 @@ def _taker(policy: Policy) -> SnapshotTaker:
     return SnapshotTaker(policy)
 
 
-def policy_of(request: environment.SnapshotRequest) -> Policy | None:
-    """Return what the values of the variables ask for; what they cannot mean is logged."""
+def policy_of(request: environment.SnapshotRequest, start: str) -> Policy | None:
+    """Return what the values of the variables ask for, paths beginning at `start`; what makes no sense is logged."""
     flags = _flags(request.xla_flags)
     every = flags.get("xla_dump_hlo_snapshots", "0").lower() not in _OFF
     word = " ".join(request.dump_hlo_snapshot.lower().split())
@@ -74,7 +82,7 @@ def policy_of(request: environment.SnapshotRequest) -> Policy | None:
     if not directory:
         logger.warning("snapshots go to ./%s: XLA_FLAGS names no directory (--xla_dump_to=DIR)", DIRECTORY)
     return Policy(
-        Path(directory or DIRECTORY).absolute(),
+        Path(start, directory or DIRECTORY),
         frozenset({"every"} if every else ()) | frozenset({"nonfinite", "error"} if keep_inputs else ()),
         contents,
         keep_inputs or "reference",
