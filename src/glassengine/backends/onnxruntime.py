@@ -7,24 +7,20 @@ cache is copied back after the run. Either way the caller's cache tensors hold t
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from glassengine.backends.io import read_io, write_io
-from glassengine.backends.onnx_export import IN_PLACE_KEY, MODEL_FILE, OPSET, export_onnx, refuse_bfloat16
-from glassengine.backends.onnx_network import list_network, list_optimized
-from glassengine.backends.protocol import Availability, Capabilities, Network, Run, Weights
-from glassengine.errors import BackendError
-from glassengine.program.outputs import functional_form
+from glassengine.backends.io import read_io
+from glassengine.backends.onnx_backend import OnnxBackend
+from glassengine.backends.onnx_export import IN_PLACE_KEY, MODEL_FILE, OPSET
+from glassengine.backends.onnx_network import list_optimized
+from glassengine.backends.protocol import Capabilities, Network, Run
 from glassengine.program.program import Program
 
 _PROVIDERS = ["CPUExecutionProvider"]
-_INSTALL = "pip install 'glassengine[onnx]'"
 
 # ONNX element types (TensorProto.DataType) of what a program may take or return.
 _ELEMENT_TYPES = {
@@ -40,47 +36,15 @@ _ELEMENT_TYPES = {
 }
 
 
-class OnnxRuntimeBackend:
-    """Converts to ONNX; running needs only the package onnxruntime."""
+class OnnxRuntimeBackend(OnnxBackend):
+    """The graph as it is; ONNX Runtime optimises it whenever it is loaded."""
 
     name = "onnxruntime"
+    title = "ONNX Runtime"
+    package = "onnxruntime"
+    install = "pip install 'glassengine[onnx]'"
     # It computes float16 in float32 and drops the casts between two of its nodes.
     capabilities = Capabilities(dtypes=("float32", "float16"), kv="mutated", portable=True, wide_operands=True)
-
-    def available(self) -> Availability:
-        """Needs the three packages of the extra `onnx`."""
-        for package in ("onnx", "onnxscript", "onnxruntime"):
-            try:
-                importlib.import_module(package)
-            except ImportError as error:
-                return Availability(False, f"{package} cannot be imported: {error}", _INSTALL)
-        return Availability(True)
-
-    def keeps_weights(self, program: Program) -> bool:
-        """The weights are in the data file beside the graph."""
-        return True
-
-    def build(self, program: Program, directory: Path) -> None:
-        """Convert.
-
-        Raises:
-            BackendError: ONNX Runtime has no CPU kernels for the program's dtype, or ONNX cannot express it.
-        """
-        refuse_bfloat16(program, self.capabilities)
-        export_onnx(program, directory)
-        write_io(functional_form(program), directory)
-
-    def load(self, directory: Path, weights: Weights | None) -> Run:
-        """Load the graph with as many threads as torch uses now.
-
-        Raises:
-            BackendError: onnxruntime is not installed.
-        """
-        try:
-            import onnxruntime
-        except ImportError as error:
-            raise BackendError("back-end 'onnxruntime' cannot be used here", got=str(error), hint=_INSTALL) from error
-        return _Session(onnxruntime, directory).run
 
     def options(self, program: Program) -> dict[str, Any]:
         """Return how the program is converted and run; threads are chosen when the engine is loaded."""
@@ -92,11 +56,11 @@ class OnnxRuntimeBackend:
             "inter_op_num_threads": 1,
         }
 
-    def network(self, program: Program, directory: Path) -> Network:
-        """Return the ONNX graph; its layers are called like the nodes whose values they yield."""
-        path = directory / MODEL_FILE
-        network = list_network(path, program, "ONNX Runtime")
-        return replace(network, optimized=list_optimized(path, program, network))
+    def _open(self, runtime: Any, directory: Path) -> Run:
+        return _Session(runtime, directory).run
+
+    def _optimized(self, directory: Path, program: Program, network: Network) -> Network | None:
+        return list_optimized(directory / MODEL_FILE, program, network)
 
 
 class _Session:

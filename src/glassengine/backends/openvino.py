@@ -7,23 +7,18 @@ one; elsewhere it is copied back. Either way the caller's cache tensors hold the
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from glassengine.backends.io import read_io, write_io
-from glassengine.backends.onnx_export import IN_PLACE_KEY, MODEL_FILE, OPSET, export_onnx, refuse_bfloat16
-from glassengine.backends.onnx_network import list_network
-from glassengine.backends.protocol import Availability, Capabilities, Layer, Network, NetworkTensor, Run, Weights
-from glassengine.errors import BackendError
-from glassengine.program.outputs import functional_form
+from glassengine.backends.io import read_io
+from glassengine.backends.onnx_backend import OnnxBackend
+from glassengine.backends.onnx_export import IN_PLACE_KEY, MODEL_FILE, OPSET
+from glassengine.backends.protocol import Capabilities, Layer, Network, NetworkTensor, Run
 from glassengine.program.program import Program
 
-_INSTALL = "pip install 'glassengine[openvino]'"
 _SETTINGS = {
     "INFERENCE_PRECISION_HINT": "f32",
     "EXECUTION_MODE_HINT": "ACCURACY",
@@ -33,56 +28,25 @@ _SETTINGS = {
 }
 
 
-class OpenVinoBackend:
-    """Converts to ONNX; running needs only the package openvino."""
+class OpenVinoBackend(OnnxBackend):
+    """The graph as it is; OpenVINO compiles it for this processor whenever it is loaded."""
 
     name = "openvino"
+    title = "OpenVINO"
+    package = "openvino"
+    install = "pip install 'glassengine[openvino]'"
     # Its casts between float16 and float32 may vanish between two of its nodes.
     capabilities = Capabilities(dtypes=("float32", "float16"), kv="mutated", portable=True, wide_operands=True)
-
-    def available(self) -> Availability:
-        """Needs the packages of the extra `openvino`."""
-        for package in ("onnx", "onnxscript", "openvino"):
-            try:
-                importlib.import_module(package)
-            except ImportError as error:
-                return Availability(False, f"{package} cannot be imported: {error}", _INSTALL)
-        return Availability(True)
-
-    def keeps_weights(self, program: Program) -> bool:
-        """The weights are in the data file beside the graph."""
-        return True
-
-    def build(self, program: Program, directory: Path) -> None:
-        """Convert.
-
-        Raises:
-            BackendError: The program computes in bfloat16, or ONNX cannot express it.
-        """
-        refuse_bfloat16(program, self.capabilities)
-        export_onnx(program, directory)
-        write_io(functional_form(program), directory)
-
-    def load(self, directory: Path, weights: Weights | None) -> Run:
-        """Compile the graph for this processor, with as many threads as torch uses now.
-
-        Raises:
-            BackendError: openvino is not installed.
-        """
-        try:
-            import openvino
-        except ImportError as error:
-            raise BackendError("back-end 'openvino' cannot be used here", got=str(error), hint=_INSTALL) from error
-        return _Request(openvino, directory).run
 
     def options(self, program: Program) -> dict[str, Any]:
         """Return how the program is converted and compiled; threads are chosen when the engine is loaded."""
         return {"opset": OPSET, "optimize": True, "device": "CPU", **_SETTINGS}
 
-    def network(self, program: Program, directory: Path) -> Network:
-        """Return the ONNX graph; its layers are called like the nodes whose values they yield."""
-        network = list_network(directory / MODEL_FILE, program, "OpenVINO")
-        return replace(network, optimized=_running(directory, network))
+    def _open(self, runtime: Any, directory: Path) -> Run:
+        return _Request(runtime, directory).run
+
+    def _optimized(self, directory: Path, program: Program, network: Network) -> Network | None:
+        return _running(directory, network)
 
 
 class _Request:

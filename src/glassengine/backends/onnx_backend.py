@@ -1,0 +1,96 @@
+"""What the back-ends have in common that are given the program as an ONNX graph, to be run by a runtime for such."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from glassengine.backends.io import write_io
+from glassengine.backends.onnx_export import MODEL_FILE, export_onnx, refuse_bfloat16
+from glassengine.backends.onnx_network import list_network
+from glassengine.backends.protocol import Availability, Capabilities, Network, Run, Weights
+from glassengine.errors import BackendError
+from glassengine.program.outputs import functional_form
+from glassengine.program.program import Program
+
+_CONVERTER = ("onnx", "onnxscript")
+
+
+class OnnxBackend(ABC):
+    """Converts to ONNX; running needs only the package of the runtime.
+
+    Attributes:
+        name: Of the back-end.
+        title: What its makers call the runtime.
+        package: Python package of the runtime, which is imported when an executable is loaded.
+        install: Command that installs all it needs.
+        capabilities: What it can do; where bfloat16 is none of the dtypes, programs that compute in it are refused.
+    """
+
+    name: str
+    title: str
+    package: str
+    install: str
+    capabilities: Capabilities
+
+    def available(self) -> Availability:
+        """Needs the packages of the extra that `install` names."""
+        for package in (*_CONVERTER, self.package):
+            try:
+                importlib.import_module(package)
+            except ImportError as error:
+                return Availability(False, f"{package} cannot be imported: {error}", self.install)
+        return Availability(True)
+
+    def keeps_weights(self, program: Program) -> bool:
+        """The weights are in the data file beside the graph."""
+        return True
+
+    def build(self, program: Program, directory: Path) -> None:
+        """Convert into `model.onnx`, its data file and `io.json`.
+
+        Raises:
+            BackendError: The runtime has no kernels for the program's dtype, or ONNX cannot express it.
+        """
+        if "bfloat16" not in self.capabilities.dtypes:
+            refuse_bfloat16(program, self.capabilities)
+        export_onnx(program, directory)
+        write_io(functional_form(program), directory)
+
+    def load(self, directory: Path, weights: Weights | None) -> Run:
+        """Load what `build` wrote, to run with as many threads as torch uses now.
+
+        Raises:
+            BackendError: The runtime is not installed.
+        """
+        try:
+            runtime = importlib.import_module(self.package)
+        except ImportError as error:
+            what = f"back-end {self.name!r} cannot be used here"
+            raise BackendError(what, got=str(error), hint=self.install) from error
+        return self._open(runtime, directory)
+
+    def network(self, program: Program, directory: Path) -> Network:
+        """Return the ONNX graph; its layers are called like the nodes whose values they yield."""
+        network = list_network(directory / MODEL_FILE, program, self.title)
+        return replace(network, optimized=self._optimized(directory, program, network))
+
+    @abstractmethod
+    def options(self, program: Program) -> dict[str, Any]:
+        """Return how the program is converted and run, as JSON values."""
+
+    @abstractmethod
+    def _open(self, runtime: Any, directory: Path) -> Run:
+        """Return what runs `directory`.
+
+        Args:
+            runtime: The module `package`.
+            directory: What `build` wrote.
+        """
+
+    @abstractmethod
+    def _optimized(self, directory: Path, program: Program, network: Network) -> Network | None:
+        """Return the layers that the runtime makes of `network`; None where it does not tell."""
