@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from glassengine.writing import ASIDE, aside, hold, put_away
+from glassengine.writing import ASIDE, aside, held, hold, next_directory, put_away
 
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -35,6 +35,22 @@ def test_what_is_put_away_is_numbered_and_keeps_its_order(tmp_path: Path) -> Non
     assert (tmp_path / "c").exists(), "what comes later stays"
 
 
+def test_directories_are_numbered_on_from_the_last(tmp_path: Path) -> None:
+    assert next_directory(tmp_path, "run", digits=3, first=0).name == "run-000"
+    for name in ("run-0041", "run-x", "other-077"):
+        (tmp_path / name).mkdir()
+    assert next_directory(tmp_path, "run", digits=3).name == "run-042"
+    with pytest.raises(FileNotFoundError):
+        next_directory(tmp_path / "missing", "run", digits=3)
+
+
+def test_a_directory_that_appears_meanwhile_is_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in (1, 2):
+        (tmp_path / f"run-{number:06d}").mkdir()
+    monkeypatch.setattr(Path, "iterdir", lambda _: iter(()))  # looked before they were there
+    assert next_directory(tmp_path, "run", digits=6).name == "run-000003"
+
+
 def test_what_is_held_is_held_once_and_let_go_when_it_is_closed(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("")
@@ -44,3 +60,12 @@ def test_what_is_held_is_held_once_and_let_go_when_it_is_closed(tmp_path: Path) 
             hold(second.fileno())
     with path.open() as third:
         hold(third.fileno())
+
+
+def test_a_directory_is_held_while_the_block_runs(tmp_path: Path) -> None:
+    with held(tmp_path):
+        with pytest.raises(BlockingIOError), held(tmp_path):
+            pass
+        assert list(tmp_path.iterdir()) == []
+    with held(tmp_path):
+        pass

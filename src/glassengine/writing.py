@@ -49,20 +49,62 @@ def hold(file: int) -> None:
         return
 
 
+@contextlib.contextmanager
+def held(directory: Path) -> Iterator[None]:
+    """Lock a directory while the block runs; nothing where directories cannot be locked. No file is left in it.
+
+    Raises:
+        BlockingIOError: Someone else holds it.
+    """
+    try:
+        lock = os.open(directory, os.O_RDONLY)
+    except OSError:  # Windows opens no directories
+        yield
+        return
+    try:
+        hold(lock)
+        yield
+    finally:
+        os.close(lock)
+
+
+def next_directory(parent: Path, prefix: str, *, digits: int, first: int = 1) -> Path:
+    """Make the directory `<prefix>-<number>` in `parent` that follows those there; every caller gets its own.
+
+    Args:
+        parent: A directory.
+        prefix: Of the name.
+        digits: Of the number, at least.
+        first: The number where there is none yet; else it is one more than the last.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    name = re.compile(rf"{re.escape(prefix)}-(\d+)")
+    number = max(
+        (int(found[1]) for path in parent.iterdir() if (found := name.fullmatch(path.name))), default=first - 1
+    )
+    while True:
+        number += 1
+        target = parent / f"{prefix}-{number:0{digits}d}"
+        # Another process may have made it since.
+        with contextlib.suppress(FileExistsError):
+            target.mkdir()
+            return target
+
+
 def put_away(directory: Path, items: Iterable[Path], *, first: int = 1) -> Path:
     """Move `items` of `directory`, in their order, into a new directory `earlier-NNN` in it, and return that.
 
     Args:
         directory: What they are in.
         items: Files and directories; a move that is interrupted leaves the rest where they are.
-        first: NNN where there is none yet; else it is one more than the last.
+        first: As in `next_directory`.
 
     Raises:
         OSError: Something cannot be moved.
     """
-    taken = [int(found[1]) for path in directory.iterdir() if (found := re.fullmatch(r"earlier-(\d+)", path.name))]
-    target = directory / f"earlier-{max(taken, default=first - 1) + 1:03d}"
-    target.mkdir()
+    target = next_directory(directory, "earlier", digits=3, first=first)
     for path in items:
         path.rename(target / path.name)
     return target

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shutil
 import sys
@@ -37,20 +36,20 @@ from glassengine.program.program import Program
 from glassengine.program.python_source import module_source
 from glassengine.report.html_artifacts import index_page
 from glassengine.report.network import network_text, plugin_text
-from glassengine.writing import aside, put_away
+from glassengine.writing import aside, held, put_away
 
 _STAGE_FOLDER = re.compile(r"\.?\d\d-[\w.-]+")
 
 
 class ArtifactWriter:
-    """Writes the artifacts of one build.
+    """Writes the artifacts of one build, while its block runs.
 
     Args:
         directory: Directory to write to; made where it does not exist. Ranks above 0 write to `rank<r>/` in it.
         about: What the manifest says of the build beside versions, command line and git.
 
     Raises:
-        UsageError: It cannot be written, holds other files of these names, or another build is writing there.
+        UsageError: On entering: it cannot be written, holds other files of these names, or somebody is writing there.
     """
 
     def __init__(self, directory: Path, about: Mapping[str, Any]) -> None:
@@ -62,7 +61,6 @@ class ArtifactWriter:
             "schema_version": SCHEMA_VERSION,
             "complete": False,
             "failure": None,
-            "process": os.getpid(),
             **about,
             "versions": environment.versions(),
             "command_line": environment.without_secrets(sys.argv),
@@ -72,10 +70,7 @@ class ArtifactWriter:
             "stages": [],
             "files": {},
         }
-        with self._writing():
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._put_earlier_away()
-            self._save_manifest()
+        self._undo = contextlib.ExitStack()
 
     def stage(self, stage: Stage) -> None:
         """Write one stage, and its difference from the one before.
@@ -141,14 +136,28 @@ class ArtifactWriter:
             self._save_manifest()
 
     def __enter__(self) -> None:
-        """Nothing: the manifest has said since the writer was made that the build goes on."""
+        """Put the artifacts of an earlier build away, and say that one goes on."""
+        with contextlib.ExitStack() as undo, self._writing():
+            self.directory.mkdir(parents=True, exist_ok=True)
+            try:
+                undo.enter_context(held(self.directory))
+            except BlockingIOError as error:
+                raise UsageError(
+                    "another process is writing its artifacts there",
+                    got=str(self.directory),
+                    hint="name another directory: --artifacts DIR",
+                ) from error
+            self._put_earlier_away()
+            self._save_manifest()
+            self._undo = undo.pop_all()
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
         """Say how the build ended, and write `index.html`. A full disk must not hide what made the build fail."""
         self._data["complete"] = error is None
         if error is not None:
             self._data["failure"] = f"{type(error).__name__}: {error}"
-        with contextlib.suppress(*([UsageError] if error is not None else [])), self._writing():
+        ignored = [UsageError] if error is not None else []
+        with self._undo, contextlib.suppress(*ignored), self._writing():
             self._write("index.html", index_page(self.directory, self._data))
             self._save_manifest()
 
@@ -164,13 +173,6 @@ class ArtifactWriter:
                 )
             return
         earlier = read_manifest(self.directory)
-        writer = earlier.get("process")
-        if not earlier["complete"] and earlier["failure"] is None and writer != os.getpid() and _is_alive(writer):
-            raise UsageError(
-                "another build is writing its artifacts there",
-                got=f"process {writer} in {self.directory}",
-                hint="name another directory: --artifacts DIR",
-            )
         names = {name.split("/")[0] for name in earlier["files"]} | {MANIFEST}
         names |= {entry.name for entry in self.directory.iterdir() if _STAGE_FOLDER.fullmatch(entry.name)}
         # The manifest last: as long as it is here, a move that was interrupted is carried on by the next build.
@@ -203,7 +205,3 @@ class ArtifactWriter:
 def _write_aside(path: Path, text: str) -> None:
     with aside(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
-
-
-def _is_alive(process: Any) -> bool:
-    return isinstance(process, int) and Path(f"/proc/{process}").exists()

@@ -7,10 +7,10 @@ aside, then renamed; a step's tensors are dropped once they are written.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
-import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ from glassengine import environment
 from glassengine.errors import UsageError
 from glassengine.recording.formats.torch_file import save_pt
 from glassengine.recording.statistics import summarize
-from glassengine.writing import ASIDE, aside, hold, put_away
+from glassengine.writing import ASIDE, aside, held, put_away
 
 if TYPE_CHECKING:
     from glassengine.engine.session import Session
@@ -80,7 +80,7 @@ class StepFiles:
         self._formats = tuple(dict.fromkeys(formats))
         self._files: dict[str, dict[str, str]] = {}
         self._error: UsageError | None = None
-        self._lock: int | None = None
+        self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         try:
@@ -90,7 +90,7 @@ class StepFiles:
         except OSError as error:
             raise self._cannot_write(error) from error
         try:
-            self._lock = _locked(self.directory)
+            self._undo.enter_context(held(self.directory))
         except BlockingIOError as error:
             raise UsageError(
                 "another run is writing its tensors to this directory",
@@ -102,9 +102,7 @@ class StepFiles:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._undo.close()
         if self._error is not None and kind is None:
             raise self._error
 
@@ -179,26 +177,6 @@ _WRITERS: dict[str, Callable[[StepFiles, int, Mapping[str, torch.Tensor]], None]
     "txt": StepFiles._write_txt,
     "npy": StepFiles._write_npy,
 }
-
-
-def _locked(directory: Path) -> int | None:
-    """Return a lock on `directory`, held until it is closed or the process ends; None where directories have none.
-
-    The directory itself is locked, so nothing is left in it.
-
-    Raises:
-        BlockingIOError: Someone else holds it.
-    """
-    try:
-        lock = os.open(directory, os.O_RDONLY)
-    except OSError:  # Windows opens no directories
-        return None
-    try:
-        hold(lock)
-    except BlockingIOError:
-        os.close(lock)
-        raise
-    return lock
 
 
 def _describe(name: str, tensor: torch.Tensor) -> str:

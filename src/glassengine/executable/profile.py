@@ -14,7 +14,6 @@ import contextlib
 import gzip
 import json
 import logging
-import re
 import tempfile
 import threading
 import time
@@ -35,7 +34,7 @@ from glassengine.executable import observers, profile_events
 from glassengine.executable.observers import Execution
 from glassengine.executable.profile_trace import FORMAT, SCHEMA_VERSION, annotate, summarize
 from glassengine.sites import ROOT
-from glassengine.writing import aside
+from glassengine.writing import aside, next_directory
 
 logger = logging.getLogger("glassengine")
 
@@ -72,7 +71,7 @@ class Profile:
             raise UsageError("another profile is being taken in this process", hint="one glass.profile at a time")
         self._undo.callback(_one_at_a_time.release)
         try:
-            self.directory = _numbered(self._root)
+            self.directory = _make_directory(self._root)
             self._profiler.start()
             self._undo.callback(self._profiler.stop)
             spans.set_recording(1)
@@ -258,18 +257,10 @@ def _watch_modules(is_compiled: Callable[[], bool]) -> Callable[[], None]:
     return undo
 
 
-def _numbered(root: Path) -> Path:
-    """Make and return the next `profile-NNNNNN` in `root`."""
+def _make_directory(root: Path) -> Path:
     try:
         root.mkdir(parents=True, exist_ok=True)
-        taken = [int(found[1]) for path in root.iterdir() if (found := re.fullmatch(r"profile-(\d+)", path.name))]
-        number = max(taken, default=0) + 1
-        while True:
-            target = root / f"profile-{number:06d}"
-            with contextlib.suppress(FileExistsError):
-                target.mkdir()
-                return target
-            number += 1
+        return next_directory(root, "profile", digits=6)
     except OSError as error:
         raise UsageError(
             "the profile cannot be written there", got=f"{root}: {error.strerror or error}", hint="--profile DIR"
