@@ -15,59 +15,27 @@ from torch.fx import GraphModule, Node
 
 from glassengine.capture.interpreter import run_program
 from glassengine.compare.pairing import pair_sites
-from glassengine.diagnose.cases import Case, StepInputs
 from glassengine.diagnose.replay import Replay
-from glassengine.diagnose.sides import ModuleSide, Observed, ProgramSide, empty_caches
+from glassengine.diagnose.sides import ModuleSide, ProgramSide
 from glassengine.program import Program, export_program, load_model
-from glassengine.program.export import named_inputs
 from glassengine.program.naming import is_tensor_node
-from glassengine.program.outputs import weight_only_nodes
 from glassengine.program.program import copied_graph
 from glassengine.testing.corpus import Bench
 from glassengine.testing.edits import DoesNotApply
+from glassengine.testing.node_side import NodeSide
 
 
-class _AllNodes:
-    """A side that has a value for every node of the baseline's own program; subclasses say how it is computed."""
-
-    rung = "engine"
-    guarantee = "judged op by op"
+class _OwnNodes(NodeSide):
+    """The baseline's own program."""
 
     def __init__(self, bench: Bench) -> None:
-        self._program = bench.program
-        constant = weight_only_nodes(bench.program)
-        self._computed = [n for n in bench.program.graph.nodes if n.op == "call_function" and n not in constant]
-        self.nodes = {node.name: node.name for node in self._computed if is_tensor_node(node)}
+        computed = [node for node in bench.program.graph.nodes if node.op == "call_function" and is_tensor_node(node)]
         dtype = getattr(torch, bench.model.dtype)
-        self.replay = Replay(bench.program, compiled=True, dtype=dtype, worth_a_bound=0.0)
-        self._values: dict[str, Tensor] = {}
-        self._caches: dict[str, Tensor] = {}
-
-    def begin(self, case: Case) -> None:
-        """Start with an empty cache."""
-        self._values, self._caches = {}, {}
-
-    def step(self, inputs: StepInputs | Mapping[str, Any]) -> None:
-        """Compute one step."""
-        named = inputs.named() if isinstance(inputs, StepInputs) else named_inputs(inputs)
-        if self._program.layout is not None and not self._caches:
-            self._caches = empty_caches(self._program, named)
-        fed = {**named, **self._caches}
-        with torch.no_grad():
-            self._values = self._run(fed)
-        outputs = self._program.output_nodes
-        self._caches = {past: self._values[outputs[present]] for past, present in self._program.caches.items()}
-        self.replay.begin_step(fed, self._values)
-
-    def _run(self, fed: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        raise NotImplementedError
-
-    def observed(self, node: str) -> list[Observed]:
-        """Return the value of `node`."""
-        return [Observed(self._values[node], node, "name")] if node in self._values else []
+        replay = Replay(bench.program, compiled=True, dtype=dtype, worth_a_bound=0.0)
+        super().__init__(bench.program, {node.name: node.name for node in computed}, replay)
 
 
-class TorchCompiled(_AllNodes):
+class TorchCompiled(_OwnNodes):
     """The program through `torch.compile`, every node an output."""
 
     def __init__(self, bench: Bench) -> None:
@@ -79,15 +47,14 @@ class TorchCompiled(_AllNodes):
         self._placeholders = [node.name for node in graph.nodes if node.op == "placeholder"]
         module = GraphModule(bench.program.exported.graph_module, graph)
         self._compiled = torch.compile(module)
-        self._weights = bench.program.weights()
 
     def _run(self, fed: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        by_node = {port.node: fed[port.name] for port in self._program.inputs} | self._weights
-        results = self._compiled(*(by_node.get(name) for name in self._placeholders))
+        placed = self._placed(fed)
+        results = self._compiled(*(placed.get(name) for name in self._placeholders))
         return {name: value.clone() for name, value in zip(self._order, results, strict=True)}
 
 
-class RowsApart(_AllNodes):
+class RowsApart(_OwnNodes):
     """Every row of the batch in a run of its own: other shapes, so other kernels and other orders of sums."""
 
     def __init__(self, bench: Bench) -> None:
@@ -96,8 +63,7 @@ class RowsApart(_AllNodes):
             raise DoesNotApply
         self._axes: dict[str, int | None] = {}
         # Integers may be the numbers of rows, which are others here.
-        numbers = {node.name for node in self._computed if is_tensor_node(node) and _is_integer(node)}
-        for name in self.nodes.keys() - numbers:
+        for name in self.nodes.keys() - {n.name for n in bench.program.graph.nodes if _is_integer(n)}:
             site = bench.program.sites.by_node[name][0]
             folded = [i for i, size in enumerate(site.shape) if size == "batch*sequence"]
             self._axes[name] = folded[0] if folded else site.axes.get("batch")
@@ -126,6 +92,8 @@ class RowsApart(_AllNodes):
 
 
 def _is_integer(node: Node) -> bool:
+    if not is_tensor_node(node):
+        return False
     dtype: torch.dtype = node.meta["val"].dtype
     return not dtype.is_floating_point and dtype is not torch.bool
 

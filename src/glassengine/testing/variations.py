@@ -16,14 +16,12 @@ from torch.fx import Node
 
 from glassengine.compare.composite_bounds import attention_parts
 from glassengine.compare.operation import CASTS, MOVES, POINTWISE, SUMS
-from glassengine.diagnose.cases import Case, StepInputs
 from glassengine.diagnose.float64 import target_of
 from glassengine.diagnose.replay import Replay
-from glassengine.diagnose.sides import Observed, empty_caches
-from glassengine.program.export import named_inputs
 from glassengine.program.naming import is_tensor_node, op_name
-from glassengine.program.outputs import is_view, weight_only_nodes
+from glassengine.program.outputs import is_view
 from glassengine.program.program import Program
+from glassengine.testing.node_side import NodeSide
 
 Kernel = Callable[..., Any]
 
@@ -166,19 +164,17 @@ VARIATIONS = (
 )
 
 
-class VariedSide:
-    """A program computed in a `Variation`, judged as an engine is.
+class VariedSide(NodeSide):
+    """A program computed in a `Variation`.
 
     Args:
-        program: With weights.
-        nodes: Baseline node -> node of `program`.
+        program: As in `NodeSide`.
+        nodes: Likewise.
         variation: How.
-        replay: Of the baseline, for compiled sides.
-        rung: Name on screen.
+        replay: As in `NodeSide`.
+        rung: Likewise.
         plain: Nodes of `program` that are computed as they are written: those of a planted mistake.
     """
-
-    guarantee = "judged op by op"
 
     def __init__(
         self,
@@ -190,41 +186,22 @@ class VariedSide:
         rung: str = "engine",
         plain: Collection[str] = (),
     ) -> None:
-        self.rung = rung
-        self._program = program
-        constant = {node.name for node in weight_only_nodes(program)}
-        self.nodes = {ours: theirs for ours, theirs in nodes.items() if theirs not in constant}
+        super().__init__(program, nodes, replay, rung=rung)
         self._variation = variation
         self._plain = plain
-        self.replay = replay
-        self._weights = program.weights()
-        self._values: dict[str, Any] = {}
-        self._caches: dict[str, Tensor] = {}
 
-    def begin(self, case: Case) -> None:
-        """Start with an empty cache."""
-        self._values, self._caches = {}, {}
-
-    def step(self, inputs: StepInputs | Mapping[str, Any]) -> None:
-        """Compute one step."""
-        named = inputs.named() if isinstance(inputs, StepInputs) else named_inputs(inputs)
-        if self._program.layout is not None and not self._caches:
-            self._caches = empty_caches(self._program, named)
-        fed = {**named, **self._caches}
-        by_node = {port.node: fed[port.name] for port in self._program.inputs} | self._weights
+    def _run(self, fed: Mapping[str, Tensor]) -> dict[str, Any]:
+        placed = self._placed(fed)
         self._values = {}
         registers: dict[str, Tensor] = {}
-        with torch.no_grad():
-            for node in self._program.graph.nodes:
-                if node.op == "placeholder":
-                    self._values[node.name] = by_node.get(node.name)
-                elif node.op == "get_attr":
-                    self._values[node.name] = getattr(self._program.exported.graph_module, str(node.target))
-                elif node.op == "call_function" and "_assert" not in str(node.target):
-                    self._values[node.name] = self._compute(node, registers)
-        outputs = self._program.output_nodes
-        self._caches = {past: self._values[outputs[present]] for past, present in self._program.caches.items()}
-        self.replay.begin_step(fed, {ours: self._values[theirs] for ours, theirs in self.nodes.items()})
+        for node in self._program.graph.nodes:
+            if node.op == "placeholder":
+                self._values[node.name] = placed.get(node.name)
+            elif node.op == "get_attr":
+                self._values[node.name] = getattr(self._program.exported.graph_module, str(node.target))
+            elif node.op == "call_function" and "_assert" not in str(node.target):
+                self._values[node.name] = self._compute(node, registers)
+        return self._values
 
     def _compute(self, node: Node, registers: dict[str, Tensor]) -> Any:
         name = op_name(node)
@@ -258,9 +235,3 @@ class VariedSide:
 
     def _read(self, source: Node) -> Any:
         return self._values[source.name]
-
-    def observed(self, node: str) -> list[Observed]:
-        """Return the value that stands for the baseline's `node`."""
-        if node not in self.nodes:
-            return []
-        return [Observed(self._values[self.nodes[node]], self.nodes[node], "name")]

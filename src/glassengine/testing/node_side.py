@@ -1,0 +1,74 @@
+"""A side that has a value for every node of a program, computed in some legitimate way: judged as an engine is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glassengine.diagnose.cases import Case, StepInputs
+from glassengine.diagnose.replay import Replay
+from glassengine.diagnose.sides import Observed, empty_caches
+from glassengine.program.export import named_inputs
+from glassengine.program.outputs import weight_only_nodes
+from glassengine.program.program import Program
+
+
+class NodeSide(ABC):
+    """Subclasses say how the nodes are computed.
+
+    Args:
+        program: With weights.
+        nodes: Baseline node -> node of `program`; those that depend on weights alone are left out.
+        replay: Of the baseline, for compiled sides.
+        rung: Name on screen.
+    """
+
+    guarantee = "judged op by op"
+
+    def __init__(self, program: Program, nodes: Mapping[str, str], replay: Replay, *, rung: str = "engine") -> None:
+        self.rung = rung
+        self.replay = replay
+        constant = {node.name for node in weight_only_nodes(program)}
+        self.nodes = {ours: theirs for ours, theirs in nodes.items() if theirs not in constant}
+        self._program = program
+        self._weights = program.weights()
+        self._values: dict[str, Any] = {}
+        self._caches: dict[str, Tensor] = {}
+
+    def begin(self, case: Case) -> None:
+        """Start with an empty cache."""
+        self._values, self._caches = {}, {}
+
+    def step(self, inputs: StepInputs | Mapping[str, Any]) -> None:
+        """Compute one step."""
+        named = inputs.named() if isinstance(inputs, StepInputs) else named_inputs(inputs)
+        if self._program.layout is not None and not self._caches:
+            self._caches = empty_caches(self._program, named)
+        fed = {**named, **self._caches}
+        with torch.no_grad():
+            self._values = self._run(fed)
+        outputs = self._program.output_nodes
+        self._caches = {past: self._values[outputs[present]] for past, present in self._program.caches.items()}
+        values = {ours: self._values[theirs] for ours, theirs in self.nodes.items() if theirs in self._values}
+        self.replay.begin_step(fed, values)
+
+    @abstractmethod
+    def _run(self, fed: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the values of the program's nodes.
+
+        Args:
+            fed: Inputs by name, caches included.
+        """
+
+    def _placed(self, fed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what the placeholders of the graph stand for: inputs and weights."""
+        return {port.node: fed[port.name] for port in self._program.inputs} | self._weights
+
+    def observed(self, node: str) -> list[Observed]:
+        """Return the value that stands for the baseline's `node`."""
+        own = self.nodes.get(node)
+        return [Observed(self._values[own], own, "name")] if own in self._values else []
