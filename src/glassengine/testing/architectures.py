@@ -19,8 +19,7 @@ VOCAB_SIZE = NUM_BYTES + 13
 """Room for the tokens that the tokenizer classes of some families add to the byte tokenizer."""
 
 _TOKENS = {"vocab_size": VOCAB_SIZE, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-_ENCODER = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-_DECODER = {**_ENCODER, **_TOKENS, "num_key_value_heads": 2, "max_position_embeddings": 128}
+_DECODER = {**models.ENCODER, **_TOKENS, "num_key_value_heads": 2, "max_position_embeddings": 128}
 _TWO_STACKS = {
     **_TOKENS,
     "d_model": 64,
@@ -31,17 +30,11 @@ _TWO_STACKS = {
     "encoder_ffn_dim": 128,
     "decoder_ffn_dim": 128,
 }
-_IMAGE = {**_ENCODER, "image_size": 16, "patch_size": 4}
 _IMAGE_TOKEN = 3
 
 
 def _made(model: str, config: str, settings: dict[str, Any]) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        import transformers
-
-        return models.drawn(lambda: getattr(transformers, model)(getattr(transformers, config)(**settings)))
-
-    return make
+    return lambda: models.from_config(model, config, settings)
 
 
 def _decoder(name: str, **changes: Any) -> Callable[[], nn.Module]:
@@ -58,25 +51,10 @@ def _recurrent(name: str, **changes: Any) -> Callable[[], nn.Module]:
     )
 
 
-def _resnet() -> nn.Module:
-    """A ResNet whose batch norms have statistics of their own."""
-    import torch
-
-    settings = {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 2], "layer_type": "basic"}
-    model = _made("ResNetForImageClassification", "ResNetConfig", {**settings, "num_labels": 10})()
-    generator = torch.Generator().manual_seed(5)
-    for name, buffer in model.named_buffers():
-        if name.endswith("running_mean"):
-            buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
-        elif name.endswith("running_var"):
-            buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
-    return model
-
-
 def _llava() -> nn.Module:
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
-    vision = CLIPVisionConfig(**_IMAGE, projection_dim=32)
+    vision = CLIPVisionConfig(**models.IMAGE_ENCODER, projection_dim=32)
     text = LlamaConfig(**_DECODER)
     config = LlavaConfig(
         vision_config=vision, text_config=text, image_token_index=_IMAGE_TOKEN, vision_feature_layer=-1
@@ -98,7 +76,9 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "qwen2-moe": _decoder("Qwen2Moe", **_QWEN2_MOE, shared_expert_intermediate_size=64),
     "qwen3-moe": _decoder("Qwen3Moe", **_QWEN2_MOE, head_dim=16),
     "mamba": _recurrent("Mamba", state_size=8),
-    "bert": _made("BertModel", "BertConfig", {**_ENCODER, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 64}),
+    "bert": _made(
+        "BertModel", "BertConfig", {**models.ENCODER, "vocab_size": VOCAB_SIZE, "max_position_embeddings": 64}
+    ),
     "t5": _made(
         "T5ForConditionalGeneration",
         "T5Config",
@@ -130,8 +110,8 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
             "begin_suppress_tokens": None,
         },
     ),
-    "vit": _made("ViTForImageClassification", "ViTConfig", {**_IMAGE, "num_labels": 10}),
-    "resnet": _resnet,
+    "vit": models.vit,
+    "resnet": models.resnet,
     "llava": _llava,
 }
 """Family -> function that makes its tiny model."""

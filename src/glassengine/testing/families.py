@@ -16,15 +16,9 @@ from glassengine.diagnose.cases import module_cases
 from glassengine.program import export_program, load_model
 from glassengine.testing import models
 from glassengine.testing.corpus import Bench, padded_case
+from glassengine.testing.models import from_config
 
 Inputs = Sequence[Mapping[str, Any]]
-
-
-def _from_config(model: str, config: str, changes: Mapping[str, Any], **options: Any) -> nn.Module:
-    import transformers
-
-    made = getattr(transformers, config)(**changes)
-    return models.drawn(lambda: getattr(transformers, model)(made, **options))
 
 
 def _token_steps(**more: Any) -> Inputs:
@@ -43,45 +37,23 @@ def _image_steps(size: int) -> Inputs:
     return [{"pixel_values": torch.randn((2, 3, size, size), generator=generator)} for _ in range(2)]
 
 
-_SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-
-
 def bert() -> nn.Module:
     """Return a BERT encoder."""
-    config = {**_SMALL, "vocab_size": 256, "max_position_embeddings": 64}
-    return _from_config("BertModel", "BertConfig", config, add_pooling_layer=False)
-
-
-def vit() -> nn.Module:
-    """Return a vision transformer for 16 x 16 images."""
-    config = {**_SMALL, "image_size": 16, "patch_size": 4, "num_labels": 10}
-    return _from_config("ViTForImageClassification", "ViTConfig", config)
+    config = {**models.ENCODER, "vocab_size": 256, "max_position_embeddings": 64}
+    return from_config("BertModel", "BertConfig", config, add_pooling_layer=False)
 
 
 def t5() -> nn.Module:
     """Return a T5, encoder and decoder: relative positions, no scale in attention, attention across."""
     sizes = {"d_model": 64, "d_kv": 20, "d_ff": 128, "num_layers": 1, "num_heads": 3, "vocab_size": 256}
     config = {**sizes, "decoder_start_token_id": 0, "use_cache": False}
-    return _from_config("T5ForConditionalGeneration", "T5Config", config)
+    return from_config("T5ForConditionalGeneration", "T5Config", config)
 
 
 def mamba() -> nn.Module:
     """Return a Mamba without a cache: a scan instead of attention."""
     config = {"hidden_size": 64, "state_size": 8, "num_hidden_layers": 2, "vocab_size": 256, "use_cache": False}
-    return _from_config("MambaModel", "MambaConfig", config)
-
-
-def resnet() -> nn.Module:
-    """Return a small ResNet: convolutions, batch norms with statistics, pooling."""
-    config = {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 2], "layer_type": "basic", "num_labels": 10}
-    model = _from_config("ResNetForImageClassification", "ResNetConfig", config)
-    generator = torch.Generator().manual_seed(5)
-    for name, buffer in model.named_buffers():
-        if name.endswith("running_mean"):
-            buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
-        elif name.endswith("running_var"):
-            buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
-    return model
+    return from_config("MambaModel", "MambaConfig", config)
 
 
 def llama_1024() -> nn.Module:
@@ -121,13 +93,13 @@ def llama_odd() -> nn.Module:
 def gemma2() -> nn.Module:
     """Return a Gemma 2: capped scores and logits, attention written out, a sliding window shorter than the prompt."""
     more = {"sliding_window": 6, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0}
-    return _from_config("Gemma2ForCausalLM", "Gemma2Config", {**_ODD, **more})
+    return from_config("Gemma2ForCausalLM", "Gemma2Config", {**_ODD, **more})
 
 
 def qwen3_moe() -> nn.Module:
     """Return a Qwen3 mixture of ten experts, eight per token."""
     experts = {"num_experts": 10, "num_experts_per_tok": 8, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
-    return _from_config("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**_ODD, **experts, "norm_topk_prob": True})
+    return from_config("Qwen3MoeForCausalLM", "Qwen3MoeConfig", {**_ODD, **experts, "norm_topk_prob": True})
 
 
 def deepseek() -> nn.Module:
@@ -137,21 +109,21 @@ def deepseek() -> nn.Module:
     more = {"moe_intermediate_size": 32, "first_k_dense_replace": 1, "num_key_value_heads": 3}
     config = {**_ODD, **ranks, **experts, **more}
     del config["head_dim"]
-    return _from_config("DeepseekV3ForCausalLM", "DeepseekV3Config", config)
+    return from_config("DeepseekV3ForCausalLM", "DeepseekV3Config", config)
 
 
 def bloom() -> nn.Module:
     """Return a BLOOM: a slope of scores instead of positions, one product for query, key and value with a bias."""
     config = {"hidden_size": 48, "n_layer": 2, "n_head": 3, "vocab_size": 77}
-    return _from_config("BloomForCausalLM", "BloomConfig", config)
+    return from_config("BloomForCausalLM", "BloomConfig", config)
 
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
     "bert": (bert, _token_steps),
-    "vit": (vit, lambda: _image_steps(16)),
+    "vit": (models.vit, lambda: _image_steps(16)),
     "t5": (t5, lambda: [{**step, "decoder_input_ids": step["input_ids"][:, :5].clone()} for step in _token_steps()]),
     "mamba": (mamba, lambda: [{"input_ids": step["input_ids"]} for step in _token_steps()]),
-    "resnet": (resnet, lambda: _image_steps(32)),
+    "resnet": (models.resnet, lambda: _image_steps(32)),
 }
 """Name -> model and its inputs, one dict per step."""
 

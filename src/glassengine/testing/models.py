@@ -7,7 +7,7 @@ this size almost linear, and a wrong attention would then hide below any toleran
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +28,10 @@ _COMMON = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+ENCODER = {"hidden_size": HIDDEN_SIZE, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+"""Sizes of tiny encoders of texts and images."""
+
+IMAGE_ENCODER = {**ENCODER, "image_size": 16, "patch_size": 4}
 
 
 def llama(**changes: Any) -> nn.Module:
@@ -73,6 +77,24 @@ CAUSAL_LMS: dict[str, Callable[..., nn.Module]] = {
     "mixtral": mixtral,
 }
 """Name -> function that makes the model."""
+
+
+def vit() -> nn.Module:
+    """Return a vision transformer for 16 x 16 images."""
+    return from_config("ViTForImageClassification", "ViTConfig", {**IMAGE_ENCODER, "num_labels": 10})
+
+
+def resnet() -> nn.Module:
+    """Return a small ResNet: convolutions, batch norms with statistics of their own, pooling."""
+    config = {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 2], "layer_type": "basic", "num_labels": 10}
+    model = from_config("ResNetForImageClassification", "ResNetConfig", config)
+    generator = torch.Generator().manual_seed(5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("running_mean"):
+            buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+        elif name.endswith("running_var"):
+            buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
+    return model
 
 
 class VisionModel(nn.Module):
@@ -141,6 +163,21 @@ def _causal_lm(config_class: str, config: dict[str, Any], changes: dict[str, Any
 
     made = getattr(transformers, config_class)(**{**config, **changes})
     return drawn(lambda: transformers.AutoModelForCausalLM.from_config(made))
+
+
+def from_config(model_class: str, config_class: str, settings: Mapping[str, Any], **options: Any) -> nn.Module:
+    """Return a model of transformers, drawn.
+
+    Args:
+        model_class: Its name there.
+        config_class: Likewise, of its configuration.
+        settings: Of the configuration.
+        options: Of the model's class.
+    """
+    import transformers
+
+    made = getattr(transformers, config_class)(**settings)
+    return drawn(lambda: getattr(transformers, model_class)(made, **options))
 
 
 def drawn(make: Callable[[], nn.Module]) -> nn.Module:
