@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import glassengine as glass
 from glassengine.cli.main import main
 from glassengine.errors import CorruptError, GlassError
-from glassengine.recording.noise_floor import FILE
+from glassengine.recording.noise_floor import FILE, read_noise_floor
 from glassengine.testing import models
 
 IDS = torch.tensor([[0, 0, 17, 200, 9, 33], [5, 91, 14, 3, 77, 120]])
@@ -133,6 +133,55 @@ def test_a_module_that_counts_its_calls_begins_anew(tmp_path: Path) -> None:
     glass.record_target(model, tmp_path / "b", inputs=[{"x": x}, {"x": x}])
     result = glass.compare(tmp_path / "a", tmp_path / "b")
     assert result.first_divergence is not None and result.first_divergence.site == "linear"
+
+
+def test_tensors_that_are_no_plain_ones_have_a_floor_too(tmp_path: Path) -> None:
+    """A parameter that a module returns, and what is written under a byte budget, take another way to the writer."""
+
+    class Returning(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.weight = nn.Parameter(torch.randn(4))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.linear(x), self.weight
+
+    torch.manual_seed(0)
+    glass.record_target(
+        Returning(),
+        tmp_path / "a",
+        inputs={"x": torch.randn(3, 4)},
+        byte_budget=1 << 20,
+        then=glass.measure_noise_floor,
+    )
+    recording, floor = glass.Recording.open(tmp_path / "a"), read_noise_floor(tmp_path / "a")
+    assert floor is not None
+    measured = {entry.site for entry in recording.entries if floor.of(entry) is not None}
+    assert measured == set(recording.sites()) >= {".:out[1]", "linear"}
+
+
+def test_a_distributed_tensor_has_the_floor_of_its_shard(tmp_path: Path) -> None:
+    parallel = pytest.importorskip("torch.distributed.tensor")
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
+
+        class Spread(nn.Linear):
+            def forward(self, input: torch.Tensor) -> torch.Tensor:
+                return parallel.DTensor.from_local(super().forward(input), mesh, [parallel.Shard(0)])
+
+        torch.manual_seed(0)
+        model, inputs = nn.Sequential(Spread(4, 4)), {"input": torch.randn(3, 4)}
+        glass.record_target(model, tmp_path / "a", inputs=inputs, then=glass.measure_noise_floor)
+    finally:
+        distributed.destroy_process_group()
+    recording, floor = glass.Recording.open(tmp_path / "a"), read_noise_floor(tmp_path / "a")
+    entry = recording.entry("0", 0)
+    assert entry.sharding is not None and floor is not None
+    found = floor.of(entry)
+    assert found is not None and found.whole > 0
 
 
 FACTORIES = """

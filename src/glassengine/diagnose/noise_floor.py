@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from glassengine.capture.intake import Writer
 from glassengine.compare.operation import CASTS
 from glassengine.compare.padding import Padding
 from glassengine.compare.slices import slices
@@ -28,7 +29,7 @@ from glassengine.diagnose.float64 import retarget
 from glassengine.diagnose.rounding import noisy, rounds
 from glassengine.errors import GlassError
 from glassengine.program.naming import op_name
-from glassengine.recording.layout import LeftOut
+from glassengine.recording.layout import LeftOut, Sharding
 from glassengine.recording.noise_floor import Floor, Key, write_noise_floor
 from glassengine.recording.reader import Recording
 
@@ -37,7 +38,7 @@ NUM_RUNS = 2
 HOW = f"{NUM_RUNS} runs with every op rounded otherwise and attention written out"
 
 
-def measure_noise_floor(path: Path, run_again: Callable[[Any], None]) -> None:
+def measure_noise_floor(path: Path, run_again: Callable[[Writer], None]) -> None:
     """Measure the noise floor of a finished recording and keep it there; `then` of `glass.record_target`.
 
     Costs two runs of the model, each several times slower than usual, and no memory beyond one tensor's.
@@ -160,8 +161,9 @@ class _Collector:
         rank: int = 0,
         axes: Mapping[str, int] | None = None,
         node: str | None = None,
+        sharding: Sharding | None = None,
     ) -> None:
-        """Compare one tensor with the recorded one."""
+        """Compare one tensor, or the recorded rank's shard of one, with the recorded one."""
         entry = self._entries.get((site, step, rank))
         if entry is None or entry.shape != tuple(tensor.shape):
             return
