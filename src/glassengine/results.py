@@ -192,11 +192,11 @@ class LogitsDifference(Result):
 class Pair(Result):
     """One tensor of the baseline judged against one of the candidate.
 
-    `method` says how the two were paired ("name", "name+fingerprint", "alias", "map", "output", "consumer") and
-    `judged_by` which guarantee the verdict has ("reverse replay", "segment", "noise floor", "given tolerance",
-    "tolerance (uncalibrated)", "shape"). `rho` is
-    the error over the noise floor, `beta` over the rounding bound. `case` names the batch of prompts of a check;
-    `inherited` marks an error that was carried in by the inputs.
+    `method` says how the two were paired ("name", "name+fingerprint", "alias", "map", "output", "consumer"; "content"
+    by what they compute; "region" for an op that the candidate does not have, judged where the region it is in ends)
+    and `judged_by` which guarantee the verdict has ("reverse replay", "segment", "noise floor", "given tolerance",
+    "tolerance (uncalibrated)", "shape"). `rho` is the error over the noise floor, `beta` over the rounding bound.
+    `case` names the batch of prompts of a check; `inherited` marks an error that was carried in by the inputs.
     """
 
     step: int
