@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -330,3 +330,17 @@ class Comparison(Result):
     weights: WeightsComparison | None = None
     written_differently: tuple[WrittenDifferently, ...] = ()
     schema_version: int = SCHEMA_VERSION
+
+
+def counts_of(
+    pairs: Sequence[Pair], *, unmatched_baseline: int, unmatched_candidate: int, not_recorded: int
+) -> dict[str, int]:
+    """Return the counts that every comparison has: of `pairs` by verdict, and of what could not be paired."""
+    return {
+        "compared": len(pairs),
+        **{name: sum(pair.verdict == name for pair in pairs) for name in VERDICTS},
+        "inherited": sum(pair.inherited for pair in pairs),
+        "unmatched_baseline": unmatched_baseline,
+        "unmatched_candidate": unmatched_candidate,
+        "not_recorded": not_recorded,
+    }

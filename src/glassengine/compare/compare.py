@@ -28,7 +28,7 @@ from glassengine.recording.layout import Entry
 from glassengine.recording.noise_floor import NoiseFloor, read_noise_floor
 from glassengine.recording.reader import Recording
 from glassengine.recording.source import TensorSource, open_source
-from glassengine.results import VERDICTS, Comparison, Divergence, Pair, Skipped, Verdict, worst
+from glassengine.results import VERDICTS, Comparison, Divergence, Pair, Skipped, Verdict, counts_of, worst
 from glassengine.sites import matches
 
 
@@ -104,15 +104,13 @@ def compare(
         verdict=verdict,
         first_divergence=divergence,
         origins=() if divergence is None else (divergence,),
-        counts={
-            "compared": len(pairs),
-            **{name: sum(pair.verdict == name for pair in pairs) for name in VERDICTS},
-            "inherited": 0,
-            "unmatched_baseline": unmatched["baseline"],
-            "unmatched_candidate": unmatched["candidate"],
-            "not_recorded": len(not_tensors),
-            "missing_steps": len(steps[0] ^ steps[1]),
-        },
+        counts=counts_of(
+            pairs,
+            unmatched_baseline=unmatched["baseline"],
+            unmatched_candidate=unmatched["candidate"],
+            not_recorded=len(not_tensors),
+        )
+        | {"missing_steps": len(steps[0] ^ steps[1])},
         pairs=tuple(pairs),
         skipped=(*not_tensors, *skipped),
         environment={"baseline": _environment(left), "candidate": _environment(right)},

@@ -25,6 +25,7 @@ from glassengine.results import (
     Verdict,
     WeightsComparison,
     WrittenDifferently,
+    counts_of,
     worst,
 )
 
@@ -89,14 +90,12 @@ def conclude(
         verdict=verdict,
         first_divergence=first,
         origins=tuple(origins),
-        counts={
-            "compared": len(pairs),
-            **{name: sum(pair.verdict == name for pair in pairs) for name in VERDICTS},
-            "inherited": sum(pair.inherited for pair in pairs),
-            "unmatched_baseline": sum(s.side == "baseline" for s in all_skipped),
-            "unmatched_candidate": sum(s.side == "candidate" and s.rung == "candidate" for s in all_skipped),
-            "not_recorded": sum(s.rung == "engine" for s in all_skipped),
-        },
+        counts=counts_of(
+            pairs,
+            unmatched_baseline=sum(s.side == "baseline" for s in all_skipped),
+            unmatched_candidate=sum(s.side == "candidate" and s.rung == "candidate" for s in all_skipped),
+            not_recorded=sum(s.rung == "engine" for s in all_skipped),
+        ),
         pairs=pairs,
         skipped=tuple(all_skipped),
         environment={"baseline": environment, "candidate": environment},

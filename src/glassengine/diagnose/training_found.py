@@ -6,7 +6,17 @@ from dataclasses import dataclass, field
 
 from glassengine import environment
 from glassengine.diagnose.score import FLAGGED
-from glassengine.results import VERDICTS, Comparison, Divergence, Pair, Rung, Skipped, WrittenDifferently, worst
+from glassengine.results import (
+    VERDICTS,
+    Comparison,
+    Divergence,
+    Pair,
+    Rung,
+    Skipped,
+    WrittenDifferently,
+    counts_of,
+    worst,
+)
 
 GUARANTEES = {
     "forward": "judged op by op",
@@ -55,14 +65,12 @@ class Found:
             verdict=verdict,
             first_divergence=first,
             origins=tuple(self.origins),
-            counts={
-                "compared": len(self.pairs),
-                **{name: sum(pair.verdict == name for pair in self.pairs) for name in VERDICTS},
-                "inherited": sum(pair.inherited for pair in self.pairs),
-                "unmatched_baseline": sum(item.side == "baseline" for item in self.skipped),
-                "unmatched_candidate": sum(item.side == "candidate" for item in self.skipped),
-                "not_recorded": 0,
-            },
+            counts=counts_of(
+                self.pairs,
+                unmatched_baseline=sum(item.side == "baseline" for item in self.skipped),
+                unmatched_candidate=sum(item.side == "candidate" for item in self.skipped),
+                not_recorded=0,
+            ),
             pairs=tuple(self.pairs),
             skipped=tuple(self.skipped),
             environment={"baseline": described, "candidate": described},
