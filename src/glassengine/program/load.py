@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from glassengine.errors import UnknownNameError, UsageError, nearest
+from glassengine.errors import GlassError, UnknownNameError, UsageError, nearest
+from glassengine.program import adapters
 from glassengine.program.factory import call_factory, is_factory
 from glassengine.program.model_class import model_class_of, without_weights
+from glassengine.program.quantized import load_quantized, take_settings
 from glassengine.program.states import keeps_states
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -68,19 +70,22 @@ def load_model(
     trust_remote_code: bool = False,
     revision: str | None = None,
     weights: bool = True,
+    adapter: str | Path | None = None,
 ) -> LoadedModel:
-    """Load a model.
+    """Load a model. A quantised checkpoint is dequantised.
 
     Args:
         spec: Hugging Face directory or id, `file.py:factory`, `package.module:factory`, or a module object, which is
-            put into evaluation mode.
+            put into evaluation mode. A directory with an adapter of peft stands for its base with it merged.
         dtype: "auto" (that of the checkpoint or factory), or a name in `DTYPES`.
         attn_implementation: As in transformers; None for its default.
         trust_remote_code: Allow code that comes with the checkpoint to run.
         revision: Of a hub id.
         weights: False builds the model on the meta device: names and shapes only, in seconds for any size.
+        adapter: Directory of a LoRA adapter, as peft saves it, to merge.
 
     Raises:
+        CorruptError: A quantised weight or an adapter is damaged.
         UsageError: No such model, one that cannot be loaded or lacks weights, a factory that does not return a module,
             or an unknown dtype.
     """
@@ -89,9 +94,11 @@ def load_model(
     name = type(spec).__name__ if isinstance(spec, nn.Module) else str(spec)
     directory: str | None = None
     module: nn.Module | None = None
+    quantization: dict[str, Any] | None = None
     if isinstance(spec, nn.Module):
         # The caller's own module is left as it is.
-        module = copy.deepcopy(spec) if dtype != "auto" and _needs_cast(spec, DTYPES[dtype]) else spec
+        is_changed = adapter is not None or (dtype != "auto" and _needs_cast(spec, DTYPES[dtype]))
+        module = copy.deepcopy(spec) if is_changed else spec
     elif is_factory(str(spec)):
         module = call_factory(name)
         if not isinstance(module, nn.Module):
@@ -106,8 +113,12 @@ def load_model(
         if dtype != "auto":
             _cast(module, DTYPES[dtype])
     else:
-        directory = name
-        module = _from_transformers(name, dtype, attn_implementation, trust_remote_code, revision, weights)
+        directory, adapter = adapters.base_and_adapter(name, adapter)
+        module, quantization = _from_transformers(
+            directory, dtype, attn_implementation, trust_remote_code, revision, weights
+        )
+    if adapter is not None and weights:
+        adapters.merge(module, adapters.read_adapter(adapter))
     module.eval()
     floating = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     config: Any = getattr(module, "config", None)
@@ -118,6 +129,8 @@ def load_model(
         "fingerprint": fingerprint(module) if weights else None,
         "attn_implementation": getattr(config, "_attn_implementation", None),
     }
+    metadata |= {} if adapter is None else {"adapter": str(adapter)}
+    metadata |= {} if quantization is None else {"quantization": quantization}
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
     for key, names in _LIMITS.items():
         value = next((found for name in names if isinstance(found := getattr(text, name, None), int)), None)
@@ -167,7 +180,8 @@ def fingerprint(module: nn.Module) -> str:
 
 def _from_transformers(
     spec: str, dtype: str, attention: str | None, remote: bool, revision: str | None, weights: bool
-) -> nn.Module:
+) -> tuple[nn.Module, dict[str, Any] | None]:
+    """Return the model, and what to say of the quantisation of its checkpoint."""
     from transformers import AutoConfig
     from transformers.utils import logging as transformers_logging
 
@@ -188,15 +202,19 @@ def _from_transformers(
         model_class = model_class_of(config, is_sentence_encoder=(path / "modules.json").is_file())
         if attention:
             options["attn_implementation"] = attention
-        if weights:
+        target = DTYPES.get(dtype) or config.dtype or torch.float32
+        quantized, described = take_settings(config), None
+        if weights and quantized is not None:
+            loaded, report, described = load_quantized(model_class, config, quantized, spec, target, **options)
+            _require_all_weights(spec, report["missing_keys"])
+        elif weights:
             options["dtype"] = DTYPES.get(dtype, "auto")
             loaded, report = model_class.from_pretrained(spec, output_loading_info=True, **options)
             _require_all_weights(spec, report["missing_keys"])
         else:
             options.pop("revision")
-            target = DTYPES.get(dtype) or config.dtype or torch.float32
             loaded = without_weights(model_class, config, target, **options)
-    except UsageError:
+    except GlassError:
         raise
     except Exception as error:
         raise _loading_error(spec, error) from error
@@ -204,7 +222,7 @@ def _from_transformers(
         if had_bar:
             transformers_logging.enable_progress_bar()
     module: nn.Module = loaded
-    return module
+    return module, described
 
 
 def _needs_cast(module: nn.Module, dtype: torch.dtype) -> bool:

@@ -1,0 +1,154 @@
+"""Quantised checkpoints, read without the packages that made them and dequantised.
+
+    files       safetensors or weights-only PyTorch files of a checkpoint, sharded or not
+    read        the format's own module: name -> tensor, or a `Grid` for a quantised weight
+    load        the unquantised class of transformers takes the dequantised weights by their names
+
+transformers needs a package of each format, most of which want a GPU; the formats themselves are a few lines each.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from glassengine.errors import UsageError
+from glassengine.program.checkpoint_files import read_headers, read_tensors, weight_files
+from glassengine.program.model_class import without_weights
+from glassengine.program.quantized import awq, bitsandbytes, compressed_tensors, float8, gptq, torchao
+from glassengine.program.quantized.grid import Grid
+from glassengine.program.quantized.parts import ELSEWHERE, Parts, Read
+
+logger = logging.getLogger("glassengine")
+
+METHODS: dict[str, Callable[[Parts], Read]] = {
+    "gptq": gptq.read,
+    "awq": awq.read,
+    "compressed-tensors": compressed_tensors.read,
+    "torchao": torchao.read,
+    "fp8": float8.read,
+    "bitsandbytes": bitsandbytes.read,
+}
+"""`quant_method` of config.json -> what reads such a checkpoint."""
+
+_QUANTISES_INPUTS = ("input_activations", "activation_scheme", "act_quant_kwargs", "activation_quantization")
+
+
+def take_settings(config: Any) -> dict[str, Any] | None:
+    """Remove and return the settings of the quantisation from a configuration; None where there are none.
+
+    Args:
+        config: Of transformers, which describes the unquantised model afterwards.
+    """
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        return None
+    del config.quantization_config
+    found: dict[str, Any] = dict(settings if isinstance(settings, Mapping) else settings.to_dict())
+    return found
+
+
+def load_quantized(
+    model_class: Any, config: Any, settings: Mapping[str, Any], spec: str, dtype: torch.dtype, **options: Any
+) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
+    """Load a quantised checkpoint as the unquantised model that it stands for.
+
+    Args:
+        model_class: Class of transformers, automatic or plain.
+        config: Configuration without the settings of the quantisation.
+        settings: What `take_settings` returned.
+        spec: Directory or hub id.
+        dtype: Of the model.
+        options: As for `from_pretrained`, "revision" among them.
+
+    Returns:
+        The model, transformers' report on loading it, and JSON values that describe the quantisation.
+
+    Raises:
+        UsageError: A format, or a variant of one, that is not read.
+        CorruptError: A quantised weight does not have the shape its format says.
+    """
+    weights: dict[str, Tensor] = {}
+    number = 0
+    for name, value in _reader(settings, spec, options.pop("revision", "main")):
+        weights[name] = value.weight().to(dtype) if isinstance(value, Grid) else value
+        number += isinstance(value, Grid)
+    described = {"method": settings.get("quant_method"), "num_weights": number}
+    if not described["num_weights"]:
+        raise UsageError(
+            f"{spec} says it is quantised by {described['method']}, and holds no quantised weight",
+            hint="remove quantization_config from its config.json, if it is not quantised",
+        )
+    logger.info("%s: %d weights are dequantised (%s)", spec, described["num_weights"], described["method"])
+    if _quantises_inputs(settings):
+        logger.warning("%s also quantises activations, which are not quantised here", spec)
+    module, report = _load(model_class, config, weights, dtype, **options)
+    return module, report, described
+
+
+def quantization_steps(
+    model_class: Any, config: Any, settings: Mapping[str, Any], spec: str, **options: Any
+) -> dict[str, Tensor]:
+    """Return the step of every element of every quantised weight, by the name of the parameter of the model.
+
+    They take the way that the weights take: experts of separate weights are stacked, names are changed.
+
+    Args:
+        model_class: As for `load_quantized`.
+        config: As for `load_quantized`.
+        settings: As for `load_quantized`.
+        spec: As for `load_quantized`.
+        options: As for `load_quantized`.
+
+    Returns:
+        Name -> steps, bfloat16, of the shape of the parameter; negative at an end of the range, see `Grid.step`.
+    """
+    read = _reader(settings, spec, options.pop("revision", "main"))
+    steps = {
+        name: value.step().bfloat16() if isinstance(value, Grid) else torch.zeros(value.shape, dtype=torch.bfloat16)
+        for name, value in read
+    }
+    module, _ = _load(model_class, config, steps, torch.bfloat16, **options)
+    return {name: parameter.detach() for name, parameter in module.named_parameters() if parameter.detach().any()}
+
+
+def _reader(settings: Mapping[str, Any], spec: str, revision: str) -> Read:
+    method = str(settings.get("quant_method"))
+    if method not in METHODS:
+        raise UsageError(
+            f"{spec} is quantised in a format that is not read", got=method, expected=", ".join(METHODS), hint=ELSEWHERE
+        )
+    files = weight_files(spec, revision)
+    if method == "torchao" and files[0].suffix != ".safetensors":
+        raise UsageError(
+            f"{spec} holds objects of torchao, which only its code can read",
+            got=files[0].name,
+            expected="safetensors",
+            hint="save it again with torchao 0.15 or newer and safe_serialization",
+        )
+    return METHODS[method](Parts(read_tensors(files), settings, read_headers(files)))
+
+
+def _load(
+    model_class: Any, config: Any, weights: dict[str, Tensor], dtype: torch.dtype, **options: Any
+) -> tuple[nn.Module, dict[str, Any]]:
+    # The automatic classes take weights from files only; what they would make is made once, without memory.
+    plain: Any = type(without_weights(model_class, config, dtype, **options))
+    options.pop("trust_remote_code", None)
+    module, report = plain.from_pretrained(
+        None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True, **options
+    )
+    return module, report
+
+
+def _quantises_inputs(settings: Any) -> bool:
+    """Whether settings, at any depth, say that something else than weights is quantised as well."""
+    if isinstance(settings, Mapping):
+        return any(
+            (key in _QUANTISES_INPUTS and bool(value)) or _quantises_inputs(value) for key, value in settings.items()
+        )
+    return isinstance(settings, (list, tuple)) and any(map(_quantises_inputs, settings))

@@ -1,0 +1,148 @@
+"""One quantised weight: the values it is restricted to, and the one each element has.
+
+    weight = (codes - zero) * scale
+
+The step of an element is the distance between the values next to it: what rounding to the grid may do to a weight is
+half a step, except at the two ends, where it may be any amount.
+
+Shape legend: O output features, I input features of a matrix [O, I], as in `torch.nn.Linear`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from glassengine.errors import CorruptError
+
+
+@dataclass(frozen=True)
+class Grid:
+    """One quantised weight.
+
+    Attributes:
+        codes: Values in units of `scale`, as integers or floating numbers; of the shape of the weight.
+        scale: Of each element, broadcastable to `codes`.
+        zero: Code (in units of `scale`) of the weight 0, broadcastable to `codes`.
+        low: The smallest code that there is.
+        high: The largest.
+        spacing: Distance of neighbouring codes, broadcastable to `codes`.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor
+    low: float
+    high: float
+    spacing: Tensor
+
+    def weight(self) -> Tensor:
+        """Return the weight, float32: exact for the codes and scales of every format that is read."""
+        return (self.codes.float() - self.zero.float()) * self.scale.float()
+
+    def step(self) -> Tensor:
+        """Return the step of each element, float32; negative for elements at an end of the range."""
+        step = (self.spacing.float() * self.scale.float().abs()).expand(self.codes.shape)
+        codes = self.codes.float()
+        return torch.where((codes <= self.low) | (codes >= self.high), -step, step)
+
+
+def integer_grid(codes: Tensor, scale: Tensor, zero: Tensor | None, low: int, high: int) -> Grid:
+    """Return the grid of equally spaced integers.
+
+    Args:
+        codes: Integers.
+        scale: Broadcastable to `codes`.
+        zero: Broadcastable to `codes`; None for 0.
+        low: The smallest code.
+        high: The largest.
+    """
+    none = torch.zeros((), dtype=torch.float32)
+    return Grid(codes, scale, none if zero is None else zero, low, high, torch.ones(()))
+
+
+def float8_grid(codes: Tensor, scale: Tensor) -> Grid:
+    """Return the grid of 8 bit floating numbers, whose spacing grows with the number.
+
+    Args:
+        codes: float8_e4m3fn or float8_e5m2.
+        scale: Broadcastable to `codes`.
+    """
+    info = torch.finfo(codes.dtype)
+    values = codes.float()
+    # Below the smallest normal number the spacing stays what it is there.
+    exponent = values.abs().clamp(min=info.smallest_normal).log2().floor()
+    return Grid(values, scale, torch.zeros(()), -info.max, info.max, torch.exp2(exponent) * info.eps)
+
+
+def table_grid(indices: Tensor, table: Tensor, scale: Tensor) -> Grid:
+    """Return the grid of a table of values: NF4, FP4.
+
+    Args:
+        indices: Of the values, integers.
+        table: Values in any order.
+        scale: Broadcastable to `indices`.
+    """
+    values, order = table.float().sort()
+    gaps = values.diff()
+    # The larger of the gaps on the two sides of a value.
+    widest = torch.maximum(torch.cat([gaps[:1], gaps]), torch.cat([gaps, gaps[-1:]]))
+    spacing = torch.empty_like(widest)
+    spacing[order] = widest
+    low, high = float(values[0]), float(values[-1])
+    return Grid(table.float()[indices], scale, torch.zeros(()), low, high, spacing[indices])
+
+
+def unpack(words: Tensor, bits: int, count: int) -> Tensor:
+    """Return the unsigned integers of `bits` bits that are packed along the last axis, least significant first.
+
+    Integers may cross from one word into the next, as those of 3 bits do.
+
+    Args:
+        words: int32 [..., W].
+        bits: 1 to 8.
+        count: How many integers there are in a row; they must take all words.
+
+    Returns:
+        int32 [..., count].
+    """
+    if words.dtype is not torch.int32 or words.shape[-1] != -(-count * bits // 32):
+        raise damaged(f"{count} integers of {bits} bits", words, f"int32 [..., {-(-count * bits // 32)}]")
+    wide = words.to(torch.int64) & 0xFFFFFFFF
+    start = torch.arange(count) * bits
+    word, shift = start // 32, start % 32
+    low = wide[..., word] >> shift
+    following = wide[..., (word + 1).clamp(max=words.shape[-1] - 1)]
+    crosses = shift + bits > 32
+    low = torch.where(crosses, low | (following << (32 - shift).clamp(max=31)), low)
+    return (low & ((1 << bits) - 1)).to(torch.int32)
+
+
+def expand(values: Tensor, shape: tuple[int, ...], block: tuple[int, ...] | None = None) -> Tensor:
+    """Return `values`, one per block, repeated to `shape`.
+
+    Args:
+        values: One per block: along each axis as many as there are blocks, the last one may be cut off.
+        shape: Of the weight.
+        block: Sizes of a block; None takes what divides `shape` evenly.
+    """
+    values = values.reshape((*values.shape, *(1,) * (len(shape) - values.dim()))) if values.dim() <= 1 else values
+    if values.dim() != len(shape):
+        raise damaged("a scale per block", values, f"{len(shape)} dimensions")
+    for axis, size in enumerate(shape):
+        number = values.shape[axis]
+        if number in (1, size):
+            continue
+        length = block[axis] if block is not None else size // max(number, 1)
+        if length < 1 or -(-size // length) != number:
+            raise damaged("a scale per block", values, f"blocks that divide {list(shape)}")
+        values = values.repeat_interleave(length, dim=axis).narrow(axis, 0, size)
+    return values
+
+
+def damaged(what: str, tensor: Tensor, expected: str) -> CorruptError:
+    """Return the error of a tensor that does not have the shape or dtype its format says."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return CorruptError(f"a quantised weight is damaged: {what}", got=f"{dtype}{list(tensor.shape)}", expected=expected)
