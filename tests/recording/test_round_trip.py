@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from glassengine.errors import UsageError
-from glassengine.recording import shard, writer
+from glassengine.recording import writer
+from glassengine.recording.description import PAD_PREFIX
 from glassengine.recording.layout import HEADER_BYTES, STORED
 from glassengine.recording.reader import Recording
 from glassengine.recording.writer import RecordingWriter
@@ -58,7 +59,7 @@ def test_any_tensor_and_any_name(data: st.DataObject, tmp_path_factory: pytest.T
         assert bits(got) == bits(tensor)
     for file in path.glob("shard-*"):
         with safe_open(file, "pt") as sealed:
-            assert len([key for key in sealed.keys() if not key.startswith(shard.PAD_PREFIX)]) == len(names)  # noqa: SIM118
+            assert len([key for key in sealed.keys() if not key.startswith(PAD_PREFIX)]) == len(names)  # noqa: SIM118
 
 
 @pytest.mark.parametrize(

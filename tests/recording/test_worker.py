@@ -357,25 +357,36 @@ def test_statistics_of_a_block_are_those_of_each_tensor(tmp_path: Path) -> None:
         "not finite": torch.tensor([1.0, float("nan"), -2.0, float("inf")]),
         "nothing finite": torch.full((2,), float("nan")).half(),
         "overflows": torch.tensor([-3e200, 4e200], dtype=torch.float64),
+        "below float32's squares": torch.full((9,), 1e-30),
+        "zeros": torch.zeros(5),
+        "large": torch.randn(1 << 16),
+        "large, strided": torch.randn(300, 200).T,
+        "large bfloat16": torch.randn(1 << 16).bfloat16(),
+        "large bool": torch.randn(1 << 16) > 0,
+        "large, not finite": torch.randn(1 << 15).index_fill(0, torch.tensor([5]), float("nan")),
         "last": torch.randn(7).to(torch.float64),
     }
+    # At the address of the one before, and of another dtype.
+    tensors |= {f"{site}, bits": tensors[site].view(torch.int16) for site in ("bfloat16", "large bfloat16")}
+    tensors = {site: tensors[site] for site in sorted(tensors)}
     writer = BackgroundWriter(tmp_path / "r", metadata={})
     for step in range(3):
         for site, tensor in tensors.items():
             assert writer.measure(site, step, tensor, rank=0, reason="because")
-        assert not writer.measure("large", step, torch.zeros(1 << 16), rank=0, reason="because")
+            assert writer.measure(f"{site} again", step, tensor, rank=0, reason="because")
+        assert not writer.measure("complex", step, torch.zeros(5, dtype=torch.complex64), rank=0, reason="because")
         writer.commit(step)
     writer.close()
     opened = Recording.open(tmp_path / "r")
-    assert len(opened.left_out) == 3 * len(tensors)
+    assert len(opened.left_out) == 6 * len(tensors)
     for item in opened.left_out:
-        tensor, found = tensors[item.site], item.statistics
+        tensor, found = tensors[item.site.removesuffix(" again")], item.statistics
         assert found is not None and item.reason == "because" and item.shape == tuple(tensor.shape)
         finite = tensor.double()[tensor.double().isfinite()]
         assert found.num_nonfinite == tensor.numel() - finite.numel()
         assert found.min == (float(finite.min()) if len(finite) else None)
         assert found.max == (float(finite.max()) if len(finite) else None)
-        scale = float(finite.abs().max()) if len(finite) else 1.0
+        scale = float(finite.abs().max() if len(finite) else 0.0) or 1.0
         assert found.norm == pytest.approx(scale * float((finite / scale).norm()), rel=1e-6)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from glassengine.capture.parts import parts_of, port_of_part, sharding_of
+from glassengine.capture.parts import parts_of, port_of_part, sharding_of, waited
 from glassengine.recording.layout import LeftOut, Sharding
 from glassengine.recording.policy import NO_VALUES, OVER_BUDGET, Policy
 from glassengine.recording.statistics import light
@@ -164,7 +164,7 @@ class Intake:
     def _take_shard(
         self, site: str, step: int, tensor: Any, keeps: bool, axes: Mapping[str, int] | None, sharding: Sharding
     ) -> None:
-        local = tensor.detach().to_local()
+        local = waited(tensor.detach().to_local())
         if type(local) not in _PLAIN or local.layout is not torch.strided or local.is_quantized:
             self._leave_out(site, step, f"a {sharding} whose local part is not a plain tensor", None)
         elif self._enter(site, step):
@@ -173,6 +173,8 @@ class Intake:
     def _leave_out(self, site: str, step: int, reason: str, tensor: Tensor | None, *, measure: bool = False) -> None:
         dtype = shape = statistics = None
         if tensor is not None:
+            if measure and self._writer.measure(site, step, tensor, rank=self._rank, reason=reason):
+                return
             dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
             statistics = light(tensor) if measure else None
         self._writer.leave_out(LeftOut(site, step, self._rank, reason, dtype, shape, statistics))

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from glassengine.recording.layout import ALIGNMENT, STORED, Location, Sharding, block_starts, num_bytes
 from glassengine.recording.records import text_frame
+
+PAD_PREFIX = "__pad__/"
+
+# They stand for a step, a file and an offset in text that is ASCII otherwise.
+_STEP, _FILE, _OFFSET = "\u00a7", "\u00b6", "\u00a4"
+
+
+def pad_entry(start: int | str, end: int | str, size: int) -> str:
+    """Return the entry, in the header of a shard, of `size` bytes that belong to no tensor."""
+    return f'"{PAD_PREFIX}{start}":{{"dtype":"U8","shape":[{size}],"data_offsets":[{start},{end}]}}'
 
 
 class Description:
@@ -57,6 +70,19 @@ class Description:
             f'"offset":{location.offset},"checksum":{location.checksum}}}'
         )
 
+    def header_entry(self, step: int | str, rank: int, start: int | str, end: int | str) -> str:
+        """Return the entry of the tensor in the header of a shard, whose bytes lie from `start` to `end`."""
+        return f'"{self._key(step, rank)}{self.header}{start},{end}]}}'
+
+    def header_alias(self, original: Description, step: int | str, rank: int, file: str) -> str:
+        """Return the JSON text, escaped once more, that says that the tensor has the bytes of `original` in `file`."""
+        of = f'"of":"{original._key(step, rank)}","file":"{file}",'
+        head, _, _ = self.header.partition(',"data_offsets":[')
+        return json.dumps(f'"{self._key(step, rank)}":{{{of}{head[3:]}}}', ensure_ascii=False)[1:-1]
+
+    def _key(self, step: int | str, rank: int) -> str:
+        return f"step{step}/rank{rank}/{self.site_json}"
+
 
 class Group:
     """Small tensors that are written behind one another, described once for all steps.
@@ -71,7 +97,8 @@ class Group:
         originals: Index of each tensor that is not written -> index of the one whose bytes it has.
         starts: Offset of each tensor in a block of the group.
         nbytes: Size of a block.
-        kinds: (dtype name, number of bytes) of each tensor.
+        kinds: (dtype name, number of bytes) of each tensor that is written.
+        columns: Index of each tensor, or of the one whose bytes it has, among those.
         names: (site, rank) of each tensor.
     """
 
@@ -90,7 +117,9 @@ class Group:
         starts, self.nbytes = block_starts([descriptions[index].nbytes for index in written])
         places = dict(zip(written, starts, strict=True))
         self.starts = [places[self.originals.get(index, index)] for index in range(len(descriptions))]
-        self.kinds = tuple((description.dtype, description.nbytes) for description in descriptions)
+        self.kinds = tuple((descriptions[index].dtype, descriptions[index].nbytes) for index in written)
+        numbers = {index: number for number, index in enumerate(written)}
+        self.columns = [numbers[self.originals.get(index, index)] for index in range(len(descriptions))]
         self.names = {(description.site, rank) for description in descriptions}
         # A pad entry lies between tensors that do not end where the next one may begin.
         self.most_header_bytes = sum(
@@ -117,3 +146,36 @@ class Group:
             f'{{"kind":"block","group":{self.number},"step":{step},"shard":{location.shard},'
             f'"offset":{location.offset},"checksum":{location.checksum}}}'
         )
+
+    def header_entries(self, step: int, offset: int) -> str:
+        """Return the entries, joined, of a block at `offset` in the header of a shard."""
+        text, bounds = self._entries
+        return text.replace(_STEP, str(step)) % tuple((bounds + offset).tolist())
+
+    def header_aliases(self, step: int, file: str) -> str:
+        """Return the aliases, joined, of a block in `file`; see `Description.header_alias`."""
+        return self._aliases.replace(_STEP, str(step)).replace(_FILE, file)
+
+    @functools.cached_property
+    def _entries(self) -> tuple[str, np.typing.NDArray[np.int64]]:
+        """Text of the entries for any step, and the places in a block that it wants."""
+        texts: list[str] = []
+        bounds: list[int] = []
+        end = 0
+        for index, (description, start) in enumerate(zip(self.descriptions, self.starts, strict=True)):
+            if index in self.originals:
+                continue
+            if start > end:
+                texts.append(pad_entry(_OFFSET, _OFFSET, start - end))
+                bounds += (end, end, start)
+            end = start + description.nbytes
+            texts.append(description.header_entry(_STEP, self.rank, _OFFSET, _OFFSET))
+            bounds += (start, end)
+        return ",".join(texts).replace("%", "%%").replace(_OFFSET, "%d"), np.array(bounds, dtype=np.int64)
+
+    @functools.cached_property
+    def _aliases(self) -> str:
+        """Text of the aliases for any step and file."""
+        found = self.descriptions
+        texts = [found[i].header_alias(found[o], _STEP, self.rank, _FILE) for i, o in self.originals.items()]
+        return ",".join(texts)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from glassengine.recording.description import Description
-from glassengine.recording.layout import MAX_GROUP_TENSORS, LeftOut, Location
+from glassengine.recording.layout import LeftOut, LightStatistics, Location
 from glassengine.recording.seen import Seen
 
 _BLOCK_HEADER_BYTES = 1 << 16
@@ -17,13 +17,18 @@ _BLOCK_HEADER_BYTES = 1 << 16
 
 @dataclass(slots=True)
 class Stored:
-    """A tensor in the ring; `location` is where it has been written."""
+    """A tensor in the ring; `location` is where it has been written.
+
+    With a `reason` it is only measured, and not written for that reason; `statistics` is what was found.
+    """
 
     description: Description
     step: int
     rank: int
     position: int
+    reason: str | None
     location: Location | None = None
+    statistics: LightStatistics | None = None
 
     @property
     def end(self) -> int:
@@ -33,18 +38,19 @@ class Stored:
 
 @dataclass(slots=True)
 class Copied:
-    """A tensor of an accelerator; its bytes may be read after `ready.synchronize()`."""
+    """A tensor of an accelerator; its bytes may be read after `ready.synchronize()`. `reason` as in `Stored`."""
 
     description: Description
     step: int
     rank: int
     data: Tensor
     ready: Any
+    reason: str | None
 
 
 @dataclass(slots=True)
 class Alias:
-    """A tensor that has the bytes of another one of its step."""
+    """A tensor that has the bytes, and the reason, of another one of its step."""
 
     description: Description
     step: int
@@ -56,37 +62,26 @@ class Alias:
 class Block:
     """Small tensors of one step that lie behind one another in the ring.
 
-    `is_new` says that they were seen for the first time: what differs from step to step is kept apart from what does
-    not, so that the descriptions of blocks repeat. `next` is where the next tensor will lie, `limit` where the slot
-    that was reserved ends. With a `reason` it is only measured, and not written for that reason. `same_as` has (index,
-    index of an earlier one) of tensors that have the bytes of an earlier one; `places` has, by address, which tensor
-    was last copied from there: its index, position and size.
+    `what` they have in common: step, rank, whether they were seen for the first time (what differs from step to step is
+    kept apart from what does not, so that the descriptions of blocks repeat), and the reason for which they are only
+    measured and not written, or None. `next` is where the next tensor will lie, `limit` where the slot that was
+    reserved ends. `same_as` has (index, index of an earlier one) of tensors that have the bytes of an earlier one;
+    `places` has, by address, which tensor was last copied from there: its index, position, size and dtype name.
     """
 
-    step: int
-    rank: int
-    is_new: bool
+    what: tuple[int, int, bool, str | None]
     position: int
     end: int
     next: int
     limit: int
-    reason: str | None
     descriptions: list[Description] = field(default_factory=list)
     same_as: list[tuple[int, int]] = field(default_factory=list)
-    places: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    places: dict[int, tuple[int, int, int, str]] = field(default_factory=dict)
     header_room: int = _BLOCK_HEADER_BYTES
 
-    def takes(self, seen: Seen, step: int, rank: int, is_new: bool, reason: str | None) -> bool:
-        """Return whether such a tensor can be the next one."""
-        return (
-            self.step == step
-            and self.reason is reason
-            and self.next + seen.room <= self.limit
-            and self.is_new is is_new
-            and self.rank == rank
-            and self.header_room > 0
-            and len(self.descriptions) < MAX_GROUP_TENSORS
-        )
+    def has_room(self, seen: Seen) -> bool:
+        """Return whether the tensor can be the next one; where there is room in the header, so is there in a group."""
+        return self.next + seen.room <= self.limit and self.header_room > 0
 
     def add(self, seen: Seen) -> None:
         """Append the tensor whose bytes are at `next`."""

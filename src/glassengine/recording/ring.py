@@ -118,14 +118,15 @@ class Ring:
         Raises:
             UsageError: Its storage was freed, or never made.
         """
-        target = self._address + position % self.num_bytes
         source = tensor.data_ptr()
         if not source and num_bytes:
             require_memory(tensor)
-        if num_bytes <= _SMALL_COPY:
-            _MEMMOVE(target, source, num_bytes)
-        else:
-            ctypes.memmove(target, source, num_bytes)
+        self.copy(position, source, num_bytes)
+
+    def copy(self, position: int, address: int, num_bytes: int) -> None:
+        """Copy what is at an address of this process into a slot."""
+        move = _MEMMOVE if num_bytes <= _SMALL_COPY else ctypes.memmove
+        move(self._address + position % self.num_bytes, address, num_bytes)
 
     def has(self, position: int, address: int, num_bytes: int) -> bool:
         """Return whether a slot that is not given back has the bytes at an address of this process."""

@@ -6,16 +6,13 @@ appended waits until `flush`, which writes it in one call of the operating syste
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
 
-from glassengine.recording.description import Description, Group
+from glassengine.recording.description import Description, Group, pad_entry
 from glassengine.recording.layout import ALIGNMENT, Location, shard_name
-
-PAD_PREFIX = "__pad__/"
 
 _MAX_BUFFERS = 1000  # of one call of writev; the limit of Linux is 1024
 _ZEROS = bytes(ALIGNMENT)
@@ -70,7 +67,8 @@ class Shard:
 
     def add(self, description: Description, step: int, rank: int, location: Location) -> None:
         """Give the bytes at `location`, just appended, their name in the header."""
-        self._used += self._name(description, step, rank, location.offset)
+        offset = location.offset
+        self._name(description.header_entry(step, rank, offset, offset + description.nbytes))
 
     def add_block(self, group: Group, step: int, location: Location) -> None:
         """Give the bytes of a block at `location`, just appended, their names; they become text when it is sealed."""
@@ -79,10 +77,7 @@ class Shard:
 
     def add_alias(self, description: Description, original: Description, step: int, rank: int, file: str) -> None:
         """Note in the header's metadata that a tensor has the bytes of another one of its step, which are in `file`."""
-        of = f'"of":"{_key(original, step, rank)}","file":"{file}",'
-        head, _, _ = description.header.partition(',"data_offsets":[')
-        text = f'"{_key(description, step, rank)}":{{{of}{head[3:]}}}'
-        escaped = json.dumps(text)[1:-1]
+        escaped = description.header_alias(original, step, rank, file)
         self._aliases.append(escaped)
         self._used += len(escaped) + 1
 
@@ -108,8 +103,11 @@ class Shard:
     def seal(self) -> None:
         """Write the header and rename the file; it then is a safetensors file."""
         self.flush()
-        for block in self._blocks:
-            self._name_block(*block)
+        file = shard_name(self.number, sealed=True)
+        for group, step, offset in self._blocks:
+            self._entries.append(group.header_entries(step, offset))
+            if group.originals:
+                self._aliases.append(group.header_aliases(step, file))
         aliases = f"{{{','.join(self._aliases)}}}"
         entries = "".join(f",{text}" for text in self._entries)
         text = f'{{"__metadata__":{{"format":"pt","aliases":"{aliases}"}}{entries}}}'.encode()
@@ -127,27 +125,12 @@ class Shard:
         self._waiting.clear()
         self._file.close()
 
-    def _name(self, description: Description, step: int, rank: int, start: int) -> int:
-        text = f'"{_key(description, step, rank)}{description.header}{start},{start + description.nbytes}]}}'
-        self._entries.append(text)
-        return len(text) + 1
-
-    def _name_block(self, group: Group, step: int, offset: int) -> None:
-        end = offset
-        for index, (description, start) in enumerate(zip(group.descriptions, group.starts, strict=True)):
-            if index in group.originals:
-                original = group.descriptions[group.originals[index]]
-                self.add_alias(description, original, step, group.rank, shard_name(self.number, sealed=True))
-                continue
-            if offset + start > end:
-                self._pad(end, offset + start)
-            self._name(description, step, group.rank, offset + start)
-            end = offset + start + description.nbytes
-
     def _pad(self, start: int, end: int) -> None:
-        text = f'"{PAD_PREFIX}{start}":{{"dtype":"U8","shape":[{end - start}],"data_offsets":[{start},{end}]}}'
-        self._entries.append(text)
-        self._used += len(text) + 1
+        self._name(pad_entry(start, end, end - start))
+
+    def _name(self, entry: str) -> None:
+        self._entries.append(entry)
+        self._used += len(entry) + 1
 
 
 def write_all(file: FileIO, buffers: Sequence[bytes | memoryview]) -> None:
@@ -163,7 +146,3 @@ def write_all(file: FileIO, buffers: Sequence[bytes | memoryview]) -> None:
                 break
             written -= view.nbytes
             position += 1
-
-
-def _key(description: Description, step: int, rank: int) -> str:
-    return f"step{step}/rank{rank}/{description.site_json}"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from glassengine import blocks
 from glassengine.recording.layout import LightStatistics, LightTable, block_starts
+from glassengine.recording.values import dtype_name
 from glassengine.results import Summary
 
 _NUMPY = (torch.float32, torch.float64)
@@ -22,8 +23,11 @@ _NUMPY_DTYPES: dict[str, str] = {
     "bfloat16": "uint16",
 }
 MEASURED = frozenset(_NUMPY_DTYPES)
-"""torch dtype names that `light_of_block` knows."""
+"""torch dtype names that `light_of_bytes` and `light_of_block` know."""
 _room = threading.local()
+_Array = np.typing.NDArray[Any]
+# A sum of squares below it may have lost some that float32 cannot hold.
+_LEAST_SQUARES = 1e-25
 _DOT_ELEMENTS = 8192
 _PIECE_ELEMENTS = 1 << 17
 _FAST = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -80,7 +84,7 @@ def light(tensor: Tensor) -> LightStatistics:
     if tensor.dtype in _NUMPY and tensor.numel() > 1 and tensor.is_cpu and tensor.is_contiguous():
         # numpy takes a third of the time that torch does. (A single element may be one that is to be negated.)
         # Not `tensor.numpy()`: afterwards torch refuses to resize the storage, and the model may want to.
-        found = _light_of_array(np.from_dlpack(tensor).reshape(-1))
+        found = _light_of_array(np.from_dlpack(tensor).reshape(-1), dtype_name(tensor.dtype))
         if found is not None:
             return found
     elif tensor.dtype in _FAST and tensor.numel():
@@ -92,19 +96,44 @@ def light(tensor: Tensor) -> LightStatistics:
     return _exact(tensor)
 
 
-def _light_of_array(flat: np.typing.NDArray[Any]) -> LightStatistics | None:
-    """Return the statistics of real elements; None where the sum of their squares is not finite."""
+def light_of_bytes(data: memoryview, dtype: str) -> LightStatistics:
+    """Return what `light` does of the bytes of a tensor in row-major order, on one thread.
+
+    Args:
+        data: At least one element.
+        dtype: One of `MEASURED`.
+    """
+    found = _light_of_array(np.frombuffer(data, _NUMPY_DTYPES[dtype]), dtype)
+    return found or _exact(torch.frombuffer(data, dtype=getattr(torch, dtype)))
+
+
+def _light_of_array(flat: _Array, dtype: str) -> LightStatistics | None:
+    """Return the statistics of real elements; None where squares are too large or too small to be added up."""
     low, high, squares = math.inf, -math.inf, 0.0
     with np.errstate(all="ignore"):
         # In pieces that stay in a cache for all three passes.
         for start in range(0, len(flat), _PIECE_ELEMENTS):
-            piece = flat[start : start + _PIECE_ELEMENTS]
+            piece = _computable(flat[start : start + _PIECE_ELEMENTS], dtype)
             squares += _sum_of_squares(piece)
             low, high = min(low, float(piece.min())), max(high, float(piece.max()))
-    return LightStatistics(low, high, math.sqrt(squares), 0) if math.isfinite(squares) else None
+    return LightStatistics(low, high, math.sqrt(squares), 0) if _is_sum(squares, low, high) else None
 
 
-def _sum_of_squares(flat: np.typing.NDArray[Any]) -> float:
+def _computable(values: _Array, dtype: str) -> _Array:
+    """Return values in a dtype that holds them exactly, and whose arithmetic is fast."""
+    if dtype == "bfloat16":
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    if dtype in ("float32", "float64"):
+        return values
+    return values.astype(np.float32 if dtype == "float16" else np.float64)
+
+
+def _is_sum(squares: Any, low: Any, high: Any) -> Any:
+    """Whether sums of squares, of float32 or float64, lost nothing to overflow or underflow; element by element."""
+    return ((squares >= _LEAST_SQUARES) & (squares < math.inf)) | ((low == 0) & (high == 0))
+
+
+def _sum_of_squares(flat: _Array) -> float:
     """Return the sum of squares of `flat` on one thread; row by row in its own dtype, the rows in float64.
 
     BLAS gives a longer dot product to threads of its own, which then fight with those of the model for the cores.
@@ -121,7 +150,7 @@ def _sum_of_squares(flat: np.typing.NDArray[Any]) -> float:
 def light_of_block(data: memoryview, tensors: tuple[tuple[str, int], ...]) -> LightTable:
     """Return min, max, norm and number of non-finite elements of small tensors that lie behind one another.
 
-    Takes a few passes over all of them together; the norm is computed in float64.
+    Takes a few passes over all of them together.
 
     Args:
         data: The bytes, as `layout.block_starts` says.
@@ -135,13 +164,12 @@ def light_of_block(data: memoryview, tensors: tuple[tuple[str, int], ...]) -> Li
         first, bounds = int(places[0]), (places - places[0])[:-1]
         values = np.frombuffer(data, dtype, int(places[-1]) - first, first * dtype.itemsize)
         with np.errstate(all="ignore"):
-            if name == "bfloat16":
-                values = (values.astype(np.uint32) << 16).view(np.float32)
-            rows[0, mine] = np.minimum.reduceat(values, bounds)[::2]
-            rows[1, mine] = np.maximum.reduceat(values, bounds)[::2]
-            squares = np.multiply(values, values, out=_squares(len(values)), dtype=np.float64)
-            norms = rows[2, mine] = np.sqrt(np.add.reduceat(squares, bounds)[::2])
-        for which in np.flatnonzero(~np.isfinite(norms)).tolist():
+            values = _computable(values, name)
+            rows[0, mine] = low = np.minimum.reduceat(values, bounds)[::2]
+            rows[1, mine] = high = np.maximum.reduceat(values, bounds)[::2]
+            squares = np.add.reduceat(np.multiply(values, values, out=_room_like(values)), bounds)[::2]
+            rows[2, mine] = np.sqrt(squares, dtype=np.float64)
+        for which in np.flatnonzero(~_is_sum(squares, low, high)).tolist():
             index, start = mine[which], int(places[2 * which]) * dtype.itemsize
             count = tensors[index][1] // dtype.itemsize
             exact = _exact(torch.frombuffer(data, dtype=getattr(torch, name), count=count, offset=start))
@@ -154,12 +182,12 @@ def _or_nan(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _squares(count: int) -> np.typing.NDArray[np.float64]:
+def _room_like(values: _Array) -> _Array:
     """Return room that is used again: memory that is new each time takes longer than the arithmetic."""
-    room: np.typing.NDArray[np.float64] | None = getattr(_room, "squares", None)
-    if room is None or len(room) < count:
-        room = _room.squares = np.empty(count)
-    return room[:count]
+    room: _Array | None = getattr(_room, "bytes", None)
+    if room is None or room.nbytes < values.nbytes:
+        room = _room.bytes = np.empty(values.nbytes, dtype=np.uint8)
+    return room[: values.nbytes].view(values.dtype)
 
 
 @functools.lru_cache(maxsize=256)

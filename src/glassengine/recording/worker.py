@@ -22,15 +22,16 @@ from torch import Tensor
 from glassengine import blocks
 from glassengine.errors import GlassError
 from glassengine.recording.items import Alias, Block, Commit, Copied, Item, Piece, Stored, Streamed
-from glassengine.recording.layout import LeftOut, Sharding
+from glassengine.recording.layout import LeftOut, LightStatistics, Sharding
 from glassengine.recording.pinned import PinnedCopies
 from glassengine.recording.ring import Ring, pieces_of, require_memory
 from glassengine.recording.seen import MIN_SHARED_BYTES, Seen, SeenTensors
+from glassengine.recording.statistics import light_of_bytes
 from glassengine.recording.writer import RecordingWriter
 
 RING_BYTES = 256 << 20
 
-# A larger tensor passes through the ring in pieces.
+# A tensor larger than this part of the ring passes through it in pieces.
 _PIECES_OF_RING = 4
 # The thread is woken by the end of a step, but not this soon again, and when half of the ring is in use: woken for
 # every tensor it would fight with the model for the interpreter. It looks by itself as well, for the last steps.
@@ -39,7 +40,7 @@ _LOOK_S = 0.1
 # Written at once; what a disk has no room for any more takes the steps of one such batch with it.
 _WRITE_BYTES = 4 << 20
 _BLOCK_BYTES = 1 << 20
-_NOWHERE = (0, 0, 0)
+_NOWHERE = (0, 0, 0, "")
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class BackgroundWriter:
         self._ring.warm()
         self._pinned = PinnedCopies(ring_bytes)
         self._seen = SeenTensors()
+        self._most_bytes = ring_bytes // _PIECES_OF_RING
         self._block_bytes = min(_BLOCK_BYTES, ring_bytes // (2 * _PIECES_OF_RING))
         self._lock = threading.Lock()
         self._block: Block | None = None
@@ -116,13 +118,30 @@ class BackgroundWriter:
             UsageError: The tensor or its name cannot be recorded.
         """
         seen, is_new = self._seen.look(site, tensor, axes, node, sharding)
-        if self._failure is not None:
-            return
+        if self._failure is None:
+            self._take(seen, step, tensor, rank, is_new, None)
+
+    def measure(self, site: str, step: int, tensor: Tensor, *, rank: int, reason: str) -> bool:
+        """Take note of a tensor whose values are not recorded, for `reason`; the thread adds light statistics.
+
+        Returns whether it does: not of rare dtypes, nor of what would have to pass through the ring in pieces.
+
+        Raises:
+            UsageError: The tensor or its name cannot be recorded.
+        """
+        seen, _ = self._seen.look(site, tensor)
+        if not seen.is_measured or not 0 < seen.nbytes <= self._most_bytes:
+            return False
+        if self._failure is None:
+            self._take(seen, step, tensor, rank, False, reason)
+        return True
+
+    def _take(self, seen: Seen, step: int, tensor: Tensor, rank: int, is_new: bool, reason: str | None) -> None:
         # Attributes only: methods of torch that compute let go of the interpreter lock.
         plain = seen.is_simple and tensor.is_cpu and tensor.is_contiguous()
         if plain and seen.is_small:
             # The short way of most tensors of a small model.
-            self._add_small(seen, step, tensor, rank, is_new, None)
+            self._add_small(seen, tensor, (step, rank, is_new, reason))
             return
         description, nbytes, ring = seen.description, seen.nbytes, self._ring
         require_memory(tensor)
@@ -130,17 +149,22 @@ class BackgroundWriter:
             data, ready = self._pinned.take(tensor, nbytes, self._on_wait_unlocked)
             with self._lock:
                 self._publish()
-                self._queue.append(Copied(description, step, rank, data, ready))
+                self._queue.append(Copied(description, step, rank, data, ready, reason))
             return
         with self._lock:
-            if nbytes > ring.num_bytes // _PIECES_OF_RING:
+            if nbytes > self._most_bytes:
                 self._stream(Streamed(description, step, rank), tensor)
                 return
             if plain and nbytes >= MIN_SHARED_BYTES:
                 # What one module returns another one is given: found by its address, proved by its bytes.
-                place = (tensor.data_ptr(), nbytes)
-                original = self._recent.get(place)
-                if original and original.step == step and ring.holds(original.position, tensor, nbytes):
+                original = self._recent.get((tensor.data_ptr(), nbytes))
+                if (
+                    original is not None
+                    and original.step == step
+                    and original.reason is reason
+                    and (reason is None or original.description.dtype == description.dtype)
+                    and ring.holds(original.position, tensor, nbytes)
+                ):
                     self._publish()
                     self._queue.append(Alias(description, step, rank, original))
                     return
@@ -151,52 +175,46 @@ class BackgroundWriter:
             else:
                 ring.fill_from(position, tensor, nbytes)
             if seen.is_small:
-                block = Block(step, rank, is_new, position, position, position, position + seen.room, None)
+                what = (step, rank, is_new, reason)
+                block = Block(what, position, position, position, position + seen.room)
                 block.add(seen)
                 self._queue.append(block)
             else:
-                stored = Stored(description, step, rank, position)
+                stored = Stored(description, step, rank, position, reason)
                 self._queue.append(stored)
                 if plain and nbytes:
                     self._recent[tensor.data_ptr(), nbytes] = stored
         self._wake_if_half_full()
 
-    def measure(self, site: str, step: int, tensor: Tensor, *, rank: int, reason: str) -> bool:
-        """Take note of a tensor whose values are not recorded, for `reason`; the thread adds light statistics.
-
-        Returns whether it is a small one, of which that is faster than to compute them here; of others it takes none.
-        """
-        seen, _ = self._seen.look(site, tensor)
-        if not (seen.is_small and seen.is_measured and seen.is_simple and tensor.is_cpu and tensor.is_contiguous()):
-            return False
-        if self._failure is None:
-            self._add_small(seen, step, tensor, rank, False, reason)
-        return True
-
-    def _add_small(self, seen: Seen, step: int, tensor: Tensor, rank: int, is_new: bool, reason: str | None) -> None:
+    def _add_small(self, seen: Seen, tensor: Tensor, what: tuple[int, int, bool, str | None]) -> None:
+        ring, nbytes, dtype = self._ring, seen.nbytes, seen.description.dtype
         with self._lock:
             block = self._block
-            if block is None or not block.takes(seen, step, rank, is_new, reason):
-                block = self._new_block(step, rank, is_new, reason)
+            if block is None or block.what != what or not block.has_room(seen):
+                block = self._new_block(what)
             # What cannot be read is not added.
             address, position = tensor.data_ptr(), block.next
-            if reason is None:
-                # What one module returns another one is given: found by its address, proved by its bytes.
-                index, copied, nbytes = block.places.get(address, _NOWHERE)
-                if nbytes == seen.nbytes and self._ring.has(copied, address, nbytes):
-                    block.add_same(seen, index)
-                    return
-            self._ring.fill(position, tensor, seen.nbytes)
+            # What one module returns another one is given: found by its address, proved by its bytes. Those of another
+            # dtype have other statistics.
+            index, copied, size, kind = block.places.get(address, _NOWHERE)
+            is_same = size == nbytes and (kind == dtype or what[-1] is None)
+            if is_same and ring.has(copied, address, nbytes):
+                block.add_same(seen, index)
+                return
+            if address:
+                ring.copy(position, address, nbytes)
+            else:
+                require_memory(tensor)
+            block.places[address] = (len(block.descriptions), position, nbytes, dtype)
             block.add(seen)
-            block.places[address] = (len(block.descriptions) - 1, position, seen.nbytes)
 
-    def _new_block(self, step: int, rank: int, is_new: bool, reason: str | None) -> Block:
+    def _new_block(self, what: tuple[int, int, bool, str | None]) -> Block:
         """Begin a block; called with the lock."""
         self._publish()
         position = self._ring.reserve(self._block_bytes, self._on_wait)
         limit = position + self._block_bytes
         self._wake_if_half_full()
-        self._block = Block(step, rank, is_new, position, position, position, limit, reason)
+        self._block = Block(what, position, position, position, limit)
         return self._block
 
     def _wake_if_half_full(self) -> None:
@@ -260,7 +278,7 @@ class BackgroundWriter:
             raise self._failure
 
     def _stream(self, item: Streamed, tensor: Tensor) -> None:
-        most = self._ring.num_bytes // _PIECES_OF_RING // blocks.BLOCK_ELEMENTS * blocks.BLOCK_ELEMENTS
+        most = self._most_bytes // blocks.BLOCK_ELEMENTS * blocks.BLOCK_ELEMENTS
         self._publish()
         self._queue.append(item)
         last = Piece(0, 0, cut=True)
@@ -330,17 +348,16 @@ class BackgroundWriter:
             return
         elif isinstance(item, Block):
             data = self._ring.bytes_at(item.position, item.end - item.position)
-            what = (tuple(item.descriptions), item.step, item.rank)
-            if item.reason is None:
-                self._writer.store_block(*what, data, zlib.crc32(data), tuple(item.same_as))
+            step, rank, _, reason = item.what
+            descriptions, same_as = tuple(item.descriptions), tuple(item.same_as)
+            if reason is None:
+                self._writer.store_block(descriptions, step, rank, data, zlib.crc32(data), same_as)
             else:
-                self._writer.leave_out_block(*what, item.reason, data)
+                self._writer.leave_out_block(descriptions, step, rank, reason, data, same_as)
         elif isinstance(item, Stored):
             self._store(item)
         elif isinstance(item, Alias):
-            original = item.original
-            assert original.location is not None
-            self._writer.alias(item.description, item.step, item.rank, original.description, original.location)
+            self._store_alias(item)
         elif isinstance(item, Commit):
             self._writer.end_step(item.step, token_ids=item.token_ids, stopped=item.stopped)
         elif isinstance(item, LeftOut):
@@ -349,16 +366,39 @@ class BackgroundWriter:
     def _store(self, item: Stored) -> None:
         description = item.description
         data = self._ring.bytes_at(item.position, description.nbytes)
-        item.location = self._writer.store(description, item.step, item.rank, [data], zlib.crc32(data))
+        if item.reason is None:
+            item.location = self._writer.store(description, item.step, item.rank, [data], zlib.crc32(data))
+        else:
+            item.statistics = light_of_bytes(data, description.dtype)
+            self._leave_out(item, item.reason, item.statistics)
+
+    def _store_alias(self, item: Alias) -> None:
+        original = item.original
+        if original.reason is not None:
+            self._leave_out(item, original.reason, original.statistics)
+        else:
+            assert original.location is not None
+            self._writer.alias(item.description, item.step, item.rank, original.description, original.location)
 
     def _store_copied(self, item: Copied) -> None:
+        description = item.description
         try:
             if self._failure is None:
                 item.ready.synchronize()
                 data = memoryview(item.data.numpy())  # type: ignore[arg-type]  # a buffer at run time
-                self._writer.store(item.description, item.step, item.rank, [data], None)
+                if item.reason is None:
+                    self._writer.store(description, item.step, item.rank, [data], None)
+                else:
+                    self._leave_out(item, item.reason, light_of_bytes(data, description.dtype))
         finally:
-            self._pinned.give_back(item.description.nbytes)
+            self._pinned.give_back(description.nbytes)
+
+    def _leave_out(self, item: Stored | Alias | Copied, reason: str, statistics: LightStatistics | None) -> None:
+        description = item.description
+        shape = description.shape
+        self._writer.leave_out(
+            LeftOut(description.site, item.step, item.rank, reason, description.dtype, shape, statistics)
+        )
 
     def _store_pieces(self, item: Streamed) -> None:
         pieces = self._pieces()

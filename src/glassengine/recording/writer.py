@@ -186,11 +186,11 @@ class RecordingWriter:
         """
         key = (descriptions, rank, same_as)
         group = self._groups.get(key) or self._new_group(key)
-        opened = self._open.get(step)
-        if opened is None or not opened.names.isdisjoint(group.names):
+        self._require_open()
+        opened = self._opened(descriptions[0].site, step)
+        if not opened.names.isdisjoint(group.names):
             for description in descriptions:
-                opened = self._begin(description, step, rank)
-        assert opened is not None
+                self._begin(description, step, rank)
         try:
             shard = self._shard_for(group)
         except OSError as error:
@@ -229,15 +229,24 @@ class RecordingWriter:
         opened.num_left_out += 1
 
     def leave_out_block(
-        self, descriptions: tuple[Description, ...], step: int, rank: int, reason: str, data: memoryview
+        self,
+        descriptions: tuple[Description, ...],
+        step: int,
+        rank: int,
+        reason: str,
+        data: memoryview,
+        same_as: tuple[tuple[int, int], ...] = (),
     ) -> None:
         """Note tensors that are measured and not recorded; see `store_block`."""
         self._require_open()
         opened = self._opened(descriptions[0].site, step)
-        key: _GroupKey = (descriptions, rank, ())
+        key = (descriptions, rank, same_as)
         group = self._groups.get(key) or self._new_group(key)
+        table = light_of_block(data, group.kinds)
         opened.groups.append(group)
-        opened.frames.append(records.measured_frame(group.number, step, reason, light_of_block(data, group.kinds)))
+        opened.frames.append(
+            records.measured_frame(group.number, step, reason, table.take(group.columns) if same_as else table)
+        )
         opened.num_left_out += len(descriptions)
 
     def commit(self, step: int, *, token_ids: Sequence[Sequence[int]] = (), stopped: str | None = None) -> None:

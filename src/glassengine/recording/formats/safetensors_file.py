@@ -10,8 +10,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from glassengine.errors import CorruptError
+from glassengine.recording.description import PAD_PREFIX
 from glassengine.recording.layout import STORED, Entry
-from glassengine.recording.shard import PAD_PREFIX
 from glassengine.results import Skipped
 
 _NAMES = {code: dtype for dtype, (code, _, parts) in STORED.items() if parts == 1}
