@@ -60,15 +60,25 @@ def test_attention_implementation(checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("shown", [False, True])
-def test_the_progress_bars_of_transformers_are_as_before(checkpoint: Checkpoint, shown: bool) -> None:
+def test_the_progress_bars_of_transformers_are_unseen_and_then_as_before(
+    checkpoint: Checkpoint, shown: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     from transformers.utils import logging
 
+    port = tmp_path / "port.py"
+    port.write_text(
+        "from transformers import AutoModelForCausalLM\n"
+        f"def make():\n    return AutoModelForCausalLM.from_pretrained({str(checkpoint('llama'))!r})\n"
+    )
     before = logging.is_progress_bar_enabled()
     set_bars = {True: logging.enable_progress_bar, False: logging.disable_progress_bar}
     set_bars[shown]()
+    capfd.readouterr()
     try:
-        load_model(checkpoint("llama"))
-        assert logging.is_progress_bar_enabled() is shown
+        for spec in (checkpoint("llama"), f"{port}:make"):
+            load_model(spec)
+            assert logging.is_progress_bar_enabled() is shown
+            assert capfd.readouterr() == ("", "")
     finally:
         set_bars[before]()
 

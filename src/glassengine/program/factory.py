@@ -43,13 +43,28 @@ def call_factory(spec: str) -> Any:
         UsageError: It cannot be found, or it raised.
     """
     function = load_function(spec)
-    with _importable(spec.rpartition(":")[0]):
+    quiet = without_bars() if "transformers" in sys.modules else contextlib.nullcontext()
+    with _importable(spec.rpartition(":")[0]), quiet:
         try:
             return function()
         except GlassError:
             raise
         except Exception as error:
             raise UsageError(f"{spec} raised", got=f"{type(error).__name__}: {error}", hint="run with -v") from error
+
+
+@contextlib.contextmanager
+def without_bars() -> Iterator[None]:
+    """Turn the progress bars of transformers off meanwhile: they would draw over ours, and no flag stops them."""
+    from transformers.utils import logging
+
+    had_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if had_bars:
+            logging.enable_progress_bar()
 
 
 def _import_file(path: Path) -> Any:

@@ -16,7 +16,7 @@ from torch import nn
 
 from glassengine.errors import GlassError, UnknownNameError, UsageError, nearest
 from glassengine.program import adapters
-from glassengine.program.factory import call_factory, is_factory
+from glassengine.program.factory import call_factory, is_factory, without_bars
 from glassengine.program.model_class import model_class_of, without_weights
 from glassengine.program.quantized import load_quantized, take_settings
 from glassengine.program.states import keeps_states
@@ -114,9 +114,10 @@ def load_model(
             _cast(module, DTYPES[dtype])
     else:
         directory, adapter = adapters.base_and_adapter(name, adapter)
-        module, quantization = _from_transformers(
-            directory, dtype, attn_implementation, trust_remote_code, revision, weights
-        )
+        with without_bars():
+            module, quantization = _from_transformers(
+                directory, dtype, attn_implementation, trust_remote_code, revision, weights
+            )
     if adapter is not None and weights:
         adapters.merge(module, adapters.read_adapter(adapter))
     module.eval()
@@ -183,7 +184,6 @@ def _from_transformers(
 ) -> tuple[nn.Module, dict[str, Any] | None]:
     """Return the model, and what to say of the quantisation of its checkpoint."""
     from transformers import AutoConfig
-    from transformers.utils import logging as transformers_logging
 
     path = Path(spec).expanduser()
     options: dict[str, Any] = {"trust_remote_code": remote, "revision": revision or "main"}
@@ -195,8 +195,6 @@ def _from_transformers(
     elif not _HUB_ID.fullmatch(spec) or ("/" in spec and path.parent.is_dir()):
         here = [str(p) for p in path.parent.glob("*") if p.is_dir()] if path.parent.is_dir() else []
         raise UnknownNameError("model directory", spec, here, hint=f"MODEL is {FORMS}")
-    had_bar = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()  # it would draw over ours
     try:
         config = AutoConfig.from_pretrained(spec, **options)
         model_class = model_class_of(config, is_sentence_encoder=(path / "modules.json").is_file())
@@ -218,9 +216,6 @@ def _from_transformers(
         raise
     except Exception as error:
         raise _loading_error(spec, error) from error
-    finally:
-        if had_bar:
-            transformers_logging.enable_progress_bar()
     module: nn.Module = loaded
     return module, described
 
