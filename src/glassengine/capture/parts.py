@@ -26,8 +26,19 @@ def sharding_of(tensor: Tensor) -> Sharding | None:
     )
 
 
+def waited(tensor: Tensor) -> Tensor:
+    """Return the values of a collective operation that may still be running, once it has ended; others as they are."""
+    if type(tensor).__name__ != "AsyncCollectiveTensor":
+        return tensor
+    running: Any = tensor
+    done: Tensor = running.trigger_wait()
+    return done
+
+
 def parts_of(tensor: Tensor) -> list[tuple[str, Tensor]] | None:
     """Return the plain tensors that a tensor of another kind consists of, by key; None where that cannot be told."""
+    if (done := waited(tensor)) is not tensor:
+        return [("", done)]
     if tensor.layout is torch.sparse_coo:
         whole = tensor.detach().coalesce()
         return [(".indices", whole.indices()), (".values", whole.values())]

@@ -55,10 +55,10 @@ class Recorder:
     def __enter__(self) -> Self:
         if self._writer is not None:
             raise UsageError("a recorder is entered twice", got=str(self.path), hint="call glass.record again")
+        self.path = own_directory(self.path)
         writer = BackgroundWriter(self.path, metadata=self._metadata, overwrite=self._overwrite)
-        rank = _rank()
         self._writer = writer
-        self._intake = Intake(writer, self._policy, rank)
+        self._intake = Intake(writer, self._policy, _place()[0])
         holds = self._gradients or self._optimizer is not None
         self._hooks = ModuleHooks(self.model, self._intake, self._policy, gradients=self._gradients, holds_steps=holds)
         self._parameters = ParameterHooks(
@@ -166,7 +166,7 @@ def record(
         model: Any module, compiled and wrapped ones included (modules inside of a compiled graph are not seen, and are
             listed as `not_seen` in the metadata); or something callable that holds exactly one: a pipeline, a method, a
             function.
-        path: New directory; one recording each.
+        path: New directory; one recording each. In a run of several ranks each writes to `rank<r>/` in it.
         sites: Patterns of the sites to record (globs and `re:`); all when None.
         values: False records shape, dtype, min, max, norm and the number of non-finite elements instead of values;
             patterns keep the values of the sites they match and such statistics of all others.
@@ -233,7 +233,7 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
         "num_parameters": sum(p.numel() for p in parameters),
         "modules": {name or ".": type(module).__name__ for name, module in model.named_modules()},
         "seed": torch.initial_seed(),
-        "rank": _rank(),
+        "rank": _place()[0],
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "num_threads": torch.get_num_threads(),
         "environment": environment.describe(),
@@ -241,6 +241,15 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _rank() -> int:
-    available = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_rank() if available else 0
+def own_directory(path: Path) -> Path:
+    """Return where this process writes what all ranks of its run write to `path`: `rank<r>/` in it, of several ranks."""
+    rank, count = _place()
+    return path / f"rank{rank}" if count > 1 and path.name != f"rank{rank}" else path
+
+
+def _place() -> tuple[int, int]:
+    """Return the rank of this process and the number of ranks, of torch's process group or else of the launcher."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    count = environment.num_ranks() or 1
+    return environment.rank() if count > 1 else 0, count

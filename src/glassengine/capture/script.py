@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from glassengine.capture.calls import ModuleNames
-from glassengine.capture.record import Recorder, record
+from glassengine.capture.record import Recorder, own_directory, record
 from glassengine.capture.sessions import SessionRecording
 from glassengine.errors import GlassError, UsageError
 
@@ -77,7 +77,10 @@ class ScriptRecorder:
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> ScriptRecorder:
-        if self.directory.is_dir() and any(self.directory.iterdir()) and not self._overwrite:
+        # Other ranks of one run write beside this one, and may have begun.
+        own = own_directory(self.directory)
+        there = self.directory.glob("*" if own == self.directory else f"*/{own.name}")
+        if any(there) and not self._overwrite:
             raise UsageError(
                 "the output directory is not empty", got=str(self.directory), hint="replace recordings with --overwrite"
             )
@@ -148,7 +151,7 @@ class ScriptRecorder:
     def _path(self, name: str) -> Path:
         name = re.sub(r"[^\w.-]", "_", name)[:100] or "model"
         self._names[name] = self._names.get(name, 0) + 1
-        return self.directory / (name if self._names[name] == 1 else f"{name}-{self._names[name]}")
+        return own_directory(self.directory / (name if self._names[name] == 1 else f"{name}-{self._names[name]}"))
 
 
 @contextlib.contextmanager

@@ -17,6 +17,8 @@ from typing import Any, Literal
 from glassengine.compare.judging import BY_FLOOR, BY_GIVEN_TOLERANCE, BY_TOLERANCE, Judge
 from glassengine.compare.maps import TensorMap, load_map
 from glassengine.compare.matching import Match, Matching, match
+from glassengine.compare.rank_hints import rank_hints
+from glassengine.compare.ranks import PutTogether, expect_counterparts, sides_of_one_rank
 from glassengine.compare.requirements import (
     check_arguments,
     nothing_to_compare,
@@ -28,7 +30,7 @@ from glassengine.recording.layout import Entry
 from glassengine.recording.noise_floor import NoiseFloor, read_noise_floor
 from glassengine.recording.reader import Recording
 from glassengine.recording.source import TensorSource, open_source
-from glassengine.results import VERDICTS, Comparison, Divergence, Pair, Skipped, Verdict, counts_of, worst
+from glassengine.results import VERDICTS, Comparison, Divergence, Hint, Pair, Skipped, Verdict, counts_of, worst
 from glassengine.sites import matches
 
 
@@ -48,7 +50,8 @@ def compare(
 ) -> Comparison:
     """Judge every tensor of `candidate` against the tensor of the same step and rank in `baseline` that it belongs to.
 
-    Tensors belong together by `map`, by name, or by an alias that a recording knows. Memory: one pair of blocks in
+    Tensors belong together by `map`, by name, or by an alias that a recording knows. Where one side was run by several
+    ranks and the other by one, the parts of the ranks are put together (`compare.ranks`). Memory: one pair of blocks in
     float64, whatever the size of the tensors; a layout operation that cannot be a view copies its tensor.
 
     Args:
@@ -76,6 +79,7 @@ def compare(
     rules = None if map is None else load_map(map)
     left, right = (side if not isinstance(side, str | Path) else open_source(side) for side in (baseline, candidate))
     require_same_tokens(left, right)
+    left, right = sides_of_one_rank(left, right)
     require_names(show_only, left, right)
     require_names(transpose, left)
     not_tensors = [
@@ -83,7 +87,7 @@ def compare(
         for name, side in (("baseline", left), ("candidate", right))
         for item in side.skipped
     ]
-    matching = match(left, right, rules)
+    matching = expect_counterparts(left, right, match(left, right, rules))
     chosen = [one for one in matching.matches if _deselected(one, show_only, floating_point_only) is None]
     if not chosen:
         raise nothing_to_compare(left, right)
@@ -95,7 +99,7 @@ def compare(
     coverage = _coverage(matching, chosen, show_only, floating_point_only)
     is_bad = VERDICTS.index(verdict) >= VERDICTS.index(fail_on)
     reason = _not_ok_because(pairs, fail_on, coverage, min_coverage, show_only)
-    divergence = _first_divergence(pairs, chosen, left.metadata.get("sources"), right.metadata.get("sources"))
+    divergence = _first_divergence(pairs, chosen, left, right)
     steps = [{entry.step for entry in side.entries} for side in (left, right)]
     return Comparison(
         baseline=str(left.path),
@@ -187,7 +191,7 @@ def _coverage(
 
 
 def _first_divergence(
-    pairs: Sequence[Pair], judged: Sequence[Match], sources: object, candidate_sources: object
+    pairs: Sequence[Pair], judged: Sequence[Match], left: TensorSource, right: TensorSource
 ) -> Divergence | None:
     levels: tuple[Verdict, ...] = ("wrong", "suspicious")
     indices = (i for level in levels for i, pair in enumerate(pairs) if pair.verdict == level)
@@ -195,6 +199,7 @@ def _first_divergence(
     if found is None:
         return None
     pair, entry = pairs[found], judged[found].baseline
+    sources, candidate_sources = (side.metadata.get("sources") for side in (left, right))
     source = sources.get(entry.site) if isinstance(sources, dict) else None
     there = candidate_sources.get(pair.candidate_site) if isinstance(candidate_sources, dict) else None
     return Divergence(
@@ -209,8 +214,19 @@ def _first_divergence(
         beta=None,
         introduced=None,
         inherited=None,
+        hints=_hints(judged[found], left, right),
         candidate_source=there if isinstance(there, str) else None,
     )
+
+
+def _hints(match: Match, left: TensorSource, right: TensorSource) -> tuple[Hint, ...]:
+    if match.rule is not None:
+        return ()
+    if isinstance(right, PutTogether):
+        return rank_hints(right, match.candidates[0], left.tensor(match.baseline))
+    if isinstance(left, PutTogether):
+        return rank_hints(left, match.baseline, right.tensor(match.candidates[0]))
+    return ()
 
 
 def _not_ok_because(
@@ -249,7 +265,8 @@ def _skip(entry: Entry, side: str, reason: str) -> Skipped:
 
 def _environment(side: TensorSource) -> dict[str, Any]:
     known = side.metadata.get("environment")
-    return {**(known if isinstance(known, dict) else {}), "complete": side.complete}
+    facts = {**(known if isinstance(known, dict) else {}), "complete": side.complete}
+    return {**facts, "arrangements": side.arrangements} if isinstance(side, PutTogether) else facts
 
 
 def _key(entry: Entry) -> tuple[int, int, str]:

@@ -17,6 +17,7 @@ from glassengine.recording.formats.probe_dump import is_dump, open_dump, open_du
 from glassengine.recording.formats.run_results import RunResults, is_run_results
 from glassengine.recording.formats.step_files import StepFiles, holds_step_files
 from glassengine.recording.layout import MANIFEST, Entry
+from glassengine.recording.ranks import RankRecordings, rank_directories
 from glassengine.recording.reader import Recording
 from glassengine.results import Skipped
 
@@ -56,8 +57,8 @@ def open_source(path: str | Path) -> TensorSource:
     """Open a recording directory, a file or a directory of files that hold tensors.
 
     Files: `.pt`, `.pth`, `.safetensors`, `.npz`, `.npy`; `.json` of the debugger of transformers, of Polygraphy and of
-    msprobe, told apart by what is in them. Directories: `step{i}.pt`, `<name>-step<i>.npy`, and what these tools and
-    the dumper of SGLang write.
+    msprobe, told apart by what is in them. Directories: `rank{r}/` of recordings, `step{i}.pt`, `<name>-step<i>.npy`,
+    and what these tools and the dumper of SGLang write.
 
     Raises:
         UsageError: It does not exist or is of no known kind.
@@ -98,6 +99,8 @@ def _open_json(path: Path) -> TensorSource:
 def _open_directory(path: Path) -> TensorSource:
     if (path / MANIFEST).exists():
         return Recording.open(path)
+    if rank_directories(path):
+        return RankRecordings(path)
     if (foreign := open_trees(path) or open_dumps(path) or open_dumped(path)) is not None:
         return foreign
     if holds_step_files(path):

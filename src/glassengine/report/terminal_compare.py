@@ -91,6 +91,8 @@ def _divergence(result: Comparison) -> Iterator[Text]:
         yield Text(f"  worst   {_worst(pair.figures)}")
     elif pair is not None and pair.reason:
         yield Text(f"  reason  {pair.reason}")
+    for hint in found.hints:
+        yield Text(f"  hint    {hint.text}")
 
 
 def _worst(figures: Figures) -> str:
@@ -159,6 +161,10 @@ def notes(result: Comparison) -> Iterator[Text]:
     for side in ("baseline", "candidate"):
         if not result.environment[side].get("complete", True):
             yield Text(f"\nthe {side} is incomplete: only its completed steps were compared", style="yellow")
+        arrangements = result.environment[side].get("arrangements")
+        if arrangements:
+            counted = "; ".join(f"{count} {how}" for how, count in arrangements.items())
+            yield Text(f"\nof several ranks, the tensors of the {side} were put together: {counted}")
     if result.same_weights is False:
         yield Text("\nthe weights are not the same: fingerprints of one class and dtype differ", style="yellow")
     groups: dict[tuple[str, str], list[Skipped]] = {}

@@ -1,0 +1,74 @@
+"""The recordings of all processes of one run, `rank<r>/` side by side in one directory, as one source.
+
+Every tensor keeps the rank it was recorded by; `compare` puts the parts of one tensor together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from glassengine.recording.layout import MANIFEST, Entry
+from glassengine.recording.reader import Recording
+from glassengine.results import Skipped
+
+_RANK = re.compile(r"rank(\d{1,9})")
+
+
+class RankRecordings:
+    """Tensors of the recordings `rank0/`, `rank1/`, ... in one directory.
+
+    Attributes:
+        path: The directory.
+        metadata: That of the first rank; "token_ids" are the rows of all ranks, once where all have the same, and
+            "num_ranks" is how many recordings there are.
+        complete: Whether each of them is, and none is missing from the first to the last.
+        entries: The tensors in order of step and rank.
+        skipped: What was seen and has no values.
+
+    Raises:
+        CorruptError: A recording is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._recordings = {rank: Recording.open(directory) for rank, directory in sorted(rank_directories(path))}
+        each = list(self._recordings.values())
+        self.metadata: dict[str, Any] = {**each[0].metadata, "num_ranks": len(each)}
+        rows = [recording.metadata.get("token_ids") for recording in each]
+        # Ranks that split a batch have rows of their own.
+        if all(isinstance(of_rank, list) for of_rank in rows) and any(of_rank != rows[0] for of_rank in rows):
+            self.metadata["token_ids"] = [row for of_rank in rows for row in of_rank or ()]
+        is_gapless = list(self._recordings) == list(range(len(each)))
+        self.complete = is_gapless and all(recording.complete for recording in each)
+        found = [
+            dataclasses.replace(entry, rank=rank)
+            for rank, recording in self._recordings.items()
+            for entry in recording.entries
+        ]
+        self.entries: tuple[Entry, ...] = tuple(sorted(found, key=lambda entry: (entry.step, entry.rank)))
+        self.skipped: tuple[Skipped, ...] = tuple(
+            dataclasses.replace(item, reason=f"{item.reason} (rank {rank})")
+            for rank, recording in self._recordings.items()
+            for item in recording.skipped
+        )
+        # A recording may have been made as rank 0 of a run that its process knew nothing about.
+        self._own = {
+            (rank, entry.step, entry.site): entry
+            for rank, recording in self._recordings.items()
+            for entry in recording.entries
+        }
+
+    def tensor(self, entry: Entry) -> Tensor:
+        """Return the values of one of `entries`."""
+        return self._recordings[entry.rank].tensor(self._own[entry.rank, entry.step, entry.site])
+
+
+def rank_directories(path: Path) -> list[tuple[int, Path]]:
+    """Return rank and directory of the recordings `rank<r>/` in `path`."""
+    numbered = ((_RANK.fullmatch(item.name), item) for item in path.iterdir())
+    return [(int(found[1]), item) for found, item in numbered if found and (item / MANIFEST).is_file()]
