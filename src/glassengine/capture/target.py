@@ -60,6 +60,7 @@ def record_target(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     revision: str | None = None,
+    adapter: str | Path | None = None,
     then: Callable[[Path, Callable[[Writer], None]], None] | None = None,
 ) -> RecordedTarget:
     """Run a model under `torch.no_grad()` and record it.
@@ -78,6 +79,7 @@ def record_target(
         attn_implementation: As in transformers.
         trust_remote_code: Allow code that comes with the checkpoint to run.
         revision: Of a hub id.
+        adapter: As for `build`.
         then: Called with the finished recording and a function that runs the model again, on the same tokens, for
             another writer: `glass.measure_noise_floor` keeps in the recording what rounding does to each tensor.
 
@@ -92,6 +94,7 @@ def record_target(
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
         revision=revision,
+        adapter=adapter,
     )
     given = load_inputs(str(inputs)) if isinstance(inputs, (str, Path)) else inputs
     batches = [given] if isinstance(given, Mapping) else list(given)

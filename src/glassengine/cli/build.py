@@ -81,6 +81,10 @@ def command(
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")
     ] = False,
     revision: Annotated[str | None, typer.Option(help="Of a hub id: branch, tag or commit.")] = None,
+    adapter: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="LoRA adapter, as peft saves it, to merge into the model.", show_default=False),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an engine that exists.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be built, and its bytes.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
@@ -112,6 +116,7 @@ def command(
         "attn_implementation": attn_implementation,
         "trust_remote_code": trust_remote_code,
         "revision": revision,
+        "adapter": adapter,
         "artifacts": artifacts,
     }
     directory = out_directory or output_dir

@@ -70,6 +70,10 @@ def command(
     attn_implementation: Annotated[str | None, typer.Option(help="As in transformers: sdpa, eager.")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Let code that comes with a checkpoint run.")] = False,
     revision: Annotated[str | None, typer.Option(help="Revision of a hub id.")] = None,
+    adapter: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="LoRA adapter, as peft saves it, to merge into the model.", show_default=False),
+    ] = None,
     json: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write the result as one JSON document; - is stdout.")
     ] = None,
@@ -97,6 +101,7 @@ def command(
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
             revision=revision,
+            adapter=adapter,
             progress=progress,
         )
     if json is not None:

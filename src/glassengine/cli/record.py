@@ -49,6 +49,10 @@ def command(
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")
     ] = False,
     revision: Annotated[str | None, typer.Option(help="Of a hub id: branch, tag or commit.")] = None,
+    adapter: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="LoRA adapter, as peft saves it, to merge into the model.", show_default=False),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a recording that exists.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Run the model, count bytes, write nothing.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
@@ -80,6 +84,7 @@ def command(
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
             revision=revision,
+            adapter=adapter,
             then=glass.measure_noise_floor if noise_floor else None,
             **policy,
         )

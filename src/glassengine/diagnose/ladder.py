@@ -74,6 +74,7 @@ def check(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     revision: str | None = None,
+    adapter: str | Path | None = None,
     progress: Progress = lambda text: None,
 ) -> Comparison:
     """Judge a candidate against a baseline and say which op, on which rung, introduced an error first.
@@ -100,6 +101,7 @@ def check(
         attn_implementation: As in transformers, for models that are loaded by transformers.
         trust_remote_code: Allow code that comes with a checkpoint to run.
         revision: Of a hub id.
+        adapter: As for `build`, of the baseline.
         progress: Called with a sentence when a stage begins.
 
     Raises:
@@ -125,7 +127,8 @@ def check(
             "--backend and --pass build an engine of BASELINE", hint="leave them out beside --candidate MODEL"
         )
     progress("loading the baseline")
-    model = load_model(baseline, dtype=engine.manifest.dtype if engine and dtype == "auto" else dtype, **options)
+    wanted = engine.manifest.dtype if engine and dtype == "auto" else dtype
+    model = load_model(baseline, dtype=wanted, adapter=adapter, **options)
     with ExitStack() as stack:
         stack.enter_context(_threads_for(model.module))
         case = recorded_case(record) if record is not None and inputs is None else None

@@ -57,6 +57,7 @@ def build(
     attn_implementation: str | None = ...,
     trust_remote_code: bool = ...,
     revision: str | None = ...,
+    adapter: str | Path | None = ...,
     byte_budget: int | None = ...,
     artifacts: str | Path | None = ...,
 ) -> Engine: ...
@@ -77,6 +78,7 @@ def build(
     attn_implementation: str | None = ...,
     trust_remote_code: bool = ...,
     revision: str | None = ...,
+    adapter: str | Path | None = ...,
     byte_budget: int | None = ...,
     artifacts: str | Path | None = ...,
 ) -> BuildPlan: ...
@@ -96,6 +98,7 @@ def build(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     revision: str | None = None,
+    adapter: str | Path | None = None,
     byte_budget: int | None = None,
     artifacts: str | Path | None = None,
 ) -> Engine | BuildPlan:
@@ -120,6 +123,7 @@ def build(
         attn_implementation: As in transformers.
         trust_remote_code: Allow code that comes with a checkpoint to run.
         revision: Of a hub id.
+        adapter: Directory of a LoRA adapter, as peft saves it, to merge.
         byte_budget: Most bytes of debug outputs in one decode step at the largest batch and length; the largest
             outputs are left out first and listed in the manifest with the reason.
         artifacts: Directory to write what the build goes through to, stage by stage; by default what
@@ -140,6 +144,7 @@ def build(
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
         revision=revision,
+        adapter=adapter,
     )
     steps = load_inputs(inputs) if isinstance(inputs, str) else inputs
     if steps is not None:

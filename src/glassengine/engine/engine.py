@@ -307,6 +307,7 @@ class Engine:
             dtype=self.manifest.dtype,
             attn_implementation=model.get("attn_implementation"),
             revision=model.get("revision"),
+            adapter=model.get("adapter"),
         )
         if loaded.metadata["fingerprint"] != model["fingerprint"]:
             raise CorruptError(
