@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from glassengine.capture.intake import Intake, Writer
+from glassengine.capture.known_tokens import KnownTokens
 from glassengine.capture.module_hooks import ModuleHooks
 from glassengine.capture.record import record
 from glassengine.errors import UsageError
@@ -49,8 +50,9 @@ def record_target(
     target: str | Path | torch.nn.Module,
     path: str | Path | None,
     *,
-    inputs: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    inputs: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     max_new_tokens: int | None = None,
+    tokens_of: str | Path | None = None,
     sites: Sequence[str] | None = None,
     values: bool | Sequence[str] = True,
     steps: Collection[int] | None = None,
@@ -68,8 +70,10 @@ def record_target(
     Args:
         target: As for `build`: Hugging Face directory or id, `file.py:factory`, `package.module:factory`, or a module.
         path: Directory of the recording; None runs the model and counts bytes only.
-        inputs: Keyword arguments, one dict per step: `file.py:factory`, a tensor file, or the dicts themselves.
+        inputs: Keyword arguments, one dict per step: `file.py:factory`, a tensor file, or the dicts themselves; None
+            for the prompts of `tokens_of`.
         max_new_tokens: Generate greedily from each of `inputs` instead of one forward each.
+        tokens_of: A recording whose tokens are generated, whatever this model would choose: at most as many as it has.
         sites: As for `record`.
         values: As for `record`.
         steps: As for `record`.
@@ -85,6 +89,7 @@ def record_target(
 
     Raises:
         UsageError: The target or its inputs cannot be loaded, or the recording cannot be written.
+        IncomparableError: `tokens_of` was made from other prompts.
         UnknownNameError: No site matches the patterns.
         GlassError: Not everything could be written.
     """
@@ -96,10 +101,11 @@ def record_target(
         revision=revision,
         adapter=adapter,
     )
-    given = load_inputs(str(inputs)) if isinstance(inputs, (str, Path)) else inputs
-    batches = [given] if isinstance(given, Mapping) else list(given)
+    known = None if tokens_of is None else KnownTokens(tokens_of)
+    batches = _batches(inputs, known)
+    forced = None if known is None else known.following(batches)
 
-    def observe(writer: Writer, forced: Sequence[Tensor | None] = ()) -> None:
+    def observe(writer: Writer, forced: Sequence[Tensor] | None = None) -> None:
         policy = Policy(sites=sites, values=values, steps=steps, byte_budget=byte_budget)
         hooks = ModuleHooks(loaded.module, Intake(writer, policy, 0), policy)
         hooks.attach()
@@ -111,7 +117,7 @@ def record_target(
 
     if path is None:
         counter = _Counter()
-        observe(counter)
+        observe(counter, forced)
         return counter.result(None)
     buffers = {name: buffer.clone() for name, buffer in loaded.module.named_buffers()} if then is not None else {}
     with record(
@@ -124,7 +130,7 @@ def record_target(
         overwrite=overwrite,
         metadata={**loaded.metadata, "model_fingerprint": loaded.metadata["fingerprint"]},
     ):
-        made = _run(loaded, batches, max_new_tokens)
+        made = _run(loaded, batches, max_new_tokens, forced)
     if then is not None:
 
         def again(writer: Writer) -> None:
@@ -132,7 +138,7 @@ def record_target(
             for name, buffer in loaded.module.named_buffers():
                 if name in buffers and buffers[name].shape == buffer.shape:
                     buffer.copy_(buffers[name])
-            observe(writer, made)
+            observe(writer, [tokens[:, :-1] for tokens in made])
 
         then(Path(path), again)
     from glassengine.recording.reader import Recording
@@ -142,40 +148,64 @@ def record_target(
     return RecordedTarget(str(path), len(opened.steps), len(opened.entries), len(opened.left_out), total)
 
 
+def _batches(
+    inputs: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, known: KnownTokens | None
+) -> list[Mapping[str, Any]]:
+    if inputs is None:
+        if known is None:
+            raise UsageError("the model needs inputs", hint="--inputs file.py:factory, or a tensor file")
+        return [known.prompts()]
+    given = load_inputs(str(inputs)) if isinstance(inputs, (str, Path)) else inputs
+    return [given] if isinstance(given, Mapping) else list(given)
+
+
 def _run(
     loaded: LoadedModel,
     batches: Sequence[Mapping[str, Any]],
     max_new_tokens: int | None,
-    forced: Sequence[Tensor | None] = (),
-) -> list[Tensor | None]:
-    """Run every batch, generating what `forced` says where it says it; return what was generated of each."""
+    forced: Sequence[Tensor] | None = None,
+) -> list[Tensor]:
+    """Run every batch, generating the tokens of `forced` [B, N]; return what was generated of each, [B, N].
+
+    The token behind the last forced one is the model's own choice: nothing is made of it any more.
+    """
     module: Any = loaded.module
-    if max_new_tokens is not None and not hasattr(module, "generate"):
+    generates = max_new_tokens is not None or (forced is not None and any(tokens.shape[1] for tokens in forced))
+    if generates and not hasattr(module, "generate"):
         raise UsageError("only a model that generates can", got=loaded.spec, hint="leave out --max-new-tokens")
-    made: list[Tensor | None] = []
+    made: list[Tensor] = []
     with torch.no_grad():
         for number, batch in enumerate(batches):
-            if max_new_tokens is None:
+            if not generates:
                 module(**batch)
-                made.append(None)
+                made.append(torch.empty((0, 0), dtype=torch.int64))
                 continue
             options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
-            tokens = forced[number] if forced else None
-            if tokens is not None:
-                options["logits_processor"] = [_Forced(tokens)]
-            made.append(module.generate(**batch, **options))
+            config = getattr(module, "config", None)
+            continues = "input_ids" in batch and not getattr(config, "is_encoder_decoder", False)
+            size = torch.as_tensor(batch["input_ids"]).shape[1] if continues else 0
+            if forced is not None:
+                tokens = forced[number]
+                num = tokens.shape[1] + 1
+                # What ended one of the runs does not end the other: both make the same steps.
+                options |= {"max_new_tokens": min(num, max_new_tokens or num), "eos_token_id": None}
+                options["logits_processor"] = [_Forced(tokens, size)]
+            made.append(module.generate(**batch, **options)[:, size:])
     return made
 
 
 @dataclass(frozen=True)
 class _Forced:
-    """Makes `generate` choose tokens [B, S] again."""
+    """Makes `generate` choose tokens [B, N] behind prompts of `size` tokens."""
 
     tokens: Tensor
+    size: int
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        chosen = self.tokens[:, input_ids.shape[1], None]
-        return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
+        place = input_ids.shape[1] - self.size
+        if place >= self.tokens.shape[1]:
+            return scores
+        return torch.full_like(scores, -torch.inf).scatter(1, self.tokens[:, place, None], 0.0)
 
 
 class _Counter:

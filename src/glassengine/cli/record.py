@@ -29,6 +29,10 @@ def command(
     max_new_tokens: Annotated[
         int | None, typer.Option("--max-new-tokens", metavar="N", help="Generate N tokens from the inputs.")
     ] = None,
+    tokens_of: Annotated[
+        str | None,
+        typer.Option("--tokens-of", metavar="RECORDING", help="Generate the tokens of this recording, not one's own."),
+    ] = None,
     sites: Annotated[
         list[str] | None, typer.Option("--sites", metavar="PATTERN", help="Record only these: glob or re:. Repeatable.")
     ] = None,
@@ -66,20 +70,19 @@ def command(
         "overwrite": overwrite,
     }
     if target[0].endswith(".py"):
-        if inputs is not None or max_new_tokens is not None or dry_run or noise_floor:
-            got = "--inputs, --max-new-tokens, --noise-floor or --dry-run"
+        if inputs is not None or max_new_tokens is not None or tokens_of is not None or dry_run or noise_floor:
+            got = "--inputs, --max-new-tokens, --tokens-of, --noise-floor or --dry-run"
             raise UsageError("a script brings its own inputs, and is run once", got=got)
         return _script(target, output_dir, policy, json)
     if len(target) > 1:
         raise UsageError("more than one TARGET", got=" ".join(target), hint="glass record -o DIR -- script.py ARGS...")
-    if inputs is None:
-        raise UsageError("the model needs inputs", got=target[0], hint="--inputs file.py:factory, or a tensor file")
     with progress(f"recording {target[0]}"):
         result = glass.record_target(
             target[0],
             None if dry_run else output_dir,
             inputs=inputs,
             max_new_tokens=max_new_tokens,
+            tokens_of=tokens_of,
             dtype=dtype,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,

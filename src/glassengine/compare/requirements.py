@@ -24,7 +24,7 @@ def require_same_tokens(left: TensorSource, right: TensorSource) -> None:
         "the two sides were run on different token ids",
         got=f"{left.path} and {right.path}: {got}",
         expected="the same token ids: what follows a different token is different for good reasons",
-        hint="record the candidate with the baseline's token ids",
+        hint=f"record the candidate on the baseline's tokens: glass record TARGET --tokens-of {left.path}",
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from glassengine.capture.known_tokens import prompt_lengths
 from glassengine.compare import layouts
 from glassengine.compare.maps import Rule, TensorMap
 from glassengine.compare.rules import pair_names
@@ -22,7 +23,6 @@ from glassengine.diagnose.sides import ModuleSide, Observed, empty_caches
 from glassengine.errors import IncomparableError, UsageError
 from glassengine.program.export import named_inputs
 from glassengine.program.program import Program
-from glassengine.recording.layout import Entry
 from glassengine.recording.source import TensorSource
 from glassengine.sites import Site
 
@@ -175,7 +175,7 @@ def recorded_case(source: TensorSource) -> Case | None:
     """
     rows = source.metadata.get("token_ids")
     steps = sorted({entry.step for entry in source.entries})
-    lengths = source.metadata.get("prompt_lengths") or _prompt_lengths(source)
+    lengths = prompt_lengths(source)
     if not rows or not lengths or len(rows) != len(lengths):
         return None
     if steps != list(range(len(steps))) or any(len(r) < n + len(steps) - 1 for r, n in zip(rows, lengths, strict=True)):
@@ -192,11 +192,3 @@ def recorded_case(source: TensorSource) -> Case | None:
         mask[index, longest - length :] = 1
     following = [row[length : length + len(steps) - 1] for row, length in zip(rows, lengths, strict=True)]
     return Case("recorded", len(steps), input_ids=ids, attention_mask=mask, tokens=torch.tensor(following))
-
-
-def _prompt_lengths(source: TensorSource) -> list[int] | None:
-    found: dict[str, Entry] = {e.site.removeprefix(".:in."): e for e in source.entries if e.step == 0}
-    ids, mask = found.get("input_ids"), found.get("attention_mask")
-    if mask is not None and ids is not None and mask.shape == ids.shape:
-        return [int(row) for row in source.tensor(mask).sum(-1)]
-    return None if ids is None or len(ids.shape) != 2 else [ids.shape[1]] * ids.shape[0]
