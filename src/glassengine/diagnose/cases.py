@@ -103,25 +103,48 @@ class StepInputs:
         }
 
 
-def causal_cases(model: LoadedModel, inputs: str | None, steps: int) -> list[Case]:
+Inputs = str | Sequence[Mapping[str, Any]] | None
+"""What `--inputs` names: a text file of prompts, keyword arguments of each step, or nothing."""
+
+_OF_TOKENS = ("input_ids", "attention_mask")
+
+
+def read_inputs(inputs: str | None) -> Inputs:
+    """Return the tensors that `inputs` names, or itself where it is a text file or None."""
+    return inputs if inputs is None or Path(inputs).suffix == ".txt" else load_inputs(inputs)
+
+
+def beside_tokens(inputs: Inputs) -> list[str]:
+    """Return the keyword arguments that a decode loop has no use for: images, embeddings, positions of one's own."""
+    if inputs is None or isinstance(inputs, str):
+        return []
+    return list(dict.fromkeys(key for step in inputs for key in step if key not in _OF_TOKENS))
+
+
+def in_one_forward(inputs: Inputs) -> Inputs:
+    """Return the inputs of a causal LM for forwards that nothing follows: no cache comes out of them."""
+    return inputs if inputs is None or isinstance(inputs, str) else [{"use_cache": False, **step} for step in inputs]
+
+
+def causal_cases(model: LoadedModel, inputs: Inputs, steps: int) -> list[Case]:
     """Return the cases of a causal LM.
 
     Args:
         model: Baseline; its tokenizer encodes text.
-        inputs: None for two built-in prompts; a text file with one prompt per line; or a file or factory that
-            `load_inputs` reads, with `input_ids` [B, S] and optionally `attention_mask`.
+        inputs: None for two built-in prompts; a text file with one prompt per line; or dicts of `input_ids` [B, S] and
+            optionally `attention_mask`.
         steps: Decode steps after the prefill.
 
     Raises:
         UsageError: No prompts, ids outside the vocabulary, or text for a model without a tokenizer.
     """
     vocabulary = model.metadata.get("vocab_size", 1 << 62)
-    if inputs is not None and Path(inputs).suffix not in (".txt",):
+    if inputs is not None and not isinstance(inputs, str):
         cases = []
-        for index, step in enumerate(load_inputs(inputs)):
+        for index, step in enumerate(inputs):
             if "input_ids" not in step:
                 raise UsageError(
-                    f"{inputs} has no input_ids", got=", ".join(step), expected="input_ids [batch, tokens]"
+                    "the inputs have no input_ids", got=", ".join(step), expected="input_ids [batch, tokens]"
                 )
             ids = torch.as_tensor(step["input_ids"]).long()
             ids = ids[None] if ids.dim() == 1 else ids

@@ -16,7 +16,7 @@ from glassengine.backends import registry
 from glassengine.compare.operation import FLOAT32_SUMS, Accumulation
 from glassengine.compare.pairing import SitePair, pair_sites
 from glassengine.compare.tolerance import is_inexact
-from glassengine.diagnose.cases import Case, causal_cases, module_cases
+from glassengine.diagnose.cases import Case, Inputs, causal_cases, module_cases
 from glassengine.diagnose.counterparts import pair_programs
 from glassengine.diagnose.op_by_op import RUNG, op_by_op
 from glassengine.diagnose.recorded import RUNG as RECORD
@@ -66,7 +66,7 @@ class Climb:
 
 
 def start(
-    model: LoadedModel, inputs: str | None, steps: int, stack: ExitStack, progress: Progress, case: Case | None = None
+    model: LoadedModel, inputs: Inputs, steps: int, stack: ExitStack, progress: Progress, case: Case | None = None
 ) -> Climb:
     """Return a climb with the exported program and its first side: the untouched model; `case` is what is run."""
     if case is not None and model.kind == "causal_lm":
@@ -75,7 +75,7 @@ def start(
         cases = causal_cases(model, inputs, steps)
         given = None
     else:
-        given = load_inputs(inputs) if inputs else example_inputs(model.module, model.directory)
+        given = _arguments(model, inputs)
         cases = module_cases(given)
     progress("exporting the program")
     program = export_program(model, inputs=given)
@@ -173,7 +173,14 @@ def _add_observable(climb: Climb, engine: Engine, observed: Sequence[str]) -> No
     climb.add(EngineSide(engine, engine_nodes(climb.program, engine, observed), rung="engine", replay=replay))
 
 
-def add_model(climb: Climb, candidate: LoadedModel, inputs: str | None, progress: Progress) -> torch.dtype:
+def _arguments(model: LoadedModel, inputs: Inputs) -> Sequence[Mapping[str, Any]]:
+    """Return the keyword arguments of a plain module's steps."""
+    if inputs is None:
+        return example_inputs(model.module, model.directory)
+    return load_inputs(inputs) if isinstance(inputs, str) else inputs
+
+
+def add_model(climb: Climb, candidate: LoadedModel, inputs: Inputs, progress: Progress) -> torch.dtype:
     """Another model or port: op by op through its own export, and untouched at module outputs."""
     if candidate.kind != climb.baseline.kind:
         raise IncomparableError(
@@ -184,9 +191,7 @@ def add_model(climb: Climb, candidate: LoadedModel, inputs: str | None, progress
     # A program has no weights that it does not use, and a tied one under one name: what only one side names is no news.
     climb.weights = compare_weights(known, {name: tensor for name, tensor in own.items() if name in known})
     progress("exporting the candidate")
-    given = None
-    if candidate.kind == "module":
-        given = load_inputs(inputs) if inputs else example_inputs(candidate.module, candidate.directory)
+    given = _arguments(candidate, inputs) if candidate.kind == "module" else None
     try:
         program = export_program(candidate, inputs=given)
     except UsageError as error:

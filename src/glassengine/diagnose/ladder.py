@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from glassengine.compare.maps import load_map
 from glassengine.compare.operation import ACCUMULATIONS, Accumulation
 from glassengine.compare.verdict import unit_roundoff
 from glassengine.diagnose.bisect_release import bisect_release
-from glassengine.diagnose.cases import Case
+from glassengine.diagnose.cases import Case, beside_tokens, in_one_forward, read_inputs
 from glassengine.diagnose.climb import (
     Climb,
     Progress,
@@ -86,8 +87,9 @@ def check(
         map: Which names of the program belong to which of a record, as for `compare`.
         backend: Back-end of the engines that are built.
         dtype: As in `build`; of both sides, unless the candidate is an engine.
-        inputs: A text file with one prompt per line, or what `load_inputs` reads; None takes built-in prompts. A model
-            that is no causal language model needs it.
+        inputs: A text file with one prompt per line, or what `load_inputs` reads; None takes built-in prompts. A causal
+            language model that is given more than tokens (images, say) is judged as a plain module, without a decode
+            loop; that is listed among what was skipped.
         steps: Decode steps after the prefill.
         passes: User passes on the program, each a rung of its own.
         all_rungs: Climb op-by-op too: every op compiled alone. Without it only what the engine got wrong is.
@@ -129,10 +131,17 @@ def check(
     progress("loading the baseline")
     wanted = engine.manifest.dtype if engine and dtype == "auto" else dtype
     model = load_model(baseline, dtype=wanted, adapter=adapter, **options)
+    given = read_inputs(inputs)
+    more = beside_tokens(given) if model.kind == "causal_lm" else []
+    if more:
+        model, given = replace(model, kind="module"), in_one_forward(given)
     with ExitStack() as stack:
         stack.enter_context(_threads_for(model.module))
         case = recorded_case(record) if record is not None and inputs is None else None
-        climb = start(model, inputs, steps, stack, progress, case)
+        climb = start(model, given, steps, stack, progress, case)
+        if more:
+            why = f"given {', '.join(more)} beside tokens, the model is judged as a plain module, without a decode loop"
+            climb.skipped.append(Skipped("decode steps", "both", why))
         climb.accumulation = _accumulation(accumulation)
         coarsest = None
         if engine is not None:
@@ -142,7 +151,9 @@ def check(
             tensors = RecordedTensors(record, climb.program, load_map(map) if map else None)
             coarsest = add_record(climb, tensors)
         elif candidate is not None:
-            coarsest = add_model(climb, load_model(candidate, dtype=dtype, **options), inputs, progress)
+            other = load_model(candidate, dtype=dtype, **options)
+            other = replace(other, kind="module") if more and other.kind == "causal_lm" else other
+            coarsest = add_model(climb, other, given, progress)
         else:
             add_built(climb, backend, passes, progress, all_rungs=all_rungs, only_release=bisect_outputs)
         if reproduction is not None:

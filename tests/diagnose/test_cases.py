@@ -1,0 +1,35 @@
+"""What a check is given: nothing of `--inputs` is dropped in silence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from glassengine.diagnose import check
+from glassengine.errors import UsageError
+from glassengine.testing.architectures import FAMILIES
+
+IMAGE_TOKEN = 3
+
+
+def test_images_beside_tokens_are_looked_at(tmp_path: Path) -> None:
+    """A mistake in the vision tower shows in a forward with an image only."""
+    ids = torch.full((1, 20), 7)
+    ids[0, 2:18] = IMAGE_TOKEN
+    image = torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    torch.save({"input_ids": ids, "pixel_values": image}, tmp_path / "inputs.pt")
+    baseline, candidate = FAMILIES["llava"](), FAMILIES["llava"]()
+    candidate.get_parameter("model.vision_tower.encoder.layers.0.mlp.fc1.weight").data[3] *= 2
+    result = check(baseline, candidate=candidate, inputs=str(tmp_path / "inputs.pt"))
+    assert not result.ok and result.first_divergence is not None
+    assert result.first_divergence.site == "model.vision_tower.encoder.layers.0.mlp.fc1/linear.0"
+    assert ["decode steps"] == [item.site for item in result.skipped if "given pixel_values beside" in item.reason]
+
+
+def test_tokens_that_are_missing_are_named(llama: nn.Module, tmp_path: Path) -> None:
+    torch.save({"attention_mask": torch.ones(1, 4).long()}, tmp_path / "inputs.pt")
+    with pytest.raises(UsageError, match="no input_ids"):
+        check(llama, inputs=str(tmp_path / "inputs.pt"))
