@@ -3,7 +3,8 @@
     align       `compare.pairing` says what stands in the same place: a proposal
     probe       the candidate runs two steps; all its tensors are at hand
     predict     node by node, the baseline's op in float64 on the candidate's own inputs of that op
-    find        the tensor of the candidate that is the prediction up to rounding; of several, the proposal
+    find        the tensor of the candidate that is the prediction up to rounding; of several, the proposal. What it
+                comes from cannot be made of it, and what is below follows from it no worse than from the prediction
     pass over   nothing is: the candidate does not have this tensor (it is written with other ops), or has it wrong.
                 What comes next tells: the ops below it follow from the prediction, or from a tensor of the candidate
 
@@ -17,6 +18,7 @@ Predictions are compared loosely, as far as rounding within a region can go; the
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +29,7 @@ from torch.utils import _pytree as pytree
 from glassengine.compare.operation import MOVES, RANDOM, UNDEFINED
 from glassengine.compare.pairing import SitePair, pair_sites
 from glassengine.compare.verdict import unit_roundoff
+from glassengine.diagnose.candidate_tensors import CandidateTensors, Values, shapes_of
 from glassengine.diagnose.cases import Case
 from glassengine.diagnose.float64 import retarget, target_of
 from glassengine.diagnose.probe import ProbeStep, probe
@@ -41,14 +44,14 @@ _LEAST = 2e-5
 """Of the same: differences of numbers of one size amplify the rounding of float32."""
 _CLOSER = 8
 """The proposal is passed over for a tensor that is this many times closer to the prediction."""
+_TELLING = 2
+"""A tensor and the prediction are told apart by an op below that follows this many times closer from one of them."""
 _AHEAD = 12
 """How many ops below a node are asked whether they follow from it."""
 _TRIALS = 8
 """How many tensors of the candidate are tried in the place of one that has no counterpart."""
 _MOST_TRIED = 20_000
 """Ops predicted to no avail before none is tried any more: the two programs have nothing in common."""
-
-Values = list[Any]
 
 
 class Unknown(Exception):
@@ -72,17 +75,10 @@ class Counterparts:
         self._weights = baseline.weights()
         self._nodes = {node.name: node for node in baseline.graph.nodes}
         self._order = {node.name: index for index, node in enumerate(baseline.graph.nodes)}
-        theirs = [node for node in candidate.graph.nodes if all(node.name in step.values for step in steps)]
-        self._their_order = {node.name: index for index, node in enumerate(candidate.graph.nodes)}
-        self._their_nodes = {node.name: node for node in theirs if is_tensor_node(node)}
-        self._sizes: dict[str, list[float]] = {}
-        self._by_shape: dict[tuple[Any, ...], list[str]] = {}
-        for name in self._their_nodes:
-            self._by_shape.setdefault(self._shapes(self._theirs(name)), []).append(name)
+        self._tensors = CandidateTensors(candidate, steps)
         self._proposed = {pair.baseline.node: pair for pair in pair_sites(baseline, candidate)[0]}
         self._values: dict[str, Values] = {}
         self._found: dict[str, str] = {}
-        self._taken: set[str] = set()
         self._roundoff: dict[str, float] = {}
         self._results = {node: candidate.output_nodes.get(name) for name, node in baseline.output_nodes.items()}
         self._num_tried = 0
@@ -114,37 +110,82 @@ class Counterparts:
         if op_name(node) in RANDOM | UNDEFINED:
             return proposed
         result = self._results.get(node.name)
-        if result is not None and result in self._their_nodes:
+        if result is not None and result in self._tensors.nodes:
             return result
         if not all(value.is_floating_point() for value in predicted):
             # Integers and masks are too alike for their values to say which is which.
-            agrees = proposed is not None and self._distance(proposed, predicted) == 0
+            agrees = proposed is not None and self._tensors.distance(proposed, predicted) == 0
             return proposed if agrees or self._has_same_inputs(node, proposed) else None
         return self._closest(node, predicted) or self._contradicting(node, predicted, proposed)
 
     def _proposal(self, node: Node) -> str | None:
         pair = self._proposed.get(node.name)
-        if pair is None or pair.candidate.node not in self._their_nodes or pair.candidate.node in self._taken:
+        if pair is None or pair.candidate.node not in self._tensors.nodes or pair.candidate.node in self._tensors.taken:
             return None
         return pair.candidate.node
 
-    def _closest(self, node: Node, predicted: Values, besides: str | None = None) -> str | None:
-        """Return the tensor, `besides` apart, that is the prediction up to rounding and nobody's counterpart yet."""
+    def _closest(self, node: Node, predicted: Values) -> str | None:
+        """Return the tensor that is the prediction up to rounding, and that what is below `node` follows from."""
+        return next((name for name in self._close(node, predicted) if self._is_followed(node, predicted, name)), None)
+
+    def _close(self, node: Node, predicted: Values, instead: str | None = None) -> list[str]:
+        """Return the tensors that are the prediction up to rounding and nobody's counterpart yet, best first.
+
+        `instead` is a tensor that takes the place of an input: neither it nor what it is made of can be made of it.
+        """
         ranked = []
         own = node.meta["val"].dtype
         pair = self._proposed.get(node.name)
-        for name in self._alike(predicted):
-            if name == besides:
-                continue
-            theirs = self._their_nodes[name]
-            u = max(self._roundoff[node.name], unit_roundoff(theirs.meta["val"].dtype))
-            distance = self._distance(name, predicted)
-            if distance <= max(_ROUNDINGS * u, _LEAST):
+        inputs = [self._found[source.name] for source in node.all_input_nodes if source.name in self._found]
+        made_of = 0
+        for name in [*inputs, *([instead] if instead else [])]:
+            made_of |= self._tensors.ancestors[name]
+        for name in self._tensors.alike(predicted, made_of):
+            theirs = self._tensors.nodes[name]
+            distance = self._tensors.distance(name, predicted)
+            if distance <= max(_ROUNDINGS * self._unit(node, name), _LEAST):
                 handicap = 1 if pair is not None and pair.candidate.node == name else _CLOSER
                 other_dtype = theirs.meta["val"].dtype is not own
-                rank = max(distance, 2 * u) * handicap, op_name(theirs) != op_name(node), self._their_order[name]
+                least = 2 * self._unit(node, name)
+                rank = max(distance, least) * handicap, op_name(theirs) != op_name(node), self._tensors.order[name]
                 ranked.append(((other_dtype, *rank), name))
-        return min(ranked)[1] if ranked else None
+        return [name for _, name in sorted(ranked)]
+
+    def _is_followed(self, node: Node, predicted: Values, name: str) -> bool:
+        """Whether what is below `node` follows from the tensor no worse than from the prediction.
+
+        A tensor that is near the prediction by chance (a residual stream that a layer hardly changes) is told by this.
+        """
+        if self._has_same_inputs(node, name):
+            return True
+        predictions: dict[str, Values] = {node.name: predicted}
+        replaced: dict[str, Values] = {node.name: self._tensors.values(name)}
+        made_of = self._tensors.ancestors[name]
+        for below in self._below(node):
+            without = self._nearest(below, predictions, 1 << self._tensors.order[name])
+            of_it = self._nearest(below, replaced, made_of)
+            if without * _TELLING < of_it:
+                return False
+            if of_it * _TELLING < without:
+                return True
+        return True
+
+    def _nearest(self, node: Node, env: dict[str, Values], besides: int) -> float:
+        """Return how near any tensor is to what `node` makes of `env`, its own roundoff at least."""
+        self._num_tried += 1
+        try:
+            predicted = self._value(node, env)
+        except Unknown:
+            return math.inf
+        if not is_tensor_node(node) or not all(value.is_floating_point() for value in predicted):
+            return math.inf
+        return min(
+            (
+                max(self._tensors.distance(name, predicted), self._tensors.unit(name))
+                for name in self._tensors.alike(predicted, besides)
+            ),
+            default=math.inf,
+        )
 
     def _contradicting(self, node: Node, predicted: Values, proposed: str | None) -> str | None:
         """Return the tensor that what is below `node` follows from, if it does not follow from the prediction."""
@@ -158,7 +199,7 @@ class Counterparts:
         for name in tried:
             if self._num_tried > _MOST_TRIED:
                 return None
-            followed = self._first_to_follow(below[: limit + 1], {node.name: self._theirs(name)}, instead=name)
+            followed = self._first_to_follow(below[: limit + 1], {node.name: self._tensors.values(name)}, instead=name)
             if followed is None:
                 continue
             # An op that reads the same on both sides and makes something else is wrong, even if that drowns below.
@@ -167,18 +208,22 @@ class Counterparts:
         return None
 
     def _to_try(self, node: Node, predicted: Values, proposed: str | None) -> Iterator[str]:
-        shapes = self._shapes(predicted)
+        shapes = shapes_of(predicted)
         seen = set()
         inputs = [self._found[source.name] for source in node.all_input_nodes if source.name in self._found]
-        last = max((self._their_order[name] for name in inputs), default=0)
-        behind = [n for n in self._by_shape.get(shapes, ()) if self._their_order[n] > last and n not in self._taken]
+        last = max((self._tensors.order[name] for name in inputs), default=0)
+        behind = [
+            n
+            for n in self._tensors.by_shape.get(shapes, ())
+            if self._tensors.order[n] > last and n not in self._tensors.taken
+        ]
         # An op that the candidate lacks: its input stands in its place.
         for name in [proposed, *inputs, *behind[:_TRIALS]]:
             if name is None or name in seen:
                 continue
             seen.add(name)
-            values = self._theirs(name)
-            if self._shapes(values) == shapes and all(value.is_floating_point() for value in values):
+            values = self._tensors.values(name)
+            if shapes_of(values) == shapes and all(value.is_floating_point() for value in values):
                 yield name
 
     def _below(self, node: Node) -> list[Node]:
@@ -218,7 +263,7 @@ class Counterparts:
             moves = op_name(node) in MOVES or is_view(node)
             if instead is not None and (moves or op_name(node) == "_to_copy"):
                 continue
-            if self._closest(node, predicted, besides=instead) is not None:
+            if self._close(node, predicted, instead):
                 return index
         return None
 
@@ -256,11 +301,11 @@ class Counterparts:
 
     def _settle(self, node: Node, counterpart: str) -> None:
         ours, theirs = _op_site(self._baseline, node.name), _op_site(self._candidate, counterpart)
-        if ours is None or theirs is None or counterpart not in self._their_nodes:
+        if ours is None or theirs is None or counterpart not in self._tensors.nodes:
             return
         self._found[node.name] = counterpart
-        self._taken.add(counterpart)
-        self._values[node.name] = self._theirs(counterpart)
+        self._tensors.taken.add(counterpart)
+        self._values[node.name] = self._tensors.values(counterpart)
         self._roundoff[node.name] = 0.0
         known = self._proposed.get(node.name)
         same = known is not None and known.candidate.node == counterpart
@@ -276,28 +321,11 @@ class Counterparts:
         """Whether the candidate's op is the same and reads the counterparts of what `node` reads."""
         if counterpart is None:
             return False
-        return reads_the_same(node, self._their_nodes[counterpart], self._found, self._ports)
+        return reads_the_same(node, self._tensors.nodes[counterpart], self._found, self._ports)
 
-    def _alike(self, predicted: Values) -> Iterator[str]:
-        """Yield the candidate's tensors of the same shape and, roughly, size."""
-        sizes = [_size(value) for value in predicted]
-        for name in self._by_shape.get(self._shapes(predicted), ()):
-            if name in self._taken or not self._their_nodes[name].meta["val"].is_floating_point():
-                continue
-            if name not in self._sizes:
-                self._sizes[name] = [_size(value) for value in self._theirs(name)]
-            if all(abs(a - b) <= 0.2 * max(a, b) for a, b in zip(sizes, self._sizes[name], strict=True)):
-                yield name
-
-    def _distance(self, name: str, predicted: Values) -> float:
-        return max(_distance(theirs, ours) for theirs, ours in zip(self._theirs(name), predicted, strict=True))
-
-    def _theirs(self, name: str) -> Values:
-        return [step.values[name] for step in self._steps]
-
-    @staticmethod
-    def _shapes(values: Values) -> tuple[Any, ...]:
-        return tuple(tuple(value.shape) if isinstance(value, torch.Tensor) else None for value in values)
+    def _unit(self, node: Node, name: str) -> float:
+        """Unit roundoff of the coarser of `node`, with its region, and the candidate's tensor."""
+        return max(self._roundoff[node.name], self._tensors.unit(name))
 
 
 def ports(program: Program) -> dict[str, str]:
@@ -347,29 +375,3 @@ def pair_programs(baseline: Program, candidate: Program, cases: Sequence[Case]) 
 
 def _op_site(program: Program, node: str) -> Site | None:
     return next((site for site in program.sites.by_node.get(node, ()) if site.kind == "op"), None)
-
-
-def _special(value: torch.Tensor) -> torch.Tensor:
-    """Where a value is no number but a mask."""
-    return ~(value.abs() < 1e4) if value.dtype is torch.float16 else ~(value.abs() < 1e30)
-
-
-def _size(value: torch.Tensor) -> float:
-    """Root mean square of the numbers in a tensor."""
-    wide = value.double()
-    wide = torch.where(_special(wide), 0.0, wide)
-    return float(wide.square().mean().sqrt()) if wide.numel() else 0.0
-
-
-def _distance(candidate: torch.Tensor, predicted: torch.Tensor) -> float:
-    """Return rms(candidate - predicted) / rms(predicted); infinite where masks differ."""
-    if not predicted.is_floating_point() or not candidate.is_floating_point():
-        same = candidate.shape == predicted.shape and bool((candidate == predicted).all())
-        return 0.0 if same else float("inf")
-    theirs, ours = candidate.double(), predicted.double()
-    masked = _special(ours)
-    if not torch.equal(masked, _special(theirs)):
-        return float("inf")
-    error = _size(torch.where(masked, 0.0, theirs - ours))
-    size = _size(ours)
-    return error / size if size else (0.0 if error == 0 else float("inf"))
