@@ -25,6 +25,7 @@ class EagerBackend:
     """Interprets the stored program."""
 
     name = "eager"
+    takes_onnx = True
     capabilities = Capabilities(dtypes=("float32", "bfloat16", "float16", "float64"), kv="functional", portable=True)
 
     def available(self) -> Availability:

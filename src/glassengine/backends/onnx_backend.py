@@ -35,6 +35,7 @@ class OnnxBackend(ABC):
     package: str
     install: str
     capabilities: Capabilities
+    takes_onnx = True
 
     def available(self) -> Availability:
         """Needs the packages of the extra that `install` names."""

@@ -17,7 +17,7 @@ import contextlib
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ import torch
 from glassengine.backends.onnx_network import mark_nodes, name_layers
 from glassengine.backends.protocol import Capabilities
 from glassengine.errors import BackendError
+from glassengine.program.onnx.session import with_outputs
 from glassengine.program.outputs import functional_form, result_names
-from glassengine.program.program import Program
+from glassengine.program.program import OnnxGraph, Program
 
 MODEL_FILE = "model.onnx"
 IN_PLACE_KEY = "glassengine.in_place"
@@ -40,12 +41,17 @@ _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 def export_onnx(program: Program, directory: Path) -> None:
     """Convert `program` into `model.onnx` and one external data file in `directory`.
 
+    A program that is an ONNX graph is written as it is, with its outputs added under their own names.
+
     Weights are held at most twice while converting: the program's, and the transposed ones of linear layers.
 
     Raises:
         BackendError: The program is random, or the converted graph has other inputs, outputs or dynamic dimensions than
             the program.
     """
+    if program.onnx is not None:
+        _write_source(program.onnx, [program.output_nodes[name] for name in result_names(program)], directory)
+        return
     functional = functional_form(program)
     _refuse_dropout(functional)
     mark_nodes(functional.graph)
@@ -74,6 +80,17 @@ def export_onnx(program: Program, directory: Path) -> None:
     converted.model.metadata_props[IN_PLACE_KEY] = " ".join(in_place_caches(graph, caches))
     with _quiet():
         converted.save(directory / MODEL_FILE, external_data=True)
+
+
+def _write_source(source: OnnxGraph, nodes: Sequence[str], directory: Path) -> None:
+    import onnx
+
+    model = with_outputs(source.file.model, [source.values[node] for node in nodes])
+    model.metadata_props.add(key=IN_PLACE_KEY, value="")
+    beside = any(tensor.external_data for tensor in model.graph.initializer)
+    onnx.load_external_data_for_model(model, str(source.file.path.parent))
+    path, data = directory / MODEL_FILE, f"{MODEL_FILE}.data"
+    onnx.save_model(model, str(path), save_as_external_data=beside, location=data, convert_attribute=False)
 
 
 def refuse_bfloat16(program: Program, capabilities: Capabilities) -> None:

@@ -116,6 +116,13 @@ class Describing(Protocol):
 
 
 @runtime_checkable
+class TakingOnnx(Protocol):
+    """A back-end that builds programs that are ONNX graphs (`Program.onnx`); a third party may leave this out."""
+
+    takes_onnx: bool
+
+
+@runtime_checkable
 class NamingKernels(Protocol):
     """A back-end whose kernels show as spans in a profile; a third party may leave this out."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
-from glassengine.backends.protocol import Backend, CompilingGraphs
+from glassengine.backends.protocol import Backend, CompilingGraphs, TakingOnnx
 from glassengine.errors import BackendError, UnknownNameError, UsageError
 
 GROUP = "glassengine.backends"
@@ -64,14 +64,37 @@ def find_backend(name: str) -> Backend:
         ) from error
 
 
-def choose_backend(name: str | None) -> tuple[Backend, str | None]:
-    """Return the back-end to build with and, when the default had to be replaced, a sentence that says so."""
+def choose_backend(name: str | None, *, for_onnx: bool = False) -> tuple[Backend, str | None]:
+    """Return the back-end to build with and, when the default had to be replaced, a sentence that says so.
+
+    Args:
+        name: None takes the default.
+        for_onnx: Whether what is built is an ONNX graph, which only some can build.
+
+    Raises:
+        UnknownNameError: No such back-end is registered.
+        BackendError: It cannot be used here, or not for this.
+    """
+    if for_onnx:
+        return _for_onnx(name), None
     if name is not None:
         return get_backend(name), None
     state = find_backend(DEFAULT).available()
     if state.available:
         return get_backend(DEFAULT), None
     return get_backend(FALLBACK), f"{DEFAULT} cannot be used here ({state.reason}): building with {FALLBACK} instead"
+
+
+def _for_onnx(name: str | None) -> Backend:
+    chosen = get_backend(name or FALLBACK)
+    if isinstance(chosen, TakingOnnx):
+        return chosen
+    able = [info.name for info in list_backends() if info.available and isinstance(find_backend(info.name), TakingOnnx)]
+    raise BackendError(
+        f"back-end {chosen.name!r} cannot build an ONNX file",
+        expected=able,
+        hint=f"--backend {FALLBACK}, or give the model that the file was made of",
+    )
 
 
 def choose_graph_backend(name: str | None) -> CompilingGraphs:

@@ -31,6 +31,7 @@ from glassengine.engine.outputs import BuildPlan
 from glassengine.engine.write import requested_outputs, write_engine
 from glassengine.errors import BackendError, UsageError
 from glassengine.program import LoadedModel, Program, example_inputs, export_programs, load_inputs, load_model
+from glassengine.program.onnx.file import is_onnx
 
 logger = logging.getLogger("glassengine")
 
@@ -105,7 +106,8 @@ def build(
     """Build an engine and load it.
 
     Args:
-        model: Hugging Face directory or id, `file.py:factory`, `package.module:factory`, or a module object.
+        model: Hugging Face directory or id, `file.py:factory`, `package.module:factory`, an ONNX file, a .pt2 program,
+            or a module object.
         output_dir: Directory to make; by default `engines/<model name>`, and a temporary directory that lives as long
             as the result for a module object.
         dry_run: Return what would be built, and its bytes, instead of building.
@@ -133,7 +135,7 @@ def build(
         UsageError: The request cannot be carried out; nothing was written.
         BackendError: The back-end is missing or failed; nothing was left behind.
     """
-    chosen, note = choose_backend(backend)
+    chosen, note = choose_backend(backend, for_onnx=is_onnx(model))
     is_object = isinstance(model, nn.Module)
     target = Path(output_dir) if output_dir is not None else None if is_object else default_directory(str(model))
     if target is not None and not dry_run:
@@ -146,10 +148,16 @@ def build(
         revision=revision,
         adapter=adapter,
     )
+    if loaded.stored is not None and inputs is not None:
+        raise UsageError(
+            f"{loaded.spec} is a program already, whose sizes are what they are",
+            got="--inputs",
+            hint="leave them out; glass run ENGINE --inputs FILE runs it on them",
+        )
     steps = load_inputs(inputs) if isinstance(inputs, str) else inputs
     if steps is not None:
         loaded = dataclasses.replace(loaded, kind="module", decoding="")
-    elif not loaded.generates:
+    elif not loaded.generates and loaded.stored is None:
         steps = example_inputs(loaded.module, loaded.directory)
     _check_dtype(chosen, loaded.dtype)
     settings = Settings(
@@ -226,7 +234,7 @@ def build_program(
         UsageError: As `build`.
         BackendError: As `build`.
     """
-    chosen, note = choose_backend(backend)
+    chosen, note = choose_backend(backend, for_onnx=program.onnx is not None)
     _check_dtype(chosen, str(program.metadata.get("dtype")))
     limit = program.metadata.get("max_position_embeddings")
     settings = Settings(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from glassengine import spans
+from glassengine.backends.onnx_export import MODEL_FILE
 from glassengine.backends.protocol import NamingKernels
 from glassengine.backends.registry import find_backend
 from glassengine.engine import files
@@ -28,8 +29,9 @@ from glassengine.executable.graph import captured_program
 from glassengine.program import Program, load_model
 from glassengine.program.causal_lm import USER_MODULE
 from glassengine.program.encoder_decoder import SOURCE_MASK
+from glassengine.program.onnx.file import read_onnx
 from glassengine.program.outputs import PREFIX, DerivedValues
-from glassengine.program.program import load_graph, load_names, load_program
+from glassengine.program.program import ONNX_GRAPH, load_graph, load_names, load_program
 from glassengine.sites import SiteTable
 
 
@@ -301,6 +303,8 @@ class Engine:
         stored = files.load_weights(self.directory / files.WEIGHTS)
         if self.manifest.weights == "all":
             return stored
+        if (self.directory / ONNX_GRAPH).is_file():
+            return read_onnx(self.directory / files.MAIN / MODEL_FILE).weights()
         model = self.manifest.model
         loaded = load_model(
             model["directory"],

@@ -65,7 +65,8 @@ def write_engine(
     compile_executable(f"{name}/main", lambda path: backend.build(executed, path), directory / files.MAIN, graph)
     if artifacts is not None:
         artifacts.network(backend, executed, directory / files.MAIN)
-    write_all = not (backend.keeps_weights(program) and settings.reloadable)
+    # The executable of an ONNX file is that file again, with its weights.
+    write_all = not (backend.keeps_weights(program) and (settings.reloadable or program.onnx is not None))
     has_tokenizer = _write_files(program, directory, model, settings, write_all=write_all)
     manifest = describe_engine(
         program,

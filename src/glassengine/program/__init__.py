@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from glassengine.errors import UsageError
 from glassengine.program.example_inputs import encoder_inputs, example_inputs
 from glassengine.program.export import export_causal_lm, export_encoder_decoder, export_module
 from glassengine.program.listing import OnStage, stage_of
@@ -67,7 +68,9 @@ def export_programs(
         UsageError: As `export_program`.
     """
     earlier: tuple[Program, ...] = ()
-    if model.decoding == "encoder_decoder" and inputs is None:
+    if model.stored is not None:
+        program = _stored(model.stored, passes)
+    elif model.decoding == "encoder_decoder" and inputs is None:
         given = encoder_inputs(model.module, model.directory)
         *earlier_ones, program = export_encoder_decoder(model.module, given, metadata=model.metadata, on_stage=on_stage)
         earlier = tuple(earlier_ones)
@@ -84,6 +87,16 @@ def export_programs(
         if on_stage is not None:
             on_stage(stage_of(program, f"pass-{spec.rpartition(':')[2]}"))
     return *earlier, program
+
+
+def _stored(program: Program, passes: Sequence[str]) -> Program:
+    if passes and program.onnx is not None:
+        raise UsageError(
+            "a pass changes a graph of torch, and an ONNX file has none",
+            got=f"--pass {passes[0]}",
+            hint="change the ONNX graph itself, or give the model that it was made of",
+        )
+    return program
 
 
 def sites(

@@ -40,18 +40,25 @@ _VALUE = re.compile(r"([A-Za-z_]\w*)?", re.ASCII)
 _EXPRESSION = re.compile(r"[\w\s+\-*/%(),.<>=!&|~]*")
 
 
-def inert_archive(path: Path) -> io.BytesIO:
-    """Return a program archive for `torch.export.load`, refused where it holds more than a graph and names.
+def inert_archive(path: Path, *, has_weights: bool = False) -> io.BytesIO:
+    """Return a program archive for `torch.export.load`, refused where it holds more than a graph, names and tensors.
 
     What is returned is written anew from the entries that were checked: torch has a zip reader of its own, and two
     readers can see different files in one archive (entries of one name, headers that contradict each other).
+
+    Args:
+        path: The file.
+        has_weights: Whether it is a user's, with weights; guards, which are code, are then left out. Its entries must
+            not be compressed (torch never does), so that it cannot unpack to more than its own size.
 
     Raises:
         CorruptError: It is no archive, too large, or reading it could run code.
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            if sum(info.file_size for info in archive.infolist()) > MAX_BYTES:
+            if has_weights and any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
+                raise _refusal(path, "compressed entries")
+            if not has_weights and sum(info.file_size for info in archive.infolist()) > MAX_BYTES:
                 raise _refusal(path, f"more than {MAX_BYTES:,} bytes")
             files: dict[str, bytes] = {}
             for info in archive.infolist():
@@ -67,6 +74,8 @@ def inert_archive(path: Path) -> io.BytesIO:
                     raise _refusal(path, f"a pickle for {weight!r}")
         torch.load(io.BytesIO(files[_EXAMPLES]), weights_only=True)
         model = json.loads(files[_MODEL])
+        if has_weights and model.pop("guards_code", None):
+            files[_MODEL] = json.dumps({**model, "guards_code": []}).encode()
     except CorruptError:
         raise
     except Exception as error:
@@ -87,7 +96,9 @@ def _rewritten(files: Mapping[str, bytes]) -> io.BytesIO:
 
 def _refusal(path: Path, found: str) -> CorruptError:
     return CorruptError(
-        f"{path.name} is no stored program", got=found, expected="a graph and names, as glass build writes"
+        f"{path.name} is no stored program",
+        got=found,
+        expected="a graph, names and tensors, as torch.export.save and glass build write",
     )
 
 

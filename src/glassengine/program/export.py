@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import re
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, TensorArgument
+from torch.export.graph_signature import OutputKind
 from torch.utils import _pytree as pytree
 
 from glassengine.errors import UsageError
@@ -20,8 +17,15 @@ from glassengine.program.keywords import explicit_keywords
 from glassengine.program.listing import OnStage, Stage
 from glassengine.program.marks import collect_marks, marking
 from glassengine.program.naming import Paths, build_sites, describe_shape
-from glassengine.program.program import CALLED_AS, FIXED_INPUTS, SMALLEST, Port, Program, rebuilt
+from glassengine.program.program import CALLED_AS, FIXED_INPUTS, SMALLEST, Port, Program
 from glassengine.program.prune import remove_dead_nodes, without_dead_weights
+from glassengine.program.signature import (
+    quiet,
+    require_unchanged_buffers,
+    result_names,
+    tensor_results_only,
+    user_inputs,
+)
 from glassengine.program.small_sizes import small_sizes
 from glassengine.sites import port_leaves
 
@@ -245,11 +249,11 @@ def _export(
     inputs = pytree.tree_map_only(torch.Tensor, _contiguous, inputs)
     try:
         marked = marking(getattr(module, prefix) if prefix else module)
-        with torch.no_grad(), _quiet(), explicit_keywords(module, inputs), marked:
+        with torch.no_grad(), quiet(), explicit_keywords(module, inputs), marked:
             exported = torch.export.export(module, (), kwargs=inputs, dynamic_shapes=dynamic, strict=False)
         if on_stage is not None:
-            on_stage(_traced_stage(exported, input_names, output_names or _result_names(exported), kind))
-        with torch.no_grad(), _quiet():
+            on_stage(_traced_stage(exported, input_names, output_names or result_names(exported), kind))
+        with torch.no_grad(), quiet():
             exported = exported.run_decompositions({})
     except UsageError:
         raise
@@ -257,7 +261,48 @@ def _export(
         raise UsageError(
             f"torch.export cannot trace {type(module).__name__}", got=f"{type(error).__name__}: {error}"
         ) from error
-    exported = _tensor_results_only(exported, result_names := output_names or _result_names(exported))
+    return named_program(
+        exported,
+        module,
+        kind=kind,
+        prefix=prefix,
+        input_names=input_names,
+        output_names=output_names,
+        layout=layout,
+        metadata=metadata,
+        is_part=is_part,
+    )
+
+
+def named_program(
+    exported: ExportedProgram,
+    module: nn.Module,
+    *,
+    input_names: Sequence[str],
+    metadata: dict[str, Any],
+    kind: str = "module",
+    prefix: str = "",
+    output_names: list[str] | None = None,
+    layout: causal_lm.KVLayout | None = None,
+    is_part: bool = False,
+) -> Program:
+    """Name the tensors of a functional graph; its marks are erased.
+
+    Args:
+        exported: Of `run_decompositions({})`.
+        module: What was exported; its submodules have the paths of the graph.
+        input_names: Of the tensors that are given at run time, in order.
+        metadata: Kept in the program.
+        kind: As in `Program`.
+        prefix: Attribute of `module` that holds the user's module, or "".
+        output_names: Of the results; None takes the keys of the containers that they come in.
+        layout: Of the cache.
+        is_part: Keep what leads to the results, for a program that is not all of `module`.
+
+    Raises:
+        UsageError: The module changes its buffers, or names clash.
+    """
+    exported = tensor_results_only(exported, names_of_results := output_names or result_names(exported))
     graph = exported.graph
     paths = Paths(module, prefix, graph)
     marks = collect_marks(graph)
@@ -268,9 +313,9 @@ def _export(
     exported.graph_module.recompile()
 
     signature = exported.graph_signature
-    _require_unchanged_buffers(signature.output_specs, type(module).__name__)
+    require_unchanged_buffers(signature.output_specs, type(module).__name__)
     placeholders = {node.name: node for node in graph.find_nodes(op="placeholder")}
-    user = _user_inputs(exported)
+    user = user_inputs(exported)
     symbols = _symbols(placeholders, user) if kind == "causal_lm" else {}
     ports = []
     for node_name, name in zip(user, input_names, strict=True):
@@ -285,7 +330,7 @@ def _export(
         if spec.kind is OutputKind.USER_INPUT_MUTATION and spec.target in by_node
     }
     results = [spec.arg.name for spec in signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
-    outputs = dict(zip(result_names, results, strict=True))
+    outputs = dict(zip(names_of_results, results, strict=True))
     caches = {past: past.replace("past_", "present_", 1) for past in mutated}
     if clash := outputs.keys() & caches.values():
         raise UsageError(
@@ -309,48 +354,11 @@ def _export(
     return Program(exported, sites, kind, tuple(ports), outputs, caches, layout, metadata)
 
 
-def _user_inputs(exported: ExportedProgram) -> list[str]:
-    """Return the placeholders of tensors that are given at run time, in order."""
-    placeholders = {node.name: node for node in exported.graph.find_nodes(op="placeholder")}
-    specs = exported.graph_signature.input_specs
-    user = [spec.arg.name for spec in specs if spec.kind is InputKind.USER_INPUT and spec.arg.name in placeholders]
-    return [name for name in user if isinstance(placeholders[name].meta.get("val"), torch.Tensor)]
-
-
 def _traced_stage(exported: ExportedProgram, input_names: Sequence[str], results: Sequence[str], kind: str) -> Stage:
-    user = _user_inputs(exported)
+    user = user_inputs(exported)
     placeholders = {node.name: node for node in exported.graph.find_nodes(op="placeholder")}
     symbols = _symbols(placeholders, user) if kind == "causal_lm" else {}
     return Stage("exported", exported, dict(zip(user, input_names, strict=True)), tuple(results), {}, symbols)
-
-
-def _tensor_results_only(exported: ExportedProgram, names: list[str]) -> ExportedProgram:
-    """Return the program without results that are no tensors (None, numbers), and drop their names from `names`.
-
-    Back-ends do not agree on what to return for those.
-    """
-    specs = exported.graph_signature.output_specs
-    kept = [s.kind is not OutputKind.USER_OUTPUT or isinstance(s.arg, TensorArgument) for s in specs]
-    if all(kept):
-        return exported
-    num_other = sum(spec.kind is not OutputKind.USER_OUTPUT for spec in specs)
-    names[:] = [name for name, keep in zip(names, kept[num_other:], strict=True) if keep]
-    output = exported.graph.output_node()
-    output.args = (tuple(arg for arg, keep in zip(output.args[0], kept, strict=True) if keep),)
-    new_specs = [spec for spec, keep in zip(specs, kept, strict=True) if keep]
-    return rebuilt(exported, exported.graph, new_specs, out_spec=pytree.tree_structure(tuple(names)))
-
-
-def _require_unchanged_buffers(specs: Sequence[OutputSpec], model: str) -> None:
-    """Refuse a module with state: nothing would carry it from one execution to the next."""
-    changed = [str(s.target) for s in specs if s.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)]
-    if changed:
-        raise UsageError(
-            f"{model} changes its own buffers in a forward",
-            got=", ".join(changed[:5]),
-            expected="a module without state: what it remembers comes in as an input",
-            hint="make the buffer an argument of forward; it may be written in place",
-        )
 
 
 def _symbols(placeholders: Mapping[str, Any], user: Sequence[str]) -> dict[str, str]:
@@ -371,19 +379,3 @@ def _symbols(placeholders: Mapping[str, Any], user: Sequence[str]) -> dict[str, 
             if role and not isinstance(size, int):
                 table[str(size)] = role
     return table
-
-
-def _result_names(exported: Any) -> list[str]:
-    """Names of the results of a plain module: container keys, or "output" for a single tensor."""
-    spec = exported.module_call_graph[0].signature.out_spec
-    tree = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
-    paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
-    return [re.sub(r"\W+", ".", path).strip(".") or "output" for path in paths]
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep the exporter's deprecation noise off the user's screen."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

@@ -18,11 +18,13 @@ from glassengine.errors import GlassError, UnknownNameError, UsageError, nearest
 from glassengine.program import adapters
 from glassengine.program.factory import call_factory, is_factory, without_bars
 from glassengine.program.model_class import model_class_of, without_weights
+from glassengine.program.program import Program
 from glassengine.program.quantized import load_quantized, take_settings
 from glassengine.program.states import keeps_states
+from glassengine.program.stored import is_stored, read_stored
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-FORMS = "a Hugging Face directory or id, file.py:factory, package.module:factory"
+FORMS = "a Hugging Face directory or id, file.py:factory, package.module:factory, an ONNX file, a .pt2 program"
 
 _LIMITS = {
     "max_position_embeddings": ("max_position_embeddings", "max_target_positions"),
@@ -46,6 +48,7 @@ class LoadedModel:
         dtype: torch dtype name of its floating parameters.
         directory: Hugging Face directory or id with configuration and tokenizer, if it came from one.
         metadata: JSON values for engines and recordings.
+        stored: The program that it is already, of an ONNX file or a .pt2 file: nothing is exported.
     """
 
     module: nn.Module
@@ -55,6 +58,7 @@ class LoadedModel:
     directory: str | None
     metadata: dict[str, Any] = field(default_factory=dict)
     decoding: str = ""
+    stored: Program | None = None
 
     @property
     def generates(self) -> bool:
@@ -75,8 +79,9 @@ def load_model(
     """Load a model. A quantised checkpoint is dequantised.
 
     Args:
-        spec: Hugging Face directory or id, `file.py:factory`, `package.module:factory`, or a module object, which is
-            put into evaluation mode. A directory with an adapter of peft stands for its base with it merged.
+        spec: Hugging Face directory or id, `file.py:factory`, `package.module:factory`, an ONNX file, a .pt2 file of
+            `torch.export.save`, or a module object, which is put into evaluation mode. A directory with an adapter of
+            peft stands for its base with it merged.
         dtype: "auto" (that of the checkpoint or factory), or a name in `DTYPES`.
         attn_implementation: As in transformers; None for its default.
         trust_remote_code: Allow code that comes with the checkpoint to run.
@@ -92,6 +97,8 @@ def load_model(
     if dtype != "auto" and dtype not in DTYPES:
         raise UnknownNameError("dtype", dtype, ["auto", *DTYPES])
     name = type(spec).__name__ if isinstance(spec, nn.Module) else str(spec)
+    if is_stored(spec):
+        return _load_stored(name, dtype, attn_implementation, adapter)
     directory: str | None = None
     module: nn.Module | None = None
     quantization: dict[str, Any] | None = None
@@ -179,6 +186,16 @@ def fingerprint(module: nn.Module) -> str:
     return digest.hexdigest()[:32]
 
 
+def _load_stored(spec: str, dtype: str, attention: str | None, adapter: str | Path | None) -> LoadedModel:
+    if adapter is not None:
+        raise UsageError("an adapter is merged into a model, not into a stored program", got=f"--adapter {adapter}")
+    module, program = read_stored(Path(spec), dtype=dtype, attn_implementation=attention)
+    module.eval()
+    program.metadata["fingerprint"] = fingerprint(module)
+    metadata = dict(program.metadata)
+    return LoadedModel(module, spec, "module", metadata["dtype"], None, metadata, stored=program)
+
+
 def _from_transformers(
     spec: str, dtype: str, attention: str | None, remote: bool, revision: str | None, weights: bool
 ) -> tuple[nn.Module, dict[str, Any] | None]:
@@ -190,8 +207,8 @@ def _from_transformers(
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise UsageError(f"{spec} is not a model directory", got="no config.json in it", expected=FORMS)
-    elif path.suffix in (".onnx", ".pt2") or path.is_file():
-        raise UsageError(f"a {path.suffix or 'plain'} file cannot be a MODEL yet", got=spec, expected=FORMS)
+    elif path.is_file():
+        raise UsageError(f"a {path.suffix or 'plain'} file cannot be a MODEL", got=spec, expected=FORMS)
     elif not _HUB_ID.fullmatch(spec) or ("/" in spec and path.parent.is_dir()):
         here = [str(p) for p in path.parent.glob("*") if p.is_dir()] if path.parent.is_dir() else []
         raise UnknownNameError("model directory", spec, here, hint=f"MODEL is {FORMS}")

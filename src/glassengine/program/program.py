@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,15 @@ from torch.export.graph_signature import InputKind, OutputKind
 from glassengine.errors import CorruptError, UsageError
 from glassengine.program.archive import inert_archive
 from glassengine.program.causal_lm import KVLayout
+from glassengine.program.onnx.exported import TranslatedFile, translate_file, without_data
+from glassengine.program.onnx.file import OnnxFile, read_onnx
 from glassengine.program.states import State
 from glassengine.sites import Site, SiteTable
 
 SCHEMA_VERSION = 1
 GRAPH_LEVEL = "run_decompositions({})"
+ONNX_GRAPH = "program.onnx"
+"""File of an engine, in place of `program.pt2`, where MODEL was an ONNX file."""
 CALLED_AS = "called_as"
 """Key of the metadata, for models that call one module by several names."""
 FIXED_INPUTS = "fixed_inputs"
@@ -43,6 +47,14 @@ class Port:
     shape: tuple[int | str, ...]
 
 
+@dataclass(frozen=True)
+class OnnxGraph:
+    """The ONNX graph that a program is: its file, and the name in it of each node's value."""
+
+    file: OnnxFile
+    values: Mapping[str, str]
+
+
 @dataclass
 class Program:
     """An exported, functional, named program.
@@ -56,6 +68,7 @@ class Program:
         caches: `past_*` input -> `present_*` output.
         layout: Cache layout of a causal LM.
         metadata: dtype, model name, class, parameter fingerprint and the like; JSON values.
+        onnx: Where MODEL is an ONNX file, the graph that is built; `exported` is what its values are judged with.
     """
 
     exported: ExportedProgram
@@ -66,6 +79,7 @@ class Program:
     caches: dict[str, str]
     layout: KVLayout | None
     metadata: dict[str, Any] = field(default_factory=dict)
+    onnx: OnnxGraph | None = None
 
     @property
     def called_as(self) -> dict[str, str]:
@@ -105,7 +119,7 @@ class Program:
     def replace(self, exported: ExportedProgram, *, outputs: Mapping[str, str] | None = None) -> Program:
         """Return this program around another exported graph (same names), optionally with more outputs."""
         table = {**self.output_nodes, **(outputs or {})}
-        return Program(exported, self.sites, self.kind, self.inputs, table, self.caches, self.layout, self.metadata)
+        return replace(self, exported=exported, output_nodes=table)
 
 
 def copied_graph(graph: torch.fx.Graph) -> torch.fx.Graph:
@@ -151,12 +165,25 @@ def rebuilt(
 
 
 def save_program(program: Program, directory: Path) -> None:
-    """Write `program.pt2` (graph only, no weights) and `program.json` (names) into `directory`."""
+    """Write `program.pt2` or `program.onnx` (graph only, no weights) and `program.json` (names) into `directory`."""
+    if program.onnx is not None:
+        specs = program.exported.graph_signature.output_specs
+        bare = without_data(program.onnx.file, [program.onnx.values[spec.arg.name] for spec in specs])
+        (directory / ONNX_GRAPH).write_bytes(bare.SerializeToString())
+    else:
+        _save_graph(program, directory)
+    _save_names(program, directory)
+
+
+def _save_graph(program: Program, directory: Path) -> None:
     bare = copy.copy(program.exported)
     bare._state_dict = {name: _without_data(value) for name, value in program.exported.state_dict.items()}
     bare._constants = {name: _without_data(value) for name, value in program.exported.constants.items()}
     bare._guards_code = []  # code, which a reader would have to trust; inputs are checked by the engine
     torch.export.save(bare, directory / "program.pt2")
+
+
+def _save_names(program: Program, directory: Path) -> None:
     data = {
         "schema_version": SCHEMA_VERSION,
         "graph_level": GRAPH_LEVEL,
@@ -218,12 +245,21 @@ def load_graph(directory: Path) -> ExportedProgram:
     Raises:
         CorruptError: The file is missing, damaged, or holds more than `save_program` writes.
     """
+    if (directory / ONNX_GRAPH).is_file():
+        return _stored_onnx(directory).exported
     path = directory / "program.pt2"
     archive = inert_archive(path)
     try:
         return torch.export.load(archive)
     except Exception as error:
         raise CorruptError(f"{path.name} cannot be read", got=f"{type(error).__name__}: {error}") from error
+
+
+def _stored_onnx(directory: Path) -> TranslatedFile:
+    try:
+        return translate_file(read_onnx(directory / ONNX_GRAPH, with_data=False))
+    except UsageError as error:
+        raise CorruptError(f"{ONNX_GRAPH} cannot be read", got=f"{error.what}: {error.got}") from error
 
 
 def load_program(directory: Path, weights: Mapping[str, torch.Tensor]) -> Program:
@@ -233,7 +269,8 @@ def load_program(directory: Path, weights: Mapping[str, torch.Tensor]) -> Progra
         CorruptError: A file is damaged, or a weight is missing or has another shape or dtype.
     """
     data = load_names(directory)
-    exported = load_graph(directory)
+    stored = _stored_onnx(directory) if (directory / ONNX_GRAPH).is_file() else None
+    exported = load_graph(directory) if stored is None else stored.exported
     for store in (exported.state_dict, exported.constants):
         for name, placeholder in store.items():
             if not isinstance(placeholder, torch.Tensor):
@@ -248,11 +285,16 @@ def load_program(directory: Path, weights: Mapping[str, torch.Tensor]) -> Progra
             # torch refuses to save a program whose parameters are no `Parameter`.
             is_parameter = isinstance(placeholder, torch.nn.Parameter)
             store[name] = torch.nn.Parameter(value, requires_grad=False) if is_parameter else value
+    graph = None
+    if stored is not None:
+        file = replace(stored.file, held=dict(exported.state_dict))
+        graph = OnnxGraph(file, {node.name: name for name, node in stored.values.items()})
     known = {node.name for node in exported.graph.nodes}
     named = {site.node for site in data["sites"]} | {port.node for port in data["inputs"]}
     if unknown := (named | set(data["output_nodes"].values())) - known:
         raise CorruptError(
-            "program.json does not belong to program.pt2", got=f"names of other nodes: {', '.join(sorted(unknown)[:5])}"
+            f"program.json does not belong to {'program.pt2' if stored is None else ONNX_GRAPH}",
+            got=f"names of other nodes: {', '.join(sorted(unknown)[:5])}",
         )
     return Program(
         exported,
@@ -263,4 +305,5 @@ def load_program(directory: Path, weights: Mapping[str, torch.Tensor]) -> Progra
         data["caches"],
         data["layout"],
         data["metadata"],
+        graph,
     )

@@ -1,0 +1,334 @@
+"""An ONNX file as it lies on disk: read without its weights, checked, and its weights on request.
+
+Reading never leaves the file's own directory and never takes more memory than the files themselves have bytes: every
+tensor must hold exactly as much data as its shape says, inside the model or in a file beside it, before it is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from glassengine.errors import BackendError, CorruptError, UsageError
+
+if TYPE_CHECKING:
+    import onnx
+
+INSTALL = "pip install 'glassengine[onnx]'"
+MAX_BYTES = (1 << 31) - 1
+"""Most bytes of the graph itself, which the format allows; weights beyond it lie in files beside the graph."""
+
+_TORCH = {
+    "FLOAT": torch.float32,
+    "UINT8": torch.uint8,
+    "INT8": torch.int8,
+    "UINT16": torch.uint16,
+    "INT16": torch.int16,
+    "INT32": torch.int32,
+    "INT64": torch.int64,
+    "BOOL": torch.bool,
+    "FLOAT16": torch.float16,
+    "DOUBLE": torch.float64,
+    "UINT32": torch.uint32,
+    "UINT64": torch.uint64,
+    "BFLOAT16": torch.bfloat16,
+    "FLOAT8E4M3FN": torch.float8_e4m3fn,
+    "FLOAT8E5M2": torch.float8_e5m2,
+    "INT4": torch.int8,
+    "UINT4": torch.uint8,
+}
+"""Element type -> dtype that holds its values; four-bit integers take a byte each."""
+
+_BITS = {"INT4": 4, "UINT4": 4}
+
+
+@dataclass
+class OnnxFile:
+    """An ONNX model on disk.
+
+    Attributes:
+        path: The file.
+        model: Its content; weights that lie in other files are not read.
+        with_data: Whether the file has the values of the weights; those of an engine's stored graph lie elsewhere.
+        held: Weights that were read so far, or came from elsewhere.
+    """
+
+    path: Path
+    model: onnx.ModelProto
+    with_data: bool = True
+    held: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the weights (initializers and constants) by name, read once; on the meta device without data.
+
+        Raises:
+            CorruptError: A file was changed since it was checked.
+        """
+        if not self.held:
+            self.held = {name: self._tensor(tensor) for name, tensor in named_weights(self.model)}
+        return self.held
+
+    def _tensor(self, proto: onnx.TensorProto) -> torch.Tensor:
+        dtype = torch_dtype(proto.data_type)
+        assert dtype is not None
+        if not self.with_data:
+            return torch.empty(tuple(proto.dims), dtype=dtype, device="meta")
+        return tensor_of(proto, self.path)
+
+
+def is_onnx(spec: Any) -> bool:
+    """Whether `spec` names an ONNX file."""
+    return isinstance(spec, (str, Path)) and Path(spec).suffix.lower() == ".onnx"
+
+
+def torch_dtype(element_type: int) -> torch.dtype | None:
+    """Return the dtype for an ONNX element type (`TensorProto.DataType`); None where torch has none."""
+    import onnx
+
+    try:
+        return _TORCH.get(onnx.TensorProto.DataType.Name(element_type))
+    except ValueError:
+        return None
+
+
+def read_onnx(path: str | Path, *, with_data: bool = True) -> OnnxFile:
+    """Read and check an ONNX file.
+
+    Args:
+        path: The file; its weights may lie in other files of its directory.
+        with_data: False for a graph whose weights were taken out.
+
+    Raises:
+        BackendError: The package onnx is not installed.
+        UsageError: There is no such file, or it is no ONNX model.
+        CorruptError: A weight lies outside of the directory, is not there, or has another size than it says.
+    """
+    try:
+        import onnx
+    except ImportError as error:
+        raise BackendError("an ONNX file cannot be read here", got=str(error), hint=INSTALL) from error
+    path = Path(path).expanduser()
+    if not path.is_file():
+        near = sorted(str(p) for p in path.parent.glob("*.onnx")) if path.parent.is_dir() else []
+        raise UsageError(f"no such file: {path}", expected=near or None, hint="MODEL may be an ONNX file: model.onnx")
+    if path.stat().st_size > MAX_BYTES:
+        raise CorruptError(f"{path} is too large for an ONNX graph", got=f"{path.stat().st_size:,} bytes")
+    model = onnx.ModelProto()
+    try:
+        model.ParseFromString(path.read_bytes())
+    except Exception as error:  # of protobuf, which has no types and several implementations
+        raise UsageError(f"{path} is no ONNX model", got=str(error)) from error
+    if not model.ir_version or not model.graph.output or not model.opset_import:
+        raise UsageError(
+            f"{path} is no ONNX model", got="no graph with outputs and an opset", hint="a file of onnx.save"
+        )
+    if with_data:
+        for tensor in _tensors(model):
+            _check(tensor, path)
+    return OnnxFile(path, model, with_data)
+
+
+def named_weights(model: onnx.ModelProto) -> Iterator[tuple[str, onnx.TensorProto]]:
+    """Yield (name, tensor) of every initializer and `Constant` of the graph that torch has a dtype for."""
+    for tensor in model.graph.initializer:
+        if torch_dtype(tensor.data_type) is not None:
+            yield tensor.name, tensor
+    for node in model.graph.node:
+        tensor = constant_of(node)
+        if tensor is not None and torch_dtype(tensor.data_type) is not None:
+            yield node.output[0], tensor
+
+
+def bare_model(model: onnx.ModelProto, *, most_bytes: int = 0) -> onnx.ModelProto:
+    """Return a copy of a model whose weights of more than `most_bytes` have a type, but no data; these are not copied.
+
+    Graphs within graphs and functions are kept as they are.
+    """
+    import onnx
+
+    bare = onnx.ModelProto()
+    _copy_without(model, bare, "graph")
+    _copy_without(model.graph, bare.graph, "initializer")
+    for tensor in model.graph.initializer:
+        if len(tensor.raw_data) <= most_bytes and tensor.ByteSize() <= 2 * most_bytes and not tensor.external_data:
+            bare.graph.initializer.append(tensor)
+        else:
+            bare.graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+    return bare
+
+
+def _copy_without(source: Any, target: Any, left_out: str) -> None:
+    for descriptor, value in source.ListFields():
+        if descriptor.name == left_out:
+            continue
+        if hasattr(value, "extend"):
+            getattr(target, descriptor.name).extend(value)
+        elif hasattr(value, "CopyFrom"):
+            getattr(target, descriptor.name).CopyFrom(value)
+        else:
+            setattr(target, descriptor.name, value)
+
+
+def constant_of(node: onnx.NodeProto) -> onnx.TensorProto | None:
+    """Return the tensor that a node holds, if it is a `Constant` of numbers."""
+    from onnx import helper
+
+    if node.op_type != "Constant" or node.domain not in ("", "ai.onnx") or len(node.attribute) != 1:
+        return None
+    attribute = node.attribute[0]
+    if attribute.name == "value":
+        tensor: onnx.TensorProto = attribute.t
+        return tensor
+    kinds = {"value_float": (1, False), "value_floats": (1, True), "value_int": (7, False), "value_ints": (7, True)}
+    if attribute.name not in kinds:
+        return None
+    element_type, is_list = kinds[attribute.name]
+    value = helper.get_attribute_value(attribute)
+    values = list(value) if is_list else [value]
+    return helper.make_tensor(node.output[0], element_type, [len(values)] if is_list else [], values)
+
+
+def tensor_of(proto: onnx.TensorProto, path: Path) -> torch.Tensor:
+    """Return a tensor of the checked model at `path`, as memory of its own."""
+    import onnx
+    from onnx import numpy_helper
+
+    dtype = torch_dtype(proto.data_type)
+    assert dtype is not None
+    if proto.data_location == onnx.TensorProto.EXTERNAL:
+        file, offset, size = _place(proto, path)
+        with file.open("rb") as stream:
+            stream.seek(offset)
+            raw = bytearray(stream.read(size))
+        if len(raw) != size:
+            raise CorruptError(f"{file} is shorter than the weight {proto.name!r}", got=f"{len(raw):,} bytes")
+    elif proto.HasField("raw_data"):
+        raw = bytearray(proto.raw_data)
+    else:
+        array = numpy_helper.to_array(proto)
+        whole = array.astype("int8" if dtype is torch.int8 else "uint8") if _bits(proto) < 8 else array
+        raw = bytearray(whole.tobytes())
+        return (torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)).reshape(tuple(proto.dims))
+    if _bits(proto) < 8:
+        return _unpacked(raw, math.prod(proto.dims), dtype).reshape(tuple(proto.dims))
+    return (torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)).reshape(tuple(proto.dims))
+
+
+def _unpacked(raw: bytearray, number: int, dtype: torch.dtype) -> torch.Tensor:
+    """Two four-bit integers a byte, the lower half first."""
+    pairs = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+    values = torch.stack([pairs & 15, pairs >> 4], -1).flatten()[:number].to(torch.int8)
+    return torch.where(values > 7, values - 16, values) if dtype is torch.int8 else values.to(dtype)
+
+
+def _tensors(message: Any) -> Iterator[onnx.TensorProto]:
+    """Yield every tensor of a model: of graphs within graphs and of functions, too."""
+    import onnx
+
+    waiting = [message]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, onnx.TensorProto):
+            yield part
+        elif isinstance(part, onnx.SparseTensorProto):
+            raise CorruptError("sparse weights are not read", got=part.values.name, expected="dense initializers")
+        elif isinstance(part, onnx.ModelProto):
+            waiting += [part.graph, *part.functions]
+        elif isinstance(part, onnx.GraphProto):
+            waiting += [*part.initializer, *part.sparse_initializer, *part.node]
+        elif isinstance(part, (onnx.NodeProto, onnx.FunctionProto)):
+            waiting += part.attribute if isinstance(part, onnx.NodeProto) else [*part.node, *part.attribute_proto]
+        elif isinstance(part, onnx.AttributeProto):
+            waiting += [part.t] if part.HasField("t") else []
+            waiting += [part.g] if part.HasField("g") else []
+            waiting += [*part.tensors, *part.graphs]
+            waiting += [part.sparse_tensor] if part.HasField("sparse_tensor") else []
+
+
+def _check(proto: onnx.TensorProto, path: Path) -> None:
+    """Refuse a tensor whose data is not there, not its own, or not as much as its shape says."""
+    import onnx
+
+    name = proto.name or "a constant"
+    if any(size < 0 for size in proto.dims):
+        raise CorruptError(f"{path.name}: the weight {name!r} has a negative size", got=str(list(proto.dims)))
+    if proto.HasField("segment"):
+        raise CorruptError(f"{path.name}: the weight {name!r} is split into segments")
+    number = math.prod(proto.dims)
+    if proto.data_location == onnx.TensorProto.EXTERNAL:
+        _, _, found = _place(proto, path)
+        expected = _num_bytes(proto, number)
+        unit = "bytes"
+    elif proto.HasField("raw_data"):
+        found, expected, unit = len(proto.raw_data), _num_bytes(proto, number), "bytes"
+    else:
+        fields = (proto.float_data, proto.int32_data, proto.int64_data, proto.double_data, proto.uint64_data)
+        found, expected, unit = max(map(len, (*fields, proto.string_data))), number, "values"
+        expected = -(-expected * _bits(proto) // 8) if _bits(proto) < 8 else expected
+        expected *= 2 if onnx.TensorProto.DataType.Name(proto.data_type).startswith("COMPLEX") else 1
+    if found != expected:
+        raise CorruptError(
+            f"{path.name}: the weight {name!r} does not hold what its shape says",
+            got=f"{found:,} {unit}",
+            expected=f"{expected:,} for {list(proto.dims)}",
+        )
+
+
+def _place(proto: onnx.TensorProto, path: Path) -> tuple[Path, int, int]:
+    """Return (file, offset, bytes) of external data, which must be a file of the directory of the model at `path`."""
+    entries = {entry.key: entry.value for entry in proto.external_data}
+    location = entries.get("location", "")
+    parts = PurePosixPath(location).parts
+    is_inside = location and not PurePosixPath(location).is_absolute() and not PureWindowsPath(location).drive
+    if not is_inside or ".." in parts or "\\" in location or "\0" in location:
+        raise CorruptError(
+            f"the weight {proto.name!r} lies outside of the directory of the model",
+            got=location[:200] or "no location",
+            expected="a file beside the model",
+        )
+    file = path.parent / location
+    if not file.is_file():
+        raise CorruptError(
+            f"the file with the weight {proto.name!r} is missing",
+            got=f"no {location} in {path.parent}",
+            hint="copy the data file beside the .onnx file: the two belong together",
+        )
+    # A hub's cache links every file of a model to one folder of blobs: beside the real graph is inside, too.
+    real = file.resolve()
+    if not any(real.is_relative_to(folder) for folder in (path.parent.resolve(), path.resolve().parent)):
+        raise CorruptError(
+            f"the weight {proto.name!r} lies outside of the directory of the model", got=f"{location}, a link elsewhere"
+        )
+    try:
+        offset = int(entries.get("offset", "0"))
+        size = int(entries["length"]) if "length" in entries else _num_bytes(proto, math.prod(proto.dims))
+    except ValueError as error:
+        raise CorruptError(f"the place of the weight {proto.name!r} is no number", got=str(error)) from error
+    if offset < 0 or size < 0 or offset + size > real.stat().st_size:
+        raise CorruptError(
+            f"the weight {proto.name!r} goes beyond its file",
+            got=f"bytes {offset:,} to {offset + size:,} of {real.stat().st_size:,} in {location}",
+        )
+    return file, offset, size
+
+
+def _bits(proto: onnx.TensorProto) -> int:
+    import onnx
+
+    return _BITS.get(onnx.TensorProto.DataType.Name(proto.data_type), 8)
+
+
+def _num_bytes(proto: onnx.TensorProto, number: int) -> int:
+    from onnx import helper
+
+    if _bits(proto) < 8:
+        return -(-number * _bits(proto) // 8)
+    try:
+        return number * int(helper.tensor_dtype_to_np_dtype(proto.data_type).itemsize)
+    except (KeyError, TypeError) as error:
+        raise CorruptError(f"the weight {proto.name!r} has an unknown type", got=str(proto.data_type)) from error

@@ -1,0 +1,42 @@
+"""What a node of a translated ONNX graph calls: named by the ATen op whose rounding it has, evaluated by torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch._export.verifier import Verifier
+from torch._ops import OpOverload
+
+
+class OnnxFunction:
+    """A function of tensors with the name of an ATen op, and the order of its arguments.
+
+    Bounds, noise and ties are those of the op of that name (`compare.operation`); a name of no class has no bound.
+
+    Args:
+        function: Computes the results in whatever dtype it is given.
+        name: Of the op.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        self.function = function
+        self.__name__ = self.__qualname__ = name
+        self.__module__ = "onnx"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the results."""
+        return self.function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"onnx.{self.__name__}"
+
+
+class OnnxVerifier(Verifier):
+    """Lets an `ExportedProgram` hold a translated ONNX graph."""
+
+    dialect = "GLASS_ONNX"
+
+    def allowed_op_types(self) -> tuple[type[Any], ...]:
+        """Ops of ATen, and functions of this dialect."""
+        return (OpOverload, OnnxFunction)

@@ -1,0 +1,70 @@
+"""What the signature of an exported program says: its inputs, the names of its results, what it would change."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, TensorArgument
+from torch.utils import _pytree as pytree
+
+from glassengine.errors import UsageError
+from glassengine.program.program import rebuilt
+
+
+def user_inputs(exported: ExportedProgram) -> list[str]:
+    """Return the placeholders of tensors that are given at run time, in order."""
+    placeholders = {node.name: node for node in exported.graph.find_nodes(op="placeholder")}
+    specs = exported.graph_signature.input_specs
+    user = [spec.arg.name for spec in specs if spec.kind is InputKind.USER_INPUT and spec.arg.name in placeholders]
+    return [name for name in user if isinstance(placeholders[name].meta.get("val"), torch.Tensor)]
+
+
+def tensor_results_only(exported: ExportedProgram, names: list[str]) -> ExportedProgram:
+    """Return the program without results that are no tensors (None, numbers), and drop their names from `names`.
+
+    Back-ends do not agree on what to return for those.
+    """
+    specs = exported.graph_signature.output_specs
+    kept = [s.kind is not OutputKind.USER_OUTPUT or isinstance(s.arg, TensorArgument) for s in specs]
+    if all(kept):
+        return exported
+    num_other = sum(spec.kind is not OutputKind.USER_OUTPUT for spec in specs)
+    names[:] = [name for name, keep in zip(names, kept[num_other:], strict=True) if keep]
+    output = exported.graph.output_node()
+    output.args = (tuple(arg for arg, keep in zip(output.args[0], kept, strict=True) if keep),)
+    new_specs = [spec for spec, keep in zip(specs, kept, strict=True) if keep]
+    return rebuilt(exported, exported.graph, new_specs, out_spec=pytree.tree_structure(tuple(names)))
+
+
+def require_unchanged_buffers(specs: Sequence[OutputSpec], model: str) -> None:
+    """Refuse a module with state: nothing would carry it from one execution to the next."""
+    changed = [str(s.target) for s in specs if s.kind in (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)]
+    if changed:
+        raise UsageError(
+            f"{model} changes its own buffers in a forward",
+            got=", ".join(changed[:5]),
+            expected="a module without state: what it remembers comes in as an input",
+            hint="make the buffer an argument of forward; it may be written in place",
+        )
+
+
+def result_names(exported: Any) -> list[str]:
+    """Names of the results of a plain module: container keys, or "output" for a single tensor."""
+    spec = exported.module_call_graph[0].signature.out_spec
+    tree = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+    paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
+    return [re.sub(r"\W+", ".", path).strip(".") or "output" for path in paths]
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep the exporter's deprecation noise off the user's screen."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
