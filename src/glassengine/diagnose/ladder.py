@@ -36,6 +36,7 @@ from glassengine.diagnose.conclude import conclude
 from glassengine.diagnose.evidence import EvidenceBox
 from glassengine.diagnose.judge import run_cases
 from glassengine.diagnose.op_by_op import RUNG, explain
+from glassengine.diagnose.quantization import check_quantized_checkpoint, is_quantized_candidate
 from glassengine.diagnose.recorded import PARTIAL, RecordedTensors, recorded_case
 from glassengine.diagnose.recorded import RUNG as RECORD
 from glassengine.diagnose.reproduce import with_reproduction
@@ -83,7 +84,8 @@ def check(
     Args:
         baseline: MODEL: Hugging Face directory or id, `file.py:factory`, `package.module:factory`, or a module object.
         candidate: Another model, a factory, an engine directory, or a record of tensors (see `compare`); None builds
-            the baseline's own engine and release engine and climbs the ladder.
+            the baseline's own engine and release engine and climbs the ladder. A quantised checkpoint beside an
+            unquantised baseline is judged weight by weight: what quantisation costs, and what is a mistake.
         map: Which names of the program belong to which of a record, as for `compare`.
         backend: Back-end of the engines that are built.
         dtype: As in `build`; of both sides, unless the candidate is an engine.
@@ -127,6 +129,20 @@ def check(
     if candidate is not None and engine is None and (backend or passes):
         raise UsageError(
             "--backend and --pass build an engine of BASELINE", hint="leave them out beside --candidate MODEL"
+        )
+    if is_quantized_candidate(baseline, candidate):
+        if reproduction is not None or accumulation is not None:
+            raise UsageError("--reproduction and --accum are for ops", got=f"the quantised checkpoint {candidate}")
+        return check_quantized_checkpoint(
+            baseline,
+            str(candidate),
+            dtype=dtype,
+            adapter=adapter,
+            inputs=inputs,
+            steps=steps,
+            fail_on=fail_on,
+            progress=progress,
+            **options,
         )
     progress("loading the baseline")
     wanted = engine.manifest.dtype if engine and dtype == "auto" else dtype

@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from glassengine.report.terminal_quantization import quantization
 from glassengine.results import Comparison, Divergence, Pair
 
 _STYLES = {"identical": "green", "rounding": "green", "suspicious": "yellow", "wrong": "bold red"}
@@ -23,6 +24,8 @@ _MAX_REASONS = 4
 
 def check(result: Comparison) -> RenderableType:
     """Return the one screen."""
+    if result.quantization is not None:
+        return quantization(result, result.quantization)
     weights = list(_weights(result))
     divergence: list[Text] = []
     rest: list[Text] = []
