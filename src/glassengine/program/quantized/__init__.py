@@ -9,8 +9,10 @@ transformers needs a package of each format, most of which want a GPU; the forma
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +20,8 @@ from torch import Tensor, nn
 
 from glassengine.errors import UsageError
 from glassengine.program.checkpoint_files import read_headers, read_tensors, weight_files
-from glassengine.program.model_class import without_weights
+from glassengine.program.factory import without_bars
+from glassengine.program.model_class import model_class_of, without_weights
 from glassengine.program.quantized import awq, bitsandbytes, compressed_tensors, float8, gptq, torchao
 from glassengine.program.quantized.grid import Grid
 from glassengine.program.quantized.parts import ELSEWHERE, Parts, Read
@@ -90,29 +93,48 @@ def load_quantized(
     return module, report, described
 
 
+def is_quantized(spec: Any) -> bool:
+    """Whether `spec` is the directory of a quantised checkpoint."""
+    path = Path(spec).expanduser() / "config.json" if isinstance(spec, (str, Path)) else Path()
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8")).get("quantization_config")
+    except (OSError, ValueError, AttributeError):
+        return False
+    return isinstance(settings, dict)
+
+
 def quantization_steps(
-    model_class: Any, config: Any, settings: Mapping[str, Any], spec: str, **options: Any
+    spec: str | Path, *, trust_remote_code: bool = False, revision: str | None = None, **options: Any
 ) -> dict[str, Tensor]:
     """Return the step of every element of every quantised weight, by the name of the parameter of the model.
 
     They take the way that the weights take: experts of separate weights are stacked, names are changed.
 
     Args:
-        model_class: As for `load_quantized`.
-        config: As for `load_quantized`.
-        settings: As for `load_quantized`.
-        spec: As for `load_quantized`.
-        options: As for `load_quantized`.
+        spec: Directory of a quantised checkpoint.
+        trust_remote_code: As for `load_model`.
+        revision: As for `load_model`.
+        options: As for `load_model`; they change no step.
 
     Returns:
         Name -> steps, bfloat16, of the shape of the parameter; negative at an end of the range, see `Grid.step`.
+
+    Raises:
+        UsageError: The checkpoint is not quantised.
     """
-    read = _reader(settings, spec, options.pop("revision", "main"))
+    from transformers import AutoConfig
+
+    name, revision = str(spec), revision or "main"
+    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, revision=revision)
+    settings = take_settings(config)
+    if settings is None:
+        raise UsageError(f"{spec} is not quantised", expected="quantization_config in its config.json")
     steps = {
         name: value.step().bfloat16() if isinstance(value, Grid) else torch.zeros(value.shape, dtype=torch.bfloat16)
-        for name, value in read
+        for name, value in _reader(settings, name, revision)
     }
-    module, _ = _load(model_class, config, steps, torch.bfloat16, **options)
+    with without_bars():
+        module, _ = _load(model_class_of(config), config, steps, torch.bfloat16, trust_remote_code=trust_remote_code)
     return {name: parameter.detach() for name, parameter in module.named_parameters() if parameter.detach().any()}
 
 

@@ -1,0 +1,219 @@
+"""Is the difference of a quantised weight from the unquantised one quantisation, or a mistake?
+
+In units of the step of each element, e = (quantised - unquantised) / step:
+
+    rounding to nearest     |e| <= 1/2 except at the ends of the range, where values are cut off; rms 0.29
+    GPTQ and the like       errors make up for one another: rms 0.3 to 0.5, |e| up to 4, means of groups within 0.65
+                            (random matrices [128..512, 64..1024], white and correlated inputs, 3, 4 and 8 bits)
+
+    a mistake               rms(e) above 1: the numbers are not those that the step was chosen for;
+                            a group moved by more than 0.75 steps: its zero is another;
+                            a group's slope on the unquantised values is not 1: its scale is another;
+                            single elements beyond 1.5 steps where all others are rounded to nearest
+
+A mean or a slope of a group counts where it is 8 of its standard errors away, so that small groups raise no alarm.
+What kind of mistake it is, is tried: in another order, another weight's values, the scales of other groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from glassengine.results import Hint
+
+MOST_RMS = 1.0
+MOST_SHIFT = 0.75
+MOST_SLOPE = 0.15
+MOST_ALL = 0.12
+"""Of the slope of all groups: integers of 2 bits, cut off to have a zero in the middle, have one of 0.93."""
+MOST_ELEMENT = 1.5
+_NEAREST = 0.6
+"""Where 99 % of the errors are below it, values were rounded to nearest (scales are stored rounded, too)."""
+_SIGNIFICANT = 8.0
+_LEAST_GROUP = 16
+_RIGHT = 0.8
+"""Correlation with the right values; of 2 bit integers it is about 0.9."""
+_WRONG = 0.5
+_SAMPLE = 256
+"""Rows and columns that are looked at to find what a weight is instead."""
+
+_ORDERS = (
+    ("AWQ's packing order", (0, 2, 4, 6, 1, 3, 5, 7)),
+    ("AWQ's packing order", (0, 4, 1, 5, 2, 6, 3, 7)),
+    ("packing from the other end", (7, 6, 5, 4, 3, 2, 1, 0)),
+    ("swapped halves of each byte", (1, 0, 3, 2, 5, 4, 7, 6)),
+)
+"""How eight neighbouring integers may be permuted; AWQ's order and its inverse."""
+
+
+@dataclass(frozen=True)
+class WeightError:
+    """What a quantised weight's difference looks like.
+
+    Attributes:
+        snr_db: Of the weight.
+        rms_steps: Root mean square of the difference, in steps; an end of the range counts half a step at most.
+        max_steps: The largest, ends of the range excepted; None where everything is an end.
+        num_groups: Elements of one row with one step.
+        mistakes: What cannot be quantisation, the likeliest first; empty where all of it can.
+    """
+
+    snr_db: float
+    rms_steps: float
+    max_steps: float | None
+    num_groups: int
+    mistakes: tuple[Hint, ...]
+
+
+def judge_weight(
+    baseline: Tensor, candidate: Tensor, step: Tensor, others: Mapping[str, Tensor] | None = None
+) -> WeightError:
+    """Judge one quantised weight.
+
+    Args:
+        baseline: Unquantised, floating, at least 2 dimensions; the last one is the inputs'.
+        candidate: What the quantised weight stands for, the same shape.
+        step: Of each element, negative at the ends of the range; 0 for elements that are not quantised.
+        others: Name -> unquantised weights of the same shape, which it may be by mistake.
+    """
+    b, c, s = (x.detach().double().reshape(-1, x.shape[-1]) for x in (baseline, candidate, step))
+    quantised, inside = s != 0, s > 0
+    size = s.abs().where(quantised, torch.ones(()).double())
+    e = torch.where(quantised, (c - b) / size, 0.0)
+    bounded = torch.where(inside, e, e.clamp(-0.5, 0.5))
+    rms = math.sqrt(float(bounded.square().sum()) / max(int(quantised.sum()), 1))
+    groups = _Groups(b, c, e, s)
+    mistakes = [*groups.mistakes(), *_single(e, inside)]
+    correlation = _correlation(b, c)
+    if not torch.isfinite(c).all():
+        mistakes = [Hint("not a number", "the quantised weight has values that are no numbers", 1.0)]
+        rms = math.inf
+    elif correlation < _WRONG or (mistakes and correlation < _RIGHT):
+        instead = _instead(b, c, others or {})
+        if instead is not None:
+            mistakes = [instead]
+        elif correlation < _WRONG and groups.share < _WRONG:
+            text = f"its correlation with the unquantised weight is {correlation:.2g}: another order, or another weight"
+            mistakes = [Hint("not its values", text, 0.7)]
+    if not mistakes and rms > MOST_RMS:
+        mistakes = [Hint("not its values", f"it is {rms:.3g} steps (rms) from the unquantised weight", 0.5)]
+    noise = float((c - b).square().sum())
+    return WeightError(
+        snr_db=10 * math.log10(float(b.square().sum()) / noise) if noise > 0 and b.any() else math.inf,
+        rms_steps=rms,
+        max_steps=float(e[inside].abs().max()) if inside.any() else None,
+        num_groups=groups.number,
+        mistakes=tuple(mistakes),
+    )
+
+
+class _Groups:
+    """Means and slopes of the elements that share a row and a step."""
+
+    def __init__(self, b: Tensor, c: Tensor, e: Tensor, step: Tensor) -> None:
+        steps, order = step.abs(), torch.arange(step.shape[1]).expand(step.shape)
+        if int((steps.diff(dim=1) != 0).sum()) * _LEAST_GROUP > steps.numel():
+            # Groups of inputs that were sorted by their size, as GPTQ does, lie in pieces.
+            steps, order = steps.sort(dim=1, stable=True)
+        starts = torch.ones_like(steps, dtype=torch.bool)
+        starts[:, 1:] = steps.diff(dim=1) != 0
+        index = starts.flatten().cumsum(0) - 1
+        self.number = int(index[-1]) + 1
+        b, c, e, step = (x.gather(1, order).flatten() for x in (b, c, e, step))
+
+        def total(values: Tensor) -> Tensor:
+            return torch.zeros(self.number, dtype=torch.float64).index_add_(0, index, values)
+
+        inside = (step > 0).double()
+        self.steps = steps.flatten()[starts.flatten()]
+        count, all_of = total(inside), total(torch.ones_like(b))
+        n = count.clamp(min=1)
+        self.mean = total(e * inside) / n
+        spread = (total(e.square() * inside) / n - self.mean.square()).clamp(min=0).sqrt()
+        enough = (count >= _LEAST_GROUP) & (self.steps > 0)
+        self.moved = enough & (self.mean.abs() > MOST_SHIFT) & (self.mean.abs() > _SIGNIFICANT * spread / n.sqrt())
+        power = total(b * b).clamp(min=1e-300)
+        self.slope = total(b * c) / power
+        left = (total(c * c) - self.slope.square() * power).clamp(min=0)
+        error = (left / (all_of * power)).sqrt()
+        off = (self.slope - 1).abs()
+        enough = (all_of >= _LEAST_GROUP) & (self.steps > 0)
+        self.scaled = enough & (off > MOST_SLOPE) & (off > _SIGNIFICANT * error)
+        # Also of bits too few to tell it of one group.
+        whole = float((b * c).sum() / power.sum())
+        self.scaled |= enough & (abs(whole - 1) > MOST_ALL) & (off.median() > MOST_ALL)
+        self.share = float((self.scaled | self.moved).double().mean())
+
+    def mistakes(self) -> Iterator[Hint]:
+        """Yield what no rounding of a group explains."""
+        scaled, moved = int(self.scaled.sum()), int((self.moved & ~self.scaled).sum())
+        if scaled:
+            slopes = self.slope[self.scaled]
+            middle = float(slopes.median())
+            where = f"{scaled} of {self.number} groups"
+            if scaled > 1 and self._belong_elsewhere():
+                yield Hint("scales of other groups", f"{where} have the scale of another group", 0.9)
+            elif float((slopes / middle - 1).abs().median()) < MOST_SLOPE:
+                yield Hint("wrong scale", f"{where} are {middle:.3g} times what they should be", 0.9)
+            else:
+                yield Hint(
+                    "wrong scale", f"{where} are {float(slopes.min()):.3g} to {float(slopes.max()):.3g} times", 0.8
+                )
+        if moved:
+            found = self.mean[self.moved & ~self.scaled]
+            where = f"{moved} of {self.number} groups"
+            text = f"{where} are moved by {float(found.median()):+.3g} steps: their zero is another"
+            yield Hint("wrong zero", text, 0.9)
+
+    def _belong_elsewhere(self) -> bool:
+        """Whether the scales that the groups should have are, as a collection, the scales that there are."""
+        wanted = (self.steps / self.slope.abs().clamp(min=1e-12)).sort().values
+        apart = (wanted / self.steps.sort().values - 1).abs()
+        return float(apart.median()) < 0.05 and float((self.slope - 1).abs().median()) > 0.02
+
+
+def _single(e: Tensor, inside: Tensor) -> Iterator[Hint]:
+    errors = e[inside].abs()
+    far = int((errors > MOST_ELEMENT).sum())
+    # A sample is enough to tell how values were rounded, and a quantile of all of them would be sorted.
+    if (
+        far
+        and far < 0.01 * errors.numel()
+        and float(errors[:: max(1, errors.numel() // 65536)].quantile(0.99)) < _NEAREST
+    ):
+        text = f"{far} of {errors.numel()} elements are up to {float(errors.max()):.3g} steps away, all others rounded"
+        yield Hint("single elements", text, 0.8)
+
+
+def _instead(b: Tensor, c: Tensor, others: Mapping[str, Tensor]) -> Hint | None:
+    """Return what the values of a weight are instead of its own, if that can be told."""
+    rows, columns = (min(size, _SAMPLE) // 8 * 8 for size in b.shape)
+    small_b, small_c = b[:rows, :columns], c[:rows, :columns]
+    for cause, order in _ORDERS:
+        for axis, name in ((1, "inputs"), (0, "outputs")):
+            index = torch.arange(small_c.shape[axis]).reshape(-1, 8)[:, list(order)].flatten()
+            if index.numel() and _correlation(small_b, small_c.index_select(axis, index)) > _RIGHT:
+                text = f"eight neighbouring {name} are in the order {order}: {cause}"
+                return Hint("packing order", text, 1.0)
+    if b.shape[0] == b.shape[1] and _correlation(b, c.T) > _RIGHT:
+        return Hint("transposed", "it is the transposed weight", 1.0)
+    if _correlation(b, c) < -_RIGHT:
+        return Hint("sign", "it has the other sign", 1.0)
+    found = next((name for name, other in others.items() if _is_same(other, c)), None)
+    return None if found is None else Hint("another weight", f"it is the weight {found}", 1.0)
+
+
+def _is_same(other: Tensor, c: Tensor) -> bool:
+    rows = other.detach().reshape(-1, other.shape[-1])[:_SAMPLE, :_SAMPLE].double()
+    return _correlation(rows, c[:_SAMPLE, :_SAMPLE]) > _RIGHT
+
+
+def _correlation(a: Tensor, b: Tensor) -> float:
+    product = float((a * b).sum())
+    size = math.sqrt(float(a.square().sum()) * float(b.square().sum()))
+    return product / size if size > 0 else float(torch.equal(a, b))

@@ -1,0 +1,170 @@
+"""What a quantised weight does: at the output of its module, and at the logits, everything else being unquantised.
+
+A module runs again on the inputs it had, so that an error made before it does not count. To compare with, it also runs
+with a weight that is moved by up to half a step at random: what rounding to nearest would make.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from glassengine.compare.logits import compare_logits
+from glassengine.compare.quantization import WeightError
+from glassengine.diagnose.cases import causal_cases
+from glassengine.errors import UsageError
+from glassengine.program import LoadedModel, example_inputs
+
+_PATIENCE_S = 2.0
+
+Progress = Callable[[str], None]
+
+
+@dataclass
+class Weight:
+    """One quantised weight while it is looked at; `value` is in the baseline's scale."""
+
+    name: str
+    error: WeightError
+    value: Tensor
+    step: Tensor
+    is_rescaled: bool = False
+    error_power: float = 0.0
+    rounding_power: float = 0.0
+    output_power: float = 0.0
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+def forwards_of(model: LoadedModel, inputs: Any, steps: int) -> list[dict[str, Any]]:
+    """Return the keyword arguments of each forward; prompts are continued with what the baseline chooses."""
+    if model.kind != "causal_lm":
+        given = inputs if inputs is not None else example_inputs(model.module, model.directory)
+        if isinstance(given, str):
+            raise UsageError("prompts are for a causal language model", got=given, hint="--inputs FILE with tensors")
+        return [dict(given)] if isinstance(given, Mapping) else list(given)
+    cases = causal_cases(model, inputs, 0)
+    # The padded batch repeats prompts that are there alone.
+    cases = [case for case in cases if case.attention_mask is not None and case.attention_mask.all()] or cases
+    forwards = []
+    for case in cases:
+        ids, mask = case.input_ids, case.attention_mask
+        assert ids is not None and mask is not None
+        for _ in range(steps):
+            chosen = model.module(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, -1:].argmax(-1)
+            ids, mask = torch.cat([ids, chosen], 1), torch.cat([mask, torch.ones_like(chosen)], 1)
+        forwards.append({"input_ids": ids, "attention_mask": mask, "use_cache": False})
+    return forwards
+
+
+def result_of(module: nn.Module, forward: Mapping[str, Any]) -> Tensor:
+    """Return the logits [N, V] at real tokens, or the first result [N, ...] of a model without logits."""
+    made = module(**forward)
+    found = getattr(made, "logits", None)
+    if found is None:
+        values = list(made.values()) if isinstance(made, Mapping) else made
+        found = values if isinstance(values, Tensor) else next(v for v in values if isinstance(v, Tensor))
+        return found.float().reshape(-1, found.shape[-1]) if found.dim() else found.float().reshape(1, 1)
+    mask = forward.get("attention_mask")
+    fits = isinstance(mask, Tensor) and mask.shape == found.shape[:-1]
+    rows: Tensor = found.float()[mask.bool()] if fits and mask is not None else found.float().flatten(0, -2)
+    return rows
+
+
+@contextmanager
+def watching(root: nn.Module, parameters: Mapping[str, nn.Parameter], weights: Sequence[Weight]) -> Iterator[None]:
+    """Run each module with a quantised weight again with it, and with one rounded to nearest, on the same inputs."""
+    generator = torch.Generator().manual_seed(0)
+    modules = dict(root.named_modules())
+    busy = False
+
+    def hook_of(parameter: nn.Parameter, weight: Weight) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            nonlocal busy
+            if busy:
+                return
+            busy = True
+            try:
+                first = _first(output).double()
+                noise = (torch.rand(parameter.shape, generator=generator) - 0.5) * weight.step.float().abs()
+                for value, part in ((weight.value, "error_power"), (parameter.data + noise, "rounding_power")):
+                    with _in_place(parameter, value):
+                        power = float((_first(module(*args, **kwargs)).double() - first).square().sum())
+                    setattr(weight, part, getattr(weight, part) + power)
+                weight.output_power += float(first.square().sum())
+            finally:
+                busy = False
+
+        return hook
+
+    handles = [
+        modules[weight.name.rpartition(".")[0]].register_forward_hook(
+            hook_of(parameters[weight.name], weight), with_kwargs=True
+        )
+        for weight in weights
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _in_place(parameter: nn.Parameter, value: Tensor) -> Iterator[None]:
+    before = parameter.data
+    parameter.data = value.to(before.dtype)
+    try:
+        yield
+    finally:
+        parameter.data = before
+
+
+def _first(output: Any) -> Tensor:
+    tensor: Tensor = output if isinstance(output, Tensor) else next(x for x in output if isinstance(x, Tensor))
+    return tensor
+
+
+def one_by_one(
+    module: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    weights: Sequence[Weight],
+    forwards: Sequence[Mapping[str, Any]],
+    expected: Sequence[Tensor],
+    progress: Progress,
+) -> None:
+    """Fill in the figures of each weight: the results of the model with that one exchanged, beside `expected`."""
+    began = said = time.monotonic()
+    for index, weight in enumerate(weights):
+        now = time.monotonic()
+        if now - said > _PATIENCE_S:
+            said, left = now, (now - began) / index * (len(weights) - index)
+            progress(f"running with weight {index + 1} of {len(weights)} alone, about {left:.0f} s left")
+        with _in_place(parameters[weight.name], weight.value):
+            weight.figures = difference(expected, [result_of(module, forward) for forward in forwards])
+
+
+def difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> dict[str, Any]:
+    """Return error power, SNR, and where the results are logits divergence and agreement, over all forwards."""
+    b, c = torch.cat(list(expected)), torch.cat(list(found))
+    error, power = float((c.double() - b.double()).square().sum()), float(b.double().square().sum())
+    logits = compare_logits(b, c) if b.dim() == 2 and b.shape[1] > 1 else None
+    return {
+        "error": error,
+        "snr_db": snr_db(power, error),
+        "kl": logits.mean_kl if logits else None,
+        "agreement": logits.top1_agreement if logits else None,
+    }
+
+
+def snr_db(power: float, error: float) -> float:
+    """Return the signal-to-noise ratio of two sums of squares; -inf where the error is no number."""
+    if error == 0:
+        return math.inf
+    return 10 * math.log10(power / error) if power > 0 and math.isfinite(error) else -math.inf

@@ -1,0 +1,92 @@
+"""A quantised candidate on one screen: what is a mistake, what quantisation costs, and which layers cost most."""
+
+from __future__ import annotations
+
+import math
+import os
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from glassengine.results import Comparison, Quantization, QuantizedWeight
+
+_ROWS = 12
+_MAX_HINTS = 4
+_STYLES = {"identical": "green", "rounding": "green", "suspicious": "yellow", "wrong": "bold red"}
+_WORDS = {"identical": "identical", "rounding": "quantisation", "suspicious": "suspicious", "wrong": "MISTAKE"}
+
+
+def quantization(result: Comparison, found: Quantization) -> RenderableType:
+    """Return the one screen."""
+    head = Text()
+    head.append("ok" if result.ok else "NOT OK", style="bold green" if result.ok else "bold red")
+    head.append(f": {result.not_ok_because or 'every difference is explained by the quantisation'}")
+    head.append(f"\nbaseline {result.baseline}, candidate {result.candidate} ({found.method})")
+    parts: list[RenderableType] = [head, _table(found), *_mistakes(result), _total(found)]
+    if result.skipped:
+        parts.append(Text(f"not judged: {len(result.skipped)} weights that only one side has (--json has all)"))
+    return Group(*parts)
+
+
+def _table(found: Quantization) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    shown = _shown(found)
+    prefix = _prefix([weight.name for weight in shown])
+    table.add_column(f"weight, of\n{prefix}" if prefix else "weight", overflow="fold")
+    for name in ("\nshare", "KL\nalone", "weight\ndB", "output\ndB", "times\nrounding"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("\ndifference", no_wrap=True)
+    for weight in shown:
+        table.add_row(
+            weight.name.removeprefix(prefix).removesuffix(".weight"),
+            f"{weight.share:.1%}",
+            _number(weight.kl, ".2g"),
+            _number(weight.snr_db, ".1f"),
+            _number(weight.output_snr_db, ".1f"),
+            _number(weight.output_over_rounding, ".2f"),
+            Text(_WORDS[weight.verdict] + (", rescaled" if weight.is_rescaled else ""), style=_STYLES[weight.verdict]),
+        )
+    left = len(found.weights) - len(shown)
+    if left > 0:
+        share = sum(weight.share for weight in found.weights) - sum(weight.share for weight in shown)
+        table.add_row(f"... and {left} more (--json has all)", f"{share:.1%}", *[""] * 5)
+    return table
+
+
+def _prefix(names: list[str]) -> str:
+    """Return the path that all names begin with, dot included."""
+    whole = os.path.commonprefix(names)
+    return whole[: whole.rfind(".") + 1]
+
+
+def _shown(found: Quantization) -> list[QuantizedWeight]:
+    """Mistakes first, then what costs most."""
+    order = sorted(found.weights, key=lambda weight: weight.verdict in ("identical", "rounding"))
+    return order[:_ROWS]
+
+
+def _mistakes(result: Comparison) -> list[Text]:
+    lines = []
+    for origin in result.origins[:_MAX_HINTS]:
+        text = "; ".join(hint.text for hint in origin.hints)
+        lines.append(Text(f"{origin.site.removesuffix(':param')}: {text}", style=_STYLES[origin.verdict]))
+    if len(result.origins) > _MAX_HINTS:
+        lines.append(Text(f"... and {len(result.origins) - _MAX_HINTS} more (--json has all)"))
+    return lines
+
+
+def _total(found: Quantization) -> Text:
+    text = f"all together: {_number(found.logits_snr_db, '.1f')} dB at the results of {found.num_tokens} positions"
+    if found.kl is not None and found.token_agreement is not None:
+        alone = sum(weight.kl or 0.0 for weight in found.weights)
+        text += f"; same next token in {found.token_agreement:.1%}"
+        text += f"\nKL {found.kl:.2g} nats; that of each weight alone adds up to {alone:.2g}"
+    return Text(text)
+
+
+def _number(value: float | None, form: str) -> str:
+    if value is None:
+        return "-"
+    return format(value, form) if math.isfinite(value) else "inf" if value > 0 else "-inf"
