@@ -26,6 +26,7 @@ import torch
 from glassengine.backends.onnx_network import mark_nodes, name_layers
 from glassengine.backends.protocol import Capabilities
 from glassengine.errors import BackendError
+from glassengine.program.onnx.file import fill
 from glassengine.program.onnx.session import with_outputs
 from glassengine.program.outputs import functional_form, result_names
 from glassengine.program.program import OnnxGraph, Program
@@ -35,6 +36,8 @@ IN_PLACE_KEY = "glassengine.in_place"
 """Key of the model's metadata: the cache inputs whose buffer may also receive the updated cache, space-separated."""
 
 OPSET = 20
+_MOST_INSIDE = 1 << 30
+"""Bytes of weights that a file which was given to us as it is keeps inside; a graph can have twice as many."""
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 
@@ -87,8 +90,11 @@ def _write_source(source: OnnxGraph, nodes: Sequence[str], directory: Path) -> N
 
     model = with_outputs(source.file.model, [source.values[node] for node in nodes])
     model.metadata_props.add(key=IN_PLACE_KEY, value="")
-    beside = any(tensor.external_data for tensor in model.graph.initializer)
-    onnx.load_external_data_for_model(model, str(source.file.path.parent))
+    if source.file.with_data:
+        onnx.load_external_data_for_model(model, str(source.file.path.parent))
+    else:
+        fill(model, source.file.weights())
+    beside = sum(len(tensor.raw_data) for tensor in model.graph.initializer) > _MOST_INSIDE
     path, data = directory / MODEL_FILE, f"{MODEL_FILE}.data"
     onnx.save_model(model, str(path), save_as_external_data=beside, location=data, convert_attribute=False)
 

@@ -27,6 +27,7 @@ from glassengine.diagnose.score import Score
 from glassengine.diagnose.segments import SegmentReplay
 from glassengine.diagnose.severity import Severity
 from glassengine.diagnose.sides import EngineSide, ModuleSide, ProgramSide
+from glassengine.diagnose.source_side import SourceSide, untouched
 from glassengine.diagnose.weights import compare_weights, weights_of
 from glassengine.engine.build import build_program
 from glassengine.engine.engine import Engine
@@ -34,6 +35,7 @@ from glassengine.errors import GlassError, IncomparableError, UsageError
 from glassengine.program import LoadedModel, Program, example_inputs, export_program, load_inputs
 from glassengine.program.outputs import OutputPlan, plan_outputs
 from glassengine.program.passes import apply_pass
+from glassengine.program.stored import stored_inputs
 from glassengine.results import Skipped, WeightsComparison
 
 logger = logging.getLogger("glassengine")
@@ -51,7 +53,7 @@ class Climb:
     baseline: LoadedModel
     program: Program
     cases: list[Case]
-    model: ModuleSide
+    model: ModuleSide | SourceSide
     scores: list[Score]
     accumulation: Accumulation = FLOAT32_SUMS
     built: Program | None = None
@@ -79,7 +81,7 @@ def start(
         cases = module_cases(given)
     progress("exporting the program")
     program = export_program(model, inputs=given)
-    side = ModuleSide(model.module, program, replay=SegmentReplay(program))
+    side = untouched(model, program)
     climb = Climb(model, program, cases, side, [], stack=stack)
     climb.add(side)
     return climb
@@ -176,6 +178,8 @@ def _add_observable(climb: Climb, engine: Engine, observed: Sequence[str]) -> No
 def _arguments(model: LoadedModel, inputs: Inputs) -> Sequence[Mapping[str, Any]]:
     """Return the keyword arguments of a plain module's steps."""
     if inputs is None:
+        if model.stored is not None:
+            return [stored_inputs(model.module, model.stored)]
         return example_inputs(model.module, model.directory)
     return load_inputs(inputs) if isinstance(inputs, str) else inputs
 

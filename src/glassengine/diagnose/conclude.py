@@ -114,6 +114,7 @@ def _rung(score: Score, program: Program, divergences: Sequence[Divergence], sev
     verdict = worst(pair.verdict for pair in score.pairs)
     names = {
         "program": ("the untouched model", "its exported program"),
+        "source": ("program", "the file as it is, node by node"),
         "op-by-op": ("program", "every op compiled alone"),
         "engine": ("program", "engine with debug outputs"),
         "bisection": ("program", "release engine with a few outputs"),

@@ -15,6 +15,7 @@ from glassengine.diagnose.float64 import unwritten_nodes
 from glassengine.diagnose.reference import ReferenceRun
 from glassengine.diagnose.score import Score
 from glassengine.diagnose.sides import ModuleSide, empty_caches
+from glassengine.diagnose.source_side import SourceSide
 from glassengine.diagnose.validity import valid_mask
 from glassengine.program.export import named_inputs
 from glassengine.program.program import Program
@@ -23,7 +24,7 @@ from glassengine.program.program import Program
 def run_cases(
     program: Program,
     cases: Sequence[Case],
-    model: ModuleSide,
+    model: ModuleSide | SourceSide,
     scores: Sequence[Score],
     *,
     coarsest: torch.dtype | None,
@@ -80,7 +81,7 @@ def run_cases(
             score.end_case()
 
 
-def _next(case: Case, step: int, inputs: Any, model: ModuleSide) -> Any:
+def _next(case: Case, step: int, inputs: Any, model: ModuleSide | SourceSide) -> Any:
     if not isinstance(inputs, StepInputs):
         return case.steps[step]
     assert model.logits is not None

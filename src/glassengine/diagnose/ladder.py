@@ -44,6 +44,7 @@ from glassengine.diagnose.reproduction_files import require_free
 from glassengine.diagnose.score import Score
 from glassengine.diagnose.severity import Severity
 from glassengine.diagnose.sides import EngineSide, ModuleSide
+from glassengine.diagnose.source_side import SourceSide
 from glassengine.engine.engine import load
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.program import load_model
@@ -207,7 +208,7 @@ def check(
 
 def _judge(
     climb: Climb,
-    model: ModuleSide,
+    model: ModuleSide | SourceSide,
     scores: Sequence[Score],
     coarsest: torch.dtype | None,
     on_step: Callable[[Case, int, Mapping[str, float]], None],

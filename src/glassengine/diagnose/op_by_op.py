@@ -20,6 +20,7 @@ from glassengine.compare.pairing import SitePair
 from glassengine.diagnose.replay import Replay
 from glassengine.diagnose.score import FLAGGED, Score
 from glassengine.diagnose.sides import ProgramSide
+from glassengine.errors import UsageError
 from glassengine.frontends.eager_ops import OpRunner, op_runner
 from glassengine.program.naming import op_name
 from glassengine.program.program import Program
@@ -88,9 +89,11 @@ def op_by_op(
         accumulation: How the back-end sums products.
 
     Raises:
-        UsageError: The back-end builds whole engines only.
+        UsageError: The back-end builds whole engines only, or the program is an ONNX graph.
         BackendError: It cannot be used here.
     """
+    if program.onnx is not None:
+        raise UsageError("an ONNX file is run node by node already, by the rung source")
     runner = op_runner(type(choose_graph_backend(backend)))
     alone = None
     if around is not None:

@@ -7,7 +7,7 @@ tensor must hold exactly as much data as its shape says, inside the model or in 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any
@@ -217,6 +217,21 @@ def tensor_of(proto: onnx.TensorProto, path: Path) -> torch.Tensor:
     if _bits(proto) < 8:
         return _unpacked(raw, math.prod(proto.dims), dtype).reshape(tuple(proto.dims))
     return (torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)).reshape(tuple(proto.dims))
+
+
+def fill(model: onnx.ModelProto, weights: Mapping[str, torch.Tensor]) -> None:
+    """Give the initializers of a graph without data their values."""
+    for proto in model.graph.initializer:
+        if proto.name in weights and not proto.HasField("raw_data"):
+            raw = weights[proto.name].detach().contiguous().flatten()
+            raw = _packed(raw) if _bits(proto) < 8 else raw
+            proto.raw_data = raw.view(torch.uint8).numpy().tobytes() if raw.numel() else b""
+
+
+def _packed(values: torch.Tensor) -> torch.Tensor:
+    """Two four-bit integers a byte, the lower half first."""
+    halves = torch.nn.functional.pad(values.view(torch.uint8) & 15, (0, values.numel() % 2))
+    return halves[::2] | halves[1::2] << 4
 
 
 def _unpacked(raw: bytearray, number: int, dtype: torch.dtype) -> torch.Tensor:

@@ -28,6 +28,12 @@ class OnnxFunction:
         """Return the results."""
         return self.function(*args, **kwargs)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OnnxFunction) and (other.__name__, other.function) == (self.__name__, self.function)
+
+    def __hash__(self) -> int:
+        return hash((self.__name__, self.function))
+
     def __repr__(self) -> str:
         return f"onnx.{self.__name__}"
 
