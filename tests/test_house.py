@@ -59,6 +59,10 @@ def pins(root: Path) -> dict[str, str]:
     return found
 
 
+# A hundred megabytes that the installation for the tests leaves out; neither package needs another one.
+NOT_INSTALLED = {"tensorrt-rtx-cu13-bindings", "tensorrt-rtx-cu13-libs"}
+
+
 def direct(project: dict[str, Any]) -> list[Requirement]:
     extras = project["project"]["optional-dependencies"].values()
     return [Requirement(text) for text in sum(extras, project["project"]["dependencies"])]
@@ -82,7 +86,7 @@ def test_constraints_pin_every_transitive_dependency(project: dict[str, Any], pi
             continue
         seen.add(name)
         assert name in pins, f"{name} is not pinned"
-        needed = [Requirement(text) for text in requires(name) or ()]
+        needed = [] if name in NOT_INSTALLED else [Requirement(text) for text in requires(name) or ()]
         # An accelerated build of torch brings its own exactly pinned libraries.
         waiting += [
             r.name

@@ -12,7 +12,7 @@ from glassengine.backends import registry
 from glassengine.backends.protocol import Availability, CompilingGraphs
 from glassengine.errors import BackendError, UnknownNameError
 
-BUILT_IN = {"eager", "inductor", "onnxruntime", "openvino"}
+BUILT_IN = {"eager", "inductor", "onnxruntime", "openvino", "tensorrt_rtx"}
 Register = Callable[..., None]
 
 
@@ -38,7 +38,7 @@ def test_built_in_backends_come_by_the_entry_points_default_first() -> None:
     infos = registry.list_backends()
     assert {info.name for info in infos} == BUILT_IN
     assert infos[0].name == registry.DEFAULT
-    assert all(info.available for info in infos)
+    assert all(info.available for info in infos if info.name != "tensorrt_rtx")  # not installed by `make test`
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))

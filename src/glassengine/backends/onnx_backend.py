@@ -67,17 +67,24 @@ class OnnxBackend(ABC):
         Raises:
             BackendError: The runtime is not installed.
         """
-        try:
-            runtime = importlib.import_module(self.package)
-        except ImportError as error:
-            what = f"back-end {self.name!r} cannot be used here"
-            raise BackendError(what, got=str(error), hint=self.install) from error
-        return self._open(runtime, directory)
+        return self._open(self._runtime(), directory)
 
     def network(self, program: Program, directory: Path) -> Network:
         """Return the ONNX graph; its layers are called like the nodes whose values they yield."""
         network = list_network(directory / MODEL_FILE, program, self.title)
         return replace(network, optimized=self._optimized(directory, program, network))
+
+    def _runtime(self) -> Any:
+        """Return the module `package`.
+
+        Raises:
+            BackendError: It is not installed.
+        """
+        try:
+            return importlib.import_module(self.package)
+        except ImportError as error:
+            what = f"back-end {self.name!r} cannot be used here"
+            raise BackendError(what, got=str(error), hint=self.install) from error
 
     @abstractmethod
     def options(self, program: Program) -> dict[str, Any]:

@@ -17,6 +17,11 @@ from glassengine.program.program import Program
 
 logger = logging.getLogger("glassengine")
 
+LARGEST = "largest"
+"""Key of a program's metadata while it is built: dynamic size -> the largest that the engine will be given.
+
+Only back-ends that plan for it need to look."""
+
 Run = Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
 Weights = Mapping[str, torch.Tensor]
 GraphFunction = Callable[[list[Any]], Any]

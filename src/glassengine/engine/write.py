@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from glassengine.backends.protocol import LARGEST
 from glassengine.backends.registry import choose_backend
 from glassengine.engine import files, outputs
 from glassengine.engine.artifacts import ArtifactWriter
@@ -56,6 +58,9 @@ def write_engine(
     for name, reason in left_out.items():
         logger.warning("output %s is left out: %s", name, reason)
     executed = add_outputs(program, decided.added) if decided.added else program
+    if program.layout is not None:
+        largest = {**sizes, "sequence": sizes["cache"]}
+        executed = dataclasses.replace(executed, metadata={**executed.metadata, LARGEST: largest})
     if artifacts is not None:
         artifacts.stage(stage_of(executed, "outputs"))
         artifacts.options(backend, executed, _options(settings))
