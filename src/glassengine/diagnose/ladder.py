@@ -7,8 +7,8 @@ untouched model is a side like any other, so a mistake in the export itself show
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -45,6 +45,7 @@ from glassengine.diagnose.score import Score
 from glassengine.diagnose.severity import Severity
 from glassengine.diagnose.sides import EngineSide, ModuleSide
 from glassengine.diagnose.source_side import SourceSide
+from glassengine.diagnose.threads import threads_for
 from glassengine.engine.engine import load
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.program import load_model
@@ -53,9 +54,6 @@ from glassengine.recording.source import open_source
 from glassengine.results import Comparison, Skipped
 
 logger = logging.getLogger("glassengine")
-
-SMALL_BYTES = 64 << 20
-"""Weights up to this size make a small model."""
 
 
 def check(
@@ -153,7 +151,7 @@ def check(
     if more:
         model, given = replace(model, kind="module"), in_one_forward(given)
     with ExitStack() as stack:
-        stack.enter_context(_threads_for(model.module))
+        stack.enter_context(threads_for(model.module))
         case = recorded_case(record) if record is not None and inputs is None else None
         climb = start(model, given, steps, stack, progress, case)
         if more:
@@ -247,18 +245,6 @@ def _accumulation(name: str | None) -> Accumulation:
     if name not in ACCUMULATIONS:
         raise UnknownNameError("accumulation", name, list(ACCUMULATIONS), hint="--accum tf32")
     return ACCUMULATIONS[name]
-
-
-@contextmanager
-def _threads_for(module: nn.Module) -> Iterator[None]:
-    """Judge small models on one thread: their short ops would wait for a second one longer than they run."""
-    before = torch.get_num_threads()
-    if sum(parameter.nbytes for parameter in module.parameters()) <= SMALL_BYTES:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _severity_counter(climb: Climb) -> Callable[[Case, int, Mapping[str, float]], None]:
