@@ -29,6 +29,7 @@ from glassengine.diagnose.quantization_effects import (
     watching,
 )
 from glassengine.diagnose.quantization_result import RUNG, concluded, finished
+from glassengine.diagnose.threads import threads_for
 from glassengine.errors import IncomparableError
 from glassengine.program import LoadedModel, load_model
 from glassengine.program.quantized import is_quantized, quantization_steps
@@ -77,7 +78,8 @@ def check_quantized_checkpoint(
     progress("dequantising the candidate")
     theirs = load_model(candidate, dtype=dtype, **options)
     steps_of = quantization_steps(candidate, **options)
-    return check_quantized(ours, theirs, steps_of, inputs=inputs, steps=steps, fail_on=fail_on, progress=progress)
+    with threads_for(ours.module):
+        return check_quantized(ours, theirs, steps_of, inputs=inputs, steps=steps, fail_on=fail_on, progress=progress)
 
 
 @torch.no_grad()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import os
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -57,8 +57,9 @@ def _table(found: Quantization) -> Table:
 
 def _prefix(names: list[str]) -> str:
     """Return the path that all names begin with, dot included."""
-    whole = os.path.commonprefix(names)
-    return whole[: whole.rfind(".") + 1]
+    paths = [name.split(".")[:-1] for name in names]
+    shared = list(itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
+    return "".join(f"{parts[0]}." for parts in shared) if len(names) > 1 else ""
 
 
 def _shown(found: Quantization) -> list[QuantizedWeight]:
