@@ -75,7 +75,10 @@ def values(path: Path, step: int = 0) -> dict[str, torch.Tensor]:
 
 def is_clean(model: nn.Module) -> bool:
     return not taps._installed and not any(
-        m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) or type(m._modules) is not dict
+        m._forward_hooks
+        or m._forward_pre_hooks
+        or {"forward", "_compiled_call_impl"} & vars(m).keys()
+        or type(m._modules) is not dict
         for m in model.modules()
     )
 
@@ -266,7 +269,7 @@ def test_an_exception_that_leaves_the_block(tmp_path: Path) -> None:
 
 
 class Cancelled(BaseException):
-    """As asyncio and some frameworks raise it: not an Exception, so hooks are not told."""
+    """As asyncio and some frameworks raise it: not an Exception."""
 
 
 @pytest.mark.parametrize("error", [ValueError, Cancelled])
@@ -330,7 +333,7 @@ def test_interruption(tmp_path: Path) -> None:
             model(X, stop=True)
         model(X, stop=False)
     opened = Recording.open(tmp_path / "r")
-    assert opened.steps == [0, 1] and opened.stopped == {0: "an interruption"}
+    assert opened.steps == [0, 1] and opened.stopped == {0: "KeyboardInterrupt"}
     assert opened.sites(1) == [".:in[0]", "fc:in[0]", "fc", "."]
     with pytest.raises(KeyboardInterrupt), record(model, tmp_path / "left"):
         model(X, stop=True)
@@ -357,7 +360,8 @@ def test_an_interruption_within_a_hook(tmp_path: Path, last: str, monkeypatch: p
             model(X)
         model(X)
     opened = Recording.open(tmp_path / "r")
-    assert opened.stopped == {0: "an interruption"} and opened.steps == [0, 1]
+    # The call of the model hears of it only where it happens within.
+    assert opened.stopped == {0: "KeyboardInterrupt" if last == "fc" else "an interruption"} and opened.steps == [0, 1]
     assert opened.sites(1) == [".:in[0]", "fc:in[0]", "fc", "."]
     planted.append(True)
     with pytest.raises(KeyboardInterrupt), record(model, tmp_path / "left"):
@@ -421,6 +425,51 @@ def test_hooks_that_are_there_already(tmp_path: Path) -> None:
     assert len(model.head._forward_hooks) == 1
 
 
+def test_hooks_that_come_and_go_while_it_is_recorded(tmp_path: Path) -> None:
+    model = Model()
+    with record(model, tmp_path / "r"):
+        handle = model.head.register_forward_hook(lambda module, args, result: result + 1)
+        model(X)
+        handle.remove()
+        model(X)
+    first, second = values(tmp_path / "r"), values(tmp_path / "r", 1)
+    assert torch.equal(first["head"], first[".:out.logits"]) and torch.equal(second["head"], second[".:out.logits"])
+    assert torch.allclose(first["head"], second["head"] + 1)
+
+
+def test_a_model_is_traced_and_compiled_while_it_is_recorded(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    expected = model(X)
+    with record(model, tmp_path / "r"), torch.no_grad():
+        traced = [
+            torch.jit.trace(model, X),
+            torch.fx.symbolic_trace(model),
+            torch.export.export(model, (X,)).module(),
+            torch.compile(model, backend="eager", fullgraph=True),
+        ]
+        model[0].compile(backend="eager")
+        assert torch.equal(model(X), expected)
+        for other in traced:
+            assert torch.equal(other(X), expected)
+    assert model[0]._compiled_call_impl is not None and "_compiled_call_impl" not in vars(model)
+    opened = Recording.open(tmp_path / "r")
+    results = [opened.tensor(entry) for entry in opened.entries if entry.site == "."]
+    assert results and all(torch.equal(result, expected) for result in results)
+    torch._dynamo.reset()
+
+
+def test_modules_of_which_copies_run_are_left_alone(tmp_path: Path) -> None:
+    parallel = nn.DataParallel(nn.Sequential(nn.Linear(4, 4)))
+    parallel.device_ids = [0, 1]  # as on a machine that has them
+    parallel.forward = lambda x: copy.copy(parallel.module)(x)
+    with record(parallel, tmp_path / "r"):
+        assert not any("_compiled_call_impl" in vars(module) for module in parallel.module.modules())
+        result = parallel(X)
+    opened = Recording.open(tmp_path / "r")
+    assert opened.sites() == [".:in[0]", "."] and torch.equal(values(tmp_path / "r")["."], result)
+    assert "copies on several devices" in str(opened.metadata)
+
+
 def test_a_model_is_saved_and_copied_while_it_is_recorded(tmp_path: Path) -> None:
     shared = nn.Linear(4, 4)
     model = nn.Sequential(shared, nn.ReLU(), shared)
@@ -429,6 +478,9 @@ def test_a_model_is_saved_and_copied_while_it_is_recorded(tmp_path: Path) -> Non
         torch.save(model, tmp_path / "model.pt")
         copied = copy.deepcopy(model)
         assert torch.equal(copied(X), expected)
+    with record(model, tmp_path / "other"):
+        graph = copy.deepcopy(torch.fx.symbolic_trace(model))
+        assert torch.equal(copy.copy(model)(X), expected) and torch.equal(graph(X), expected)
     assert Recording.open(tmp_path / "r").steps == [0]
     loading = "import sys, torch; torch.load(sys.argv[1], weights_only=False); assert 'glassengine' not in sys.modules"
     subprocess.run([sys.executable, "-c", loading, tmp_path / "model.pt"], check=True)

@@ -19,6 +19,7 @@ from safetensors import safe_open
 
 from glassengine.errors import GlassError, UsageError
 from glassengine.recording import pinned, records, seen, shard, worker
+from glassengine.recording.drain import Drain
 from glassengine.recording.layout import ALIGNMENT, LeftOut, LightStatistics
 from glassengine.recording.reader import Recording
 from glassengine.recording.ring import Ring
@@ -170,7 +171,7 @@ def test_a_bug_in_the_thread_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def planted(*_: object) -> None:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(BackgroundWriter, "_store", planted)
+    monkeypatch.setattr(Drain, "_put_stored", planted)
     writer = BackgroundWriter(tmp_path / "r", metadata={}, ring_bytes=RING)
     for step in range(100):
         writer.write("x", step, torch.zeros(60_000))

@@ -1,4 +1,4 @@
-"""Hooks that deliver the inputs, results, taps and caches of every call in a model, each forward of it as one step.
+"""Observers that deliver the inputs, results, taps and caches of every call in a model, each forward as one step.
 
 A step begins with the first call of a module when none is open in its thread, and ends with a call of the model itself.
 Calls of a submodule alone (an encoder, before the first decoder step) therefore belong to the step that follows.
@@ -9,7 +9,6 @@ compiled code is the one it would be without them.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import os
 import sys
@@ -21,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from glassengine.capture.calls import Forward, Known, ModuleNames
-from glassengine.capture.compiled import CompiledCall, has_compiled_call, why_unseen
 from glassengine.capture.gradients import watch
 from glassengine.capture.intake import Intake
 from glassengine.capture.leaves import KV_AXES, NO_TENSOR, CacheSites, tensors_in
+from glassengine.capture.observed_call import ObservedCall, num_running, out_of_reach, why_unseen
 from glassengine.capture.steps import Steps
 from glassengine.recording.policy import Policy
 from glassengine.sites import ROOT, tap_site
@@ -45,14 +44,6 @@ class _Forks:
 
 
 os.register_at_fork(after_in_child=_Forks.note)
-
-
-class _Hook(functools.partial[None]):
-    """A hook that is not a part of what it observes: a copy of the module, or its pickle, has one that does nothing."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A callable of the standard library that takes anything and returns None: whoever loads the model has it.
-        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 class ModuleHooks:
@@ -83,22 +74,17 @@ class ModuleHooks:
         self._called: set[nn.Module] = set()
         self._forks = _Forks.count
         self._handles: list[Any] = []
+        self._insides = frozenset(inside for module in self.names.known for inside in out_of_reach(module))
 
     def attach(self) -> None:
-        """Install the hooks, behind those that are there: what is delivered is what the next module gets."""
+        """Observe every module that can be; what is delivered is what the next module gets."""
         self.names.log_aliases()
         for module, known in self.names.known.items():
-            if isinstance(module, torch.jit.ScriptModule):
-                continue  # runs without Python, hence without hooks; listed as not called
-            before, after = map(_Hook, self._hooks(known))
-            if has_compiled_call(module):
-                self._handles.append(CompiledCall(module, before, after))
-                continue
-            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+            if module not in self._insides:
+                self._handles.append(ObservedCall(module, *self._observers(known)))
 
     def detach(self) -> None:
-        """Remove every hook."""
+        """Observe no more."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -165,19 +151,17 @@ class ModuleHooks:
             forward = held and held[0]
         return forward.step if forward is not None and forward.records else None
 
-    def _hooks(self, known: Known) -> tuple[Callable[..., None], Callable[..., None]]:
+    def _observers(self, known: Known) -> tuple[Callable[..., None], Callable[..., None]]:
         # They run thousands of times a second: what does not change is looked up once.
         local, enter, take, deliver = self._local, self.names.enter, self._intake.take, self._deliver
         is_root, gradients, called = known.is_root, self._gradients, self._called
-        is_compiling, graph_task = torch.compiler.is_compiling, torch._C._current_graph_task_id
+        graph_task = torch._C._current_graph_task_id
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if is_compiling():
-                return
             if module is not known.module or graph_task() != -1 or _Forks.count != self._forks:
                 return
             forward: Forward | None = getattr(local, "forward", None)
-            # Hooks do not hear of the end of a call that was interrupted; nor do they when that happens to themselves.
+            # What is interrupted while it observes a call does not hear of its end.
             if (
                 forward is not None
                 and forward.in_call
@@ -199,8 +183,6 @@ class ModuleHooks:
                 deliver(forward, where, ":in", kwargs)
 
         def after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-            if is_compiling():
-                return
             forward: Forward | None = getattr(local, "forward", None)
             if forward is None or not forward.open or module is not known.module:
                 return
@@ -220,7 +202,7 @@ class ModuleHooks:
             if not any(known is called for called, _, _ in forward.open):
                 return
             while forward.open[-1][0] is not known:
-                forward.open.pop()  # ended by an exception that hooks do not hear of, which the model then caught
+                forward.open.pop()  # what observed them was interrupted, and the model caught that
         _, where, passed_on = forward.open.pop()
         error = sys.exc_info()[1] if result is None else None
         failed = error is not None and error is not forward.handled
@@ -230,7 +212,7 @@ class ModuleHooks:
             return
         forward.leave.close()
         if failed:
-            self._end(forward, [], f"{type(error).__name__}: {error}"[:_MAX_REASON])
+            self._end(forward, [], f"{type(error).__name__}: {error}"[:_MAX_REASON].removesuffix(": "))
         elif known.is_root:
             if forward.records:
                 self._deliver_caches(forward, kwargs, result)
@@ -247,7 +229,7 @@ class ModuleHooks:
             for step in [step for step, (held, _) in self._held.items() if held.thread == threading.get_ident()]:
                 self._release(step)
             step = self.steps.next()
-            # What a tracer gives to the hooks are no values.
+            # What a tracer passes around are no values.
             records = self._policy.wants_step(step) and torch._C._get_tracing_state() is None
             forward = Forward(step, records, threading.get_ident())
             self._open[step] = forward
@@ -343,12 +325,6 @@ def _first_argument(root: nn.Module) -> str | None:
 
 
 def _is_stale(forward: Forward, module: nn.Module) -> bool:
-    """Whether the open calls are left over from a forward that was interrupted: hooks then do not hear of its end."""
+    """Whether the open calls are left over: of a forward that ended while one of its calls was being observed."""
     outermost = forward.open[0][0].module
-    running = 0
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") is outermost:
-            running += 1
-        frame = frame.f_back  # type: ignore[assignment]
-    return running < (2 if outermost is module else 1)
+    return num_running(outermost) < (2 if outermost is module else 1)

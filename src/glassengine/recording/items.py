@@ -124,4 +124,4 @@ class Commit:
     stopped: str | None
 
 
-Item = Stored | Copied | Alias | Block | Streamed | Piece | LeftOut | Commit
+Item = Stored | Copied | Alias | Block | Streamed | LeftOut | Commit

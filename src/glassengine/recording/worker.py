@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,12 +20,12 @@ from torch import Tensor
 
 from glassengine import blocks
 from glassengine.errors import GlassError
+from glassengine.recording.drain import Drain
 from glassengine.recording.items import Alias, Block, Commit, Copied, Item, Piece, Stored, Streamed
-from glassengine.recording.layout import LeftOut, LightStatistics, Sharding
+from glassengine.recording.layout import LeftOut, Sharding
 from glassengine.recording.pinned import PinnedCopies
 from glassengine.recording.ring import Ring, pieces_of, require_memory
 from glassengine.recording.seen import MIN_SHARED_BYTES, Seen, SeenTensors
-from glassengine.recording.statistics import light_of_bytes
 from glassengine.recording.writer import RecordingWriter
 
 RING_BYTES = 256 << 20
@@ -70,12 +69,13 @@ class BackgroundWriter:
         self._ring = Ring(ring_bytes)
         self._ring.warm()
         self._pinned = PinnedCopies(ring_bytes)
+        self._drain = Drain(self._writer, self._ring, self._pinned)
         self._seen = SeenTensors()
         self._most_bytes = ring_bytes // _PIECES_OF_RING
         self._block_bytes = min(_BLOCK_BYTES, ring_bytes // (2 * _PIECES_OF_RING))
         self._lock = threading.Lock()
         self._block: Block | None = None
-        self._queue: deque[Item | threading.Event | None] = deque()
+        self._queue: deque[Item | Piece | threading.Event | None] = deque()
         self._wake = threading.Event()
         self._woken = 0.0
         # Whether a step has ended since the thread looked.
@@ -326,6 +326,7 @@ class BackgroundWriter:
                     self._flush(end)
                     item.set()
                     continue
+                assert not isinstance(item, Piece), "pieces are taken by the tensor they belong to"
                 try:
                     self._handle(item)
                 except Exception as error:
@@ -342,63 +343,10 @@ class BackgroundWriter:
     def _handle(self, item: Item) -> None:
         if isinstance(item, Streamed):
             self._store_pieces(item)
+        elif self._failure is None:
+            self._drain.put(item)
         elif isinstance(item, Copied):
-            self._store_copied(item)
-        elif self._failure is not None:
-            return
-        elif isinstance(item, Block):
-            data = self._ring.bytes_at(item.position, item.end - item.position)
-            step, rank, _, reason = item.what
-            descriptions, same_as = tuple(item.descriptions), tuple(item.same_as)
-            if reason is None:
-                self._writer.store_block(descriptions, step, rank, data, zlib.crc32(data), same_as)
-            else:
-                self._writer.leave_out_block(descriptions, step, rank, reason, data, same_as)
-        elif isinstance(item, Stored):
-            self._store(item)
-        elif isinstance(item, Alias):
-            self._store_alias(item)
-        elif isinstance(item, Commit):
-            self._writer.end_step(item.step, token_ids=item.token_ids, stopped=item.stopped)
-        elif isinstance(item, LeftOut):
-            self._writer.leave_out(item)
-
-    def _store(self, item: Stored) -> None:
-        description = item.description
-        data = self._ring.bytes_at(item.position, description.nbytes)
-        if item.reason is None:
-            item.location = self._writer.store(description, item.step, item.rank, [data], zlib.crc32(data))
-        else:
-            item.statistics = light_of_bytes(data, description.dtype)
-            self._leave_out(item, item.reason, item.statistics)
-
-    def _store_alias(self, item: Alias) -> None:
-        original = item.original
-        if original.reason is not None:
-            self._leave_out(item, original.reason, original.statistics)
-        else:
-            assert original.location is not None
-            self._writer.alias(item.description, item.step, item.rank, original.description, original.location)
-
-    def _store_copied(self, item: Copied) -> None:
-        description = item.description
-        try:
-            if self._failure is None:
-                item.ready.synchronize()
-                data = memoryview(item.data.numpy())  # type: ignore[arg-type]  # a buffer at run time
-                if item.reason is None:
-                    self._writer.store(description, item.step, item.rank, [data], None)
-                else:
-                    self._leave_out(item, item.reason, light_of_bytes(data, description.dtype))
-        finally:
-            self._pinned.give_back(description.nbytes)
-
-    def _leave_out(self, item: Stored | Alias | Copied, reason: str, statistics: LightStatistics | None) -> None:
-        description = item.description
-        shape = description.shape
-        self._writer.leave_out(
-            LeftOut(description.site, item.step, item.rank, reason, description.dtype, shape, statistics)
-        )
+            self._pinned.give_back(item.description.nbytes)
 
     def _store_pieces(self, item: Streamed) -> None:
         pieces = self._pieces()

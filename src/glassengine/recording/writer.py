@@ -184,8 +184,7 @@ class RecordingWriter:
             UsageError: The step is committed, or has one of the sites already;
                 or the file cannot be written: the message says what is safe.
         """
-        key = (descriptions, rank, same_as)
-        group = self._groups.get(key) or self._new_group(key)
+        group = self._group(descriptions, rank, same_as)
         self._require_open()
         opened = self._opened(descriptions[0].site, step)
         if not opened.names.isdisjoint(group.names):
@@ -233,20 +232,17 @@ class RecordingWriter:
         descriptions: tuple[Description, ...],
         step: int,
         rank: int,
-        reason: str,
         data: memoryview,
+        reason: str,
         same_as: tuple[tuple[int, int], ...] = (),
     ) -> None:
         """Note tensors that are measured and not recorded; see `store_block`."""
         self._require_open()
         opened = self._opened(descriptions[0].site, step)
-        key = (descriptions, rank, same_as)
-        group = self._groups.get(key) or self._new_group(key)
-        table = light_of_block(data, group.kinds)
+        group = self._group(descriptions, rank, same_as)
+        table = light_of_block(data, group.kinds).take(group.columns)
         opened.groups.append(group)
-        opened.frames.append(
-            records.measured_frame(group.number, step, reason, table.take(group.columns) if same_as else table)
-        )
+        opened.frames.append(records.measured_frame(group.number, step, reason, table))
         opened.num_left_out += len(descriptions)
 
     def commit(self, step: int, *, token_ids: Sequence[Sequence[int]] = (), stopped: str | None = None) -> None:
@@ -342,11 +338,13 @@ class RecordingWriter:
         opened.names.add((description.site, rank))
         opened.frames.append(description.frame(step, rank, location))
 
-    def _new_group(self, key: _GroupKey) -> Group:
-        while len(self._groups) >= _MAX_GROUPS:
-            del self._groups[next(iter(self._groups))]
-        group = self._groups[key] = Group(self._num_groups, *key)
-        self._num_groups += 1
+    def _group(self, *key: *_GroupKey) -> Group:
+        group = self._groups.get(key)
+        if group is None:
+            while len(self._groups) >= _MAX_GROUPS:
+                del self._groups[next(iter(self._groups))]
+            group = self._groups[key] = Group(self._num_groups, *key)
+            self._num_groups += 1
         return group
 
     def _begin(self, description: Description, step: int, rank: int) -> OpenStep:
@@ -391,17 +389,9 @@ class RecordingWriter:
     def _failed(self, error: OSError) -> UsageError:
         self._failure = reason_of(error, self.path)
         safe = f"{self._num_steps} completed steps are safe" if self._num_steps else "no step was completed"
-        return UsageError(
-            "the recording cannot be written",
-            got=self._failure,
-            hint=f"{safe}; free some space or record fewer sites or steps",
-        )
+        hint = f"{safe}; free some space or record fewer sites or steps"
+        return UsageError("the recording cannot be written", got=self._failure, hint=hint)
 
     def _manifest(self, state: str) -> bytes:
-        return manifest_of(
-            state,
-            self._incomplete,
-            num_steps=self._num_steps,
-            num_tensors=self._num_tensors,
-            metadata=self.metadata,
-        )
+        counts = {"num_steps": self._num_steps, "num_tensors": self._num_tensors}
+        return manifest_of(state, self._incomplete, **counts, metadata=self.metadata)

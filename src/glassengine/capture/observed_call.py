@@ -1,0 +1,152 @@
+"""Observes the calls of a module from around them, which costs a fifth of what hooks do.
+
+`nn.Module.__call__` goes to `_compiled_call_impl` where an instance has one: that is how `module.compile()` works. What
+is put there sees a call as the caller does: the arguments before, the result after all hooks, whatever is raised, and
+compiled code from outside. torch leaves it out of copies and pickles of the module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable
+from types import FrameType, NoneType
+from typing import Any, TypeGuard
+
+import torch
+from torch import nn
+
+Before = Callable[[nn.Module, Any, Any], None]
+After = Callable[[nn.Module, Any, Any, Any], None]
+
+_CALL = "_compiled_call_impl"
+
+
+class _Call:
+    """Takes the place of a module's call; everyone who observes the module is among its observers.
+
+    Attributes:
+        compiled: What `module.compile()` had put there; None for a module that is not compiled.
+    """
+
+    def __init__(self, module: nn.Module, compiled: Callable[..., Any] | None) -> None:
+        self.module = module
+        self.compiled = compiled
+        self.observers: tuple[ObservedCall, ...] = ()
+        self._run: Callable[..., Any] = module._call_impl if compiled is None else compiled
+        self._is_compiling = torch.compiler.is_compiling
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_compiling():
+            return self._run(*args, **kwargs)
+        module, observers = self.module, self.observers
+        for observer in observers:
+            observer.before(module, args, kwargs)
+        result = None
+        try:
+            result = self._run(*args, **kwargs)
+        finally:
+            for observer in observers:
+                observer.after(module, args, kwargs, result)
+        return result
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Whoever copies the attributes of a module one by one gets a module that nobody observes.
+        return NoneType, ()
+
+
+class _Hook:
+    """A pre-hook that is not a part of the module: copies and pickles have one without effect."""
+
+    def __init__(self, before: Before) -> None:
+        self._before = before
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._before(module, args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A callable of the standard library that takes anything and returns None: whoever loads the model has it.
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+class ObservedCall:
+    """Observes the calls of one module until `remove`; does nothing while a compiler traces.
+
+    Args:
+        module: One that is not `out_of_reach`.
+        before: Called with the module, its positional arguments and its keyword arguments. Where pre-hooks are there
+            already, the arguments are those they made.
+        after: The same and the result; also when the call raises, with None for a result.
+    """
+
+    def __init__(self, module: nn.Module, before: Before, after: After) -> None:
+        self.before = before
+        self.after = after
+        self._hook = None
+        if module._forward_pre_hooks:
+            self.before = _nothing
+            self._hook = module.register_forward_pre_hook(_Hook(before), with_kwargs=True)
+        call = module.__dict__.get(_CALL)
+        if not isinstance(call, _Call):
+            call = module.__dict__[_CALL] = _Call(module, call)
+        self._call = call
+        call.observers += (self,)
+
+    def remove(self) -> None:
+        """Observe no more; the module gets its own call back unless it has been compiled meanwhile."""
+        call = self._call
+        call.observers = tuple(other for other in call.observers if other is not self)
+        own = call.module.__dict__
+        if not call.observers and own.get(_CALL) is call:
+            if call.compiled is None:
+                del own[_CALL]
+            else:
+                own[_CALL] = call.compiled
+        if self._hook is not None:
+            self._hook.remove()
+
+
+def _nothing(module: nn.Module, args: Any, kwargs: Any) -> None:
+    pass
+
+
+def num_running(module: nn.Module) -> int:
+    """Return how many calls of an observed module run in this thread."""
+    count = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _Call.__call__.__code__ and frame.f_locals["self"].module is module:
+            count += 1
+        frame = frame.f_back
+    return count
+
+
+def has_compiled_call(module: nn.Module) -> bool:
+    """Return whether `module.compile()` was called."""
+    call = module.__dict__.get(_CALL)
+    return (call.compiled if isinstance(call, _Call) else call) is not None
+
+
+def out_of_reach(module: nn.Module) -> Iterable[nn.Module]:
+    """Return the modules, of `module` and those inside, whose calls cannot be observed."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return [module]  # runs without Python
+    # Copies of them run, which are made attribute by attribute and would call the originals.
+    return module.module.modules() if _has_replicas(module) else ()
+
+
+def why_unseen(module: nn.Module) -> str | None:
+    """Return why calls of the modules inside of `module` are not seen, or None."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "scripted code"
+    if _has_replicas(module):
+        return "copies on several devices"
+    compiled_forward = getattr(getattr(module, "forward", None), "_torchdynamo_orig_callable", None) is not None
+    if has_compiled_call(module) or compiled_forward or "_orig_mod" in module._modules:
+        return "compiled code"
+    return None
+
+
+def _has_replicas(module: nn.Module) -> TypeGuard[nn.DataParallel[Any]]:
+    return isinstance(module, nn.DataParallel) and len(module.device_ids) > 1

@@ -1,0 +1,88 @@
+"""Brings what a model left in the ring to the writer; runs in the thread that writes."""
+
+from __future__ import annotations
+
+import zlib
+
+from glassengine.recording.items import Alias, Block, Commit, Copied, Stored
+from glassengine.recording.layout import LeftOut, LightStatistics
+from glassengine.recording.pinned import PinnedCopies
+from glassengine.recording.ring import Ring
+from glassengine.recording.statistics import light_of_bytes
+from glassengine.recording.writer import RecordingWriter
+
+
+class Drain:
+    """Stores items one by one; bytes in the ring must not change until the writer is flushed.
+
+    Args:
+        writer: Gets them.
+        ring: Where the bytes of tensors of the CPU are.
+        pinned: Where copies from accelerators are given back.
+    """
+
+    def __init__(self, writer: RecordingWriter, ring: Ring, pinned: PinnedCopies) -> None:
+        self._writer = writer
+        self._ring = ring
+        self._pinned = pinned
+
+    def put(self, item: Stored | Block | Alias | Copied | LeftOut | Commit) -> None:
+        """Store or measure a tensor, several, or end a step.
+
+        Raises:
+            UsageError: As `RecordingWriter` does.
+        """
+        if isinstance(item, Block):
+            self._put_block(item)
+        elif isinstance(item, Stored):
+            self._put_stored(item)
+        elif isinstance(item, Alias):
+            self._put_alias(item)
+        elif isinstance(item, Commit):
+            self._writer.end_step(item.step, token_ids=item.token_ids, stopped=item.stopped)
+        elif isinstance(item, LeftOut):
+            self._writer.leave_out(item)
+        else:
+            self._put_copied(item)
+
+    def _put_block(self, item: Block) -> None:
+        data = self._ring.bytes_at(item.position, item.end - item.position)
+        step, rank, _, reason = item.what
+        descriptions, same_as = tuple(item.descriptions), tuple(item.same_as)
+        if reason is None:
+            self._writer.store_block(descriptions, step, rank, data, zlib.crc32(data), same_as)
+        else:
+            self._writer.leave_out_block(descriptions, step, rank, data, reason, same_as)
+
+    def _put_stored(self, item: Stored) -> None:
+        description = item.description
+        data = self._ring.bytes_at(item.position, description.nbytes)
+        if item.reason is None:
+            item.location = self._writer.store(description, item.step, item.rank, [data], zlib.crc32(data))
+        else:
+            item.statistics = light_of_bytes(data, description.dtype)
+            self._leave_out(item, item.reason, item.statistics)
+
+    def _put_alias(self, item: Alias) -> None:
+        original = item.original
+        if original.reason is not None:
+            self._leave_out(item, original.reason, original.statistics)
+        else:
+            assert original.location is not None
+            self._writer.alias(item.description, item.step, item.rank, original.description, original.location)
+
+    def _put_copied(self, item: Copied) -> None:
+        description = item.description
+        try:
+            item.ready.synchronize()
+            data = memoryview(item.data.numpy())  # type: ignore[arg-type]  # a buffer at run time
+            if item.reason is None:
+                self._writer.store(description, item.step, item.rank, [data], None)
+            else:
+                self._leave_out(item, item.reason, light_of_bytes(data, description.dtype))
+        finally:
+            self._pinned.give_back(description.nbytes)
+
+    def _leave_out(self, item: Stored | Alias | Copied, reason: str, statistics: LightStatistics | None) -> None:
+        site, dtype, shape = item.description.site, item.description.dtype, item.description.shape
+        self._writer.leave_out(LeftOut(site, item.step, item.rank, reason, dtype, shape, statistics))
