@@ -17,6 +17,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.compare.operation import FLOAT32_SUMS, Accumulation
+from glassengine.compare.undefined_casts import UndefinedCasts
 from glassengine.compare.verdict import Reference, unit_roundoff
 from glassengine.diagnose.exact_product import ExactProduct, is_product
 from glassengine.diagnose.float64 import double, retarget, target_of
@@ -91,6 +92,7 @@ class ReferenceRun:
         """
         generators = [_generator(self._seed, self._steps, lane) for lane in self._lanes]
         env: dict[Node, list[Any]] = {}
+        casts = UndefinedCasts()
         names = {port.node: port.name for port in self._program.inputs}
         for node in self._program.graph.nodes:
             if node.op == "placeholder":
@@ -99,8 +101,12 @@ class ReferenceRun:
                 env[node] = [getattr(self._program.exported.graph_module, str(node.target))] * len(self._lanes)
             elif node.op == "call_function" and "_assert" not in str(node.target):
                 env[node] = self._evaluate(node, env, generators)
+                casts.visit(node, env[node][1], lambda source: env[source][1])
                 if is_tensor_node(node):
-                    forced = yield node, self._reference(node, env[node], valid)
+                    counted, undefined = valid(node, env[node][0]), casts.of(node.name)
+                    if undefined is not None:
+                        counted = ~undefined if counted is None else counted & ~undefined
+                    forced = yield node, self._reference(node, env[node], counted)
                     if forced is not None:
                         own = env[node][1].dtype
                         env[node] = [forced.to(own) if lane == 1 else double(forced) for lane in self._lanes]
@@ -196,15 +202,13 @@ class ReferenceRun:
             return own
         return max((own, self._coarsest), key=lambda dtype: torch.finfo(dtype).eps)
 
-    def _reference(
-        self, node: Node, lanes: list[Any], valid: Callable[[Node, torch.Tensor], torch.Tensor | None]
-    ) -> Reference:
+    def _reference(self, node: Node, lanes: list[Any], valid: torch.Tensor | None) -> Reference:
         reference = Reference(
             lanes[0],
             lanes[1],
             lanes[2:],
             dtype=self._dtype(node, lanes[0]),
-            valid=valid(node, lanes[0]),
+            valid=valid,
             relative_floor=self.relative_floors.get(node.name, 0.0),
             remember=partial(self.relative_floors.__setitem__, node.name),
         )
