@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,7 +52,7 @@ class OneNode:
     def __call__(self, *values: Tensor | None, precision: torch.dtype) -> Any:
         """Return the results of the node; None for those that are left out."""
         found = self._run([value for value in values if value is not None])
-        tensors = iter(torch.as_tensor(value).clone() for value in found)
+        tensors = iter(torch.from_numpy(np.array(value)) for value in found)
         results = [next(tensors) if name else None for name in self._proto.output]
         if precision is torch.float64:
             results = [r.double() if r is not None and r.is_floating_point() else r for r in results]

@@ -115,7 +115,7 @@ def _conv_transpose(
     kernel = kernel_shape or list(w.shape[2:])
     steps, widths, more = strides or [1] * rank, dilations or [1] * rank, output_padding or [0] * rank
     before, after = (pads or [0] * (2 * rank))[:rank], (pads or [0] * (2 * rank))[rank:]
-    wanted = output_shape[-rank:] if output_shape else None
+    wanted, missing = output_shape[-rank:] if output_shape else None, [0] * rank
     if wanted is None and auto_pad.startswith("SAME"):
         wanted = [size * step for size, step in zip(x.shape[2:], steps, strict=True)]
     if wanted is not None:
@@ -124,13 +124,15 @@ def _conv_transpose(
             for size, step, extra, k, width in zip(x.shape[2:], steps, more, kernel, widths, strict=True)
         ]
         total = [max(0, full - size) for full, size in zip(whole, wanted, strict=True)]
+        missing = [max(0, size - full) for full, size in zip(whole, wanted, strict=True)]
         less = [amount // 2 for amount in total]
         rest = [amount - half for amount, half in zip(total, less, strict=True)]
         before, after = (less, rest) if auto_pad == "SAME_UPPER" else (rest, less)
-    full = torch.convolution(x, w, b, steps, [0] * rank, widths, True, more, group)
+    full = torch.convolution(x, w, None, steps, [0] * rank, widths, True, more, group)
     for i in range(rank):
         full = full.narrow(i + 2, before[i], full.shape[i + 2] - before[i] - after[i])
-    return full.contiguous()
+    full = F.pad(full, [amount for size in reversed(missing) for amount in (0, size)])
+    return full if b is None else full + b.reshape(1, -1, *[1] * rank)
 
 
 _MAX_POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
@@ -251,14 +253,25 @@ def _product_over(x: Tensor, dims: list[int], keep: bool) -> Tensor:
 
 _reduces("ReduceSum", "sum", lambda x, dims, keep: x.sum(dims, keepdim=keep, dtype=x.dtype) if dims else x.clone())
 _reduces("ReduceMean", "mean", lambda x, dims, keep: _mean(x, dims, keep))
-_reduces("ReduceMax", "amax", lambda x, dims, keep: x.amax(dims, keepdim=keep))
-_reduces("ReduceMin", "amin", lambda x, dims, keep: x.amin(dims, keepdim=keep))
+_reduces("ReduceMax", "amax", lambda x, dims, keep: _extreme(x, dims, -1).amax(dims, keepdim=keep))
+_reduces("ReduceMin", "amin", lambda x, dims, keep: _extreme(x, dims, 1).amin(dims, keepdim=keep))
 _reduces("ReduceProd", "prod", _product_over)
 _reduces("ReduceL1", "sum", lambda x, dims, keep: x.abs().sum(dims, keepdim=keep, dtype=x.dtype))
 _reduces("ReduceL2", "norm", lambda x, dims, keep: x.square().sum(dims, keepdim=keep).sqrt())
 _reduces("ReduceSumSquare", "sum", lambda x, dims, keep: x.square().sum(dims, keepdim=keep, dtype=x.dtype))
 _reduces("ReduceLogSum", "log_of_sum", lambda x, dims, keep: x.sum(dims, keepdim=keep).log())
 _reduces("ReduceLogSumExp", "log_of_sum", lambda x, dims, keep: x.logsumexp(dims, keepdim=keep))
+
+
+def _extreme(x: Tensor, dims: list[int], sign: int) -> Tensor:
+    """Return `x` with the extreme of nothing where it is empty along one of `dims`."""
+    if all(x.shape[dim] for dim in dims):
+        return x
+    shape = [1 if i in dims else size for i, size in enumerate(x.shape)]
+    if x.dtype is torch.bool:
+        return x.new_full(shape, sign > 0)
+    info = torch.finfo(x.dtype) if x.is_floating_point() else torch.iinfo(x.dtype)
+    return x.new_full(shape, sign * math.inf if x.is_floating_point() else (info.max if sign > 0 else info.min))
 
 
 def _mean(x: Tensor, dims: list[int], keep: bool) -> Tensor:

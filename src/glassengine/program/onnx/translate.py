@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from glassengine.errors import UsageError
-from glassengine.program.onnx import elementwise, neural, quantized, shapes  # noqa: F401  (they fill the table)
+from glassengine.program.onnx import elementwise, neural, quantized, resize, shapes  # noqa: F401  (they fill the table)
 from glassengine.program.onnx.control import Body, called_function, if_else, loop
 from glassengine.program.onnx.fallback import one_node
 from glassengine.program.onnx.file import constant_of, tensor_of, torch_dtype
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 _STANDARD = ("", "ai.onnx")
 _TUPLES = frozenset({"TopK", "Split", "DynamicQuantizeLinear"})
 """Operators whose translations return a tuple even where the node has one result."""
+_LITTLE_USED = (torch.uint16, torch.uint32, torch.uint64)
+"""Dtypes that torch has, but few kernels for."""
 _MOST_DEPTH = 32
 
 
@@ -160,7 +162,8 @@ class Translator:
         if function is not None:
             return called_function(self._function(function, proto), proto.op_type), tuple(inputs), _PRECISION
         kinds = [self._types[name].element_type if name in self._types else 0 for name in proto.input]
-        if proto.domain in _STANDARD and proto.op_type in TRANSLATIONS:
+        is_known = proto.domain in _STANDARD and proto.op_type in TRANSLATIONS
+        if is_known and not any(torch_dtype(kind) in _LITTLE_USED for kind in kinds):
             try:
                 return self._translated(proto, inputs, kinds)
             except (NotImplementedError, TypeError, KeyError):
