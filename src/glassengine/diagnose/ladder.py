@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from glassengine import environment
+from glassengine.backends.registry import get_backend
 from glassengine.compare.maps import load_map
 from glassengine.compare.operation import ACCUMULATIONS, Accumulation
 from glassengine.compare.verdict import unit_roundoff
@@ -143,6 +144,8 @@ def check(
             progress=progress,
             **options,
         )
+    if backend is not None:
+        get_backend(backend)  # one that cannot be used is said before anything is loaded
     progress("loading the baseline")
     wanted = engine.manifest.dtype if engine and dtype == "auto" else dtype
     model = load_model(baseline, dtype=wanted, adapter=adapter, **options)
