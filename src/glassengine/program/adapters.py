@@ -69,23 +69,21 @@ def base_and_adapter(spec: str, adapter: str | Path | None) -> tuple[str, str | 
         UsageError: Two adapters, or a base that is not there.
         CorruptError: The configuration of the adapter cannot be read.
     """
-    base = _base_of(Path(spec).expanduser())
-    if base is None:
+    directory = Path(spec).expanduser()
+    if not (directory / CONFIG).is_file() or (directory / "config.json").is_file():
         return spec, adapter
     if adapter is not None:
         raise UsageError("two adapters were given", got=f"{spec} and {adapter}", hint="give the base as MODEL")
-    return base, spec
+    return _base_of(directory), spec
 
 
-def _base_of(directory: Path) -> str | None:
-    """Return the base model that an adapter directory names; None for a directory that is none.
+def _base_of(directory: Path) -> str:
+    """Return the base model that an adapter directory names.
 
     Raises:
-        UsageError: It names none, or something that would run code.
+        UsageError: It names none, one that is not there, or something that would run code.
         CorruptError: Its configuration cannot be read.
     """
-    if not (directory / CONFIG).is_file() or (directory / "config.json").is_file():
-        return None
     named = _settings(directory).get("base_model_name_or_path")
     hint = f"give the base and the adapter: MODEL --adapter {directory}"
     if not isinstance(named, str) or not named:
@@ -93,8 +91,7 @@ def _base_of(directory: Path) -> str | None:
     # A name that a file gives must not run code, as a factory given by the user does.
     if is_factory(named) or named.startswith("~"):
         raise UsageError(f"the adapter {directory} names a base that is no model directory", got=named, hint=hint)
-    places = [Path(named), directory / named]
-    found = next((place for place in places if (place / "config.json").is_file()), None)
+    found = next((place for place in (Path(named), directory / named) if (place / "config.json").is_file()), None)
     if found is None and (Path(named).is_absolute() or named.startswith(".")):
         raise UsageError(f"the base of the adapter {directory} is not there", got=named, hint=hint)
     return named if found is None else str(found)

@@ -1,6 +1,6 @@
 """Quantised checkpoints as the packages that make them write them: what reading and judging them is tested with.
 
-Nothing here is shared with the code that reads: integers are packed one by one, as the documentation of a format says.
+Nothing here is shared with the code that reads: integers are packed bit by bit, as the documentation of a format says.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -106,6 +107,50 @@ def compressed_tensors(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) ->
     }
 
 
+def torchao_tensors(codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> dict[str, Tensor]:
+    """Return the tensors of torchao for unsigned codes [O, I], scales and zeros [O, groups]."""
+    middle = 1 << bits - 1
+    if bits == 4:
+        signed = codes - middle
+        both = (signed[:, 0::2] & 0xF) | ((signed[:, 1::2] & 0xF) << 4)
+        added = (middle - zero).float() * scale
+        return {"_weight_qdata": both.byte().view(torch.int8), "_weight_scale": scale.T, "_weight_zero_point": added.T}
+    parts = {"qdata": (codes - middle).to(torch.int8), "scale": scale, "zero_point": (zero - middle).to(torch.int8)}
+    return {f"_weight_{name}": tensor for name, tensor in parts.items()}
+
+
+def nf4_tensors(weight: Tensor, block: int, *, nested: bool) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the tensors of bitsandbytes' NF4 for a matrix, and its value.
+
+    Args:
+        weight: The matrix.
+        block: Neighbouring elements with one scale.
+        nested: Whether the scales are quantised, too.
+    """
+    table = torch.cat([torch.linspace(-1, 0, 8), torch.linspace(0, 1, 9)[1:]])
+    flat = weight.flatten().reshape(-1, block)
+    scale, codes = flat.abs().amax(1), torch.zeros(flat.shape, dtype=torch.uint8)
+    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": block, "dtype": "float32", "shape": list(weight.shape)}
+    parts: dict[str, Tensor] = {"weight.quant_map": table}
+    stored = scale
+    if nested:
+        levels, offset = torch.linspace(-1, 1, 256), float(scale.mean())
+        size = (scale - offset).abs().max()
+        stored = ((scale - offset) / size - levels[:, None]).abs().argmin(0).byte()
+        scale = levels[stored.long()] * size + offset
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+        parts |= {"weight.nested_absmax": size.reshape(1), "weight.nested_quant_map": levels}
+    for row in range(len(flat)):
+        codes[row] = (flat[row] / scale[row] - table[:, None]).abs().argmin(0).byte()
+    both = codes.flatten()
+    parts |= {
+        "weight": ((both[0::2] << 4) | both[1::2])[:, None],
+        "weight.absmax": stored,
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+    }
+    return parts, (table[codes.long()] * scale[:, None]).reshape(weight.shape)
+
+
 def save_quantized(
     model: nn.Module,
     directory: Path,
@@ -122,8 +167,8 @@ def save_quantized(
     Args:
         model: With `nn.Linear` layers.
         directory: Directory to make.
-        method: "gptq", "awq", "compressed-tensors" or "fp8".
-        bits: Of a code; AWQ has 4.
+        method: "gptq", "awq", "compressed-tensors", "torchao", "bitsandbytes" or "fp8".
+        bits: Of a code; AWQ has 4, torchao 4 or 8, bitsandbytes 4 (NF4).
         group_size: Neighbouring inputs with one scale; of "fp8" the edge of a block.
         version: Of GPTQ.
         calibration: Module -> inputs [N, I]: its errors are compensated as in GPTQ.
@@ -143,6 +188,8 @@ def save_quantized(
         weight = tensors.pop(f"{name}.weight")
         if method == "fp8":
             parts, expected[f"{name}.weight"] = _fp8(weight, group_size)
+        elif method == "bitsandbytes":
+            parts, expected[f"{name}.weight"] = nf4_tensors(weight, group_size, nested="mlp" in name)
         else:
             if calibration is not None and name in calibration:
                 codes, scale, zero = compensated(weight, calibration[name], bits, group_size)
@@ -153,7 +200,12 @@ def save_quantized(
         if spoil is not None:
             spoil(name, parts)
         tensors |= {f"{name}.{part}": value for part, value in parts.items()}
-    save_file({name: value.contiguous() for name, value in tensors.items()}, directory / "model.safetensors")
+    header = {"format": "pt"}
+    if method == "torchao":
+        kind, block = "Int4Tensor" if bits == 4 else "Int8Tensor", {"block_size": [1, group_size]}
+        header |= {name: json.dumps({"_type": kind, "_data": block}) for name in expected}
+    contiguous = {name: value.contiguous() for name, value in tensors.items()}
+    save_file(contiguous, directory / "model.safetensors", header)
     config = json.loads((directory / "config.json").read_text())
     config["quantization_config"] = _settings(method, bits, group_size, version)
     (directory / "config.json").write_text(json.dumps(config))
@@ -179,17 +231,15 @@ def _fp8(weight: Tensor, block: int) -> tuple[dict[str, Tensor], Tensor]:
 
 def _packed(rows: Tensor, bits: int) -> Tensor:
     """Pack unsigned integers along the last axis, least significant bit first."""
-    words = torch.zeros((len(rows), -(-rows.shape[1] * bits // 32)), dtype=torch.int64)
-    for index in range(rows.shape[1]):
-        for bit in range(bits):
-            place = index * bits + bit
-            words[:, place // 32] |= ((rows[:, index].long() >> bit) & 1) << (place % 32)
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    single = ((rows.int()[..., None] >> torch.arange(bits)) & 1).flatten(1)
+    whole = nn.functional.pad(single, (0, -single.shape[1] % 32)).to(torch.uint8).numpy()
+    return torch.from_numpy(np.packbits(whole, axis=1, bitorder="little").view("<i4").copy())
 
 
 _TENSORS: dict[str, Callable[..., dict[str, Tensor]]] = {
     "gptq": lambda codes, scale, zero, bits, version: gptq_tensors(codes, scale, zero, bits, version=version),
     "awq": lambda codes, scale, zero, bits, version: awq_tensors(codes, scale, zero),
+    "torchao": lambda codes, scale, zero, bits, version: torchao_tensors(codes, scale, zero, bits),
     "compressed-tensors": lambda codes, scale, zero, bits, version: compressed_tensors(codes, scale, zero, bits),
 }
 
@@ -200,6 +250,8 @@ def _settings(method: str, bits: int, group_size: int, version: int) -> dict[str
         return {"quant_method": method, "bits": bits, "group_size": group_size, "checkpoint_format": form}
     if method == "awq":
         return {"quant_method": method, "bits": bits, "group_size": group_size, "version": "gemm", "zero_point": True}
+    if method in ("torchao", "bitsandbytes"):
+        return {"quant_method": method}
     if method == "fp8":
         return {"quant_method": method, "weight_block_size": [group_size, group_size], "activation_scheme": "dynamic"}
     weights = {"num_bits": bits, "type": "int", "symmetric": False, "strategy": "group", "group_size": group_size}
