@@ -131,6 +131,8 @@ def command(
         out.print(f"  key/value cache      {plan.cache_bytes:>16,} bytes at the largest batch and length")
         out.print(f"  added outputs        {plan.prefill_output_bytes:>16,} bytes in the largest prefill")
         out.print(f"                       {plan.decode_output_bytes:>16,} bytes in the largest decode step")
+        for mode, peak in plan.peak_bytes.items():
+            out.print(f"  most memory of {mode:5s} {peak:>16,} bytes, caches and added outputs apart")
         _print_outputs(plan.added_outputs)
         return 0
     with progress(f"building {model}"):

@@ -27,6 +27,7 @@ from glassengine.engine import files, outputs
 from glassengine.engine.artifacts import ArtifactWriter
 from glassengine.engine.describe import Settings
 from glassengine.engine.engine import Engine, load
+from glassengine.engine.memory import expected_peaks, weights_bytes
 from glassengine.engine.outputs import BuildPlan
 from glassengine.engine.write import requested_outputs, write_engine
 from glassengine.errors import BackendError, UsageError
@@ -146,6 +147,7 @@ def build(
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
         revision=revision,
+        weights=not dry_run,
         adapter=adapter,
     )
     if loaded.stored is not None and inputs is not None:
@@ -189,9 +191,7 @@ def build(
         )
         encoder = encoders[0] if encoders else None
         if dry_run:
-            plan = plan_build(program, target or Path(tempfile.gettempdir()), settings)
-            more = _num_bytes(encoder) if encoder is not None else 0
-            return dataclasses.replace(plan, weights_bytes=plan.weights_bytes + more)
+            return plan_build(program, target or Path(tempfile.gettempdir()), settings, encoder=encoder)
         if target is not None:
             return _build(program, target, settings, loaded, writer, encoder=encoder)
         temporary = Path(tempfile.mkdtemp(prefix="glassengine-"))
@@ -260,8 +260,9 @@ def default_directory(spec: str) -> Path:
     return Path("engines") / name
 
 
-def plan_build(program: Program, target: Path, settings: Settings) -> BuildPlan:
-    """Return what `build` would make of `program`."""
+def plan_build(program: Program, target: Path, settings: Settings, *, encoder: Program | None = None) -> BuildPlan:
+    """Return what `build` would make of `program`, and of the encoder that belongs to it."""
+    programs = [program] if encoder is None else [encoder, program]
     chosen, _ = choose_backend(settings.backend)
     requested = requested_outputs(program, settings)
     batch, length = settings.max_batch_size, settings.max_seq_len or 1
@@ -276,7 +277,8 @@ def plan_build(program: Program, target: Path, settings: Settings) -> BuildPlan:
         backend=chosen.name,
         kind=program.kind,
         dtype=str(program.metadata.get("dtype")),
-        weights_bytes=_num_bytes(program),
+        weights_bytes=weights_bytes(programs),
+        peak_bytes=expected_peaks(programs, chosen),
         cache_bytes=sum(tensor.nbytes for tensor in cache.values()),
         added_outputs=added,
         left_out=left_out,
@@ -340,7 +342,3 @@ def _check_sizes(model: LoadedModel, batch: int, length: int | None) -> int | No
             expected=f"2 to {limit}, max_position_embeddings of its configuration",
         )
     return length
-
-
-def _num_bytes(program: Program) -> int:
-    return sum({tensor.data_ptr(): tensor.nbytes for tensor in program.weights().values()}.values())

@@ -39,6 +39,8 @@ class BuildPlan(Result):
         kind: "causal_lm" or "module".
         dtype: Floating dtype.
         weights_bytes: Bytes of parameters, buffers and constants.
+        peak_bytes: Most bytes resident in "build", "run" and "check", without caches and outputs; empty where the
+            back-end was never measured.
         cache_bytes: Bytes of the key/value cache at the largest batch and length.
         added_outputs: Debug outputs.
         left_out: Debug output that does not fit the byte budget -> reason.
@@ -52,6 +54,7 @@ class BuildPlan(Result):
     kind: str
     dtype: str
     weights_bytes: int
+    peak_bytes: dict[str, int]
     cache_bytes: int
     added_outputs: tuple[AddedOutput, ...]
     left_out: dict[str, str]
