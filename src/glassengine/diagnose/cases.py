@@ -1,13 +1,14 @@
 """What a check runs: cases (a batch of prompts, or the steps of a plain module), the same for every implementation.
 
 A causal LM gets each prompt alone (batch 1) and one left-padded batch of two; a prefill and `steps` decode steps,
-teacher forced with the tokens that the untouched baseline picks. A plain module gets its inputs, one step per dict.
+teacher forced with the tokens that the untouched baseline picks. A recurrent model gets a prompt token by token, each
+a step. A plain module gets its inputs, one step per dict.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ PROMPTS = (
     "If no exception is raised,",
 )
 
+SHORT = (8, 5)
+"""Tokens of the built-in prompts for a recurrent model: each is a step."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -34,6 +38,9 @@ class Case:
         attention_mask: [B, S] int64.
         num_steps: Prefill plus decode steps.
         tokens: [B, num_steps - 1] int64, what is decoded; None for what the untouched baseline picks.
+        one_token: Whether a step has one token, also those of the prompt.
+        constants: Inputs of the program that are the same in every step, by name.
+        source: What the encoder of an encoder-decoder made `constants` from, as keyword arguments of the model.
     """
 
     name: str
@@ -42,6 +49,9 @@ class Case:
     input_ids: torch.Tensor | None = None
     attention_mask: torch.Tensor | None = None
     tokens: torch.Tensor | None = None
+    one_token: bool = False
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    source: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def batch(self) -> int:
@@ -52,7 +62,7 @@ class Case:
     def cache_length(self) -> int:
         """Cache slots: tokens of the prompt and of all decode steps; export assumes at least 2."""
         assert self.input_ids is not None
-        return max(2, int(self.input_ids.shape[1]) + self.num_steps - 1)
+        return max(2, self.num_steps if self.one_token else int(self.input_ids.shape[1]) + self.num_steps - 1)
 
 
 @dataclass
@@ -60,7 +70,8 @@ class StepInputs:
     """Inputs of one step of a causal LM for the static-cache program, built up step by step.
 
     B batch, S new tokens, T cache length. `attention_mask` is [B, T]; `token_mask` [B, S] marks real (not padding)
-    tokens of this step; `to_come` are the tokens of the steps after it, where the case prescribes them.
+    tokens of this step; `to_come` are the tokens of the steps after it, where the case prescribes them, `mask_to_come`
+    says which of these are padding, for as many as it has, and `constants` are as in the case.
     """
 
     input_ids: torch.Tensor
@@ -69,29 +80,45 @@ class StepInputs:
     cache_position: torch.Tensor
     token_mask: torch.Tensor
     to_come: torch.Tensor | None = None
+    mask_to_come: torch.Tensor | None = None
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
     def first(cls, case: Case) -> StepInputs:
         """Return the prefill inputs of `case`, with room in the cache for its decode steps."""
         assert case.input_ids is not None and case.attention_mask is not None
         batch, size = case.input_ids.shape
+        new = 1 if case.one_token else size
         mask = torch.zeros((batch, case.cache_length), dtype=torch.int64)
-        mask[:, :size] = case.attention_mask
-        positions = (case.attention_mask.cumsum(-1) - 1).clamp(min=0)
-        return cls(case.input_ids, mask, positions, torch.arange(size), case.attention_mask.bool(), case.tokens)
+        mask[:, :new] = case.attention_mask[:, :new]
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, :new]
+        given = (case.input_ids[:, new:], case.tokens)
+        to_come = [tokens for tokens in given if tokens is not None and tokens.shape[1]]
+        return cls(
+            case.input_ids[:, :new],
+            mask,
+            positions,
+            torch.arange(new),
+            mask[:, :new].bool(),
+            torch.cat(to_come, dim=1) if to_come else None,
+            case.attention_mask[:, new:],
+            case.constants,
+        )
 
     def following(self, tokens: torch.Tensor) -> StepInputs:
         """Return the inputs of the next decode step for `tokens` [B], or for those that the case prescribes."""
-        to_come = None
-        if self.to_come is not None:
-            tokens, to_come = self.to_come[:, 0], self.to_come[:, 1:]
+        to_come, mask_to_come = self.to_come, self.mask_to_come
+        real = torch.ones_like(tokens[:, None])
+        if to_come is not None and to_come.shape[1]:
+            tokens, to_come = to_come[:, 0], to_come[:, 1:]
+        if mask_to_come is not None and mask_to_come.shape[1]:
+            real, mask_to_come = mask_to_come[:, :1], mask_to_come[:, 1:]
         slot = int(self.cache_position[-1]) + 1
         mask = self.attention_mask.clone()
-        mask[:, slot] = 1
-        positions = mask.sum(-1, keepdim=True) - 1
-        return StepInputs(
-            tokens[:, None], mask, positions, torch.tensor([slot]), torch.ones_like(tokens[:, None]).bool(), to_come
-        )
+        mask[:, slot] = real[:, 0]
+        positions = (mask.sum(-1, keepdim=True) - 1).clamp(min=0)
+        slots = torch.tensor([slot])
+        return StepInputs(tokens[:, None], mask, positions, slots, real.bool(), to_come, mask_to_come, self.constants)
 
     def named(self) -> dict[str, torch.Tensor]:
         """Return the program's inputs by name, caches excluded."""
@@ -100,6 +127,7 @@ class StepInputs:
             "attention_mask": self.attention_mask,
             "position_ids": self.position_ids,
             "cache_position": self.cache_position,
+            **self.constants,
         }
 
 
@@ -151,13 +179,26 @@ def causal_cases(model: LoadedModel, inputs: Inputs, steps: int) -> list[Case]:
             mask = torch.as_tensor(step.get("attention_mask", torch.ones_like(ids))).long()
             cases.append(Case(f"inputs {index}", steps + 1, input_ids=ids, attention_mask=mask))
         _check_ids([case.input_ids for case in cases], vocabulary)
-        return cases
+        return _by_token(model, cases)
     rows = _prompt_ids(model, inputs, vocabulary)
+    if inputs is None and model.decoding == "recurrent":
+        rows = [row[:size] for row, size in zip(rows, SHORT, strict=True)]
     _check_ids(rows, vocabulary)
     cases = [_padded(f"prompt {index}", [row], steps) for index, row in enumerate(rows)]
     if len(rows) > 1:
         cases.append(_padded("prompts 0 and 1, left-padded", rows[:2], steps))
-    return cases
+    return _by_token(model, cases)
+
+
+def _by_token(model: LoadedModel, cases: Sequence[Case]) -> list[Case]:
+    """Let the prompts of a recurrent model run a token a step."""
+    if model.decoding != "recurrent":
+        return list(cases)
+    sizes = [0 if case.input_ids is None else case.input_ids.shape[1] for case in cases]
+    return [
+        replace(case, one_token=True, num_steps=case.num_steps + size - 1)
+        for case, size in zip(cases, sizes, strict=True)
+    ]
 
 
 def module_cases(inputs: Sequence[Mapping[str, Any]]) -> list[Case]:

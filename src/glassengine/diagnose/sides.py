@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -20,9 +20,10 @@ from glassengine.diagnose.segments import SegmentReplay
 from glassengine.diagnose.validity import valid_mask
 from glassengine.engine.engine import Engine
 from glassengine.engine.session import Session
-from glassengine.program.causal_lm import expert_modules
+from glassengine.program.causal_lm import accepted, cache_argument, expert_modules
 from glassengine.program.export import named_inputs
 from glassengine.program.program import Program
+from glassengine.program.states import forget, state_tensors
 
 
 @dataclass(frozen=True)
@@ -105,25 +106,45 @@ class ModuleSide:
     def _run(self, inputs: StepInputs | Mapping[str, Any]) -> None:
         with torch.no_grad(), observing(self.module, self._keep, called_as=self.program.called_as):
             if not isinstance(inputs, StepInputs):
-                self.module(**inputs)
+                self.forward(inputs)
                 return
             seen = int(inputs.cache_position[-1]) + 1
-            if self._cache is None:
-                from transformers import DynamicCache
-
-                self._cache = DynamicCache(config=self.module.config.get_text_config(decoder=True))  # type: ignore[union-attr, operator]
-            result = self.module(
-                input_ids=inputs.input_ids,
-                attention_mask=inputs.attention_mask[:, :seen],
-                position_ids=inputs.position_ids,
-                past_key_values=self._cache,
-                use_cache=True,
-            )
-        self.logits = result.logits
-        layers = zip(self.program.caches.values(), _cache_tensors(self._cache), strict=False)
-        for present, tensor in layers:
-            if tensor.shape[-2] == seen:
+            self.logits, caches = self.decode(inputs, seen)
+        for past, tensor in _cache_tensors(caches).items():
+            present = self.program.caches.get(past)
+            # A window that slides holds the newest slots only.
+            if present is not None and (tensor.shape[-2] == seen or not past.startswith(("past_key", "past_value"))):
                 self._values[f"node:{self.program.output_nodes[present]}"] = tensor
+
+    def forward(self, inputs: Mapping[str, Any]) -> None:
+        """Run a forward that nothing follows."""
+        self.module(**inputs)
+
+    def decode(self, inputs: StepInputs, seen: int) -> tuple[torch.Tensor, Any]:
+        """Run one step with transformers' own cache.
+
+        Args:
+            inputs: Of the step.
+            seen: Slots of the cache in use.
+
+        Returns:
+            Logits [B, S, V], and the cache of the decoder after it.
+        """
+        from transformers import DynamicCache
+
+        if self._cache is None:
+            self._cache = DynamicCache(config=self.module.config.get_text_config(decoder=True))  # type: ignore[union-attr, operator]
+        assert self.program.layout is not None
+        # To a recurrence padding is a token like any other: a row begins when its first real token comes.
+        forget(self._cache, ~inputs.attention_mask[:, : seen - 1].any(1))
+        arguments = {
+            "input_ids": inputs.input_ids,
+            "attention_mask": inputs.attention_mask[:, :seen] if self.program.layout.attention_layers else None,
+            "position_ids": inputs.position_ids,
+            cache_argument(self.module): self._cache,
+            "use_cache": True,
+        }
+        return self.module(**accepted(self.module, arguments)).logits, self._cache
 
     def __post_init__(self) -> None:
         self.reordered = tuple(f"{path}." for path in expert_modules(self.module))
@@ -222,6 +243,7 @@ class EngineSide:
     replay: Replay | None = None
     _session: Session | None = None
     _case: Case | None = None
+    _prompt: Iterator[torch.Tensor] = field(default_factory=lambda: iter(()))
     _values: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def begin(self, case: Case) -> None:
@@ -230,7 +252,9 @@ class EngineSide:
         self._session = None
         if case.input_ids is not None:
             pasts = list(self.engine.manifest.caches) if self.replay is not None else []
-            self._session = self.engine.session(case.batch, case.cache_length, debug=pasts)
+            constants = case.constants or None
+            self._session = self.engine.session(case.batch, case.cache_length, debug=pasts, constants=constants)
+            self._prompt = self._session.prefill_steps(case.input_ids, case.attention_mask)
 
     def step(self, inputs: StepInputs | Mapping[str, Any]) -> None:
         """Run one step."""
@@ -242,9 +266,7 @@ class EngineSide:
             self._replay_from(named_inputs(inputs))
             return
         assert self._session is not None
-        if self._session.step < 0:
-            self._session.prefill(inputs.input_ids, self._case.attention_mask)
-        else:
+        if next(self._prompt, None) is None:
             self._session.decode(inputs.input_ids)
         self._values = self._session.read(names)
         if self.replay is not None:
@@ -279,5 +301,11 @@ def empty_caches(program: Program, named: Mapping[str, torch.Tensor]) -> dict[st
     return program.layout.allocate(batch, length, dtype)
 
 
-def _cache_tensors(cache: Any) -> list[torch.Tensor]:
-    return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+def _cache_tensors(cache: Any) -> dict[str, torch.Tensor]:
+    """Return keys, values and states of a cache of transformers by the names of the program's inputs."""
+    found = state_tensors(cache.layers)
+    for index, layer in enumerate(cache.layers):
+        for kind, tensor in (("key", getattr(layer, "keys", None)), ("value", getattr(layer, "values", None))):
+            if tensor is not None:
+                found[f"past_{kind}_{index}"] = tensor
+    return found

@@ -23,6 +23,8 @@ def valid_mask(site: Site, value: torch.Tensor, inputs: StepInputs) -> torch.Ten
     folded = [i for i, size in enumerate(site.shape) if size in ("batch*sequence", "sequence*batch")]
     if folded:
         mask = _spread(tokens.flatten(), value, folded[0])
+    elif tokens.shape[1] == 1 and not bool(tokens.all()) and "batch" in site.axes:
+        mask = _spread(tokens[:, 0], value, site.axes["batch"])  # all that a row of padding has
     for axis, table in (("sequence", tokens), ("cache", slots)):
         if axis in site.axes and "batch" in site.axes:
             part = _spread(table, value, site.axes["batch"], site.axes[axis])

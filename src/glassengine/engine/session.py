@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -130,12 +130,40 @@ class Session:
             UsageError: Wrong shape, dtype or device, tokens outside of the vocabulary, padding on the right, or a
                 second prefill.
         """
-        if self.step >= 0:
-            raise UsageError("a session is prefilled once", got=f"step {self.step}", hint="make a new session")
         if chunk is not None and chunk < 1:
             raise UsageError(
                 "a piece of the prefill has at least 1 token", got=f"{chunk}", hint="--prefill-chunk N, or leave it out"
             )
+        self._begin(input_ids, attention_mask)
+        if not self.one_token and chunk is not None and chunk < input_ids.shape[1]:
+            return self._prefill_pieces(input_ids, chunk, keep or bool(self._names))
+        steps = self._prompt_steps(input_ids)
+        logits = next(steps)
+        for _ in range(1, input_ids.shape[1] if self.one_token else 1):
+            if on_step is not None:
+                on_step()
+            logits = next(steps)
+        return logits
+
+    def prefill_steps(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> Iterator[torch.Tensor]:
+        """Run the prompts as `prefill` does, yielding logits after each step: one, or as many as there are tokens.
+
+        Args:
+            input_ids: As for `prefill`.
+            attention_mask: As for `prefill`.
+
+        Raises:
+            UsageError: As `prefill`.
+        """
+        self._begin(input_ids, attention_mask)
+        return self._prompt_steps(input_ids)
+
+    def _begin(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
+        """Check the prompts; lay out mask and positions."""
+        if self.step >= 0:
+            raise UsageError("a session is prefilled once", got=f"step {self.step}", hint="make a new session")
         rows = [self._token_row(input_ids, None)]
         if attention_mask is not None and not rows[0].problem:
             rows.append(mask_row(attention_mask, input_ids))
@@ -147,11 +175,11 @@ class Session:
         self._positions[:, :new] = real
         # From here on every slot holds a token.
         self._positions[:, new:] = real[:, -1:] + torch.arange(1, self._length - new + 1)
-        if self.one_token:
-            return self._prefill_tokens(input_ids, on_step)
-        if chunk is None or chunk >= new:
-            return self._step(input_ids)
-        return self._prefill_pieces(input_ids, chunk, keep or bool(self._names))
+
+    def _prompt_steps(self, input_ids: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Run the prompts whole, or a token a step: padding as well, which leaves no trace in the states."""
+        for tokens in torch.split(input_ids, 1, dim=1) if self.one_token else (input_ids,):
+            yield self._step(tokens)
 
     def decode(self, tokens: torch.Tensor) -> torch.Tensor:
         """Run one step with given tokens (those just chosen, or forced ones).
@@ -184,15 +212,6 @@ class Session:
             outputs = self._outputs = self._execute(tokens)
             self._complete_step()
         return outputs["logits"]
-
-    def _prefill_tokens(self, input_ids: torch.Tensor, on_step: Callable[[], None] | None) -> torch.Tensor:
-        """Run the prompts a token a step: padding as well, which leaves no trace in the states."""
-        logits = self._step(input_ids[:, :1])
-        for position in range(1, input_ids.shape[1]):
-            if on_step is not None:
-                on_step()
-            logits = self._step(input_ids[:, position : position + 1])
-        return logits
 
     def _prefill_pieces(self, input_ids: torch.Tensor, chunk: int, keep: bool) -> torch.Tensor:
         kept: list[Mapping[str, torch.Tensor]] = []

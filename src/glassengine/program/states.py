@@ -35,16 +35,29 @@ def keeps_states(module: nn.Module) -> bool:
 
 def states_of(layers: Iterable[Any]) -> tuple[State, ...]:
     """Return the states that the layers of a filled cache of transformers hold."""
-    found = []
+    return tuple(
+        State(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape[1:]))
+        for name, tensor in state_tensors(layers).items()
+    )
+
+
+def state_tensors(layers: Iterable[Any]) -> dict[str, torch.Tensor]:
+    """Return the states in the layers of a filled cache of transformers, [B, ...] by the names of `State`."""
+    found = {}
     for index, layer in enumerate(layers):
         if not isinstance(layer, LinearAttentionCacheLayerMixin):
             continue
         for word, attribute in KINDS.items():
             for number, tensor in getattr(layer, attribute).items():
                 if tensor is not None:
-                    dtype = str(tensor.dtype).removeprefix("torch.")
-                    found.append(State(f"past_{word}{number or ''}_{index}", dtype, tuple(tensor.shape[1:])))
-    return tuple(found)
+                    found[f"past_{word}{number or ''}_{index}"] = tensor
+    return found
+
+
+def forget(cache: Any, rows: torch.Tensor) -> None:
+    """Set the states of `rows` (a bool mask [B]) in a cache of transformers to zero, in place."""
+    for state in state_tensors(cache.layers).values():
+        state[rows] = 0
 
 
 class StateLayer(LinearAttentionLayer):
