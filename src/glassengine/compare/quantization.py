@@ -8,7 +8,8 @@ In units of the step of each element, e = (quantised - unquantised) / step:
 
     a mistake               rms(e) above 1: the numbers are not those that the step was chosen for;
                             a group moved by more than 0.75 steps: its zero is another;
-                            a group's slope on the unquantised values is not 1: its scale is another;
+                            a slope on the unquantised values that is not 1, of a group: its scale is another; of an
+                            input: it was scaled, and nothing undoes it;
                             single elements beyond 1.5 steps where all others are rounded to nearest
 
 A mean or a slope of a group counts where it is 8 of its standard errors away, so that small groups raise no alarm.
@@ -88,7 +89,7 @@ def judge_weight(
     bounded = torch.where(inside, e, e.clamp(-0.5, 0.5))
     rms = math.sqrt(float(bounded.square().sum()) / max(int(quantised.sum()), 1))
     groups = _Groups(b, c, e, s)
-    mistakes = [*groups.mistakes(), *_single(e, inside)]
+    mistakes = [*groups.mistakes(), *_inputs(b, c), *_single(e, inside)]
     correlation = _correlation(b, c)
     if not torch.isfinite(c).all():
         mistakes = [Hint("not a number", "the quantised weight has values that are no numbers", 1.0)]
@@ -146,7 +147,8 @@ class _Groups:
         self.scaled = enough & (off > MOST_SLOPE) & (off > _SIGNIFICANT * error)
         # Also of bits too few to tell it of one group.
         whole = float((b * c).sum() / power.sum())
-        self.scaled |= enough & (abs(whole - 1) > MOST_ALL) & (off.median() > MOST_ALL)
+        if _correlation(b, c) > _RIGHT and abs(whole - 1) > MOST_ALL and float(off.median()) > MOST_ALL:
+            self.scaled |= enough
         self.share = float((self.scaled | self.moved).double().mean())
 
     def mistakes(self) -> Iterator[Hint]:
@@ -175,6 +177,19 @@ class _Groups:
         wanted = (self.steps / self.slope.abs().clamp(min=1e-12)).sort().values
         apart = (wanted / self.steps.sort().values - 1).abs()
         return float(apart.median()) < 0.05 and float((self.slope - 1).abs().median()) > 0.02
+
+
+def _inputs(b: Tensor, c: Tensor) -> Iterator[Hint]:
+    """Yield what no rounding of the weights of one input explains: they were scaled, and nothing undoes it."""
+    power = b.square().sum(0).clamp(min=1e-300)
+    slope = (b * c).sum(0) / power
+    left = (c.square().sum(0) - slope.square() * power).clamp(min=0)
+    off, error = (slope - 1).abs(), (left / (len(b) * power)).sqrt()
+    scaled = (off > MOST_SLOPE) & (off > _SIGNIFICANT * error)
+    if len(b) >= _LEAST_GROUP and scaled.any():
+        found = slope[scaled]
+        text = f"{len(found)} of {len(slope)} inputs are {float(found.min()):.3g} to {float(found.max()):.3g} times"
+        yield Hint("scaled inputs", text, 0.6)
 
 
 def _single(e: Tensor, inside: Tensor) -> Iterator[Hint]:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from glassengine.results import Comparison, Quantization, QuantizedWeight
 
-_ROWS = 12
+_ROWS, _COLUMNS = 24, 100
 _MAX_HINTS = 4
 _STYLES = {"identical": "green", "rounding": "green", "suspicious": "yellow", "wrong": "bold red"}
 _WORDS = {"identical": "identical", "rounding": "quantisation", "suspicious": "suspicious", "wrong": "MISTAKE"}
@@ -24,15 +24,21 @@ def quantization(result: Comparison, found: Quantization) -> RenderableType:
     head.append("ok" if result.ok else "NOT OK", style="bold green" if result.ok else "bold red")
     head.append(f": {result.not_ok_because or 'every difference is explained by the quantisation'}")
     head.append(f"\nbaseline {result.baseline}, candidate {result.candidate} ({found.method})")
-    parts: list[RenderableType] = [head, _table(found), *_mistakes(result), _total(found)]
+    tail = [*_mistakes(result), *_total(found)]
     if result.skipped:
-        parts.append(Text(f"not judged: {len(result.skipped)} weights that only one side has (--json has all)"))
-    return Group(*parts)
+        tail.append(Text(f"not judged: {len(result.skipped)} weights that only one side has (--json has all)"))
+    # The table has its head of two lines, a rule, an empty line at both ends, and a line for what is not shown.
+    left = _ROWS - 6 - sum(_num_rows(text) for text in (head, *tail))
+    return Group(head, _table(found, max(left, 1)), *tail)
 
 
-def _table(found: Quantization) -> Table:
+def _num_rows(text: Text) -> int:
+    return sum(max(1, math.ceil(len(line) / _COLUMNS)) for line in text.plain.splitlines())
+
+
+def _table(found: Quantization, rows: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    shown = _shown(found)
+    shown = _shown(found)[:rows]
     prefix = _prefix([weight.name for weight in shown])
     table.add_column(f"weight, of\n{prefix}" if prefix else "weight", overflow="fold")
     for name in ("\nshare", "KL\nalone", "weight\ndB", "output\ndB", "times\nrounding"):
@@ -51,7 +57,7 @@ def _table(found: Quantization) -> Table:
     left = len(found.weights) - len(shown)
     if left > 0:
         share = sum(weight.share for weight in found.weights) - sum(weight.share for weight in shown)
-        table.add_row(f"... and {left} more (--json has all)", f"{share:.1%}", *[""] * 5)
+        table.add_row(f"... and {left} more", f"{share:.1%}", *[""] * 5)
     return table
 
 
@@ -64,8 +70,7 @@ def _prefix(names: list[str]) -> str:
 
 def _shown(found: Quantization) -> list[QuantizedWeight]:
     """Mistakes first, then what costs most."""
-    order = sorted(found.weights, key=lambda weight: weight.verdict in ("identical", "rounding"))
-    return order[:_ROWS]
+    return sorted(found.weights, key=lambda weight: weight.verdict in ("identical", "rounding"))
 
 
 def _mistakes(result: Comparison) -> list[Text]:
@@ -78,13 +83,15 @@ def _mistakes(result: Comparison) -> list[Text]:
     return lines
 
 
-def _total(found: Quantization) -> Text:
+def _total(found: Quantization) -> list[Text]:
     text = f"all together: {_number(found.logits_snr_db, '.1f')} dB at the results of {found.num_tokens} positions"
-    if found.kl is not None and found.token_agreement is not None:
-        alone = sum(weight.kl or 0.0 for weight in found.weights)
-        text += f"; same next token in {found.token_agreement:.1%}"
-        text += f"\nKL {found.kl:.2g} nats; that of each weight alone adds up to {alone:.2g}"
-    return Text(text)
+    if found.kl is None or found.token_agreement is None:
+        return [Text(text)]
+    alone = sum(weight.kl or 0.0 for weight in found.weights)
+    return [
+        Text(f"{text}; same next token in {found.token_agreement:.1%}"),
+        Text(f"KL {found.kl:.2g} nats; that of each weight alone adds up to {alone:.2g}"),
+    ]
 
 
 def _number(value: float | None, form: str) -> str:
