@@ -11,13 +11,15 @@ import typer
 import glassengine as glass
 from glassengine import environment
 from glassengine.cli import foreign
-from glassengine.cli.options import out, progress, write_json
+from glassengine.cli.options import out, stages, write_json
 from glassengine.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 CONTEXT_SETTINGS = foreign.CONTEXT_SETTINGS
+
+_SHARES = (("loading", 1.0), ("exporting", 8.0), ("compiling", 12.0), ("writing", 1.0))
 
 
 class DType(StrEnum):
@@ -121,8 +123,8 @@ def command(
     }
     directory = out_directory or output_dir
     if dry_run:
-        with progress(f"exporting {model}"):
-            plan = glass.build(model, directory, dry_run=True, **options)
+        with stages(_SHARES[:2]) as progress:
+            plan = glass.build(model, directory, dry_run=True, progress=progress, **options)
         if json:
             write_json({"schema_version": 1, **plan.to_dict()}, "-")
             return 0
@@ -135,8 +137,8 @@ def command(
             out.print(f"  most memory of {mode:5s} {peak:>16,} bytes, caches and added outputs apart")
         _print_outputs(plan.added_outputs)
         return 0
-    with progress(f"building {model}"):
-        engine = glass.build(model, directory, overwrite=overwrite, **options)
+    with stages(_SHARES) as progress:
+        engine = glass.build(model, directory, overwrite=overwrite, progress=progress, **options)
     if json:
         write_json({"directory": str(engine.directory), **engine.manifest.to_dict()}, "-")
         return 0

@@ -10,6 +10,17 @@ import typer
 import glassengine as glass
 from glassengine.cli.options import out, stages, write_json
 
+_SHARES = (
+    ("loading", 1.0),
+    ("dequantising", 1.0),
+    ("exporting the program", 5.0),
+    ("exporting the candidate", 5.0),
+    ("building the engine", 7.0),
+    ("building an observable twin", 7.0),
+    ("building the release engine", 6.0),
+    ("judging", 8.0),
+)
+
 
 class FailOn(StrEnum):
     """The mildest verdict that makes the exit status 1."""
@@ -82,7 +93,7 @@ def command(
 
     Exit status: 0 ok, 1 some tensor is as bad as --fail-on (or a token changed), 4 too little could be compared.
     """
-    with stages() as progress:
+    with stages(_SHARES) as progress:
         result = glass.check(
             baseline,
             candidate=candidate,

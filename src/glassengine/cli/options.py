@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,15 +134,20 @@ def progress(description: str, total: int | None = None) -> Iterator[Callable[[i
 
 
 @contextmanager
-def stages() -> Iterator[Callable[[str], None]]:
-    """Say on stderr which stage of long work has begun: a spinner for a person, a line each for a log.
+def stages(shares: Sequence[tuple[str, float]]) -> Iterator[Callable[[str], None]]:
+    """Say on stderr which stage of long work has begun: a bar with the time left for a person, a line each for a log.
+
+    Args:
+        shares: (first words of a stage, its share of the time) in order; see `bars.Estimate`.
 
     Yields:
         A function that takes the name of the stage that begins.
     """
     if shows_progress():
-        with err.status("starting") as status:
-            yield status.update
+        from glassengine.cli.bars import bar
+
+        with bar(err, shares) as begin:
+            yield begin
     elif settings.quiet:
         yield lambda _text: None
     else:

@@ -35,7 +35,7 @@ def command(
 
     Exit status: 0 the same bits (or the same up to rounding, nothing not finite, nothing broken), 1 not so.
     """
-    with stages() as progress:
+    with stages((("compiling", 3.0), ("running", 1.0), ("judging", 2.0))) as progress:
         result = glass.replay(
             snapshot,
             backend=backend,

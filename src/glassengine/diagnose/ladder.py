@@ -178,7 +178,7 @@ def check(
             for score in climb.scores:
                 score.evidence = EvidenceBox(climb.program)
         progress(f"judging {len(climb.cases)} cases")
-        _judge(climb, climb.model, climb.scores, coarsest, _severity_counter(climb))
+        _judge(climb, climb.model, climb.scores, coarsest, _severity_counter(climb, progress))
         if bisect_outputs:
             built_by = engine.manifest.backend if engine is not None else backend
 
@@ -250,10 +250,14 @@ def _accumulation(name: str | None) -> Accumulation:
     return ACCUMULATIONS[name]
 
 
-def _severity_counter(climb: Climb) -> Callable[[Case, int, Mapping[str, float]], None]:
-    """Compare the last logits of each side with those of the rung before it."""
+def _severity_counter(climb: Climb, progress: Progress) -> Callable[[Case, int, Mapping[str, float]], None]:
+    """Compare the last logits of each side with those of the rung before it, and say how many steps are judged."""
+    judged, total = 0, sum(case.num_steps for case in climb.cases)
 
     def count(case: Case, step: int, floors: Mapping[str, float]) -> None:
+        nonlocal judged
+        judged += 1
+        progress(f"judging: {judged} of {total} steps")
         if climb.program.kind != "causal_lm":
             return
         assert climb.model.logits is not None

@@ -13,7 +13,7 @@ import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -62,6 +62,7 @@ def build(
     adapter: str | Path | None = ...,
     byte_budget: int | None = ...,
     artifacts: str | Path | None = ...,
+    progress: Callable[[str], None] = ...,
 ) -> Engine: ...
 @overload
 def build(
@@ -83,6 +84,7 @@ def build(
     adapter: str | Path | None = ...,
     byte_budget: int | None = ...,
     artifacts: str | Path | None = ...,
+    progress: Callable[[str], None] = ...,
 ) -> BuildPlan: ...
 def build(
     model: str | Path | nn.Module,
@@ -103,6 +105,7 @@ def build(
     adapter: str | Path | None = None,
     byte_budget: int | None = None,
     artifacts: str | Path | None = None,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Engine | BuildPlan:
     """Build an engine and load it.
 
@@ -131,6 +134,7 @@ def build(
             outputs are left out first and listed in the manifest with the reason.
         artifacts: Directory to write what the build goes through to, stage by stage; by default what
             DEBUG_ARTIFACTS_DIR names, and nothing without it. A dry run writes none.
+        progress: Called with a sentence when a stage begins.
 
     Raises:
         UsageError: The request cannot be carried out; nothing was written.
@@ -141,6 +145,7 @@ def build(
     target = Path(output_dir) if output_dir is not None else None if is_object else default_directory(str(model))
     if target is not None and not dry_run:
         files.check_target(target, overwrite=overwrite)
+    progress("loading the model")
     loaded = load_model(
         model,
         dtype=dtype,
@@ -185,7 +190,7 @@ def build(
         )
     writer = None if dry_run or where is None else ArtifactWriter(where, _about(loaded, chosen, passes))
     with writer or contextlib.nullcontext():
-        logger.info("exporting %s", loaded.spec)
+        progress(f"exporting {loaded.spec}")
         *encoders, program = export_programs(
             loaded, inputs=steps, passes=passes, on_stage=writer.stage if writer else None
         )
@@ -193,11 +198,11 @@ def build(
         if dry_run:
             return plan_build(program, target or Path(tempfile.gettempdir()), settings, encoder=encoder)
         if target is not None:
-            return _build(program, target, settings, loaded, writer, encoder=encoder)
+            return _build(program, target, settings, loaded, writer, encoder=encoder, progress=progress)
         temporary = Path(tempfile.mkdtemp(prefix="glassengine-"))
         try:
             where = temporary / type(loaded.module).__name__
-            engine = _build(program, where, settings, loaded, writer, encoder=encoder)
+            engine = _build(program, where, settings, loaded, writer, encoder=encoder, progress=progress)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
@@ -296,13 +301,16 @@ def _build(
     artifacts: ArtifactWriter | None = None,
     *,
     encoder: Program | None = None,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Engine:
     with files.written_aside(target, overwrite=settings.overwrite) as aside:
         if encoder is not None:
             alone = dataclasses.replace(settings, add_output=(), implicit_outputs=False, passes=(), reloadable=False)
             (aside / files.ENCODER).mkdir()
-            write_engine(encoder, aside / files.ENCODER, f"{target.name}/{files.ENCODER}", alone, None)
-        write_engine(program, aside, target.name, settings, model, artifacts, has_encoder=encoder is not None)
+            name = f"{target.name}/{files.ENCODER}"
+            write_engine(encoder, aside / files.ENCODER, name, alone, None, progress=progress)
+        more: dict[str, Any] = {"has_encoder": encoder is not None, "progress": progress}
+        write_engine(program, aside, target.name, settings, model, artifacts, **more)
     return load(target)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ def write_engine(
     artifacts: ArtifactWriter | None = None,
     *,
     has_encoder: bool = False,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> None:
     """Compile a program and write everything that an engine consists of.
 
@@ -46,6 +48,7 @@ def write_engine(
         model: Where configuration and tokenizer come from.
         artifacts: Where the stages of the build are written to.
         has_encoder: Whether the engine of an encoder lies in `directory`.
+        progress: Called with a sentence when a stage begins.
 
     Raises:
         UsageError: An output that was asked for does not exist.
@@ -55,8 +58,8 @@ def write_engine(
     requested = requested_outputs(program, settings)
     sizes = {"batch": settings.max_batch_size, "cache": settings.max_seq_len or 1}
     decided, added, left_out = outputs.plan(program, requested, sizes=sizes, byte_budget=settings.byte_budget)
-    for name, reason in left_out.items():
-        logger.warning("output %s is left out: %s", name, reason)
+    for output, reason in left_out.items():
+        logger.warning("output %s is left out: %s", output, reason)
     executed = add_outputs(program, decided.added) if decided.added else program
     if program.layout is not None:
         largest = {**sizes, "sequence": sizes["cache"]}
@@ -65,11 +68,12 @@ def write_engine(
         artifacts.stage(stage_of(executed, "outputs"))
         artifacts.options(backend, executed, _options(settings))
     (directory / files.MAIN).mkdir()
-    logger.info("compiling %s with %s", name, backend.name)
+    progress(f"compiling {name} with {backend.name}")
     graph = captured_program(executed)
     compile_executable(f"{name}/main", lambda path: backend.build(executed, path), directory / files.MAIN, graph)
     if artifacts is not None:
         artifacts.network(backend, executed, directory / files.MAIN)
+    progress(f"writing {name}")
     # The executable of an ONNX file is that file again, with its weights.
     write_all = not (backend.keeps_weights(program) and (settings.reloadable or program.onnx is not None))
     has_tokenizer = _write_files(program, directory, model, settings, write_all=write_all)
