@@ -52,6 +52,9 @@ class SessionRecording:
             "command_line": environment.without_secrets(sys.argv),
         }
         self._policy = Policy(sites=sites, values=values, steps=steps, byte_budget=byte_budget)
+        self._outputs = [output.name for output in session.get_outputs()]
+        # An engine of the same file knows a result by the name of its value, as it knows every other one.
+        metadata["aliases"] = {name: f".:out.{name}" for name in self._outputs}
         self._writer = BackgroundWriter(path, metadata=metadata, overwrite=overwrite)
         self._intake = Intake(self._writer, self._policy, 0)
         self._steps = Steps()

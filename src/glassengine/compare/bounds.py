@@ -8,7 +8,8 @@
 
     moves          1.3 (u + u_in) |P|                                 selection, layout, casts (1: half an ulp)
     pointwise      (2u + 4U) |P| + sum_i |dP/dx_i| u_in |x_i|         derivatives by automatic differentiation;
-                                                                      4u for activations of several steps
+                                                                      4u for activations of several steps; 12U more for
+                                                                      kernels fitted to an absolute error (erf)
     sums           2u |P| + (4 sqrt(K) U + u_in) A                    A: the op on absolute values, K: terms of one sum
     products       2u (|P| + |b|) + 4 sqrt(K) U A + 4 max(u_w, u_in) sqrt(A2)
                    A2: the op on squares; b: bias or added operand, before which the product may be rounded
@@ -39,6 +40,7 @@ from glassengine.compare.operation import (
     CONVOLUTIONS,
     LARGEST,
     MOVES,
+    OF_ABSOLUTE_ERROR,
     OF_SEVERAL_STEPS,
     POINTWISE,
     PRODUCTS,
@@ -65,6 +67,8 @@ def rounding_bound(operation: Operation, roundoff: Roundoff) -> Tensor | None:
         roundings = 4 if name in RELATIVE_TO_ARGUMENT else 2
         inputs = max(u_in, roundoff.u_w, u if name in OF_SEVERAL_STEPS else 0.0)
         bound = (roundings * u + 4 * U_ACCUMULATE) * size + _carried(operation, inputs)
+        if name in OF_ABSOLUTE_ERROR:
+            bound = bound + 12 * U_ACCUMULATE
     elif name in SUMS:
         absolute = operation.on(torch.abs).abs()
         bound = (

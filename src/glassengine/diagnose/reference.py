@@ -197,7 +197,9 @@ class ReferenceRun:
     def _dtype(self, node: Node, value: torch.Tensor) -> torch.dtype:
         """Floating dtype in which the candidates round `value`, a result of this node."""
         kept = node.meta["val"]
-        own: torch.dtype = kept.dtype if isinstance(kept, torch.Tensor) else kept[0].dtype
+        results = [kept] if isinstance(kept, torch.Tensor) else list(kept)
+        # Of several results the first that rounds: a quantised tensor comes with its scale.
+        own: torch.dtype = next((one.dtype for one in results if one.is_floating_point()), results[0].dtype)
         if self._coarsest is None or not value.is_floating_point():
             return own
         return max((own, self._coarsest), key=lambda dtype: torch.finfo(dtype).eps)

@@ -32,4 +32,19 @@ def tied_choices(
         if a.is_floating_point() or b.is_floating_point():
             tied = (a - b).abs() <= 2 * u_in * (a.abs() + b.abs())
             return tied.expand(exact.shape)
+    if name == "quantize":
+        return _near_steps(op, args, exact, candidate, u_in)
     return None
+
+
+def _near_steps(
+    op: Node, args: tuple[Any, ...], exact: torch.Tensor, candidate: torch.Tensor, u_in: float
+) -> torch.Tensor:
+    """Return where a quantised value is one that the op itself gives for an argument that is moved by its rounding."""
+    first = next(i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor) and arg.is_floating_point())
+    ends = []
+    for side in (1 - 8 * u_in, 1 + 8 * u_in):
+        found: Any = op.target(*args[:first], args[first] * side, *args[first + 1 :], **op.kwargs)  # type: ignore[operator]
+        several = found if isinstance(found, tuple) else (found,)
+        ends.append(next(one for one in several if one.shape == exact.shape and one.dtype == exact.dtype))
+    return (candidate >= torch.minimum(*ends)) & (candidate <= torch.maximum(*ends))

@@ -270,7 +270,10 @@ def _size(expression: str, sizes: Mapping[str, int]) -> int:
             return _FUNCTIONS[node.func.id](*(value(argument) for argument in node.args))
         return 1
 
-    return value(ast.parse(expression, mode="eval").body)
+    try:
+        return value(ast.parse(expression, mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return 1  # in an ONNX file a size may be called anything
 
 
 def _flat_spec(specs: Iterable[OutputSpec]) -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from glassengine.program.onnx.function import OnnxFunction
-from glassengine.program.onnx.shapes import integers
+from glassengine.program.onnx.shapes import NUMBERS, integers
 from glassengine.program.onnx.table import Call, OnnxNode, translation
 
 _NAMES = {"nearest": "index_select", "linear": "upsample_bilinear2d", "cubic": "upsample_bicubic2d"}
@@ -27,12 +27,14 @@ def _resize(node: OnnxNode) -> Call:
     is_plain = all(node.attribute(name) in (None, 0, "stretch") for name in others)
     if node.opset < 11 or not is_plain or options["transform"] in ("tf_crop_and_resize", "half_pixel_symmetric"):
         raise NotImplementedError("a resize of another kind")
-    return OnnxFunction(_resized, _NAMES[options["mode"]]), (node.inputs[0], node.input(2), node.input(3)), options
+    scales = node.input(2)
+    factors = None if scales is None else node.helper(NUMBERS, scales)
+    return OnnxFunction(_resized, _NAMES[options["mode"]]), (node.inputs[0], factors, node.input(3)), options
 
 
 def _resized(
     x: Tensor,
-    scales: Tensor | None,
+    scales: tuple[float, ...] | None,
     sizes: Tensor | None,
     *,
     mode: str,
@@ -47,7 +49,7 @@ def _resized(
         factors = [size / x.shape[dim] for size, dim in zip(wanted, dims, strict=True)]
     else:
         assert scales is not None
-        factors = [float(scale) for scale in scales.float().tolist()]
+        factors = list(scales)
         wanted = [int(x.shape[dim] * factor) for factor, dim in zip(factors, dims, strict=True)]
     for dim, size, factor in zip(dims, wanted, factors, strict=True):
         if factor == 1 and size == x.shape[dim]:
@@ -55,6 +57,10 @@ def _resized(
         place = _places(size, x.shape[dim], factor, transform)
         if mode == "nearest":
             x = x.index_select(dim, _ROUNDED[nearest](place).clamp(0, x.shape[dim] - 1).long())
+        elif not x.is_floating_point():
+            return _resized(
+                x.double(), scales, sizes, mode=mode, transform=transform, nearest=nearest, cubic=cubic, axes=axes
+            ).to(x.dtype)
         else:
             x = _weighted(x, dim, place, _linear if mode == "linear" else lambda part: _cubic(part, cubic))
     return x.clone()
@@ -85,7 +91,7 @@ def _weighted(x: Tensor, dim: int, place: Tensor, weights_of: Any) -> Tensor:
     weights = weights_of(place - first)
     shape = [-1 if i == dim else 1 for i in range(x.dim())]
     start = 1 - len(weights) // 2
-    total = None
+    total: Tensor | None = None
     for number, weight in enumerate(weights):
         part = x.index_select(dim, (first + start + number).clamp(0, x.shape[dim] - 1).long())
         term = part * weight.to(x.dtype).reshape(shape)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from glassengine.program.onnx.elementwise import scalar
+from glassengine.program.onnx.file import torch_dtype
 from glassengine.program.onnx.function import OnnxFunction
 from glassengine.program.onnx.table import Call, OnnxNode, computes, translation
 
@@ -109,7 +110,7 @@ def _gather(x: Tensor, index: Tensor, *, axis: int = 0) -> Tensor:
     axis %= x.dim()
     flat = index.flatten().long()
     picked = x.index_select(axis, torch.where(flat < 0, flat + x.shape[axis], flat))
-    return picked.reshape(*x.shape[:axis], *index.shape, *x.shape[axis + 1 :])
+    return picked.reshape((*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]))
 
 
 @computes("gather", "GatherElements")
@@ -205,10 +206,25 @@ def _full(shape: Tensor, *, value: Any, dtype: torch.dtype) -> Tensor:
     return torch.full(integers(shape), value, dtype=dtype)
 
 
-@computes("arange", "Range")
-def _range(start: Tensor, limit: Tensor, delta: Tensor) -> Tensor:
-    number = max(0, math.ceil((scalar(limit) - scalar(start)) / scalar(delta)))
-    return start.reshape(()) + torch.arange(number).to(start.dtype) * delta.reshape(())
+def _numbers(value: Tensor) -> tuple[Any, ...]:
+    return tuple(value.flatten().tolist())
+
+
+NUMBERS = OnnxFunction(_numbers, "numbers")
+"""Numbers that sizes depend on, out of a tensor: they do not round."""
+
+
+@translation("Range")
+def _range(node: OnnxNode) -> Call:
+    arguments = tuple(node.helper(NUMBERS, value) for value in node.inputs)
+    return OnnxFunction(_counted, "arange"), arguments, {"dtype": torch_dtype(node.element_type(0))}
+
+
+def _counted(start: Any, limit: Any, delta: Any, *, dtype: torch.dtype) -> Tensor:
+    number = max(0, math.ceil((limit[0] - start[0]) / delta[0]))
+    exact = torch.float64 if dtype.is_floating_point else torch.int64
+    found: Tensor = start[0] + torch.arange(number, dtype=exact) * delta[0]
+    return found.to(dtype)
 
 
 @computes("tril", "Trilu")
