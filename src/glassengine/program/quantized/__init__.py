@@ -9,6 +9,7 @@ transformers needs a package of each format, most of which want a GPU; the forma
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -75,9 +76,12 @@ def load_quantized(
         UsageError: A format, or a variant of one, that is not read.
         CorruptError: A quantised weight does not have the shape its format says.
     """
+    from transformers import GenerationConfig
+
+    revision = options.pop("revision", "main")
     weights: dict[str, Tensor] = {}
     number = 0
-    for name, value in _reader(settings, spec, options.pop("revision", "main")):
+    for name, value in _reader(settings, spec, revision):
         weights[name] = value.weight().to(dtype) if isinstance(value, Grid) else value
         number += isinstance(value, Grid)
     described = {"method": settings.get("quant_method"), "num_weights": number}
@@ -90,6 +94,10 @@ def load_quantized(
     if _quantises_inputs(settings):
         logger.warning("%s also quantises activations, which are not quantised here", spec)
     module, report = _load(model_class, config, weights, dtype, **options)
+    if hasattr(module, "generation_config"):
+        # transformers reads it beside weights in files, not beside weights in a dict.
+        with contextlib.suppress(OSError):
+            module.generation_config = GenerationConfig.from_pretrained(spec, revision=revision)
     return module, report, described
 
 
