@@ -48,7 +48,7 @@ def bisect_release(climb: Climb, backend: str | None, judge: Judge, progress: Pr
             engine = build_program(program, Path(folder) / "e", backend=backend, outputs=asked, **sizes_of(climb.cases))
             table = engine_nodes(climb.program, engine, asked)
             score = Score(EngineSide(engine, table, RUNG, "judged at a few outputs a build"), climb.program)
-            model = ModuleSide(climb.baseline.module, climb.program)
+            model = climb.chooser()
             judge(model, [Score(model, climb.program), score])
         flagged = {pair.site for pair in score.pairs if pair.verdict in FLAGGED}
         bad = [node for node in asked if own[node] in flagged]

@@ -6,7 +6,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,12 @@ class Climb:
     def add(self, side: Any) -> None:
         """Add a side to judge."""
         self.scores.append(Score(side, self.program))
+
+    def chooser(self) -> ModuleSide:
+        """Return the untouched model once more, to choose the same tokens for sides that are judged later."""
+        if isinstance(self.model, ModuleSide):
+            return replace(self.model, replay=None)
+        return ModuleSide(self.baseline.module, self.program)
 
 
 def start(

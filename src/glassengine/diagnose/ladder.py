@@ -2,6 +2,7 @@
 
 Every rung is judged against one float64 reference, the baseline's exported program, in one sweep (see `judge`). The
 untouched model is a side like any other, so a mistake in the export itself shows as the model leaving the program.
+An encoder-decoder is two programs, and climbs twice (see `two_programs`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,8 +49,9 @@ from glassengine.diagnose.severity import Severity
 from glassengine.diagnose.sides import EngineSide, ModuleSide
 from glassengine.diagnose.source_side import SourceSide
 from glassengine.diagnose.threads import threads_for
-from glassengine.engine.engine import load
-from glassengine.errors import UnknownNameError, UsageError
+from glassengine.diagnose.two_programs import beside_source, joined, start_both
+from glassengine.engine.engine import Engine, load
+from glassengine.errors import IncomparableError, UnknownNameError, UsageError
 from glassengine.program import load_model
 from glassengine.recording.formats.files import KINDS
 from glassengine.recording.source import open_source
@@ -150,61 +153,88 @@ def check(
     wanted = engine.manifest.dtype if engine and dtype == "auto" else dtype
     model = load_model(baseline, dtype=wanted, adapter=adapter, **options)
     given = read_inputs(inputs)
-    more = beside_tokens(given) if model.kind == "causal_lm" else []
+    # An engine is judged on the very programs that it generates with; a port need not have such.
+    if candidate is not None and (engine is None or engine.manifest.kind == "module"):
+        model = replace(model, decoding="")
+    if model.decoding == "recurrent":
+        model = replace(model, kind="causal_lm")
+    is_double = model.decoding == "encoder_decoder"
+    more = beside_tokens(given) if model.kind == "causal_lm" else beside_source(model, given) if is_double else []
     if more:
-        model, given = replace(model, kind="module"), in_one_forward(given)
+        model, given = replace(model, kind="module", decoding=""), in_one_forward(given)
     with ExitStack() as stack:
         stack.enter_context(threads_for(model.module))
         case = recorded_case(record) if record is not None and inputs is None else None
-        climb = start(model, given, steps, stack, progress, case)
+        if model.decoding == "encoder_decoder":
+            climbs: Sequence[Climb] = start_both(model, given, steps, stack, progress)
+        else:
+            climbs = [start(model, given, steps, stack, progress, case)]
         if more:
             why = f"given {', '.join(more)} beside tokens, the model is judged as a plain module, without a decode loop"
-            climb.skipped.append(Skipped("decode steps", "both", why))
-        climb.accumulation = _accumulation(accumulation)
-        coarsest = None
-        if engine is not None:
-            coarsest = getattr(torch, engine.manifest.dtype)
-            add_engine(climb, engine, progress, only_release=bisect_outputs)
-        elif record is not None:
-            tensors = RecordedTensors(record, climb.program, load_map(map) if map else None)
-            coarsest = add_record(climb, tensors)
-        elif candidate is not None:
-            other = load_model(candidate, dtype=dtype, **options)
-            other = replace(other, kind="module") if more and other.kind == "causal_lm" else other
-            coarsest = add_model(climb, other, given, progress)
-        else:
-            add_built(climb, backend, passes, progress, all_rungs=all_rungs, only_release=bisect_outputs)
-        if reproduction is not None:
-            for score in climb.scores:
-                score.evidence = EvidenceBox(climb.program)
-        progress(f"judging {len(climb.cases)} cases")
-        _judge(climb, climb.model, climb.scores, coarsest, _severity_counter(climb, progress))
-        if bisect_outputs:
-            built_by = engine.manifest.backend if engine is not None else backend
-
-            def judge(of: ModuleSide, scores: Sequence[Score]) -> None:
-                _judge(climb, of, scores, coarsest, lambda *_: None)
-
-            bisect_release(climb, built_by, judge, progress)
-        _explain(climb, engine.manifest.backend if engine is not None else backend, coarsest, progress)
-        if record is not None:
-            climb.skipped += [Skipped(name, "candidate", PARTIAL, rung=RECORD) for name in sorted(tensors.partial)]
-        result = conclude(
-            climb.program,
-            climb.scores,
-            climb.skipped,
-            climb.severity,
-            climb.weights,
-            baseline=model.spec,
-            candidate=_described(climb, candidate),
-            fail_on=fail_on,
-            min_coverage=min_coverage,
-            environment=environment.describe(),
-        )
+            climbs[0].skipped.append(Skipped("decode steps", "both", why))
+        results = []
+        for climb, part in zip(climbs, _parts(engine, len(climbs)), strict=True):
+            climb.accumulation = _accumulation(accumulation)
+            coarsest = None
+            if part is not None:
+                coarsest = getattr(torch, part.manifest.dtype)
+                add_engine(climb, part, progress, only_release=bisect_outputs)
+            elif record is not None:
+                tensors = RecordedTensors(record, climb.program, load_map(map) if map else None)
+                coarsest = add_record(climb, tensors)
+            elif candidate is not None:
+                other = load_model(candidate, dtype=dtype, **options)
+                other = replace(other, kind="module") if more and other.kind == "causal_lm" else other
+                coarsest = add_model(climb, other, given, progress)
+            else:
+                # Passes are those of the last program, as when an engine is built.
+                own_passes = passes if climb is climbs[-1] else ()
+                add_built(climb, backend, own_passes, progress, all_rungs=all_rungs, only_release=bisect_outputs)
+            if reproduction is not None:
+                for score in climb.scores:
+                    score.evidence = EvidenceBox(climb.program)
+            progress(f"judging {len(climb.cases)} cases")
+            _judge(climb, climb.model, climb.scores, coarsest, _severity_counter(climb, progress))
+            if bisect_outputs:
+                built_by = engine.manifest.backend if engine is not None else backend
+                again = partial(_judge, climb, coarsest=coarsest, on_step=lambda *_: None)
+                bisect_release(climb, built_by, again, progress)
+            _explain(climb, engine.manifest.backend if engine is not None else backend, coarsest, progress)
+            if record is not None:
+                climb.skipped += [Skipped(name, "candidate", PARTIAL, rung=RECORD) for name in sorted(tensors.partial)]
+            result = conclude(
+                climb.program,
+                climb.scores,
+                climb.skipped,
+                climb.severity,
+                climb.weights,
+                baseline=model.spec,
+                candidate=_described(climb, candidate),
+                fail_on=fail_on,
+                min_coverage=min_coverage,
+                environment=environment.describe(),
+            )
+            results.append(result)
+        result = results[0] if len(results) == 1 else joined(*results)
         if reproduction is None or result.first_divergence is None:
             return result
         progress("writing a reproduction")
-        return with_reproduction(result, Path(reproduction), climb.scores, climb.program)
+        at = next(number for number, one in enumerate(results) if result.first_divergence in one.origins)
+        return with_reproduction(result, Path(reproduction), climbs[at].scores, climbs[at].program)
+
+
+def _parts(engine: Engine | None, number: int) -> list[Engine | None]:
+    """Return the engines of the programs that are climbed: of an encoder-decoder, encoder and decoder."""
+    if engine is None:
+        return [None] * number
+    parts: list[Engine | None] = [engine.encoder, engine] if engine.manifest.has_encoder else [engine]
+    if len(parts) != number:
+        raise IncomparableError(
+            "the engine was built from another kind of model",
+            got="encoder and decoder" if len(parts) == 2 else "one program",
+            expected="encoder and decoder" if number == 2 else "one program",
+        )
+    return parts
 
 
 def _judge(
@@ -237,7 +267,7 @@ def _explain(climb: Climb, backend: str | None, coarsest: torch.dtype | None, pr
         if alone is None:
             return
         # The tokens are those of the untouched model again.
-        model = ModuleSide(climb.baseline.module, climb.program)
+        model = climb.chooser()
         _judge(climb, model, [Score(model, climb.program), alone], coarsest, lambda *_: None)
     explain(engine, alone)
 

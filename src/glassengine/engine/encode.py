@@ -13,6 +13,7 @@ import torch
 from glassengine.engine.forward import one_step, text_inputs
 from glassengine.engine.prompts import Prompts, as_rows
 from glassengine.errors import UsageError
+from glassengine.program.encoder_decoder import start_token
 
 if TYPE_CHECKING:
     from glassengine.engine.engine import Engine
@@ -51,8 +52,7 @@ def encoded(
     batch = next(iter(constants.values())).shape[0]
     if begun is not None:
         return as_rows(begun, DECODER_IDS), constants
-    # As transformers does.
-    start = settings.decoder_start_token_id if settings.decoder_start_token_id is not None else settings.bos_token_id
+    start = start_token(settings)
     if start is None:
         raise UsageError(
             f"{engine.manifest.name} states no start token",

@@ -40,6 +40,12 @@ def takes_mask(model: nn.Module) -> bool:
     return is_text and "attention_mask" in inspect.signature(model.forward).parameters
 
 
+def start_token(settings: Any) -> int | None:
+    """Return the token that decoding begins with, as transformers chooses it; None where `settings` state none."""
+    start: int | None = settings.decoder_start_token_id
+    return start if start is not None else settings.bos_token_id
+
+
 class Encoder(nn.Module):
     """Wrapper that is exported: inputs of the encoder -> the cross-attention cache."""
 
