@@ -10,6 +10,8 @@ from rich.console import Console
 from torch import nn
 
 from glassengine.diagnose import check
+from glassengine.engine.build import build_program
+from glassengine.program import export_program, load_inputs, load_model
 from glassengine.report import terminal_check
 
 
@@ -46,4 +48,18 @@ def test_what_makes_a_difference_is_an_origin(inputs: str) -> None:
 
 def test_equal_programs_list_nothing(inputs: str) -> None:
     result = check(perceptron(nn.GELU()), candidate=perceptron(nn.GELU()), inputs=inputs)
+    assert result.ok and result.written_differently == ()
+
+
+def test_an_engine_is_asked_for_the_program_that_it_was_built_from(inputs: str, tmp_path: Path) -> None:
+    """Neither the engine's values nor those of the release engine show it: its program does."""
+    other = load_model(perceptron(nn.GELU("tanh")), dtype="bfloat16")
+    build_program(export_program(other, inputs=load_inputs(inputs)), tmp_path / "engine", backend="eager")
+    result = check(perceptron(nn.GELU()), candidate=tmp_path / "engine", inputs=inputs)
+    assert result.ok and result.verdict == "rounding"
+    assert [(item.site, item.rung) for item in result.written_differently] == [("1/gelu.0", "engine")]
+
+
+def test_engines_of_one_program_list_nothing(inputs: str) -> None:
+    result = check(perceptron(nn.GELU()), backend="eager", inputs=inputs)
     assert result.ok and result.written_differently == ()

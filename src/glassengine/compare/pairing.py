@@ -44,7 +44,7 @@ def pair_sites(baseline: Program, candidate: Program) -> tuple[list[SitePair], l
         theirs = right.get(call, [])
         for a, b in _align(ours, theirs, nodes):
             method = "name+fingerprint" if a.fingerprint == b.fingerprint else "name"
-            found[a.name] = SitePair(a, b, method, _difference(nodes[0][a.node], nodes[1][b.node]))
+            found[a.name] = SitePair(a, b, method, difference(nodes[0][a.node], nodes[1][b.node]))
     _pair_outputs(baseline, candidate, nodes, found)
     _pair_by_consumer(baseline, candidate, nodes, found)
     taken = {pair.candidate.name for pair in found.values()}
@@ -65,8 +65,8 @@ def _pair_outputs(
             continue
         known = found.get(ours.name)
         if known is None or known.candidate.name != theirs.name:
-            difference = _difference(nodes[0][ours.node], nodes[1][theirs.node])
-            found[ours.name] = SitePair(ours, theirs, "output", difference)
+            how = difference(nodes[0][ours.node], nodes[1][theirs.node])
+            found[ours.name] = SitePair(ours, theirs, "output", how)
 
 
 def _pair_by_consumer(
@@ -85,7 +85,7 @@ def _pair_by_consumer(
             theirs = _fed(user, node, counterpart[user.name])
             site = None if theirs is None else _op_site(candidate, theirs.name)
             if site is not None and site.node not in taken and _kind(site)[1:] == _kind(ours)[1:]:
-                found[ours.name] = SitePair(ours, site, "consumer", _difference(node, nodes[1][site.node]))
+                found[ours.name] = SitePair(ours, site, "consumer", difference(node, nodes[1][site.node]))
                 counterpart[node.name] = nodes[1][site.node]
                 taken.add(site.node)
                 break
@@ -145,7 +145,7 @@ def _literal(value: Any) -> Any:
     return str(value)
 
 
-def _difference(ours: Node, theirs: Node) -> str | None:
+def difference(ours: Node, theirs: Node) -> str | None:
     """Describe literal arguments that differ, e.g. "scale: 0.25 here, 0.5 in the candidate"."""
     if ours.target is not theirs.target:
         return f"op: {ours.target} here, {theirs.target} in the candidate"

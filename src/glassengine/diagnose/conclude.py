@@ -11,6 +11,7 @@ from glassengine.diagnose.regions import RegionReplay, covered
 from glassengine.diagnose.score import FLAGGED, Score, float_nodes
 from glassengine.diagnose.severity import Severity
 from glassengine.diagnose.sides import EngineSide, ModuleSide, ProgramSide
+from glassengine.diagnose.written import written_differently
 from glassengine.errors import IncomparableError
 from glassengine.program.naming import is_tensor_node, op_name
 from glassengine.program.program import Program
@@ -105,7 +106,7 @@ def conclude(
         not_ok_because=reason,
         too_little=reason is not None and reason.startswith(_TOO_LITTLE),
         weights=weights,
-        written_differently=tuple(_written_differently(scores)),
+        written_differently=tuple(_written_differently(program, scores)),
     )
 
 
@@ -236,17 +237,15 @@ def _reordered(scores: Sequence[Score], program: Program) -> list[Skipped]:
     ]
 
 
-def _written_differently(scores: Sequence[Score]) -> Iterator[WrittenDifferently]:
+def _written_differently(program: Program, scores: Sequence[Score]) -> Iterator[WrittenDifferently]:
     for score in scores:
-        if not isinstance(score.side, ProgramSide):
-            continue
         verdicts: dict[str, Verdict] = {}
         for pair in score.pairs:
             verdicts[pair.site] = worst([verdicts.get(pair.site, "identical"), pair.verdict])
-        for own in score.side.pairs.values():
-            if own.difference is not None and own.baseline.name in verdicts:
-                found = verdicts[own.baseline.name]
-                yield WrittenDifferently(own.baseline.name, own.candidate.name, own.difference, found, score.side.rung)
+        for node, (own, how) in written_differently(program, score.side).items():
+            site = program.sites.by_node[node][0].name
+            if site in verdicts:
+                yield WrittenDifferently(site, own, how, verdicts[site], score.side.rung)
 
 
 def _without_value(program: Program) -> list[Skipped]:

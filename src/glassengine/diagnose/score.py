@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch.fx import Node
@@ -21,6 +22,7 @@ from glassengine.diagnose.replay import Replay
 from glassengine.diagnose.segments import SegmentReplay
 from glassengine.diagnose.sides import Observed, Side
 from glassengine.diagnose.walled_off import walled_off
+from glassengine.diagnose.written import program_of, written_differently
 from glassengine.program.naming import is_tensor_node, op_name
 from glassengine.program.outputs import weight_only_nodes
 from glassengine.program.program import Program
@@ -242,14 +244,22 @@ class Score:
 
     def _written_differently(self, node: Node) -> list[Hint]:
         """Hints from the two programs: other arguments, other weights."""
-        other: Program | None = getattr(self.side, "program", None)
-        pair = getattr(self.side, "pairs", {}).get(node.name)
-        if pair is None or other is None:
+        other = program_of(self.side)
+        if other is None or other is self.program:
             return []
-        hints = [Hint("argument", f"{pair.candidate.op}: {pair.difference}", 1.0)] if pair.difference else []
+        site, how = self._differences.get(node.name, ("", None))
+        hints = [Hint("argument", f"{_op_of(site)}: {how}", 1.0)] if how else []
         names = self.program.weight_names()
         used = [names[source.name] for source in node.all_input_nodes if source.name in names]
         return hints + weight_hints(used, _weights(self.program), _weights(other))
+
+    @cached_property
+    def _differences(self) -> dict[str, tuple[str, str]]:
+        return written_differently(self.program, self.side)
+
+
+def _op_of(site: str) -> str:
+    return site.rpartition("/")[2].rpartition(".")[0]
 
 
 def _figures(baseline: torch.Tensor, candidate: torch.Tensor) -> Figures | None:
