@@ -86,7 +86,7 @@ def legitimate(bench: corpus.Bench) -> list[corpus.Row]:
         except UsageError as error:
             left_out.append(corpus.Row(bench.name, rewrite.name, "", "legitimate", note=f"invalid: {error.got}"))
             continue
-        sides += [corpus.interpreted(bench, mutant), corpus.varied(bench, mutant.program, VARIATIONS[-1])]
+        sides += [corpus.interpreted(bench, mutant.program), corpus.varied(bench, mutant.program, VARIATIONS[-1])]
         names += [f"{rewrite.name}, interpreted", f"{rewrite.name}, everything"]
     with suppress(DoesNotApply):
         sides.append(implementations.RowsApart(bench))
@@ -174,7 +174,7 @@ def mistakes(bench: corpus.Bench, options: argparse.Namespace, turn: int) -> lis
         for start in range(0, len(own), CHUNK):
             part = own[start : start + CHUNK]
             if execution == "interpreted":
-                sides: list[Any] = [corpus.interpreted(bench, item.mutant) for item in part]
+                sides: list[Any] = [corpus.interpreted(bench, item.mutant.program) for item in part]
             else:
                 sides = [corpus.varied(bench, item.mutant.program, by_name[execution]) for item in part]
             rows += corpus.rows_of_mistakes(bench, part, execution, sides)
@@ -212,6 +212,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     for name in dict.fromkeys(row["group"] for row in above):
         lines.append(_line(f"{name}", [row for row in above if row["group"] == name]))
     lines += ["", _line("all that values can show", above), _line("all that was planted", planted)]
+    listed = sum(row["is_listed"] for row in planted)
+    if listed:
+        shown = listed + sum(row["is_found"] for row in planted)
+        lines.append(f"{'found, or listed as written otherwise':34s} {len(planted):6d} {shown / len(planted):8.2%}")
     if beneath:
         effect = [row["effect"] for row in beneath if row["effect"] <= 1]
         lines.append(_line("beneath what values can show", beneath))

@@ -85,7 +85,7 @@ def test_mistakes_are_found_and_the_op_is_named(execution: str, dtype: str) -> N
     planted, left_out = corpus.plant_all(made, [named(name) for name in sample])
     assert len(planted) >= len(sample) - 1, left_out
     if execution == "interpreted":
-        sides = [corpus.interpreted(made, item.mutant) for item in planted]
+        sides = [corpus.interpreted(made, item.mutant.program) for item in planted]
     else:
         sides = [corpus.varied(made, item.mutant.program, VARIATIONS[-1]) for item in planted]
     rows = corpus.rows_of_mistakes(made, planted, execution, sides)
@@ -104,7 +104,7 @@ def test_mistakes_in_the_source_of_other_architectures(kind: str) -> None:
     mistakes = [mistake for mistake in SOURCE_MISTAKES if mistake.name == kind]
     planted, left_out = corpus.plant_all(made, mistakes, planter=plant_in_source)
     assert len(planted) == 1, left_out
-    (row,) = corpus.rows_of_mistakes(made, planted, "", [corpus.interpreted(made, planted[0].mutant)])
+    (row,) = corpus.rows_of_mistakes(made, planted, "", [corpus.interpreted(made, planted[0].mutant.program)])
     assert row.is_found and row.is_exact and not row.num_extra
 
 
@@ -193,7 +193,8 @@ def test_an_effect_within_the_rounding_bound_is_beneath_what_values_can_show() -
     made = bench("llama", "bfloat16")
     scaled = [plant(made.program, scaled_in_float32(factor), "") for factor in (1 + 2.0**-9, 1.1)]
     planted = [corpus.Planted(mutant, find_guilt(made.program, mutant, made.inputs)) for mutant in scaled]
-    rows = corpus.rows_of_mistakes(made, planted, "", [corpus.interpreted(made, item.mutant) for item in planted])
+    sides = [corpus.interpreted(made, item.mutant.program) for item in planted]
+    rows = corpus.rows_of_mistakes(made, planted, "", sides)
     assert [row.is_beneath for row in rows] == [True, False]
     assert rows[0].effect <= 1 < rows[1].effect and not rows[0].is_found and rows[1].is_found
 

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from glassengine.compare.pairing import pair_sites
+from glassengine.compare.pairing import difference
 from glassengine.compare.verdict import SUSPICIOUS
 from glassengine.diagnose.cases import Case, StepInputs
 from glassengine.diagnose.conclude import conclude
+from glassengine.diagnose.counterparts import pair_programs
 from glassengine.diagnose.judge import run_cases
+from glassengine.diagnose.regions import RegionReplay
 from glassengine.diagnose.replay import Replay
 from glassengine.diagnose.score import FLAGGED, Score
 from glassengine.diagnose.sides import EngineSide, ModuleSide, ProgramSide
@@ -91,6 +93,7 @@ class Row:
         named: The node that was named first.
         guilty: The node that is guilty first.
         num_extra: Origins that are not guilty.
+        is_listed: No tensor is flagged, but `check` lists the guilty op among those that are written differently.
         is_beneath: No value can show the mistake: it is in a float32 island and too small for the program's dtype
             (`Guilt.is_below_dtype`), or no error at a guilty op is larger than rounding may make there (`effect` <= 1).
         effect: Largest beta at the guilty ops: error over rounding bound; infinite where it is no matter of size.
@@ -110,6 +113,7 @@ class Row:
     named: str | None = None
     guilty: str | None = None
     num_extra: int = 0
+    is_listed: bool = False
     is_beneath: bool = False
     effect: float = 0.0
     ulp: float = 0.0
@@ -123,15 +127,13 @@ class Row:
         return asdict(self)
 
 
-def interpreted(bench: Bench, mutant: Mutant) -> ProgramSide:
+def interpreted(bench: Bench, program: Program) -> ProgramSide:
     """Return the side of a candidate program, paired and replayed as `check` does."""
-    pairs, _, _ = pair_sites(bench.program, mutant.program)
-    return ProgramSide(
-        mutant.program,
-        {pair.baseline.node: pair for pair in pairs},
-        rung="candidate",
-        replay=Replay(bench.program, worth_a_bound=0.0),
-    )
+    pairs = pair_programs(bench.program, program, [bench.case])
+    is_whole = all(site.node in pairs for site in bench.program.sites if site.kind == "op")
+    replay = (Replay if is_whole else RegionReplay)(bench.program)
+    replay.worth_a_bound = 0.0
+    return ProgramSide(program, pairs, rung="candidate", replay=replay)
 
 
 def varied(bench: Bench, program: Program, variation: Variation, *, worth_a_bound: float = 0.0) -> VariedSide:
@@ -242,8 +244,17 @@ def rows_of_mistakes(bench: Bench, planted: Sequence[Planted], execution: str, s
         known = own_nodes(side)
         row.is_exact = row.named is not None and is_near(bench.program, item, row.named, known)
         row.num_extra = sum(not is_near(bench.program, item, origin.node or "", known) for origin in result.origins)
+        row.is_listed = not row.is_found and _is_listed(bench.program, item, known)
         rows.append(row)
     return rows
+
+
+def _is_listed(program: Program, item: Planted, known: Mapping[str, str]) -> bool:
+    """Whether a guilty op differs in the programs, which `check` has of both sides: an engine keeps its own."""
+    theirs = {node.name: node for node in item.mutant.program.graph.nodes}
+    pairs = [(node, theirs.get(known.get(node.name, ""))) for node in program.graph.nodes]
+    listed = [ours.name for ours, other in pairs if other is not None and difference(ours, other) is not None]
+    return any(is_near(program, item, name, known) for name in listed)
 
 
 def own_nodes(side: Any) -> dict[str, str]:

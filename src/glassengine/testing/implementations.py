@@ -14,13 +14,12 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from glassengine.capture.interpreter import run_program
-from glassengine.compare.pairing import pair_sites
 from glassengine.diagnose.replay import Replay
 from glassengine.diagnose.sides import ModuleSide, ProgramSide
 from glassengine.program import Program, export_program, load_model
 from glassengine.program.naming import is_tensor_node
 from glassengine.program.program import copied_graph
-from glassengine.testing.corpus import Bench
+from glassengine.testing.corpus import Bench, interpreted
 from glassengine.testing.edits import DoesNotApply
 from glassengine.testing.node_side import NodeSide
 
@@ -113,7 +112,4 @@ def other_attention(bench: Bench) -> list[ProgramSide | ModuleSide]:
     except ValueError as error:
         raise DoesNotApply from error
     program: Program = export_program(load_model(model, dtype=bench.model.dtype))
-    pairs, _, _ = pair_sites(bench.program, program)
-    replay = Replay(bench.program, worth_a_bound=0.0)
-    exported = ProgramSide(program, {p.baseline.node: p for p in pairs}, rung="candidate", replay=replay)
-    return [exported, ModuleSide(model, bench.program, rung="candidate, untouched")]
+    return [interpreted(bench, program), ModuleSide(model, bench.program, rung="candidate, untouched")]

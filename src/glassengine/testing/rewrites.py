@@ -43,6 +43,10 @@ def _product_by_transpose(e: Edit, node: Op) -> Op | None:
 def _commuted(e: Edit, node: Op) -> Op | None:
     if len(node.args) < 2 or not all(is_float(arg) for arg in node.args[:2]) or node.kwargs:
         return None
+    left, right = (arg.meta["val"] for arg in node.args[:2])
+    # The operand that comes first lays the result out in memory, and what follows may view it.
+    if right.dim() == left.dim() and str((left.shape, left.stride())) != str((right.shape, right.stride())):
+        return None
     return e.call(node.target, node.args[1], node.args[0])
 
 
