@@ -5,11 +5,16 @@ And one check of a whole run: every test that docs/compatibility.md names ran an
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import hashlib
 import os
 import re
 import sys
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,10 +39,51 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-guides", action="store_true", help="write what the blocks of the guides print into them")
 
 
+# A worker takes file after file, and all wait for the last: those that take 20 s and more begin first.
+LONGEST = (
+    "docs/test_guides.py",
+    "diagnose/test_corpus.py",
+    "diagnose/test_bundled_model.py",
+    "engine/test_tokens_of_transformers.py",
+    "diagnose/test_ladder.py",
+    "diagnose/test_replay_snapshot.py",
+    "frontends/test_eager_debug.py",
+    "backends/test_conformance.py",
+    "backends/test_inductor.py",
+    "engine/test_artifacts.py",
+    "cli/test_record.py",
+    "cli/test_check.py",
+    "diagnose/test_side_by_side.py",
+    "diagnose/test_ports.py",
+    "diagnose/test_reproduce.py",
+    "diagnose/test_training.py",
+    "docs/test_families.py",
+    "examples/test_tiny_llama.py",
+    "program/test_hash_seed.py",
+    "test_readme.py",
+)
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    # pytest-xdist would put files with few tests last, and among them are the longest.
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
     # With xdist the reports of all workers come to the controller, which alone knows what ran.
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Promises(config), "promises")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {ROOT / "tests" / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
+    marked = [item for item in items if item.get_closest_marker("cuda")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU: make test-cuda"))
 
 
 class Promises:
@@ -110,6 +156,77 @@ def _threads() -> None:
     wanted = int(os.environ["OMP_NUM_THREADS"])
     if torch is not None and torch.get_num_threads() != wanted:
         torch.set_num_threads(wanted)
+
+
+@pytest.fixture(scope="session")
+def exporting_once() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return a context in which a causal language model is exported only where no equal one was before in this process.
+
+    Equal means: modules of the same classes with the same settings and the same code, and the same weights. What is
+    exported with an observer of its stages is exported again.
+    """
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        from glassengine import program
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(program, "export_causal_lm", _export_once)
+            yield
+
+    return context
+
+
+_KEPT = 8
+_TENSORS = ("_parameters", "_buffers", "_modules", "config")
+_exported: dict[str, tuple[Any, str, Any]] = {}
+"""Identity of a model -> its program, the state of that, and what must live on, or its address would be used again."""
+
+
+def _export_once(model: Any, *, metadata: dict[str, Any] | None = None, on_stage: Any = None) -> Any:
+    from glassengine.program.export import export_causal_lm
+
+    if on_stage is not None:
+        return export_causal_lm(model, metadata=metadata, on_stage=on_stage)
+    key, code = _identity(model)
+    # What was asked for last is the last to go.
+    program, state, owners = _exported.pop(key, (None, "", None))
+    if program is None or _state(program.exported.state_dict) != state:
+        program = export_causal_lm(model)
+        state, owners = _state(program.exported.state_dict), (model, code)
+    _exported[key] = program, state, owners
+    for oldest in list(_exported)[:-_KEPT]:
+        del _exported[oldest]
+    return dataclasses.replace(program, metadata={**(metadata or {}), **program.metadata})
+
+
+def _identity(model: Any) -> tuple[str, list[Any]]:
+    """Return what a program depends on: structure, settings, hooks, code and weights of a model; and the code."""
+    kinds = {type(module) for module in model.modules()}
+    # A test may put another function in place of a method, or of one that the methods call.
+    spaces = [vars(owner) for kind in kinds for owner in kind.__mro__[:-1]]
+    spaces += [vars(sys.modules[kind.__module__]) for kind in kinds]
+    code = [value for space in spaces for value in space.values() if callable(value)]
+    own = [
+        (name, {key: repr(value) for key, value in vars(module).items() if key not in _TENSORS})
+        for name, module in model.named_modules()
+    ]
+    config = getattr(model, "config", None)
+    settings = None if config is None else (config.to_dict(), config._attn_implementation)
+    state = _state({**dict(model.named_parameters()), **dict(model.named_buffers())})
+    described = f"{model} {own} {sorted(map(id, code))} {settings} {state}"
+    return hashlib.sha256(described.encode()).hexdigest(), code
+
+
+def _state(tensors: Any) -> str:
+    import torch
+
+    digest = hashlib.sha256()
+    for name, value in sorted(tensors.items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)} {value.device}".encode())
+        if not value.is_meta:
+            digest.update(value.detach().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 @pytest.fixture(scope="session")

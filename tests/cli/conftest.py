@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import glassengine as glass
 from glassengine.testing import models
 from glassengine.testing.checkpoints import VOCAB_SIZE, save_checkpoint
 
+ExportingOnce = Callable[[], AbstractContextManager[None]]
 OUTPUTS = ("layers.*.mlp", "mm_default")
 
 
@@ -20,7 +23,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def engine_directory(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def engine_directory(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, exporting_once: ExportingOnce) -> Path:
     """Return an engine of the eager back-end; do not change it."""
     directory = tmp_path_factory.mktemp("engines") / "tiny"
-    return glass.build(checkpoint, directory, backend="eager", add_output=OUTPUTS).directory
+    with exporting_once():
+        return glass.build(checkpoint, directory, backend="eager", add_output=OUTPUTS).directory
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _export_once(exporting_once: ExportingOnce) -> Iterator[None]:
+    """Most of what these tests cost is the export of equal models."""
+    with exporting_once():
+        yield

@@ -107,7 +107,8 @@ def test_json_to_a_file_keeps_the_screen(
         (["{file}:vision"], 2, "inputs must be given"),
         (["{file}:clean", "--inputs", "nothing.json"], 2, "nothing.json"),
         (["{file}:clean", "--dtype", "float99"], 2, "unknown dtype"),
-        (["{file}:clean", "--backend", "inducktor"], 2, "inductor"),
+        # Said before anything is loaded.
+        (["nowhere/at/all", "--backend", "inducktor"], 2, "nearest: inductor"),
         (["{file}:clean", "--candidate", "{file}:wrong", "--backend", "eager"], 2, "leave them out"),
         (["{file}:clean", "--candidate", "{file}:vision", "--inputs", "{ids}"], 4, "different kinds"),
         (

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 from torch import nn
 
-from glassengine.diagnose import climb
-from glassengine.program import LoadedModel, Program, export_program
 from glassengine.testing import models
 
 
@@ -28,22 +28,14 @@ def token_ids(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-_CLEAN: dict[str, nn.Module] = {}
-_EXPORTED: dict[tuple[int, str], Program] = {}
+@pytest.fixture(autouse=True, scope="module")
+def _export_once(exporting_once: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Most of what these tests cost is the export of equal models."""
+    with exporting_once():
+        yield
 
 
-@pytest.fixture
-def llama(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    """The clean baseline of all tests: one object, exported once per dtype."""
-    clean = _CLEAN.setdefault("llama", models.llama())
-
-    def export_once(model: LoadedModel, **options: object) -> Program:
-        if model.module is not clean:
-            return export_program(model, **options)  # type: ignore[arg-type]
-        key = (id(clean), model.dtype)
-        if key not in _EXPORTED:
-            _EXPORTED[key] = export_program(model)
-        return _EXPORTED[key]
-
-    monkeypatch.setattr(climb, "export_program", export_once)
-    return clean
+@pytest.fixture(scope="session")
+def llama() -> nn.Module:
+    """Return the clean baseline of all tests."""
+    return models.llama()

@@ -184,7 +184,11 @@ def run_page(path: Path, directory: Path, update: bool = False) -> list[str]:
 
 @pytest.fixture
 def run_guide(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    exporting_once: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> Iterator[Callable[[Path], list[str]]]:
     """Yield a function that runs a page in an empty directory with the examples of the repository."""
     (tmp_path / "examples").symlink_to(root / "examples")
@@ -193,7 +197,8 @@ def run_guide(
         monkeypatch.delenv(name, raising=False)
     update = bool(request.config.getoption("--update-guides"))
     before = dict(os.environ)
-    yield lambda page: run_page(page, tmp_path, update=update and page.is_relative_to(root))
+    with exporting_once():
+        yield lambda page: run_page(page, tmp_path, update=update and page.is_relative_to(root))
     torch.set_printoptions(profile="default")
     os.environ.clear()
     os.environ.update(before)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from glassengine.program import Program, export_program, load_model
 from glassengine.testing import models
 from glassengine.testing.checkpoints import VOCAB_SIZE, save_checkpoint
 
+ExportingOnce = Callable[[], AbstractContextManager[None]]
 OUTPUTS = ("model.layers.*.mlp", "mm_default", "lm_head/linear.0=head")
 
 
@@ -31,29 +33,35 @@ def checkpoint(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def program(checkpoint: Path) -> Program:
+def program(checkpoint: Path, exporting_once: ExportingOnce) -> Program:
     """Return the exported program: most tests build from it, which takes no time with the eager back-end."""
-    return export_program(load_model(checkpoint))
+    with exporting_once():
+        return export_program(load_model(checkpoint))
 
 
 @pytest.fixture(scope="session")
-def engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+def engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, exporting_once: ExportingOnce) -> Engine:
     """Return an engine of the eager back-end; do not change its directory."""
     directory = tmp_path_factory.mktemp("eager") / "tiny"
-    return glass.build(checkpoint, directory, backend="eager", add_output=OUTPUTS)
+    with exporting_once():
+        return glass.build(checkpoint, directory, backend="eager", add_output=OUTPUTS)
 
 
 @pytest.fixture(scope="session")
-def inductor_engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+def inductor_engine(
+    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, exporting_once: ExportingOnce
+) -> Engine:
     """Return an engine of the default back-end; do not change its directory."""
     directory = tmp_path_factory.mktemp("inductor") / "tiny"
-    return glass.build(checkpoint, directory, backend="inductor", add_output=OUTPUTS)
+    with exporting_once():
+        return glass.build(checkpoint, directory, backend="inductor", add_output=OUTPUTS)
 
 
 @pytest.fixture(scope="session")
-def frozen_engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+def frozen_engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, exporting_once: ExportingOnce) -> Engine:
     """Return an engine whose back-end keeps the weights in its own files; do not change its directory."""
-    return glass.build(checkpoint, tmp_path_factory.mktemp("frozen") / "tiny", backend="onnxruntime")
+    with exporting_once():
+        return glass.build(checkpoint, tmp_path_factory.mktemp("frozen") / "tiny", backend="onnxruntime")
 
 
 @pytest.fixture
@@ -73,3 +81,10 @@ def forge() -> Callable[..., None]:
         path.write_text(json.dumps({**data, **entries}))
 
     return change
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _export_once(exporting_once: ExportingOnce) -> Iterator[None]:
+    """Most of what these tests cost is the export of equal models."""
+    with exporting_once():
+        yield
