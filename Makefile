@@ -6,10 +6,10 @@ STAMP := .venv/.installed
 # Two threads for demo and bench; the suite runs workers of one thread, a core each, up to four.
 export OMP_NUM_THREADS ?= 2
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(max(2, min(4, os.cpu_count() or 2)))")
-test test-all: export OMP_NUM_THREADS = 1
+test test-all test-cuda: export OMP_NUM_THREADS = 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-all lint bench
+.PHONY: demo test test-all test-cuda lint bench
 
 demo: $(STAMP)
 	$(BIN)/glass check examples/tiny-llama
@@ -19,6 +19,10 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+
+# For a machine with a GPU, where a torch with CUDA takes the place of the pinned one; elsewhere it only lists them.
+test-cuda: $(STAMP)
+	$(BIN)/python -m pytest -q -m cuda -rs
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

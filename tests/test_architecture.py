@@ -18,8 +18,8 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / PACKAGE
 
 # From the ground up; a unit (file or folder directly under the package) imports only from floors below its own.
 FLOORS = (
-    {"errors", "environment", "writing"},
-    {"sites", "taps", "results", "blocks", "spans"},
+    {"errors", "environment", "torch_versions", "writing"},
+    {"accelerators", "sites", "taps", "results", "blocks", "spans"},
     {"recording", "program"},
     {"compare", "capture", "executable"},
     {"report", "backends"},

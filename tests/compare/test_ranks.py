@@ -13,9 +13,10 @@ from torch import Tensor
 from glassengine.cli.main import main
 from glassengine.compare import compare
 from glassengine.compare.shards import assembled
-from glassengine.errors import CorruptError
+from glassengine.errors import CorruptError, UsageError
 from glassengine.recording.layout import Sharding
 from glassengine.recording.ranks import RankRecordings
+from glassengine.recording.reader import Recording
 from glassengine.recording.source import open_source
 from glassengine.recording.writer import RecordingWriter
 from glassengine.results import Comparison
@@ -348,6 +349,9 @@ def test_recordings_of_ranks_are_one_source(tmp_path: Path) -> None:
     assert {entry.rank for entry in source.entries} == {0, 1}
     second = next(entry for entry in source.entries if (entry.site, entry.rank) == ("mlp.fc", 1))
     assert torch.equal(source.tensor(second), parts()[1]["mlp.fc"])
+    with pytest.raises(UsageError, match="there is no recording") as refused:
+        Recording.open(tmp_path / "y")
+    assert refused.value.hint == f"that of one rank: {tmp_path / 'y' / 'rank0'}"
     # Of three ranks the one in the middle is missing.
     record(tmp_path / "y" / "rank3", parts()[0], rank=3)
     assert not open_source(tmp_path / "y").complete

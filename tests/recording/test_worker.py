@@ -273,7 +273,7 @@ def test_copies_from_an_accelerator_are_waited_for_by_the_thread(
         assert torch.equal(opened.tensor("x", step), x + step) and torch.equal(opened.tensor("y", step), x.t() * step)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.cuda
 def test_copies_from_a_gpu(tmp_path: Path) -> None:
     writer = BackgroundWriter(tmp_path / "r", metadata={}, ring_bytes=RING)
     x = torch.randn(2000, 300, device="cuda")

@@ -16,12 +16,15 @@ from typing import Any
 import torch
 
 from glassengine import environment
+from glassengine.accelerators import require_device
 from glassengine.backends.compiler_flags import flags_in_effect, read_flags
+from glassengine.backends.devices import brought, device_of, moved
 from glassengine.backends.io import read_io, write_io
 from glassengine.backends.kernels import kernel_nodes, list_kernels
 from glassengine.backends.protocol import Availability, Capabilities, GraphFunction, Network, Run, Weights
 from glassengine.executable.cache import CompilerCache
 from glassengine.program.program import Program, copied_graph
+from glassengine.torch_versions import donated
 
 FREEZE_LIMIT_BYTES = 2 << 30
 
@@ -32,7 +35,9 @@ class InductorBackend:
     """Compiles with AOTInductor; needs a C++ compiler to build, none to run."""
 
     name = "inductor"
-    capabilities = Capabilities(dtypes=("float32", "bfloat16", "float16"), kv="mutated", portable=False)
+    capabilities = Capabilities(
+        dtypes=("float32", "bfloat16", "float16"), kv="mutated", portable=False, devices=("cpu", "cuda")
+    )
 
     def available(self) -> Availability:
         """Needs a C++ compiler for building."""
@@ -49,17 +54,23 @@ class InductorBackend:
         options = self._choices(program)
         with torch.no_grad(), _quiet(), flags_in_effect():
             torch._inductor.aoti_compile_and_package(
-                program.exported, package_path=str(directory / _PACKAGE), inductor_configs=options
+                moved(program, device_of(program)), package_path=str(directory / _PACKAGE), inductor_configs=options
             )
         write_io(program, directory)
 
     def load(self, directory: Path, weights: Weights | None) -> Run:
-        """Load the package; inputs and outputs go through the flat C++ call, no pytree work per step."""
+        """Load the package; inputs and outputs go through the flat C++ call, no pytree work per step.
+
+        Raises:
+            BackendError: It was compiled for a device that is not here.
+        """
         order = read_io(directory)
+        require_device(order.device, "an engine that inductor built for --device cuda")
         with _quiet():
             package = torch._inductor.aoti_load_package(str(directory / _PACKAGE), run_single_threaded=False)
+        constants: dict[str, torch.Tensor] = {}
         if weights is not None:
-            constants = {name: weights[name] for name in package.get_constant_fqns()}
+            constants = {name: weights[name].to(order.device) for name in package.get_constant_fqns()}
             package.load_constants(constants, check_full_update=True, user_managed=True)
         call = package.loader.run
 
@@ -72,7 +83,9 @@ class InductorBackend:
                     inputs[name].copy_(tensor)
             return dict(zip(order.outputs, results, strict=True))
 
-        return run
+        # The library reads these where they are.
+        run.constants = constants  # type: ignore[attr-defined]
+        return brought(run, order.device, order.caches)
 
     def compile_graph(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> GraphFunction:
         """Compile in memory, with the sizes that the trace in progress has as symbols."""
@@ -80,7 +93,7 @@ class InductorBackend:
         own = torch.fx.GraphModule(module, copied_graph(module.graph))
         with torch.no_grad(), _quiet(), flags_in_effect():
             artifact = torch._inductor.standalone_compile(
-                own, list(example_inputs), dynamic_shapes="from_tracing_context", donate_graph_module=True
+                own, list(example_inputs), dynamic_shapes="from_tracing_context", **donated()
             )
 
         def run(arguments: list[Any]) -> Any:
@@ -123,10 +136,11 @@ class InductorBackend:
         return kernel_nodes(directory / _PACKAGE)
 
     def _choices(self, program: Program) -> dict[str, Any]:
-        frozen = self.keeps_weights(program)
+        # Freezing packs weights for the matrix products of a CPU.
+        frozen = self.keeps_weights(program) and device_of(program) == "cpu"
         # Which nodes a kernel came from is written beside the code, and changes nothing of it but comments.
         choices: dict[str, Any] = {"freezing": frozen, "trace.provenance_tracking_level": 1}
-        if not frozen:
+        if not self.keeps_weights(program):
             choices["aot_inductor.package_constants_in_so"] = False
         return choices | read_flags().settings
 

@@ -1,4 +1,6 @@
-"""Back-end "onnxruntime": ONNX, run by ONNX Runtime on the CPU. No compiler is needed, and the files are portable.
+"""Back-end "onnxruntime": ONNX, run by ONNX Runtime. No compiler is needed, and the files are portable.
+
+For a GPU it needs the package onnxruntime-gpu in the place of onnxruntime; that has never been run on one.
 
 Inputs and outputs go through I/O binding over torch's own memory. A cache is bound as input and as output at once, so
 that a step writes its slots and copies nothing; where the graph does not allow that (see `in_place_caches`) the updated
@@ -13,14 +15,22 @@ from typing import Any
 
 import torch
 
+from glassengine.accelerators import require_device
+from glassengine.backends.devices import device_of
 from glassengine.backends.io import read_io
 from glassengine.backends.onnx_backend import OnnxBackend
 from glassengine.backends.onnx_export import IN_PLACE_KEY, MODEL_FILE, OPSET
 from glassengine.backends.onnx_network import list_optimized
 from glassengine.backends.protocol import Capabilities, Network, Run
+from glassengine.errors import BackendError
 from glassengine.program.program import Program
 
-_PROVIDERS = ["CPUExecutionProvider"]
+# A node that the first provider has no kernel for is left to the second.
+_PROVIDERS: dict[str, list[Any]] = {
+    "cpu": ["CPUExecutionProvider"],
+    # In TF32 float32 would have the ten bits of its mantissa.
+    "cuda": [("CUDAExecutionProvider", {"use_tf32": "0"}), "CPUExecutionProvider"],
+}
 
 # ONNX element types (TensorProto.DataType) of what a program may take or return.
 _ELEMENT_TYPES = {
@@ -44,14 +54,16 @@ class OnnxRuntimeBackend(OnnxBackend):
     package = "onnxruntime"
     install = "pip install 'glassengine[onnx]'"
     # It computes float16 in float32 and drops the casts between two of its nodes.
-    capabilities = Capabilities(dtypes=("float32", "float16"), kv="mutated", portable=True, wide_operands=True)
+    capabilities = Capabilities(
+        dtypes=("float32", "float16"), kv="mutated", portable=True, wide_operands=True, devices=("cpu", "cuda")
+    )
 
     def options(self, program: Program) -> dict[str, Any]:
         """Return how the program is converted and run; threads are chosen when the engine is loaded."""
         return {
             "opset": OPSET,
             "optimize": True,
-            "providers": _PROVIDERS,
+            "providers": _PROVIDERS[device_of(program)],
             "graph_optimization_level": "all",
             "inter_op_num_threads": 1,
         }
@@ -67,14 +79,16 @@ class _Session:
     """A loaded graph and how its inputs and outputs are bound."""
 
     def __init__(self, onnxruntime: Any, directory: Path) -> None:
+        self._order = read_io(directory)
+        _require_provider(onnxruntime, self._order.device)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         options.inter_op_num_threads = 1
         options.log_severity_level = 3  # errors; warnings are about the optimiser's own choices
-        self._session = onnxruntime.InferenceSession(str(directory / MODEL_FILE), options, providers=_PROVIDERS)
+        providers = _PROVIDERS[self._order.device]
+        self._session = onnxruntime.InferenceSession(str(directory / MODEL_FILE), options, providers=providers)
         self._graph_outputs = [value.name for value in self._session.get_outputs()]
         in_place = self._session.get_modelmeta().custom_metadata_map[IN_PLACE_KEY].split()
-        self._order = read_io(directory)
         self._past_of = {present: past for past, present in self._order.caches.items()}
         self._in_place = {self._order.caches[past] for past in in_place}
 
@@ -87,6 +101,9 @@ class _Session:
         for name, graph_name in zip(self._order.outputs, self._graph_outputs, strict=True):
             place = _place(bound[self._past_of[name]]) if name in self._in_place else ()
             binding.bind_output(graph_name, *place)
+        if self._order.device == "cuda":
+            # It runs on a stream of its own, which knows nothing of what torch still does to the inputs.
+            torch.cuda.synchronize()
         self._session.run_with_iobinding(binding)
 
         values = binding.get_outputs_as_ortvaluevector()
@@ -101,6 +118,19 @@ class _Session:
         return results
 
 
+def _require_provider(onnxruntime: Any, device: str) -> None:
+    require_device(device, "an engine that onnxruntime runs on --device cuda")
+    there = onnxruntime.get_available_providers()
+    if device == "cuda" and "CUDAExecutionProvider" not in there:
+        raise BackendError(
+            "this ONNX Runtime cannot use a GPU",
+            got=f"providers {', '.join(there)}",
+            expected="CUDAExecutionProvider",
+            hint="pip uninstall onnxruntime; pip install onnxruntime-gpu",
+        )
+
+
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Where a contiguous tensor lies, in the words of ONNX Runtime's binding."""
-    return "cpu", 0, _ELEMENT_TYPES[tensor.dtype], tuple(tensor.shape), tensor.data_ptr()
+    device = tensor.device
+    return device.type, device.index or 0, _ELEMENT_TYPES[tensor.dtype], tuple(tensor.shape), tensor.data_ptr()

@@ -38,12 +38,14 @@ class Capabilities:
         portable: Whether the built files run on another CPU.
         wide_operands: Whether products of half-precision models may read float32 registers where the output of the op
             before them is rounded.
+        devices: What it can build for. The first is the default; any other must be at hand.
     """
 
     dtypes: tuple[str, ...]
     kv: str
     portable: bool
     wide_operands: bool = False
+    devices: tuple[str, ...] = ("cpu",)
 
 
 @dataclass(frozen=True)

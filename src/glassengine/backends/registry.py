@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
+from glassengine.accelerators import require_device
 from glassengine.backends.protocol import Backend, CompilingGraphs, TakingOnnx
 from glassengine.errors import BackendError, UnknownNameError, UsageError
 
@@ -97,6 +98,29 @@ def _for_onnx(name: str | None) -> Backend:
     )
 
 
+def choose_device(backend: Backend, device: str | None) -> str:
+    """Return what `backend` is to build for: `device`, or what it is for.
+
+    Raises:
+        UsageError: It does not build for that device.
+        BackendError: The device has to be at hand, and is not.
+    """
+    known = backend.capabilities.devices
+    if device is None:
+        return known[0]
+    if device not in known:
+        able = [info.name for info in list_backends() if info.available and _builds_for(info.name, device)]
+        raise UsageError(
+            f"back-end {backend.name!r} does not build for {device!r}",
+            got=f"--device {device}",
+            expected=known,
+            hint=f"--backend {able[0]}" if able else f"--device {known[0]}",
+        )
+    if device != known[0]:
+        require_device(device, f"building with {backend.name} for --device {device}")
+    return device
+
+
 def choose_graph_backend(name: str | None) -> CompilingGraphs:
     """Return the back-end called `name`, or the default one, which must be able to compile a graph in memory.
 
@@ -114,6 +138,10 @@ def choose_graph_backend(name: str | None) -> CompilingGraphs:
         expected=able,
         hint='torch.compile(model, backend="glass", options={"backend": "inductor"})',
     )
+
+
+def _builds_for(name: str, device: str) -> bool:
+    return device in find_backend(name).capabilities.devices
 
 
 def _compiles_graphs(name: str) -> bool:

@@ -32,7 +32,9 @@ class TensorRtRtxBackend(OnnxBackend):
     title = "TensorRT-RTX"
     package = "tensorrt_rtx_bindings"
     install = "pip install 'glassengine[tensorrt-rtx]'"
-    capabilities = Capabilities(dtypes=("float32", "float16", "bfloat16"), kv="mutated", portable=True)
+    capabilities = Capabilities(
+        dtypes=("float32", "float16", "bfloat16"), kv="mutated", portable=True, devices=("cuda",)
+    )
 
     def options(self, program: Program) -> dict[str, Any]:
         """Return how the program is converted and compiled, as the builder itself says it."""

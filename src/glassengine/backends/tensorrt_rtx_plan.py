@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from glassengine.accelerators import require_device
 from glassengine.backends.io import read_io
 from glassengine.backends.tensorrt_rtx_network import dtype_name, read_listing
 from glassengine.errors import BackendError
@@ -76,13 +77,7 @@ class Plan:
 
     @cached_property
     def _context(self) -> Any:
-        if not torch.cuda.is_available():
-            raise BackendError(
-                "an engine of tensorrt_rtx runs on a GPU only",
-                got="torch finds no CUDA device" if torch.version.cuda else "a torch that was built without CUDA",
-                expected="a GPU of compute capability 8.0, 8.6, 8.9, 12.0 or later",
-                hint="to run it here, build with --backend inductor or --backend onnxruntime",
-            )
+        require_device("cuda", "running what tensorrt_rtx built", hint="to run it here, build with --backend inductor")
         self._runtime = self._trt.Runtime(self._logger)
         engine = self._runtime.deserialize_cuda_engine((self._directory / PLAN_FILE).read_bytes())
         context = None if engine is None else engine.create_execution_context()

@@ -242,7 +242,7 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
 
 
 def own_directory(path: Path) -> Path:
-    """Return where this process writes what all ranks of its run write to `path`: `rank<r>/` in it, of several ranks."""
+    """Return where this process writes what the ranks of its run write to `path`: `rank<r>/` in it, of several."""
     rank, count = _place()
     return path / f"rank{rank}" if count > 1 and path.name != f"rank{rank}" else path
 

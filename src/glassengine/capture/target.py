@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
+from glassengine.accelerators import require_device
 from glassengine.capture.intake import Intake, Writer
 from glassengine.capture.known_tokens import KnownTokens
 from glassengine.capture.module_hooks import ModuleHooks
@@ -59,6 +61,7 @@ def record_target(
     byte_budget: int | None = None,
     overwrite: bool = False,
     dtype: str = "auto",
+    device: str | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     revision: str | None = None,
@@ -80,6 +83,7 @@ def record_target(
         byte_budget: As for `record`.
         overwrite: Replace a recording that exists.
         dtype: As for `build`.
+        device: Where the model runs, e.g. "cuda": it and its inputs are moved there; None leaves it where it is.
         attn_implementation: As in transformers.
         trust_remote_code: Allow code that comes with the checkpoint to run.
         revision: Of a hub id.
@@ -91,6 +95,7 @@ def record_target(
         UsageError: The target or its inputs cannot be loaded, or the recording cannot be written.
         IncomparableError: `tokens_of` was made from other prompts.
         UnknownNameError: No site matches the patterns.
+        BackendError: The device cannot be used.
         GlassError: Not everything could be written.
     """
     loaded = load_model(
@@ -104,6 +109,11 @@ def record_target(
     known = None if tokens_of is None else KnownTokens(tokens_of)
     batches = _batches(inputs, known)
     forced = None if known is None else known.following(batches)
+    if device is not None:
+        require_device(device, f"recording {loaded.spec} on {device!r}")
+        loaded.module.to(device)
+        batches = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), batches)
+        forced = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), forced)
 
     def observe(writer: Writer, forced: Sequence[Tensor] | None = None) -> None:
         policy = Policy(sites=sites, values=values, steps=steps, byte_budget=byte_budget)

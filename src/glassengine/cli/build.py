@@ -51,6 +51,10 @@ def command(
     backend: Annotated[
         str | None, typer.Option(help="Back-end; see glass doctor. By default inductor, else onnxruntime.")
     ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="cpu|cuda", help="What the engine runs on; by default what the back-end is for."),
+    ] = None,
     dtype: Annotated[DType, typer.Option(help="auto keeps that of the checkpoint.")] = DType.auto,
     add_output: Annotated[
         list[str] | None,
@@ -85,7 +89,9 @@ def command(
     revision: Annotated[str | None, typer.Option(help="Of a hub id: branch, tag or commit.")] = None,
     adapter: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="LoRA adapter, as peft saves it, to merge into the model.", show_default=False),
+        typer.Option(
+            metavar="DIR", help="LoRA adapter, as peft saves it, to merge into the model.", show_default=False
+        ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an engine that exists.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be built, and its bytes.")] = False,
@@ -109,6 +115,7 @@ def command(
         raise UsageError("the output directory is given twice", got=f"{out_directory} and {output_dir}")
     options: dict[str, Any] = {
         "backend": backend,
+        "device": device,
         "dtype": dtype.value,
         "add_output": add_output or (),
         "inputs": inputs,

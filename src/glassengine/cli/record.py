@@ -48,6 +48,7 @@ def command(
         typer.Option("--noise-floor", help="Run it twice more, and keep what rounding alone does to each tensor."),
     ] = False,
     dtype: Annotated[str, typer.Option(help="auto keeps that of the checkpoint.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="Where the model runs, e.g. cuda.", show_default=False)] = None,
     attn_implementation: Annotated[str | None, typer.Option(help="As in transformers: sdpa, eager.")] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")
@@ -55,7 +56,9 @@ def command(
     revision: Annotated[str | None, typer.Option(help="Of a hub id: branch, tag or commit.")] = None,
     adapter: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="LoRA adapter, as peft saves it, to merge into the model.", show_default=False),
+        typer.Option(
+            metavar="DIR", help="LoRA adapter, as peft saves it, to merge into the model.", show_default=False
+        ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a recording that exists.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Run the model, count bytes, write nothing.")] = False,
@@ -70,8 +73,9 @@ def command(
         "overwrite": overwrite,
     }
     if target[0].endswith(".py"):
-        if inputs is not None or max_new_tokens is not None or tokens_of is not None or dry_run or noise_floor:
-            got = "--inputs, --max-new-tokens, --tokens-of, --noise-floor or --dry-run"
+        given = (inputs, max_new_tokens, tokens_of, device)
+        if any(option is not None for option in given) or dry_run or noise_floor:
+            got = "--inputs, --max-new-tokens, --tokens-of, --device, --noise-floor or --dry-run"
             raise UsageError("a script brings its own inputs, and is run once", got=got)
         return _script(target, output_dir, policy, json)
     if len(target) > 1:
@@ -84,6 +88,7 @@ def command(
             max_new_tokens=max_new_tokens,
             tokens_of=tokens_of,
             dtype=dtype,
+            device=device,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
             revision=revision,

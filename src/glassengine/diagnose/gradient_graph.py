@@ -18,7 +18,6 @@ import torch.fx.traceback as fx_traceback
 from torch import Tensor, nn
 from torch._decomp import get_decompositions
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
-from torch.compiler import _compile_session_context
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -28,6 +27,7 @@ from glassengine.errors import UsageError
 from glassengine.program.outputs import is_view
 from glassengine.program.program import Program
 from glassengine.sites import ROOT
+from glassengine.torch_versions import compiling
 
 BACKWARD = ":backward"
 LOSS = "loss"
@@ -95,7 +95,7 @@ def gradient_program(
         return [value.detach(), *gradients.values()]
 
     try:
-        with fx_traceback.preserve_node_meta(), sdpa_kernel(SDPBackend.MATH), _compile_session_context():
+        with fx_traceback.preserve_node_meta(), sdpa_kernel(SDPBackend.MATH), compiling():
             table: Any = get_decompositions(_DECOMPOSED)
             traced = make_fx(step, table, record_stack_traces=True)(
                 [tensor.detach() for tensor in named.values()], list(tensors.values())

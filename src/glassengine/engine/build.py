@@ -22,7 +22,7 @@ from torch import nn
 
 from glassengine import environment
 from glassengine.backends.protocol import Backend
-from glassengine.backends.registry import choose_backend
+from glassengine.backends.registry import choose_backend, choose_device
 from glassengine.engine import files, outputs
 from glassengine.engine.artifacts import ArtifactWriter
 from glassengine.engine.describe import Settings
@@ -49,6 +49,7 @@ def build(
     *,
     dry_run: Literal[False] = ...,
     backend: str | None = ...,
+    device: str | None = ...,
     dtype: str = ...,
     add_output: Sequence[str] = ...,
     inputs: Inputs | None = ...,
@@ -71,6 +72,7 @@ def build(
     *,
     dry_run: Literal[True],
     backend: str | None = ...,
+    device: str | None = ...,
     dtype: str = ...,
     add_output: Sequence[str] = ...,
     inputs: Inputs | None = ...,
@@ -92,6 +94,7 @@ def build(
     *,
     dry_run: bool = False,
     backend: str | None = None,
+    device: str | None = None,
     dtype: str = "auto",
     add_output: Sequence[str] = (),
     inputs: Inputs | None = None,
@@ -116,6 +119,7 @@ def build(
             as the result for a module object.
         dry_run: Return what would be built, and its bytes, instead of building.
         backend: Name of a back-end; None takes the default, or says which other one it had to take.
+        device: "cpu" or "cuda", what the engine is to run on; None takes what the back-end is for.
         dtype: "auto" (that of the checkpoint), "float32", "bfloat16", "float16" or "float64".
         add_output: Debug outputs, each `SITE|NODE|GLOB[=ALIAS][:DTYPE]` or `@FILE` with a JSON object of names and
             aliases; those of TRTLLM_ADD_OUTPUT are added. An output keeps its own dtype, or is cast to DTYPE when it is
@@ -141,6 +145,7 @@ def build(
         BackendError: The back-end is missing or failed; nothing was left behind.
     """
     chosen, note = choose_backend(backend, for_onnx=is_onnx(model))
+    device = choose_device(chosen, device)
     is_object = isinstance(model, nn.Module)
     target = Path(output_dir) if output_dir is not None else None if is_object else default_directory(str(model))
     if target is not None and not dry_run:
@@ -169,6 +174,7 @@ def build(
     _check_dtype(chosen, loaded.dtype)
     settings = Settings(
         backend=chosen.name,
+        device=device,
         add_output=add_output,
         implicit_outputs=True,
         max_batch_size=max_batch_size,
@@ -244,6 +250,7 @@ def build_program(
     limit = program.metadata.get("max_position_embeddings")
     settings = Settings(
         backend=chosen.name,
+        device=choose_device(chosen, None),
         add_output=outputs,
         max_batch_size=max_batch_size,
         max_seq_len=max_seq_len or limit or DEFAULT_MAX_SEQ_LEN,

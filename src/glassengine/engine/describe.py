@@ -35,6 +35,7 @@ class Settings:
     model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     reloadable: bool = False
     notes: tuple[str, ...] = ()
+    device: str = "cpu"
 
 
 def describe_engine(
@@ -89,6 +90,7 @@ def describe_engine(
         command_line=tuple(environment.without_secrets(sys.argv)),
         git=environment.git_revision(Path.cwd()),
         notes=settings.notes,
+        device=settings.device,
     )
 
 

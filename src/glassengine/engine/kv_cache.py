@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
+from glassengine.accelerators import require_device
 from glassengine.engine.manifest import Manifest
 
 
@@ -22,6 +23,8 @@ class KVCache:
     """
 
     def __init__(self, manifest: Manifest, batch_size: int, length: int) -> None:
+        elsewhere = f"to run it here: glass build {manifest.model.get('spec')} --backend inductor --device cpu"
+        require_device(manifest.device, f"the engine {manifest.name!r}", hint=elsewhere)
         self._presents = manifest.caches
         self._mutated = manifest.kv == "mutated"
         entries = {entry.name: entry for entry in manifest.inputs if entry.name in manifest.caches}
@@ -30,6 +33,7 @@ class KVCache:
             name: torch.zeros(
                 [size if isinstance(size, int) else sizes[size] for size in entry.shape],
                 dtype=getattr(torch, entry.dtype),
+                device=manifest.device,
             )
             for name, entry in entries.items()
         }

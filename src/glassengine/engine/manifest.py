@@ -128,6 +128,7 @@ class Manifest(Result):
         git: Commit checked out where the build ran.
         notes: What the build said aloud, e.g. that another back-end was taken.
         has_encoder: Whether the directory `encoder` holds the engine of an encoder, which runs before the first step.
+        device: What it was built for, "cpu" or "cuda": where its caches lie.
     """
 
     name: str
@@ -164,6 +165,7 @@ class Manifest(Result):
     git: str | None
     notes: tuple[str, ...] = ()
     has_encoder: bool = False
+    device: str = "cpu"
     schema_version: int = SCHEMA_VERSION
     format: str = FORMAT
 

@@ -62,7 +62,7 @@ class Recorder:
             "engine": manifest.name,
             "backend": manifest.backend,
             "dtype": manifest.dtype,
-            "device": "cpu",
+            "device": manifest.device,
             "versions": environment.versions(),
             "cpu": environment.cpu_name(),
             "command_line": environment.without_secrets(sys.argv),

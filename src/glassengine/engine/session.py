@@ -252,7 +252,7 @@ class Session:
     def _keep_pasts(self) -> None:
         """A step overwrites the caches, so whoever asked for `past_*` gets copies made before it."""
         if self._pasts:
-            self._before = {name: _copy(self._cache.tensors[name]) for name in self._pasts}
+            self._before = {name: _copy(self._cache.tensors[name].cpu()) for name in self._pasts}
 
     def _complete_step(self) -> None:
         self.step += 1
@@ -277,7 +277,7 @@ class Session:
             elif name == "logits":
                 values[name] = self._outputs[name]
             elif name in self.engine.past_of:
-                values[name] = self._cache.tensors[self.engine.past_of[name]]
+                values[name] = self._cache.tensors[self.engine.past_of[name]].cpu()
             else:
                 entry = entries[name]
                 if entry.derived is None:
@@ -290,7 +290,8 @@ class Session:
 
     def _derive(self) -> DerivedValues:
         outputs = self._outputs.joinable() if isinstance(self._outputs, PieceOutputs) else self._outputs
-        return self.engine.derive({**self._inputs, **self._cache.tensors}, outputs)
+        caches = {name: tensor.cpu() for name, tensor in self._cache.tensors.items()}
+        return self.engine.derive({**self._inputs, **caches}, outputs)
 
     def _collect(self, names: Iterable[str]) -> DebugBuffers:
         copies: dict[int, torch.Tensor] = {}

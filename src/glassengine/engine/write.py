@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from glassengine.backends.devices import DEVICE
 from glassengine.backends.protocol import LARGEST
 from glassengine.backends.registry import choose_backend
 from glassengine.engine import files, outputs
@@ -61,9 +62,9 @@ def write_engine(
     for output, reason in left_out.items():
         logger.warning("output %s is left out: %s", output, reason)
     executed = add_outputs(program, decided.added) if decided.added else program
-    if program.layout is not None:
-        largest = {**sizes, "sequence": sizes["cache"]}
-        executed = dataclasses.replace(executed, metadata={**executed.metadata, LARGEST: largest})
+    largest = {**sizes, "sequence": sizes["cache"]} if program.layout is not None else {}
+    asked = {LARGEST: largest, DEVICE: settings.device}
+    executed = dataclasses.replace(executed, metadata={**executed.metadata, **asked})
     if artifacts is not None:
         artifacts.stage(stage_of(executed, "outputs"))
         artifacts.options(backend, executed, _options(settings))

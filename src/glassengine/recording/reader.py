@@ -69,8 +69,12 @@ class Recording:
         """
         directory = Path(path)
         if not (directory / layout.MANIFEST).exists():
+            of_ranks = sorted(directory.glob(f"rank*/{layout.MANIFEST}"))
             raise UsageError(
-                "there is no recording", got=str(directory), expected=f"a directory that holds {layout.MANIFEST}"
+                "there is no recording",
+                got=str(directory),
+                expected=f"a directory that holds {layout.MANIFEST}",
+                hint=f"that of one rank: {of_ranks[0].parent}" if of_ranks else None,
             )
         manifest = _read_manifest(directory / layout.MANIFEST)
         shards = ShardFiles(directory)

@@ -1,0 +1,36 @@
+"""What differs between the versions of torch that are supported, in one place.
+
+Tested is the version of `constraints.txt`. Of older ones, from 2.11 on, what is said here was read in their sources and
+never run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+
+def donated() -> dict[str, Any]:
+    """Return the arguments that let Inductor compile a graph where it is; before torch 2.13 it takes a copy anyway."""
+    import torch
+
+    known = inspect.signature(torch._inductor.standalone_compile).parameters
+    return {"donate_graph_module": True} if "donate_graph_module" in known else {}
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Let `torch.compiler.is_compiling()` be true while the block runs.
+
+    torch 2.13 has a private context manager for that, older ones the flag behind it alone.
+    """
+    import torch.compiler
+
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
