@@ -12,9 +12,9 @@ from glassengine.backends.io import write_io
 from glassengine.backends.onnx_export import MODEL_FILE, export_onnx, refuse_bfloat16
 from glassengine.backends.onnx_network import list_network
 from glassengine.backends.protocol import Availability, Capabilities, Network, Run, Weights
-from glassengine.errors import BackendError
+from glassengine.errors import BackendError, GlassError
 from glassengine.program.outputs import functional_form
-from glassengine.program.program import Program
+from glassengine.program.program import OnnxGraph, Program
 
 _CONVERTER = ("onnx", "onnxscript")
 
@@ -60,6 +60,8 @@ class OnnxBackend(ABC):
             refuse_bfloat16(program, self.capabilities)
         export_onnx(program, directory)
         write_io(functional_form(program), directory)
+        if program.onnx is not None:
+            self._require_taken(program.onnx, directory)
 
     def load(self, directory: Path, weights: Weights | None) -> Run:
         """Load what `build` wrote, to run with as many threads as torch uses now.
@@ -73,6 +75,20 @@ class OnnxBackend(ABC):
         """Return the ONNX graph; its layers are called like the nodes whose values they yield."""
         network = list_network(directory / MODEL_FILE, program, self.title)
         return replace(network, optimized=self._optimized(directory, program, network))
+
+    def _require_taken(self, source: OnnxGraph, directory: Path) -> None:
+        """Refuse an ONNX graph that the runtime does not take, before an engine is made of it."""
+        try:
+            self._open(self._runtime(), directory)
+        except GlassError:
+            raise
+        except Exception as error:
+            raise BackendError(
+                f"{self.title} does not take {source.file.path.name}",
+                got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                expected="a valid graph of operators that it knows",
+                hint="onnx.checker.check_model says more; or another back-end with --backend",
+            ) from error
 
     def _runtime(self) -> Any:
         """Return the module `package`.

@@ -99,7 +99,10 @@ def list_network(path: Path, program: Program, runtime: str) -> Network:
     import onnx
 
     model = onnx.load(path, load_external_data=False)
-    return _network(model, {}, _readable_sizes(model.graph, program), f"ONNX, as it was given to {runtime}.")
+    # The layers of a file that was given to us as it is know nothing of nodes; their values do.
+    values = program.onnx.values if program.onnx is not None else {}
+    producers = {name: (node,) for node, name in values.items()}
+    return _network(model, producers, _readable_sizes(model.graph, program), f"ONNX, as it was given to {runtime}.")
 
 
 def list_optimized(path: Path, program: Program, network: Network) -> Network | None:

@@ -58,7 +58,6 @@ class SessionRecording:
         self._writer = BackgroundWriter(path, metadata=metadata, overwrite=overwrite)
         self._intake = Intake(self._writer, self._policy, 0)
         self._steps = Steps()
-        self._outputs = [output.name for output in session.get_outputs()]
 
     def step(self, output_names: Sequence[str] | None, inputs: Mapping[str, Any], results: Sequence[Any]) -> None:
         """Record one run that has ended."""

@@ -31,6 +31,7 @@ from glassengine.engine.manifest import hash_file
 from glassengine.errors import UsageError
 from glassengine.program.artifacts import FORMAT, MANIFEST, SCHEMA_VERSION, read_manifest
 from glassengine.program.graph_diff import diff_graphs, diff_text
+from glassengine.program.onnx.function import OnnxVerifier
 from glassengine.program.listing import NodeLine, Stage, graph_json, graph_text, list_nodes
 from glassengine.program.program import Program
 from glassengine.program.python_source import module_source
@@ -84,11 +85,9 @@ class ArtifactWriter:
         stages = self._data["stages"]
         folder = f"{len(stages):02d}-{re.sub(r'[^0-9A-Za-z_.-]', '-', stage.name)}"
         title = f"{self._data['model']}: stage {folder}."
-        files = {
-            "graph_module.py": module_source(stage, lines, title),
-            "graph.txt": graph_text(lines),
-            "graph.json": graph_json(lines),
-        }
+        files = {"graph.txt": graph_text(lines), "graph.json": graph_json(lines)}
+        if stage.exported.dialect != OnnxVerifier.dialect:  # nothing outside of this package runs an ONNX node
+            files = {"graph_module.py": module_source(stage, lines, title), **files}
         if diff is not None:
             files["diff-from-previous.txt"] = diff_text(diff)
         entry = {"name": stage.name, "directory": folder, "num_nodes": len(lines)}
@@ -109,7 +108,8 @@ class ArtifactWriter:
                 self._note_file(f"{folder}/{name}")
             # The last stage so far under the documents' own names: a build that fails leaves them, too.
             for name in ("graph_module.py", "graph.txt"):
-                self._write(name, files[name])
+                if name in files:
+                    self._write(name, files[name])
             self._save_manifest()
 
     def options(self, backend: Backend, program: Program, options: Mapping[str, Any]) -> None:

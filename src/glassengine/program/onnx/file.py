@@ -285,7 +285,7 @@ def _check(proto: onnx.TensorProto, path: Path) -> None:
         fields = (proto.float_data, proto.int32_data, proto.int64_data, proto.double_data, proto.uint64_data)
         found, expected, unit = max(map(len, (*fields, proto.string_data))), number, "values"
         expected = -(-expected * _bits(proto) // 8) if _bits(proto) < 8 else expected
-        expected *= 2 if onnx.TensorProto.DataType.Name(proto.data_type).startswith("COMPLEX") else 1
+        expected *= 2 if proto.data_type in (onnx.TensorProto.COMPLEX64, onnx.TensorProto.COMPLEX128) else 1
     if found != expected:
         raise CorruptError(
             f"{path.name}: the weight {name!r} does not hold what its shape says",
@@ -335,7 +335,10 @@ def _place(proto: onnx.TensorProto, path: Path) -> tuple[Path, int, int]:
 def _bits(proto: onnx.TensorProto) -> int:
     import onnx
 
-    return _BITS.get(onnx.TensorProto.DataType.Name(proto.data_type), 8)
+    try:
+        return _BITS.get(onnx.TensorProto.DataType.Name(proto.data_type), 8)
+    except ValueError as error:
+        raise CorruptError(f"the weight {proto.name!r} has an unknown type", got=str(proto.data_type)) from error
 
 
 def _num_bytes(proto: onnx.TensorProto, number: int) -> int:
