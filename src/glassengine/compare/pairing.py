@@ -147,7 +147,7 @@ def _literal(value: Any) -> Any:
 
 def difference(ours: Node, theirs: Node) -> str | None:
     """Describe literal arguments that differ, e.g. "scale: 0.25 here, 0.5 in the candidate"."""
-    if ours.target is not theirs.target:
+    if ours.target != theirs.target:
         return f"op: {ours.target} here, {theirs.target} in the candidate"
     schema = getattr(ours.target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema else []
