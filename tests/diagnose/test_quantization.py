@@ -254,6 +254,9 @@ def test_what_does_not_belong_together(base: Path, tmp_path: Path) -> None:
     save_quantized(models.llama(hidden_size=32), tmp_path / "q", "gptq", group_size=16)
     with pytest.raises(IncomparableError, match="no quantised weight of"):
         check(base, candidate=tmp_path / "q")
+    save_quantized(models.llama(vocab_size=300), tmp_path / "v", "gptq")
+    with pytest.raises(IncomparableError, match=r"differ in shape\n.*300[\s\S]*256"):
+        check(base, candidate=tmp_path / "v", steps=0)
     with pytest.raises(UsageError, match="--reproduction and --accum are for ops"):
         check(base, candidate=tmp_path / "q", accumulation="float32")
 

@@ -18,7 +18,7 @@ from glassengine.program import load_model
 from glassengine.program.quantized import is_quantized, quantization_steps
 from glassengine.program.quantized.grid import unpack
 from glassengine.testing import models
-from glassengine.testing.quantized import save_quantized
+from glassengine.testing.quantized import gptq_tensors, round_to_nearest, save_quantized
 
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 
@@ -126,6 +126,40 @@ def test_experts_are_stacked_as_transformers_does(tmp_path: Path) -> None:
     step = quantization_steps(tmp_path)["model.layers.0.mlp.experts.gate_up_proj"]
     assert torch.equal(step[2, :half].abs(), scale.bfloat16().expand(codes.shape))
     assert not step[0].any() and not step[2, half:].any()
+
+
+@pytest.mark.parametrize("prefix", ["transformer.", ""])
+def test_layers_that_keep_their_inputs_first(prefix: str, tmp_path: Path) -> None:
+    """GPT-2's Conv1D holds [inputs, outputs]; formats hold [outputs, inputs], also of a square matrix."""
+    model: Any = models.gpt2()
+    model.save_pretrained(tmp_path)
+    tensors = {
+        prefix + name.removeprefix("transformer."): value
+        for name, value in load_file(tmp_path / "model.safetensors").items()
+    }
+    weight = tensors.pop(f"{prefix}h.0.attn.c_proj.weight").T
+    codes, scale, zero = round_to_nearest(weight, 8, 32)
+    parts = gptq_tensors(codes, scale, zero, 8)
+    tensors |= {f"{prefix}h.0.attn.c_proj.{name}": value for name, value in parts.items()}
+    save_file({name: value.contiguous() for name, value in tensors.items()}, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    name = "transformer.h.0.attn.c_proj.weight"
+    found = load_model(tmp_path).module.get_parameter(name)
+    assert weight.shape[0] == weight.shape[1] and (found.T - weight).abs().max() < 0.01
+    errors = (found - model.get_parameter(name)).abs() / quantization_steps(tmp_path)[name].float().abs()
+    assert 0.4 < errors.quantile(0.95) < 0.6
+
+
+def test_biases_that_have_no_place(tmp_path: Path) -> None:
+    """Some packages write a bias of zeros beside every matrix."""
+    save_quantized(models.llama(), tmp_path, "gptq")
+    name = WEIGHT.replace("weight", "bias")
+    replace(tmp_path, lambda tensors: tensors.update({name: torch.zeros(128)}))
+    load_model(tmp_path)
+    replace(tmp_path, lambda tensors: tensors.update({name: torch.ones(128)}))
+    with pytest.raises(UsageError, match=r"biases that its model has no place for\n.*up_proj.bias"):
+        load_model(tmp_path)
 
 
 def test_dtype_is_that_of_the_checkpoint_or_the_one_asked_for(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from glassengine.compare.quantization_sums import LEAST_GROUP, Sums
 from glassengine.results import Hint
 
 MOST_RMS = 1.0
@@ -32,11 +33,9 @@ MOST_SHIFT = 0.75
 MOST_SLOPE = 0.15
 MOST_ALL = 0.12
 """Of the slope of all groups: integers of 2 bits, cut off to have a zero in the middle, have one of 0.93."""
-MOST_ELEMENT = 1.5
 _NEAREST = 0.6
 """Where 99 % of the errors are below it, values were rounded to nearest (scales are stored rounded, too)."""
 _SIGNIFICANT = 8.0
-_LEAST_GROUP = 16
 _RIGHT = 0.8
 """Correlation with the right values; of 2 bit integers it is about 0.9."""
 _WRONG = 0.5
@@ -82,72 +81,57 @@ def judge_weight(
         step: Of each element, negative at the ends of the range; 0 for elements that are not quantised.
         others: Name -> unquantised weights of the same shape, which it may be by mistake.
     """
-    b, c, s = (x.detach().double().reshape(-1, x.shape[-1]) for x in (baseline, candidate, step))
-    quantised, inside = s != 0, s > 0
-    size = s.abs().where(quantised, torch.ones(()).double())
-    e = torch.where(quantised, (c - b) / size, 0.0)
-    bounded = torch.where(inside, e, e.clamp(-0.5, 0.5))
-    rms = math.sqrt(float(bounded.square().sum()) / max(int(quantised.sum()), 1))
-    groups = _Groups(b, c, e, s)
-    mistakes = [*groups.mistakes(), *_inputs(b, c), *_single(e, inside)]
-    correlation = _correlation(b, c)
-    if not torch.isfinite(c).all():
+    b, c, s = (x.detach().reshape(-1, x.shape[-1]) for x in (baseline, candidate, step))
+    sums = Sums(b, c, s)
+    groups = _Groups(torch.cat(sums.groups, 1), sums.slope, sums.correlation)
+    mistakes = list(groups.mistakes()) or list(_inputs(sums.columns, len(b)))
+    mistakes += _single(sums)
+    rms = math.sqrt(sums.bounded / max(sums.num_quantised, 1))
+    if not sums.is_finite:
         mistakes = [Hint("not a number", "the quantised weight has values that are no numbers", 1.0)]
         rms = math.inf
-    elif correlation < _WRONG or (mistakes and correlation < _RIGHT):
-        instead = _instead(b, c, others or {})
+    elif sums.correlation < _WRONG or (mistakes and sums.correlation < _RIGHT):
+        instead = _instead(b, c, others or {}, sums.correlation)
         if instead is not None:
             mistakes = [instead]
-        elif correlation < _WRONG and groups.share < _WRONG:
-            text = f"its correlation with the unquantised weight is {correlation:.2g}: another order, or another weight"
-            mistakes = [Hint("not its values", text, 0.7)]
+        elif sums.correlation < _WRONG and groups.share < _WRONG:
+            text = f"its correlation with the unquantised weight is {sums.correlation:.2g}"
+            mistakes = [Hint("not its values", f"{text}: another order, or another weight", 0.7)]
     if not mistakes and rms > MOST_RMS:
         mistakes = [Hint("not its values", f"it is {rms:.3g} steps (rms) from the unquantised weight", 0.5)]
-    noise = float((c - b).square().sum())
+    power = float(sums.columns[0].sum())
     return WeightError(
-        snr_db=10 * math.log10(float(b.square().sum()) / noise) if noise > 0 and b.any() else math.inf,
+        snr_db=10 * math.log10(power / sums.noise) if sums.noise > 0 and power > 0 else math.inf,
         rms_steps=rms,
-        max_steps=float(e[inside].abs().max()) if inside.any() else None,
+        max_steps=sums.largest if sums.num_inside else None,
         num_groups=groups.number,
         mistakes=tuple(mistakes),
     )
 
 
 class _Groups:
-    """Means and slopes of the elements that share a row and a step."""
+    """Means and slopes of the elements that share a row and a step.
 
-    def __init__(self, b: Tensor, c: Tensor, e: Tensor, step: Tensor) -> None:
-        steps, order = step.abs(), torch.arange(step.shape[1]).expand(step.shape)
-        if int((steps.diff(dim=1) != 0).sum()) * _LEAST_GROUP > steps.numel():
-            # Groups of inputs that were sorted by their size, as GPTQ does, lie in pieces.
-            steps, order = steps.sort(dim=1, stable=True)
-        starts = torch.ones_like(steps, dtype=torch.bool)
-        starts[:, 1:] = steps.diff(dim=1) != 0
-        index = starts.flatten().cumsum(0) - 1
-        self.number = int(index[-1]) + 1
-        b, c, e, step = (x.gather(1, order).flatten() for x in (b, c, e, step))
+    Args:
+        sums: [8, groups], as in `Sums`.
+        slope: Of all elements.
+        correlation: Of all elements.
+    """
 
-        def total(values: Tensor) -> Tensor:
-            return torch.zeros(self.number, dtype=torch.float64).index_add_(0, index, values)
-
-        inside = (step > 0).double()
-        self.steps = steps.flatten()[starts.flatten()]
-        count, all_of = total(inside), total(torch.ones_like(b))
+    def __init__(self, sums: Tensor, slope: float, correlation: float) -> None:
+        self.steps, count, all_of, errors, squares, bb, bc, cc = sums
+        self.number = len(count)
         n = count.clamp(min=1)
-        self.mean = total(e * inside) / n
-        spread = (total(e.square() * inside) / n - self.mean.square()).clamp(min=0).sqrt()
-        enough = (count >= _LEAST_GROUP) & (self.steps > 0)
+        self.mean = errors / n
+        spread = (squares / n - self.mean.square()).clamp(min=0).sqrt()
+        enough = (count >= LEAST_GROUP) & (self.steps > 0)
         self.moved = enough & (self.mean.abs() > MOST_SHIFT) & (self.mean.abs() > _SIGNIFICANT * spread / n.sqrt())
-        power = total(b * b).clamp(min=1e-300)
-        self.slope = total(b * c) / power
-        left = (total(c * c) - self.slope.square() * power).clamp(min=0)
-        error = (left / (all_of * power)).sqrt()
+        self.slope, error = _slopes(bb, bc, cc, all_of)
         off = (self.slope - 1).abs()
-        enough = (all_of >= _LEAST_GROUP) & (self.steps > 0)
+        enough = (all_of >= LEAST_GROUP) & (self.steps > 0)
         self.scaled = enough & (off > MOST_SLOPE) & (off > _SIGNIFICANT * error)
         # Also of bits too few to tell it of one group.
-        whole = float((b * c).sum() / power.sum())
-        if _correlation(b, c) > _RIGHT and abs(whole - 1) > MOST_ALL and float(off.median()) > MOST_ALL:
+        if correlation > _RIGHT and abs(slope - 1) > MOST_ALL and float(off.median()) > MOST_ALL:
             self.scaled |= enough
         self.share = float((self.scaled | self.moved).double().mean())
 
@@ -179,45 +163,45 @@ class _Groups:
         return float(apart.median()) < 0.05 and float((self.slope - 1).abs().median()) > 0.02
 
 
-def _inputs(b: Tensor, c: Tensor) -> Iterator[Hint]:
+def _slopes(bb: Tensor, bc: Tensor, cc: Tensor, number: Tensor | int) -> tuple[Tensor, Tensor]:
+    """Return slopes of c on b, and their standard errors, from sums of squares and products."""
+    power = bb.clamp(min=1e-300)
+    slope = bc / power
+    left = (cc - slope.square() * power).clamp(min=0)
+    return slope, (left / (number * power)).sqrt()
+
+
+def _inputs(columns: Tensor, number: int) -> Iterator[Hint]:
     """Yield what no rounding of the weights of one input explains: they were scaled, and nothing undoes it."""
-    power = b.square().sum(0).clamp(min=1e-300)
-    slope = (b * c).sum(0) / power
-    left = (c.square().sum(0) - slope.square() * power).clamp(min=0)
-    off, error = (slope - 1).abs(), (left / (len(b) * power)).sqrt()
+    slope, error = _slopes(columns[0], columns[1], columns[2], number)
+    off = (slope - 1).abs()
     scaled = (off > MOST_SLOPE) & (off > _SIGNIFICANT * error)
-    if len(b) >= _LEAST_GROUP and scaled.any():
+    if number >= LEAST_GROUP and scaled.any():
         found = slope[scaled]
         text = f"{len(found)} of {len(slope)} inputs are {float(found.min()):.3g} to {float(found.max()):.3g} times"
         yield Hint("scaled inputs", text, 0.6)
 
 
-def _single(e: Tensor, inside: Tensor) -> Iterator[Hint]:
-    errors = e[inside].abs()
-    far = int((errors > MOST_ELEMENT).sum())
-    # A sample is enough to tell how values were rounded, and a quantile of all of them would be sorted.
-    if (
-        far
-        and far < 0.01 * errors.numel()
-        and float(errors[:: max(1, errors.numel() // 65536)].quantile(0.99)) < _NEAREST
-    ):
-        text = f"{far} of {errors.numel()} elements are up to {float(errors.max()):.3g} steps away, all others rounded"
+def _single(sums: Sums) -> Iterator[Hint]:
+    far, number = sums.num_far, sums.num_inside
+    if far and far < 0.01 * number and float(sums.sample.quantile(0.99)) < _NEAREST:
+        text = f"{far} of {number} elements are up to {sums.largest:.3g} steps away, all others rounded"
         yield Hint("single elements", text, 0.8)
 
 
-def _instead(b: Tensor, c: Tensor, others: Mapping[str, Tensor]) -> Hint | None:
+def _instead(b: Tensor, c: Tensor, others: Mapping[str, Tensor], correlation: float) -> Hint | None:
     """Return what the values of a weight are instead of its own, if that can be told."""
     rows, columns = (min(size, _SAMPLE) // 8 * 8 for size in b.shape)
-    small_b, small_c = b[:rows, :columns], c[:rows, :columns]
+    small_b, small_c = b[:rows, :columns].double(), c[:rows, :columns].double()
     for cause, order in _ORDERS:
         for axis, name in ((1, "inputs"), (0, "outputs")):
             index = torch.arange(small_c.shape[axis]).reshape(-1, 8)[:, list(order)].flatten()
             if index.numel() and _correlation(small_b, small_c.index_select(axis, index)) > _RIGHT:
                 text = f"eight neighbouring {name} are in the order {order}: {cause}"
                 return Hint("packing order", text, 1.0)
-    if b.shape[0] == b.shape[1] and _correlation(b, c.T) > _RIGHT:
+    if b.shape[0] == b.shape[1] and _correlation(small_b, c.T[:rows, :columns].double()) > _RIGHT:
         return Hint("transposed", "it is the transposed weight", 1.0)
-    if _correlation(b, c) < -_RIGHT:
+    if correlation < -_RIGHT:
         return Hint("sign", "it has the other sign", 1.0)
     found = next((name for name, other in others.items() if _is_same(other, c)), None)
     return None if found is None else Hint("another weight", f"it is the weight {found}", 1.0)
@@ -225,7 +209,7 @@ def _instead(b: Tensor, c: Tensor, others: Mapping[str, Tensor]) -> Hint | None:
 
 def _is_same(other: Tensor, c: Tensor) -> bool:
     rows = other.detach().reshape(-1, other.shape[-1])[:_SAMPLE, :_SAMPLE].double()
-    return _correlation(rows, c[:_SAMPLE, :_SAMPLE]) > _RIGHT
+    return _correlation(rows, c[:_SAMPLE, :_SAMPLE].double()) > _RIGHT
 
 
 def _correlation(a: Tensor, b: Tensor) -> float:

@@ -136,10 +136,14 @@ def check_quantized(
         different=tuple(different),
     )
     only = [
-        Skipped(name, "baseline", "the candidate has no such weight", rung=RUNG) for name in ours if name not in both
+        Skipped(name, "baseline", "the candidate has no such weight of its shape", rung=RUNG)
+        for name in ours
+        if name not in both
     ]
     only += [
-        Skipped(name, "candidate", "the baseline has no such weight", rung=RUNG) for name in theirs if name not in both
+        Skipped(name, "candidate", "the baseline has no such weight of its shape", rung=RUNG)
+        for name in theirs
+        if name not in both
     ]
     return concluded(baseline, candidate, result, only, both, fail_on)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from glassengine.compare.logits import compare_logits
 from glassengine.compare.quantization import WeightError
 from glassengine.diagnose.cases import causal_cases
-from glassengine.errors import UsageError
+from glassengine.errors import IncomparableError, UsageError
 from glassengine.program import LoadedModel, example_inputs
 
 _PATIENCE_S = 2.0
@@ -153,6 +153,10 @@ def one_by_one(
 def difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> dict[str, Any]:
     """Return error power, SNR, and where the results are logits divergence and agreement, over all forwards."""
     b, c = torch.cat(list(expected)), torch.cat(list(found))
+    if b.shape != c.shape:
+        raise IncomparableError(
+            "the results of the two sides differ in shape", got=str(list(c.shape)), expected=str(list(b.shape))
+        )
     error, power = float((c.double() - b.double()).square().sum()), float(b.double().square().sum())
     logits = compare_logits(b, c) if b.dim() == 2 and b.shape[1] > 1 else None
     return {

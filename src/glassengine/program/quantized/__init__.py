@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +80,11 @@ def load_quantized(
     from transformers import GenerationConfig
 
     revision = options.pop("revision", "main")
+    target = _Target.of(model_class, config, dtype, **options)
     weights: dict[str, Tensor] = {}
     number = 0
     for name, value in _reader(settings, spec, revision):
-        weights[name] = value.weight().to(dtype) if isinstance(value, Grid) else value
+        weights[name] = target.placed(name, value.weight()).to(dtype) if isinstance(value, Grid) else value
         number += isinstance(value, Grid)
     described = {"method": settings.get("quant_method"), "num_weights": number}
     if not described["num_weights"]:
@@ -93,7 +95,11 @@ def load_quantized(
     logger.info("%s: %d weights are dequantised (%s)", spec, described["num_weights"], described["method"])
     if _quantises_inputs(settings):
         logger.warning("%s also quantises activations, which are not quantised here", spec)
-    module, report = _load(model_class, config, weights, dtype, **options)
+    module, report = target.load(weights, dtype, **options)
+    # Some packages give every matrix a bias of zeros; one that is none would be lost.
+    lost = [name for name in report["unexpected_keys"] if name.endswith(".bias") and weights[name].any()]
+    if lost:
+        raise UsageError(f"{spec} has biases that its model has no place for", got=", ".join(lost[:3]))
     if hasattr(module, "generation_config"):
         # transformers reads it beside weights in files, not beside weights in a dict.
         with contextlib.suppress(OSError):
@@ -137,12 +143,13 @@ def quantization_steps(
     settings = take_settings(config)
     if settings is None:
         raise UsageError(f"{spec} is not quantised", expected="quantization_config in its config.json")
-    steps = {
-        name: value.step().bfloat16() if isinstance(value, Grid) else torch.zeros(value.shape, dtype=torch.bfloat16)
-        for name, value in _reader(settings, name, revision)
-    }
+    target = _Target.of(model_class_of(config), config, torch.bfloat16, trust_remote_code=trust_remote_code)
+    steps = {}
+    for weight, value in _reader(settings, name, revision):
+        step = target.placed(weight, value.step()) if isinstance(value, Grid) else torch.zeros(value.shape)
+        steps[weight] = step.bfloat16()
     with without_bars():
-        module, _ = _load(model_class_of(config), config, steps, torch.bfloat16, trust_remote_code=trust_remote_code)
+        module, _ = target.load(steps, torch.bfloat16)
     return {name: parameter.detach() for name, parameter in module.named_parameters() if parameter.detach().any()}
 
 
@@ -163,16 +170,34 @@ def _reader(settings: Mapping[str, Any], spec: str, revision: str) -> Read:
     return METHODS[method](Parts(read_tensors(files), settings, read_headers(files)))
 
 
-def _load(
-    model_class: Any, config: Any, weights: dict[str, Tensor], dtype: torch.dtype, **options: Any
-) -> tuple[nn.Module, dict[str, Any]]:
-    # The automatic classes take weights from files only; what they would make is made once, without memory.
-    plain: Any = type(without_weights(model_class, config, dtype, **options))
-    options.pop("trust_remote_code", None)
-    module, report = plain.from_pretrained(
-        None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True, **options
-    )
-    return module, report
+@dataclass(frozen=True)
+class _Target:
+    """The class that takes the weights, and the names of those it keeps as [I, O]: GPT-2's Conv1D."""
+
+    plain: Any
+    config: Any
+    transposed: frozenset[str]
+
+    @classmethod
+    def of(cls, model_class: Any, config: Any, dtype: torch.dtype, **options: Any) -> _Target:
+        # The automatic classes take weights from files only; what they would make is made once, without memory.
+        empty = without_weights(model_class, config, dtype, **options)
+        paths = [path for path, module in empty.named_modules() if type(module).__name__ == "Conv1D"]
+        # A checkpoint of the model without its head has names without the prefix.
+        names = [f"{path}.weight" for path in (*paths, *(path.partition(".")[2] for path in paths))]
+        return cls(type(empty), config, frozenset(names))
+
+    def placed(self, name: str, value: Tensor) -> Tensor:
+        """Return a matrix [O, I] as the module of this name keeps it."""
+        return value.T if name in self.transposed else value
+
+    def load(self, weights: dict[str, Tensor], dtype: torch.dtype, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
+        """Return the model with these weights, and transformers' report on it."""
+        options.pop("trust_remote_code", None)
+        module, report = self.plain.from_pretrained(
+            None, config=self.config, state_dict=weights, dtype=dtype, output_loading_info=True, **options
+        )
+        return module, report
 
 
 def _quantises_inputs(settings: Any) -> bool:
