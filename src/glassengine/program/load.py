@@ -125,8 +125,10 @@ def load_model(
             module, quantization = _from_transformers(
                 directory, dtype, attn_implementation, trust_remote_code, revision, weights
             )
-    if adapter is not None and weights:
-        adapters.merge(module, adapters.read_adapter(adapter))
+    if adapter is not None:
+        found = adapters.read_adapter(adapter)
+        if weights:
+            adapters.merge(module, found)
     module.eval()
     floating = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     config: Any = getattr(module, "config", None)
