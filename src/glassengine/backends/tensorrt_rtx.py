@@ -19,7 +19,7 @@ from glassengine.backends.protocol import LARGEST, Capabilities, Network, Run
 from glassengine.backends.tensorrt_rtx_network import listing_of, read_listing, write_listing
 from glassengine.backends.tensorrt_rtx_plan import PLAN_FILE, Plan, logger_of
 from glassengine.errors import BackendError
-from glassengine.program.program import SMALLEST, Program
+from glassengine.program.program import SMALLEST, OnnxGraph, Program
 
 UNBOUNDED = 1024
 """Largest value of a dynamic size to which nothing sets a bound: a plan has one for every size."""
@@ -81,9 +81,10 @@ class TensorRtRtxBackend(OnnxBackend):
             raise BackendError("TensorRT-RTX cannot compile the program", got=logger.text()[:2000])
         (directory / PLAN_FILE).write_bytes(memoryview(plan))
         write_listing(listing, directory)
-        # The plan has the weights; they need not be there twice.
-        for path in directory.glob(f"{MODEL_FILE}*"):
-            path.unlink()
+        # The plan has the weights; they need not be there twice. An engine of an ONNX file has them from there alone.
+        if program.onnx is None:
+            for path in directory.glob(f"{MODEL_FILE}*"):
+                path.unlink()
 
     def network(self, program: Program, directory: Path) -> Network:
         """Return the network that TensorRT-RTX made of the ONNX graph, before its own fusions.
@@ -92,6 +93,9 @@ class TensorRtRtxBackend(OnnxBackend):
             CorruptError: The listing was not written by `build`.
         """
         return read_listing(directory)
+
+    def _require_taken(self, source: OnnxGraph, directory: Path) -> None:
+        """Leave that to `build`, which compiles the graph."""
 
     def _open(self, runtime: Any, directory: Path) -> Run:
         return Plan(runtime, directory).run

@@ -63,15 +63,14 @@ def write_engine(
         logger.warning("output %s is left out: %s", output, reason)
     executed = add_outputs(program, decided.added) if decided.added else program
     largest = {**sizes, "sequence": sizes["cache"]} if program.layout is not None else {}
-    asked = {LARGEST: largest, DEVICE: settings.device}
-    executed = dataclasses.replace(executed, metadata={**executed.metadata, **asked})
+    built = dataclasses.replace(executed, metadata={**executed.metadata, LARGEST: largest, DEVICE: settings.device})
     if artifacts is not None:
         artifacts.stage(stage_of(executed, "outputs"))
-        artifacts.options(backend, executed, _options(settings))
+        artifacts.options(backend, built, _options(settings))
     (directory / files.MAIN).mkdir()
     progress(f"compiling {name} with {backend.name}")
     graph = captured_program(executed)
-    compile_executable(f"{name}/main", lambda path: backend.build(executed, path), directory / files.MAIN, graph)
+    compile_executable(f"{name}/main", lambda path: backend.build(built, path), directory / files.MAIN, graph)
     if artifacts is not None:
         artifacts.network(backend, executed, directory / files.MAIN)
     progress(f"writing {name}")
