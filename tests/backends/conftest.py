@@ -7,11 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from glassengine.backends.registry import find_backend
-from glassengine.program import example_inputs, export_program, export_programs, load_model
 from glassengine.program.export import export_module
 from glassengine.program.program import Program
 from glassengine.testing import conformance, models
-from glassengine.testing.architectures import FAMILIES, ONE_FORWARD
+from glassengine.testing.conformance_table import PROGRAMS, make_program
 
 MakeProgram = Callable[..., Program]
 MakeSubject = Callable[..., conformance.Subject]
@@ -19,19 +18,13 @@ MakeSubject = Callable[..., conformance.Subject]
 
 @pytest.fixture(scope="session")
 def program_of() -> MakeProgram:
-    """Return a function (model name, or family and part, and dtype) -> program; each is exported once."""
+    """Return a function (one of `PROGRAMS` or a plain module of `models`, dtype) -> program; each is exported once."""
     made: dict[tuple[str, str], Program] = {}
 
     def make(name: str, dtype: str = "float32") -> Program:
         if (name, dtype) not in made:
-            family, _, part = name.partition(" ")
-            if part:
-                programs = export_programs(load_model(FAMILIES[family](), dtype=dtype))
-                made[f"{family} encoder", dtype], made[f"{family} decoder", dtype] = programs
-            elif name in FAMILIES:
-                model = load_model(FAMILIES[name](), dtype=dtype)
-                inputs = example_inputs(model.module) if name in ONE_FORWARD else None
-                made[name, dtype] = export_program(model, inputs=inputs)
+            if name in PROGRAMS:
+                made[name, dtype] = make_program(name, dtype)
             else:
                 steps = [getattr(models, f"{name}_inputs")(batch) for batch in (2, 3)]
                 made[name, dtype] = export_module(getattr(models, name)(), steps)

@@ -162,6 +162,7 @@ def check(
     more = beside_tokens(given) if model.kind == "causal_lm" else beside_source(model, given) if is_double else []
     if more:
         model, given = replace(model, kind="module", decoding=""), in_one_forward(given)
+    parts = _parts(engine, 2 if model.decoding == "encoder_decoder" else 1)
     with ExitStack() as stack:
         stack.enter_context(threads_for(model.module))
         case = recorded_case(record) if record is not None and inputs is None else None
@@ -173,7 +174,7 @@ def check(
             why = f"given {', '.join(more)} beside tokens, the model is judged as a plain module, without a decode loop"
             climbs[0].skipped.append(Skipped("decode steps", "both", why))
         results = []
-        for climb, part in zip(climbs, _parts(engine, len(climbs)), strict=True):
+        for climb, part in zip(climbs, parts, strict=True):
             climb.accumulation = _accumulation(accumulation)
             coarsest = None
             if part is not None:

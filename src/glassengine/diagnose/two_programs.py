@@ -88,10 +88,11 @@ def start_both(
     Raises:
         UsageError: The model cannot be traced, or the inputs do not fit it.
     """
+    sources = _sources(model, inputs, steps)
     progress("exporting the two programs")
     encoder, decoder = export_programs(model)
     of_encoder, of_decoder = [], []
-    for name, source, ids in _sources(model, inputs, steps):
+    for name, source, ids in sources:
         with torch.no_grad():
             constants = {key: value.contiguous() for key, value in Encoder(model.module)(source).items()}
         if takes_mask(model.module):
