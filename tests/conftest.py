@@ -212,7 +212,8 @@ def _identity(model: Any) -> tuple[str, list[Any]]:
         for name, module in model.named_modules()
     ]
     config = getattr(model, "config", None)
-    settings = None if config is None else (config.to_dict(), config._attn_implementation)
+    # Its dtype is that of the weights, or not filled in.
+    settings = None if config is None else ({**config.to_dict(), "dtype": None}, config._attn_implementation)
     state = _state({**dict(model.named_parameters()), **dict(model.named_buffers())})
     described = f"{model} {own} {sorted(map(id, code))} {settings} {state}"
     return hashlib.sha256(described.encode()).hexdigest(), code

@@ -75,13 +75,13 @@ def draw(result: SideBySide) -> str:
 
 
 def test_a_debug_build_and_a_release_build(release: Path, debug: Path, program: Program, tmp_path: Path) -> None:
-    build_program(program, tmp_path / "inductor", backend="inductor")
-    result = run(release, debug, tmp_path / "inductor")
+    build_program(program, tmp_path / "runtime", backend="onnxruntime")
+    result = run(release, debug, tmp_path / "runtime")
     first, second, third = result.columns
     assert (first.agreement, second.agreement, third.agreement) == (None, "bitwise", "within rounding")
     assert result.ok and result.agreement == "within rounding"
     assert second.added_outputs == ("model.layers.0.mlp", "model.layers.1.mlp") and first.added_outputs == ()
-    assert (first.backend, third.backend) == ("eager", "inductor") and third.dtype == "float32"
+    assert (first.backend, third.backend) == ("eager", "onnxruntime") and third.dtype == "float32"
     # What differs is shown for all, what does not for none.
     assert [column.options["max_seq_len"] for column in result.columns] == ["128", "64", "128"]
     assert [column.options["weights"].split()[0] for column in result.columns] == ["beside", "beside", "within"]

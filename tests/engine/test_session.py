@@ -17,6 +17,8 @@ from glassengine.errors import UnknownNameError, UsageError
 from glassengine.program import Program
 
 ROWS = [[5, 6, 7, 8, 9, 10], [11, 12, 13]]
+# Of Inductor, test_tokens_of_transformers shows tokens and buffers always.
+NAMES = ["engine", pytest.param("inductor_engine", marks=pytest.mark.slow)]
 
 
 def reference(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -28,7 +30,7 @@ def reference(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor
     return result
 
 
-@pytest.mark.parametrize("name", ["engine", "inductor_engine"])
+@pytest.mark.parametrize("name", NAMES)
 def test_steps_are_those_of_the_model(name: str, model: Any, request: pytest.FixtureRequest) -> None:
     session = request.getfixturevalue(name).session(2, 10)
     ids, mask = pad_left(ROWS, 0)
@@ -58,7 +60,7 @@ def test_single_token_prompt(engine: Engine, model: Any) -> None:
     torch.testing.assert_close(logits, reference(model, ids, torch.ones_like(ids)), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["engine", "inductor_engine"])
+@pytest.mark.parametrize("name", NAMES)
 def test_debug_buffers_are_named_and_ordered_as_documented(name: str, request: pytest.FixtureRequest) -> None:
     session = request.getfixturevalue(name).session(2, 8, debug=True)
     ids, mask = pad_left(ROWS, 0)
