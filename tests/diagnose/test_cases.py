@@ -9,7 +9,10 @@ import torch
 from torch import nn
 
 from glassengine.diagnose import check
+from glassengine.diagnose.cases import causal_cases
 from glassengine.errors import UsageError
+from glassengine.program import load_model
+from glassengine.testing import models
 from glassengine.testing.architectures import FAMILIES
 
 IMAGE_TOKEN = 3
@@ -26,10 +29,17 @@ def test_images_beside_tokens_are_looked_at(tmp_path: Path) -> None:
     result = check(baseline, candidate=candidate, inputs=str(tmp_path / "inputs.pt"))
     assert not result.ok and result.first_divergence is not None
     assert result.first_divergence.site == "model.vision_tower.encoder.layers.0.mlp.fc1/linear.0"
-    assert ["decode steps"] == [item.site for item in result.skipped if "given pixel_values beside" in item.reason]
+    assert [item.site for item in result.skipped if "given pixel_values beside" in item.reason] == ["decode steps"]
 
 
 def test_tokens_that_are_missing_are_named(llama: nn.Module, tmp_path: Path) -> None:
     torch.save({"attention_mask": torch.ones(1, 4).long()}, tmp_path / "inputs.pt")
     with pytest.raises(UsageError, match="no input_ids"):
         check(llama, inputs=str(tmp_path / "inputs.pt"))
+
+
+def test_built_in_prompts_fit_a_model_of_few_positions() -> None:
+    model = load_model(models.gpt2(n_positions=10))
+    cases = causal_cases(model, None, steps=3)
+    assert [case.cache_length for case in cases] == [10, 10, 10]
+    assert [int(mask.sum()) for case in cases if (mask := case.attention_mask) is not None] == [7, 7, 14]

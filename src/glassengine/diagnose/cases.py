@@ -181,8 +181,11 @@ def causal_cases(model: LoadedModel, inputs: Inputs, steps: int) -> list[Case]:
         _check_ids([case.input_ids for case in cases], vocabulary)
         return _by_token(model, cases)
     rows = _prompt_ids(model, inputs, vocabulary)
-    if inputs is None and model.decoding == "recurrent":
-        rows = [row[:size] for row, size in zip(rows, SHORT, strict=True)]
+    if inputs is None:
+        # What nobody asked for must not be longer than a small model can take.
+        most = max(1, model.metadata.get("max_position_embeddings", 1 << 62) - steps)
+        sizes = SHORT if model.decoding == "recurrent" else (most, most)
+        rows = [row[: min(size, most)] for row, size in zip(rows, sizes, strict=True)]
     _check_ids(rows, vocabulary)
     cases = [_padded(f"prompt {index}", [row], steps) for index, row in enumerate(rows)]
     if len(rows) > 1:
