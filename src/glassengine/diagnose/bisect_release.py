@@ -46,7 +46,7 @@ def bisect_release(climb: Climb, backend: str | None, judge: Judge, progress: Pr
         progress(f"building with outputs at {', '.join(asked)}")
         with tempfile.TemporaryDirectory(prefix="glassengine-bisect-") as folder:
             engine = build_program(program, Path(folder) / "e", backend=backend, outputs=asked, **sizes_of(climb.cases))
-            table = engine_nodes(climb.program, engine, asked)
+            table = engine_nodes(climb, engine, asked)
             score = Score(EngineSide(engine, table, RUNG, "judged at a few outputs a build"), climb.program)
             model = climb.chooser()
             judge(model, [Score(model, climb.program), score])

@@ -14,7 +14,7 @@ import torch
 
 from glassengine.backends import registry
 from glassengine.compare.operation import FLOAT32_SUMS, Accumulation
-from glassengine.compare.pairing import SitePair, pair_sites
+from glassengine.compare.pairing import SitePair
 from glassengine.compare.tolerance import is_inexact
 from glassengine.diagnose.cases import Case, Inputs, causal_cases, module_cases
 from glassengine.diagnose.counterparts import pair_programs
@@ -48,7 +48,10 @@ Progress = Callable[[str], None]
 
 @dataclass
 class Climb:
-    """Everything one check has at hand; filled rung by rung. `built` is what the engines are built from."""
+    """Everything one check has at hand; filled rung by rung.
+
+    `built` is what the engines are built from, `pairs` which of its ops are those of the baseline's program.
+    """
 
     baseline: LoadedModel
     program: Program
@@ -57,6 +60,7 @@ class Climb:
     scores: list[Score]
     accumulation: Accumulation = FLOAT32_SUMS
     built: Program | None = None
+    pairs: Mapping[str, SitePair] = field(default_factory=dict)
     skipped: list[Skipped] = field(default_factory=list)
     severity: dict[str, Severity] = field(default_factory=dict)
     weights: WeightsComparison | None = None
@@ -103,44 +107,46 @@ def add_built(
     only_release: bool = False,
 ) -> None:
     """The baseline's own passes, (with `all_rungs`) every op compiled alone, engine and release engine."""
-    built = climb.program
-    for spec in passes:
-        progress(f"applying {spec}")
-        built = apply_pass(built, spec)
-        pairs, _, _ = pair_sites(climb.program, built)
-        by_node = {pair.baseline.node: pair for pair in pairs}
-        climb.add(
-            ProgramSide(
-                built, by_node, rung=f"pass {spec}", replay=Replay(climb.program, accumulation=climb.accumulation)
-            )
-        )
-    climb.built = built
+    add_passes(climb, passes, progress)
+    assert climb.built is not None
     if all_rungs:
         add_op_by_op(climb, backend, progress)
     folder = Path(climb.stack.enter_context(tempfile.TemporaryDirectory(prefix="glassengine-check-")))
     sizes = sizes_of(climb.cases)
     if not only_release:
-        plan = observable(climb, built)
+        plan = observable(climb, climb.built)
         progress(f"building the engine with {len(plan.added)} debug outputs")
         observed = [*plan.added, *plan.derived]
-        engine = build_program(built, folder / "engine", backend=backend, outputs=observed, **sizes)
+        engine = build_program(climb.built, folder / "engine", backend=backend, outputs=observed, **sizes)
         _add_observable(climb, engine, observed)
     progress("building the release engine")
-    release = build_program(built, folder / "release", backend=backend, **sizes)
+    release = build_program(climb.built, folder / "release", backend=backend, **sizes)
     if release.manifest.added_outputs:
         raise GlassError("the release engine has debug outputs", got=str(release.manifest.added_outputs))
     climb.add(EngineSide(release, _result_nodes(climb.program, release), "release", "judged at results and caches"))
 
 
+def add_passes(climb: Climb, passes: Sequence[str], progress: Progress) -> None:
+    """The program after each pass in turn; what it is after the last one is what the engines are built from."""
+    climb.built = climb.program
+    climb.pairs = pair_programs(climb.program, climb.program, climb.cases)
+    for spec in passes:
+        progress(f"applying {spec}")
+        climb.built = apply_pass(climb.built, spec)
+        climb.pairs = pair_programs(climb.program, climb.built, climb.cases)
+        rung = f"pass {spec}"
+        climb.add(ProgramSide(climb.built, climb.pairs, rung=rung, replay=_replay(climb, climb.pairs)))
+        _skip_unpaired(climb, climb.built, climb.pairs, rung)
+
+
 def add_op_by_op(climb: Climb, backend: str | None, progress: Progress) -> None:
     """Every op of what the engine is built from, or those around what the engine got wrong, compiled alone."""
     program = climb.built or climb.program
-    by_node = {pair.baseline.node: pair for pair in pair_sites(climb.program, program)[0]}
     engine = next((score for score in climb.scores if score.side.rung == "engine"), None)
     around = None if engine is None else list(engine.divergences)
     progress("compiling every op alone" if around is None else f"compiling {len(around)} ops and what is near alone")
     try:
-        side = op_by_op(climb.program, program, by_node, backend, around=around, accumulation=climb.accumulation)
+        side = op_by_op(climb.program, program, climb.pairs, backend, around=around, accumulation=climb.accumulation)
     except UsageError as error:
         climb.skipped.append(Skipped("*", "candidate", f"no op-by-op rung: {error.what}", rung=RUNG))
         return
@@ -156,6 +162,7 @@ def add_engine(climb: Climb, release: Engine, progress: Progress, *, only_releas
             "the engine was built from another kind of model", got=program.kind, expected=climb.program.kind
         )
     climb.built = program
+    climb.pairs = pair_programs(climb.program, program, climb.cases)
     climb.weights = compare_weights(weights_of(climb.program), weights_of(program))
     if not only_release:
         folder = Path(climb.stack.enter_context(tempfile.TemporaryDirectory(prefix="glassengine-check-")))
@@ -171,14 +178,21 @@ def add_engine(climb: Climb, release: Engine, progress: Progress, *, only_releas
 
 def _add_observable(climb: Climb, engine: Engine, observed: Sequence[str]) -> None:
     capabilities = registry.find_backend(engine.manifest.backend).capabilities
-    replay = Replay(
-        climb.program,
+    replay = _replay(
+        climb,
+        climb.pairs,
         compiled=True,
         dtype=getattr(torch, engine.manifest.dtype),
         wide_operands=capabilities.wide_operands,
-        accumulation=climb.accumulation,
     )
-    climb.add(EngineSide(engine, engine_nodes(climb.program, engine, observed), rung="engine", replay=replay))
+    climb.add(EngineSide(engine, engine_nodes(climb, engine, observed), rung="engine", replay=replay))
+
+
+def _replay(climb: Climb, pairs: Mapping[str, SitePair], **options: Any) -> Replay:
+    """Return the replay of a side whose program has counterparts `pairs`: with regions where an op has none."""
+    is_whole = all(site.node in pairs for site in climb.program.sites if site.kind == "op")
+    make = Replay if is_whole else RegionReplay
+    return make(climb.program, accumulation=climb.accumulation, **options)
 
 
 def _arguments(model: LoadedModel, inputs: Inputs) -> Sequence[Mapping[str, Any]]:
@@ -215,28 +229,25 @@ def add_model(climb: Climb, candidate: LoadedModel, inputs: Inputs, progress: Pr
         options: dict[str, Any] = {
             "compiled": not same,
             "dtype": None if same else getattr(torch, candidate.dtype),
-            "accumulation": climb.accumulation,
         }
-        is_whole = all(site.node in by_node for site in climb.program.sites if site.kind == "op")
-        replay = Replay(climb.program, **options) if is_whole else RegionReplay(climb.program, **options)
-        climb.add(ProgramSide(program, by_node, rung="candidate", replay=replay))
-        _skip_unpaired(climb, program, by_node)
+        climb.add(ProgramSide(program, by_node, rung="candidate", replay=_replay(climb, by_node, **options)))
+        _skip_unpaired(climb, program, by_node, "candidate")
     coarsest: torch.dtype = getattr(torch, candidate.dtype)
     segments = SegmentReplay(climb.program, coarsest=coarsest, accumulation=climb.accumulation)
     climb.add(ModuleSide(candidate.module, climb.program, rung="candidate, untouched", replay=segments))
     return coarsest
 
 
-def _skip_unpaired(climb: Climb, program: Program, pairs: Mapping[str, SitePair]) -> None:
+def _skip_unpaired(climb: Climb, program: Program, pairs: Mapping[str, SitePair], rung: str) -> None:
     taken = {pair.candidate.node for pair in pairs.values()}
     inside = covered(climb.program, pairs)
     for site in climb.program.sites:
         if site.kind == "op" and site.node not in pairs and site.node not in inside:
-            climb.skipped.append(Skipped(site.name, "baseline", "no counterpart in the candidate", rung="candidate"))
+            climb.skipped.append(Skipped(site.name, "baseline", "no counterpart in the candidate", rung=rung))
     reason = "written with other ops: no counterpart in the baseline"
     for site in program.sites:
         if site.kind == "op" and site.node not in taken:
-            climb.skipped.append(Skipped(site.name, "candidate", reason, rung="candidate"))
+            climb.skipped.append(Skipped(site.name, "candidate", reason, rung=rung))
 
 
 def add_record(climb: Climb, tensors: RecordedTensors) -> torch.dtype | None:
@@ -273,14 +284,20 @@ def observable(climb: Climb, program: Program) -> OutputPlan:
     return OutputPlan(plan.added, kept, plan.left_out, plan.num_bytes)
 
 
-def engine_nodes(baseline: Program, engine: Engine, observed: Sequence[str]) -> dict[str, tuple[str, str, str]]:
-    """Baseline node -> (output name, engine site, method), for the engine's outputs that the baseline's program has."""
-    nodes = _result_nodes(baseline, engine)
+def engine_nodes(climb: Climb, engine: Engine, observed: Sequence[str]) -> dict[str, tuple[str, str, str]]:
+    """Baseline node -> (output name, engine site, method), for the engine's outputs that the baseline's program has.
+
+    Args:
+        climb: With the pairs of the program that `engine` was built from.
+        engine: With debug outputs.
+        observed: Which nodes of its program to look at.
+    """
+    nodes = _result_nodes(climb.program, engine)
     table = {entry.node: entry for entry in engine.manifest.added_outputs}
-    for pair in pair_sites(baseline, engine.program)[0]:
+    for node, pair in climb.pairs.items():
         own = pair.candidate.node
         if own in table and own in observed:
-            nodes[pair.baseline.node] = (table[own].name, pair.candidate.name, pair.method)
+            nodes[node] = (table[own].name, pair.candidate.name, pair.method)
     return nodes
 
 

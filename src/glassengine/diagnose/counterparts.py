@@ -26,7 +26,7 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.compare.operation import MOVES, RANDOM, UNDEFINED
+from glassengine.compare.operation import CASTS, MOVES, RANDOM, UNDEFINED
 from glassengine.compare.pairing import SitePair, pair_sites
 from glassengine.compare.verdict import unit_roundoff
 from glassengine.diagnose.candidate_tensors import CandidateTensors, Values, shapes_of
@@ -126,7 +126,15 @@ class Counterparts:
 
     def _closest(self, node: Node, predicted: Values) -> str | None:
         """Return the tensor that is the prediction up to rounding, and that what is below `node` follows from."""
-        return next((name for name in self._close(node, predicted) if self._is_followed(node, predicted, name)), None)
+        close = self._close(node, predicted)
+        found = next((name for name in close if self._is_followed(node, predicted, name)), None)
+        if found is None:
+            return None
+        theirs = self._tensors.nodes[found]
+        source = theirs.args[0] if op_name(theirs) in CASTS else None
+        # What is rounded in one place and goes on unrounded in another is the unrounded tensor.
+        goes_on = isinstance(source, Node) and any(op_name(user) not in CASTS for user in source.users)
+        return source.name if goes_on and isinstance(source, Node) and source.name in close else found
 
     def _close(self, node: Node, predicted: Values, instead: str | None = None) -> list[str]:
         """Return the tensors that are the prediction up to rounding and nobody's counterpart yet, best first.
@@ -135,6 +143,7 @@ class Counterparts:
         """
         ranked = []
         own = node.meta["val"].dtype
+        rounded_to = _rounded_to(node)
         pair = self._proposed.get(node.name)
         inputs = [self._found[source.name] for source in node.all_input_nodes if source.name in self._found]
         made_of = 0
@@ -142,6 +151,9 @@ class Counterparts:
             made_of |= self._tensors.ancestors[name]
         for name in self._tensors.alike(predicted, made_of):
             theirs = self._tensors.nodes[name]
+            if theirs.meta["val"].dtype in rounded_to:
+                # It is what the cast below makes.
+                continue
             distance = self._tensors.distance(name, predicted)
             if distance <= max(_ROUNDINGS * self._unit(node, name), _LEAST):
                 handicap = 1 if pair is not None and pair.candidate.node == name else _CLOSER
@@ -306,7 +318,10 @@ class Counterparts:
         self._found[node.name] = counterpart
         self._tensors.taken.add(counterpart)
         self._values[node.name] = self._tensors.values(counterpart)
-        self._roundoff[node.name] = 0.0
+        own: torch.dtype = node.meta["val"].dtype
+        # A candidate that keeps unrounded what the baseline rounds may round it later.
+        is_finer = own.is_floating_point and self._tensors.unit(counterpart) < unit_roundoff(own)
+        self._roundoff[node.name] = unit_roundoff(own) if is_finer else 0.0
         known = self._proposed.get(node.name)
         same = known is not None and known.candidate.node == counterpart
         self.pairs[node.name] = known if known is not None and same else SitePair(ours, theirs, "content", None)
@@ -326,6 +341,13 @@ class Counterparts:
     def _unit(self, node: Node, name: str) -> float:
         """Unit roundoff of the coarser of `node`, with its region, and the candidate's tensor."""
         return max(self._roundoff[node.name], self._tensors.unit(name))
+
+
+def _rounded_to(node: Node) -> set[torch.dtype]:
+    """Return the coarser dtypes that a node's value is cast to."""
+    own = node.meta["val"].dtype
+    casts = {user.meta["val"].dtype for user in node.users if op_name(user) in CASTS}
+    return {dtype for dtype in casts if dtype.is_floating_point and unit_roundoff(dtype) > unit_roundoff(own)}
 
 
 def ports(program: Program) -> dict[str, str]:

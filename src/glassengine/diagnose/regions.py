@@ -25,6 +25,7 @@ class RegionReplay(Replay):
         program: The baseline program, with weights.
         compiled: As for `Replay`.
         dtype: As for `Replay`.
+        wide_operands: As for `Replay`.
         accumulation: As for `Replay`.
     """
 
@@ -34,9 +35,12 @@ class RegionReplay(Replay):
         *,
         compiled: bool = False,
         dtype: torch.dtype | None = None,
+        wide_operands: bool = False,
         accumulation: Accumulation = FLOAT32_SUMS,
     ) -> None:
-        super().__init__(program, compiled=compiled, dtype=dtype, accumulation=accumulation)
+        super().__init__(
+            program, compiled=compiled, dtype=dtype, wide_operands=wide_operands, accumulation=accumulation
+        )
         self.program = program
         self._segments = SegmentReplay(program, coarsest=dtype, accumulation=accumulation)
 

@@ -204,10 +204,20 @@ class Replay:
                 u_in = max(u_in, unit_roundoff(value.dtype))
         if not self._compiled or (op_name(op) in _FROM_MEMORY and not self._wide_operands):
             u_in = 0.0
+        u_in = max([u_in, *(self._roundoff_to_come(source) for source in op.all_input_nodes)])
         how = self._accumulation if op_name(op) in _FROM_MEMORY else FLOAT32_SUMS
         u_in = max(u_in, how.u_operands)
         tiny = smallest_precise(candidate.dtype)
         return Roundoff(unit_roundoff(candidate.dtype), u_in, u_w, tiny, how.u_sums)
+
+    def _roundoff_to_come(self, source: Node) -> float:
+        """Unit roundoff of an input that the baseline rounds and the candidate keeps finer: it may round it later."""
+        value = self._values.get(source.name)
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not is_tensor_node(source):
+            return 0.0
+        u = unit_roundoff(source.meta["val"].dtype)
+        is_of_a_finer_model = self._dtype is not None and unit_roundoff(self._dtype) < u
+        return 0.0 if is_of_a_finer_model or unit_roundoff(value.dtype) >= u else u
 
     def _native(
         self, op: Node, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], exact: Any

@@ -201,10 +201,7 @@ class ProgramSide:
             by_node = {node: pair.candidate.node for node, pair in self.pairs.items()}
             values = {node: self._values[own] for node, own in by_node.items() if own in self._values}
             self.replay.begin_step({**named, **self._caches}, values)
-            if isinstance(self.replay, RegionReplay):
-                ours = self.replay.program
-                caches = empty_caches(ours, named) if ours.layout is not None else {}
-                self.replay.begin_region_step({**named, **caches}, partial(_valid, ours, inputs))
+            _begin_regions(self.replay, inputs, named)
         self._caches = {past: outputs[present] for past, present in self.program.caches.items()}
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -248,6 +245,8 @@ class EngineSide:
 
     def begin(self, case: Case) -> None:
         """Open a session for the case."""
+        if isinstance(self.replay, RegionReplay):
+            self.replay.begin()
         self._case = case
         self._session = None
         if case.input_ids is not None:
@@ -263,19 +262,22 @@ class EngineSide:
         if not isinstance(inputs, StepInputs):
             results = self.engine(**inputs)
             self._values = {name: results[name] for name in names}
-            self._replay_from(named_inputs(inputs))
+            self._replay_from(named_inputs(inputs), {}, inputs)
             return
         assert self._session is not None
         if next(self._prompt, None) is None:
             self._session.decode(inputs.input_ids)
         self._values = self._session.read(names)
         if self.replay is not None:
-            self._replay_from({**inputs.named(), **self._session.read(self.engine.manifest.caches)})
+            self._replay_from(inputs.named(), self._session.read(self.engine.manifest.caches), inputs)
 
-    def _replay_from(self, inputs: Mapping[str, Any]) -> None:
+    def _replay_from(
+        self, named: Mapping[str, Any], caches: Mapping[str, Any], inputs: StepInputs | Mapping[str, Any]
+    ) -> None:
         if self.replay is not None:
             values = {node: self._values[name] for node, (name, _, _) in self.nodes.items()}
-            self.replay.begin_step(inputs, values)
+            self.replay.begin_step({**named, **caches}, values)
+            _begin_regions(self.replay, inputs, named)
 
     def observed(self, node: str) -> list[Observed]:
         """Return the engine's tensor for `node`."""
@@ -283,6 +285,14 @@ class EngineSide:
             return []
         name, site, method = self.nodes[node]
         return [Observed(self._values[name], site, method)]
+
+
+def _begin_regions(replay: Replay, inputs: StepInputs | Mapping[str, Any], named: Mapping[str, Any]) -> None:
+    """Let a replay that knows regions take over a step, too; `named` are the inputs by name, without caches."""
+    if isinstance(replay, RegionReplay):
+        ours = replay.program
+        caches = empty_caches(ours, named) if ours.layout is not None else {}
+        replay.begin_region_step({**named, **caches}, partial(_valid, ours, inputs))
 
 
 def _valid(
