@@ -106,8 +106,11 @@ def read_adapter(directory: str | Path) -> Adapter:
     """
     path = Path(directory).expanduser()
     if not (path / CONFIG).is_file():
+        hint = f"a directory with {CONFIG}, as peft saves it"
         here = [str(p.parent) for p in path.parent.glob(f"*/{CONFIG}")] if path.parent.is_dir() else []
-        raise UnknownNameError("adapter", str(directory), here, hint=f"a directory with {CONFIG}, as peft saves it")
+        if not here:
+            raise UsageError(f"there is no adapter {directory}", hint=hint)
+        raise UnknownNameError("adapter", str(directory), here, hint=hint)
     settings = _settings(path)
     _require_mergeable(path, settings)
     file = next((path / name for name in _FILES if (path / name).is_file()), None)

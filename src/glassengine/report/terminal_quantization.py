@@ -12,7 +12,7 @@ from rich.text import Text
 
 from glassengine.results import Comparison, Quantization, QuantizedWeight
 
-_ROWS, _COLUMNS = 24, 100
+_ROWS, _COLUMNS, _NAME = 24, 100, 21
 _MAX_HINTS = 4
 _STYLES = {"identical": "green", "rounding": "green", "suspicious": "yellow", "wrong": "bold red"}
 _WORDS = {"identical": "identical", "rounding": "quantisation", "suspicious": "suspicious", "wrong": "MISTAKE"}
@@ -38,15 +38,19 @@ def _num_rows(text: Text) -> int:
 
 def _table(found: Quantization, rows: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    shown = _shown(found)[:rows]
-    prefix = _prefix([weight.name for weight in shown])
+    # Mistakes first, then what costs most.
+    order = sorted(found.weights, key=lambda weight: weight.verdict in ("identical", "rounding"))
+    prefix = _prefix([weight.name for weight in order[:rows]])
+    # A long name takes several rows of a terminal of 80 columns.
+    needed = itertools.accumulate(math.ceil(len(_short(weight, prefix)) / _NAME) for weight in order)
+    shown = order[: max(1, sum(total <= rows for total in needed))]
     table.add_column(f"weight, of\n{prefix}" if prefix else "weight", overflow="fold")
     for name in ("\nshare", "KL\nalone", "weight\ndB", "output\ndB", "times\nrounding"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("\ndifference", no_wrap=True)
     for weight in shown:
         table.add_row(
-            weight.name.removeprefix(prefix).removesuffix(".weight"),
+            _short(weight, prefix),
             f"{weight.share:.1%}",
             _number(weight.kl, ".2g"),
             _number(weight.snr_db, ".1f"),
@@ -68,9 +72,8 @@ def _prefix(names: list[str]) -> str:
     return "".join(f"{parts[0]}." for parts in shared) if len(names) > 1 else ""
 
 
-def _shown(found: Quantization) -> list[QuantizedWeight]:
-    """Mistakes first, then what costs most."""
-    return sorted(found.weights, key=lambda weight: weight.verdict in ("identical", "rounding"))
+def _short(weight: QuantizedWeight, prefix: str) -> str:
+    return weight.name.removeprefix(prefix).removesuffix(".weight")
 
 
 def _mistakes(result: Comparison) -> list[Text]:
