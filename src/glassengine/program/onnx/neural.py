@@ -387,6 +387,11 @@ def _dropout(node: OnnxNode) -> Call:
     return torch.ops.aten.clone.default, (node.inputs[0],), {}
 
 
+@computes("local_response_norm", "LRN")
+def _local_response_norm(x: Tensor, *, size: int, alpha: float = 1e-4, beta: float = 0.75, bias: float = 1.0) -> Tensor:
+    return F.local_response_norm(x, size, alpha, beta, bias)
+
+
 @computes("norm_ratio", "LpNormalization")
 def _lp_normalised(x: Tensor, *, axis: int = -1, p: int = 2) -> Tensor:
     size = x.abs().sum(axis, keepdim=True) if p == 1 else x.square().sum(axis, keepdim=True).sqrt()
