@@ -254,6 +254,7 @@ def cut(name: str) -> Callable[[dict[str, Tensor]], None]:
             lambda name: lambda tensors: tensors.update({name: torch.tensor([128, 1 << 50])}),
         ),
         ("torchao", "_weight_scale", cut),
+        ("awq", "qweight", lambda name: lambda tensors: tensors.update({name: tensors[name].repeat(2, 1)})),
         ("bitsandbytes", "weight", cut),
         ("bitsandbytes", "weight.absmax", cut),
         ("bitsandbytes", "weight.quant_state.bitsandbytes__nf4", cut),

@@ -25,7 +25,7 @@ from glassengine.program.checkpoint_files import read_headers, read_tensors, wei
 from glassengine.program.factory import without_bars
 from glassengine.program.model_class import model_class_of, without_weights
 from glassengine.program.quantized import awq, bitsandbytes, compressed_tensors, float8, gptq, torchao
-from glassengine.program.quantized.grid import Grid
+from glassengine.program.quantized.grid import Grid, damaged
 from glassengine.program.quantized.parts import ELSEWHERE, Parts, Read
 
 logger = logging.getLogger("glassengine")
@@ -172,10 +172,18 @@ def _reader(settings: Mapping[str, Any], spec: str, revision: str) -> Read:
 
 @dataclass(frozen=True)
 class _Target:
-    """The class that takes the weights, and the names of those it keeps as [I, O]: GPT-2's Conv1D."""
+    """The class that takes the weights.
+
+    Attributes:
+        plain: The class.
+        config: Its configuration.
+        shapes: Name -> shape of what it has.
+        transposed: Names of matrices that it keeps as [I, O]: GPT-2's Conv1D.
+    """
 
     plain: Any
     config: Any
+    shapes: Mapping[str, torch.Size]
     transposed: frozenset[str]
 
     @classmethod
@@ -185,11 +193,19 @@ class _Target:
         paths = [path for path, module in empty.named_modules() if type(module).__name__ == "Conv1D"]
         # A checkpoint of the model without its head has names without the prefix.
         names = [f"{path}.weight" for path in (*paths, *(path.partition(".")[2] for path in paths))]
-        return cls(type(empty), config, frozenset(names))
+        shapes = {name: parameter.shape for name, parameter in empty.named_parameters()}
+        return cls(type(empty), config, shapes, frozenset(names))
 
     def placed(self, name: str, value: Tensor) -> Tensor:
-        """Return a matrix [O, I] as the module of this name keeps it."""
-        return value.T if name in self.transposed else value
+        """Return a matrix [O, I] as the module of this name keeps it.
+
+        Raises:
+            CorruptError: It has another shape there.
+        """
+        value = value.T if name in self.transposed else value
+        if name in self.shapes and self.shapes[name] != value.shape:
+            raise damaged(f"{name} does not fit its model", value, str(list(self.shapes[name])))
+        return value
 
     def load(self, weights: dict[str, Tensor], dtype: torch.dtype, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
         """Return the model with these weights, and transformers' report on it."""
