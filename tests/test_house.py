@@ -150,7 +150,7 @@ def test_ci_ends_with_the_summary_and_passes_the_status_on(root: Path, tmp_path:
     shutil.copytree(root / ".ci", tmp_path / ".ci")
     (tmp_path / "Makefile").write_text(f"test:\n\t@echo '1 test in 0.1s'; exit {status}\n", encoding="utf-8")
     done = subprocess.run(
-        [tmp_path / ".ci/run"], env=outside_make(), capture_output=True, text=True, timeout=60, check=False
+        [tmp_path / ".ci/run"], env=outside_make(), capture_output=True, text=True, timeout=600, check=False
     )
     assert done.stdout.splitlines() == ["1 test in 0.1s"]
     assert (done.returncode != 0) == (status != 0)
@@ -171,7 +171,7 @@ def test_makefile_offers_the_promised_targets(root: Path) -> None:
             env=outside_make(),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=600,
             check=True,
         )
         assert part in done.stdout

@@ -18,7 +18,7 @@ HEAVY = ("torch", "numpy", "transformers", "rich", "typer", "onnx", "onnxruntime
 
 def fresh(code: str) -> str:
     """Run `code` in a new interpreter and return what it prints."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

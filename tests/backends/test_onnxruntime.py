@@ -276,7 +276,7 @@ def test_running_needs_neither_onnx_nor_onnxscript(built: Path) -> None:
                           position_ids=torch.arange(3)[None], cache_position=torch.arange(3), **caches))["logits"]
         assert logits.shape == (1, 3, 272) and caches["past_key_1"][:, :, :3].all()
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=600)
 
 
 @pytest.mark.parametrize("location", ["../secret.data", "/etc/hostname"])

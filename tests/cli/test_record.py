@@ -122,7 +122,7 @@ def run_script(
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
         env={**os.environ, **variables},
     )

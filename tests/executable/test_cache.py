@@ -509,7 +509,7 @@ def test_two_processes_write_at_once(directory: Path, tmp_path: Path) -> None:
         time.sleep(0.01)
     go.touch()
     for writer in writers:
-        shown, _ = writer.communicate(timeout=120)
+        shown, _ = writer.communicate(timeout=600)
         assert (writer.returncode, shown.split()) == (0, ["40", "0"])
     report = examine_cache()
     assert report.ok and 0 < report.num_bytes <= 60000

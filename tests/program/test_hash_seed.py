@@ -42,7 +42,7 @@ def start_export(seed: str) -> subprocess.Popen[str]:
 
 
 def table_of(process: subprocess.Popen[str]) -> dict[str, list[object]]:
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 0
     table: dict[str, list[object]] = json.loads(output.splitlines()[-1])
     return table
