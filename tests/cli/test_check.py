@@ -141,3 +141,94 @@ def test_an_engine_as_candidate(factories: str, ids: str, tmp_path: Path, capsys
     assert "release" in capsys.readouterr().out
     assert main(["check", f"{factories}:clean", "--candidate", engine, "--inputs", ids, "--steps", "1"]) == 1
     assert "first divergence: model.layers.0.mlp.down_proj/linear.0" in capsys.readouterr().out
+
+
+TRAINING = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x, y):
+        return (self.down(torch.tanh(self.up(x)))[:, 0] - y).square()
+
+def baseline():
+    torch.manual_seed(0)
+    return Net()
+
+def wrong():
+    net = baseline()
+    net.down.register_full_backward_pre_hook(lambda module, gradient: (gradient[0] * 1.1,))
+    return net
+
+def inputs():
+    generator = torch.Generator().manual_seed(1)
+    return [{"x": torch.randn(5, 4, generator=generator), "y": torch.randn(5, generator=generator)} for _ in range(2)]
+
+def mean(result):
+    return result.mean()
+
+def sgd(module):
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+def faster(module):
+    return torch.optim.SGD(module.parameters(), lr=0.2)
+"""
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Callable[..., list[str]]:
+    """Return a function that gives the command line of a training check with more flags."""
+    file = tmp_path / "training.py"
+    file.write_text(TRAINING)
+
+    def command(**names: str) -> list[str]:
+        flags = [part for flag, name in names.items() for part in (f"--{flag.replace('_', '-')}", f"{file}:{name}")]
+        return [
+            "check",
+            f"{file}:baseline",
+            "--training",
+            "--inputs",
+            f"{file}:inputs",
+            "--loss",
+            f"{file}:mean",
+            *flags,
+        ]
+
+    return command
+
+
+@pytest.mark.parametrize(
+    ("names", "status", "rung"),
+    [
+        ({"candidate": "wrong"}, 1, "backward"),
+        ({"optimizer": "sgd", "candidate_optimizer": "faster"}, 1, "update"),
+        ({"candidate": "baseline", "optimizer": "sgd"}, 0, None),
+    ],
+)
+def test_training_steps(
+    training: Callable[..., list[str]],
+    names: dict[str, str],
+    status: int,
+    rung: str | None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*training(**names), "--json", "-"]) == status
+    found = json.loads(capsys.readouterr().out)["first_divergence"]
+    assert (found and found["rung"]) == rung and (found is None or found["step"] == 0)
+
+
+def test_flags_of_the_other_kind_of_check(
+    training: Callable[..., list[str]], factories: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*training(), "--backend", "eager"]) == 2
+    assert "--backend" in capsys.readouterr().err
+    assert main(["check", f"{factories}:clean", "--optimizer", f"{factories}:clean"]) == 2
+    assert "add --training" in capsys.readouterr().err
+    command = training()
+    del command[3:5]
+    assert main(command) == 2
+    assert "--inputs" in capsys.readouterr().err

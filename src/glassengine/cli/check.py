@@ -9,6 +9,8 @@ import typer
 
 import glassengine as glass
 from glassengine.cli.options import out, stages, write_json
+from glassengine.errors import UsageError
+from glassengine.results import Comparison
 
 _SHARES = (
     ("loading", 1.0),
@@ -20,6 +22,9 @@ _SHARES = (
     ("building the release engine", 6.0),
     ("judging", 8.0),
 )
+
+
+_TRAINING = "training and judging every step"
 
 
 class FailOn(StrEnum):
@@ -66,6 +71,20 @@ def command(
         bool,
         typer.Option("--bisect-outputs", help="Observe only results; if they are wrong, add a few outputs a build."),
     ] = False,
+    training: Annotated[
+        bool, typer.Option("--training", help="Judge training steps instead, one per dict of --inputs.")
+    ] = False,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(metavar="FILE.PY:FN", help="With --training: makes the optimizer of a module; else AdamW."),
+    ] = None,
+    candidate_optimizer: Annotated[
+        str | None, typer.Option(metavar="FILE.PY:FN", help="The candidate's own optimizer, if it has one.")
+    ] = None,
+    loss: Annotated[
+        str | None,
+        typer.Option(metavar="FILE.PY:FN", help="Takes the loss out of what a module returns; else its .loss."),
+    ] = None,
     fail_on: Annotated[FailOn, typer.Option(help="The mildest verdict that is not ok.")] = FailOn.wrong,
     min_coverage: Annotated[
         float, typer.Option(min=0, max=1, help="Share of the baseline's float-valued sites that must be judged.")
@@ -83,7 +102,9 @@ def command(
     revision: Annotated[str | None, typer.Option(help="Revision of a hub id.")] = None,
     adapter: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="LoRA adapter, as peft saves it, to merge into the model.", show_default=False),
+        typer.Option(
+            metavar="DIR", help="LoRA adapter, as peft saves it, to merge into the model.", show_default=False
+        ),
     ] = None,
     json: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write the result as one JSON document; - is stdout.")
@@ -93,6 +114,39 @@ def command(
 
     Exit status: 0 ok, 1 some tensor is as bad as --fail-on (or a token changed), 4 too little could be compared.
     """
+    engines = {
+        "--map": map,
+        "--backend": backend,
+        "--pass": passes,
+        "--all-rungs": all_rungs,
+        "--bisect-outputs": bisect_outputs,
+        "--accum": accum,
+        "--reproduction": reproduction,
+        "--adapter": adapter,
+    }
+    own = {"--optimizer": optimizer, "--candidate-optimizer": candidate_optimizer, "--loss": loss}
+    strangers = [flag for flag, value in (engines if training else own).items() if value]
+    if strangers:
+        hint = "leave them out beside --training" if training else "add --training"
+        raise UsageError("not for this kind of check", got=", ".join(strangers), hint=hint)
+    if training:
+        with stages(((_TRAINING, 1.0),)) as progress:
+            progress(_TRAINING)
+            result = glass.check_training(
+                baseline,
+                candidate,
+                inputs=inputs,
+                optimizer=optimizer,
+                candidate_optimizer=candidate_optimizer,
+                loss=loss,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                trust_remote_code=trust_remote_code,
+                revision=revision,
+                fail_on="suspicious" if fail_on is FailOn.suspicious else "wrong",
+                min_coverage=min_coverage,
+            )
+        return _answered(result, json)
     with stages(_SHARES) as progress:
         result = glass.check(
             baseline,
@@ -115,6 +169,11 @@ def command(
             adapter=adapter,
             progress=progress,
         )
+    return _answered(result, json)
+
+
+def _answered(result: Comparison, json: str | None) -> int:
+    """Print the result and return the exit status."""
     if json is not None:
         write_json(result.to_dict(), json)
     if json != "-":

@@ -14,10 +14,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from glassengine.compare.pairing import SitePair, pair_sites
 from glassengine.diagnose.cases import Case, StepInputs
@@ -41,22 +42,27 @@ from glassengine.diagnose.training_run import (
     StepTaken,
     train,
 )
+from glassengine.diagnose.training_target import batches_of, loss_of, module_of, optimizer_of
 from glassengine.diagnose.training_updates import judge_updates
 from glassengine.diagnose.weights import compare_weights
-from glassengine.errors import IncomparableError, UsageError
+from glassengine.errors import IncomparableError
 from glassengine.program.program import Program
 from glassengine.results import Comparison, Divergence, Hint, Pair, Skipped
 from glassengine.sites import Site
 
 
 def check_training(
-    baseline: nn.Module,
-    candidate: nn.Module | None = None,
+    baseline: str | Path | nn.Module,
+    candidate: str | Path | nn.Module | None = None,
     *,
-    inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-    optimizer: OptimizerFactory,
-    candidate_optimizer: OptimizerFactory | None = None,
-    loss: Loss | None = None,
+    inputs: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
+    optimizer: str | OptimizerFactory | None = None,
+    candidate_optimizer: str | OptimizerFactory | None = None,
+    loss: str | Loss | None = None,
+    dtype: str = "auto",
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
     fail_on: Literal["suspicious", "wrong"] = "wrong",
     min_coverage: float = 0.9,
 ) -> Comparison:
@@ -66,13 +72,20 @@ def check_training(
     and memory for parameters, gradients and the optimizer's memory of each step, several times over.
 
     Args:
-        baseline: To trust; parameters of the same names as the candidate's, and the same values.
+        baseline: To trust; parameters of the same names as the candidate's, and the same values. A module in the mode
+            in which it is trained, or what `check` takes, which is trained in training mode.
         candidate: Another implementation, or a compiled module (`torch.compile`); None for a copy of the baseline,
             which judges `candidate_optimizer` alone.
-        inputs: Keyword arguments, one dict per step.
-        optimizer: Makes the baseline's optimizer from its module: an optimizer, or (optimizer, scheduler).
+        inputs: Keyword arguments, one dict per step: `file.py:factory`, a tensor file, or the dicts themselves.
+        optimizer: Makes the baseline's optimizer from its module: an optimizer, or (optimizer, scheduler); a function,
+            or `file.py:function`. None takes AdamW.
         candidate_optimizer: Makes the candidate's; None for `optimizer`.
-        loss: Gives the scalar loss from what a module returns; None takes `.loss`, `["loss"]`, or a scalar itself.
+        loss: Gives the scalar loss from what a module returns: a function, or `file.py:function`; None takes `.loss`,
+            `["loss"]`, or a scalar itself.
+        dtype: As for `check`, of models that are loaded by name.
+        attn_implementation: As for `check`.
+        trust_remote_code: As for `check`.
+        revision: As for `check`.
         fail_on: The mildest verdict that makes the result not ok.
         min_coverage: Least share of the float-valued ops of forward and backward that must have been judged.
 
@@ -80,17 +93,21 @@ def check_training(
         UsageError: A step cannot be traced, or an argument makes no sense.
         IncomparableError: The two sides have other parameters, or other values of them.
     """
-    batches = [dict(batch) for batch in ([inputs] if isinstance(inputs, Mapping) else inputs)]
-    if not batches:
-        raise UsageError("no step would be trained", expected="one dict of keyword arguments per step")
-    measure = loss or _loss_of
-    other = candidate if candidate is not None else baseline
-    _require_one_model(baseline, _plain(other))
+    batches, measure, made_by = batches_of(inputs), loss_of(loss), optimizer_of(optimizer)
+    options = {
+        "dtype": dtype,
+        "attn_implementation": attn_implementation,
+        "trust_remote_code": trust_remote_code,
+        "revision": revision,
+    }
+    trusted = module_of(baseline, **options)
+    other = module_of(candidate, **options) if candidate is not None else trusted
+    _require_one_model(trusted, _plain(other))
     # A compiled module shares the parameters of the one it was made from: these are put back.
     kept = copy.deepcopy(state_of(_plain(other)))
     trained = other if _plain(other) is not other else copy.deepcopy(other)
     try:
-        steps = train(trained, batches, measure, candidate_optimizer or optimizer)
+        steps = train(trained, batches, measure, optimizer_of(candidate_optimizer) if candidate_optimizer else made_by)
     finally:
         with torch.no_grad():
             for name, tensor in state_of(_plain(other)).items():
@@ -99,11 +116,21 @@ def check_training(
             _plain(other).zero_grad(set_to_none=True)
     found = Found()
     for number, (step, batch) in enumerate(zip(steps, batches, strict=True)):
-        _judge_gradients(found, number, baseline, _plain(other), step, batch, measure)
-    judge_updates(found, baseline, steps, optimizer)
-    return found.conclude(
-        f"{type(baseline).__name__}", f"{type(_plain(other)).__name__}", fail_on=fail_on, min_coverage=min_coverage
-    )
+        _judge_gradients(found, number, trusted, _plain(other), step, batch, measure)
+    judge_updates(found, trusted, steps, made_by)
+    _list_statistics(found, steps)
+    names = [
+        type(_plain(module)).__name__ if isinstance(target, nn.Module | None) else str(target)
+        for target, module in ((baseline, trusted), (candidate, other))
+    ]
+    return found.conclude(*names, fail_on=fail_on, min_coverage=min_coverage)
+
+
+def _list_statistics(found: Found, steps: Sequence[StepTaken]) -> None:
+    """List the buffers that a run writes: each step is judged from the candidate's own."""
+    for name in steps[-1].buffers_written:
+        reason = "a buffer that the forward writes is not judged: running statistics, say"
+        found.skipped.append(Skipped(name, "both", reason, rung="update"))
 
 
 @dataclass
@@ -230,15 +257,3 @@ def _require_one_model(baseline: nn.Module, candidate: nn.Module) -> None:
 def _plain(module: nn.Module) -> nn.Module:
     found: nn.Module = getattr(module, "_orig_mod", module)
     return found
-
-
-def _loss_of(result: Any) -> Tensor:
-    value = result["loss"] if isinstance(result, Mapping) and "loss" in result else getattr(result, "loss", result)
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        raise UsageError(
-            "what the model returns holds no loss",
-            got=type(result).__name__,
-            expected='a scalar, .loss or ["loss"]',
-            hint="loss=lambda result: ...",
-        )
-    return value.reshape(())

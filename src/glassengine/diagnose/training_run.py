@@ -31,6 +31,7 @@ class StepTaken:
         options: Hyperparameters of the step, by parameter: learning rate, betas and the like.
         parameters_after: Parameters after the optimizer's step.
         memory_after: What the optimizer keeps after it.
+        buffers_written: Names of the buffers that the forward changed.
     """
 
     state: Mapping[str, Tensor]
@@ -40,6 +41,7 @@ class StepTaken:
     options: Mapping[str, Mapping[str, Any]]
     parameters_after: Mapping[str, Tensor]
     memory_after: Mapping[str, Mapping[str, Any]]
+    buffers_written: tuple[str, ...]
 
 
 def train(
@@ -67,10 +69,13 @@ def train(
             if parameter.requires_grad
         }
         memory, options = _memory(updates, names), options_of(updates, names)
+        written = tuple(name for name, buffer in plain.named_buffers() if not torch.equal(buffer, state[name]))
         _update(updates)
         after = {name: p.detach().clone() for name, p in plain.named_parameters() if p.requires_grad}
         steps.append(
-            StepTaken(state, value.detach().clone(), gradients, memory, options, after, _memory(updates, names))
+            StepTaken(
+                state, value.detach().clone(), gradients, memory, options, after, _memory(updates, names), written
+            )
         )
         if scheduler is not None:
             scheduler.step()
@@ -122,11 +127,14 @@ def repeat_update(
         with torch.no_grad():
             parameter.copy_(change(step.state[name]))
         gradient = step.gradients[name]
-        parameter.grad = None if gradient is None else change(gradient).to(parameter.dtype)
+        # Optimizers write to their memory, and may write to gradients: what the other run had stays as it was.
+        parameter.grad = None if gradient is None else change(gradient).to(parameter.dtype, copy=True)
         known = step.memory.get(name)
         if known is not None:
             optimizer.state[parameter] = {
-                key: change(value).to(parameter.dtype) if _follows(value, parameter) else copy.deepcopy(value)
+                key: change(value).to(parameter.dtype, copy=True)
+                if _follows(value, parameter)
+                else copy.deepcopy(value)
                 for key, value in known.items()
             }
     _update(optimizer)
