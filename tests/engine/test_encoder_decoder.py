@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,10 @@ def engine(checkpoint: Callable[[str], Path]) -> Callable[[str], glass.Engine]:
     def make(family: str) -> Any:
         if family not in made:
             where = checkpoint(family).with_name("engine")
-            made[family] = glass.build(checkpoint(family), where, backend="eager", add_output=["decoder.*.1*/linear.0"])
+            output, artifacts = "decoder.*.1*/linear.0", where.with_name("artifacts")
+            made[family] = glass.build(
+                checkpoint(family), where, backend="eager", add_output=[output], artifacts=artifacts
+            )
         return made[family]
 
     return make
@@ -150,3 +154,15 @@ def test_an_engine_whose_encoder_is_damaged_says_so(engine: Callable[[str], glas
     (copy / "encoder" / "program.pt2").unlink()
     with pytest.raises(CorruptError, match=r"encoder/program.pt2: it is missing"):
         glass.load(copy)
+
+
+def test_both_programs_leave_artifacts(engine: Callable[[str], glass.Engine]) -> None:
+    where = engine("t5").directory.with_name("artifacts")
+    found = {}
+    for part in (where, where / "encoder"):
+        manifest = json.loads((part / "manifest.json").read_text())
+        assert manifest["complete"]
+        assert [stage["name"] for stage in manifest["stages"]] == ["exported", "functional", "outputs"]
+        assert (part / "index.html").is_file() and (part / "eager_network_def.py").is_file()
+        found[part.name] = (part / "graph.txt").read_text()
+    assert "encoder.block.1" in found["encoder"] and "encoder.block.1" not in found["artifacts"]

@@ -137,7 +137,8 @@ def build(
         byte_budget: Most bytes of debug outputs in one decode step at the largest batch and length; the largest
             outputs are left out first and listed in the manifest with the reason.
         artifacts: Directory to write what the build goes through to, stage by stage; by default what
-            DEBUG_ARTIFACTS_DIR names, and nothing without it. A dry run writes none.
+            DEBUG_ARTIFACTS_DIR names, and nothing without it. Those of the encoder of an encoder-decoder lie in its
+            folder `encoder`. A dry run writes none.
         progress: Called with a sentence when a stage begins.
 
     Raises:
@@ -194,21 +195,33 @@ def build(
         raise UsageError(
             "artifacts cannot lie in the engine", got=str(where), hint="another directory: --artifacts DIR"
         )
-    writer = None if dry_run or where is None else ArtifactWriter(where, _about(loaded, chosen, passes))
-    with writer or contextlib.nullcontext():
+    writer = encoder_writer = None
+    with contextlib.ExitStack() as writing:
+        if where is not None and not dry_run:
+            about = _about(loaded, chosen, passes)
+            writer = ArtifactWriter(where, about)
+            writing.enter_context(writer)
+            if loaded.decoding == "encoder_decoder":
+                encoder_writer = ArtifactWriter(where / files.ENCODER, {**about, "kind": "module", "passes": []})
+                writing.enter_context(encoder_writer)
         progress(f"exporting {loaded.spec}")
         *encoders, program = export_programs(
-            loaded, inputs=steps, passes=passes, on_stage=writer.stage if writer else None
+            loaded,
+            inputs=steps,
+            passes=passes,
+            on_stage=writer.stage if writer else None,
+            on_encoder_stage=encoder_writer.stage if encoder_writer else None,
         )
         encoder = encoders[0] if encoders else None
         if dry_run:
             return plan_build(program, target or Path(tempfile.gettempdir()), settings, encoder=encoder)
+        more: dict[str, Any] = {"encoder": encoder, "encoder_artifacts": encoder_writer, "progress": progress}
         if target is not None:
-            return _build(program, target, settings, loaded, writer, encoder=encoder, progress=progress)
+            return _build(program, target, settings, loaded, writer, **more)
         temporary = Path(tempfile.mkdtemp(prefix="glassengine-"))
         try:
             where = temporary / type(loaded.module).__name__
-            engine = _build(program, where, settings, loaded, writer, encoder=encoder, progress=progress)
+            engine = _build(program, where, settings, loaded, writer, **more)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
@@ -308,6 +321,7 @@ def _build(
     artifacts: ArtifactWriter | None = None,
     *,
     encoder: Program | None = None,
+    encoder_artifacts: ArtifactWriter | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Engine:
     with files.written_aside(target, overwrite=settings.overwrite) as aside:
@@ -315,7 +329,7 @@ def _build(
             alone = dataclasses.replace(settings, add_output=(), implicit_outputs=False, passes=(), reloadable=False)
             (aside / files.ENCODER).mkdir()
             name = f"{target.name}/{files.ENCODER}"
-            write_engine(encoder, aside / files.ENCODER, name, alone, None, progress=progress)
+            write_engine(encoder, aside / files.ENCODER, name, alone, None, encoder_artifacts, progress=progress)
         more: dict[str, Any] = {"has_encoder": encoder is not None, "progress": progress}
         write_engine(program, aside, target.name, settings, model, artifacts, **more)
     return load(target)

@@ -55,6 +55,7 @@ def export_programs(
     inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     passes: Sequence[str] = (),
     on_stage: OnStage | None = None,
+    on_encoder_stage: OnStage | None = None,
 ) -> tuple[Program, ...]:
     """Export all programs of a loaded model: one, or encoder and decoder; passes and stages are those of the last.
 
@@ -63,6 +64,7 @@ def export_programs(
         inputs: As for `export_program`.
         passes: As for `export_program`.
         on_stage: As for `export_program`.
+        on_encoder_stage: The same for the encoder of an encoder-decoder.
 
     Raises:
         UsageError: As `export_program`.
@@ -72,8 +74,12 @@ def export_programs(
         program = _stored(model.stored, passes)
     elif model.decoding == "encoder_decoder" and inputs is None:
         given = encoder_inputs(model.module, model.directory)
-        *earlier_ones, program = export_encoder_decoder(model.module, given, metadata=model.metadata, on_stage=on_stage)
-        earlier = tuple(earlier_ones)
+        encoder, program = export_encoder_decoder(
+            model.module, given, metadata=model.metadata, on_stage=on_stage, on_encoder_stage=on_encoder_stage
+        )
+        if on_encoder_stage is not None:
+            on_encoder_stage(stage_of(encoder, "functional"))
+        earlier = (encoder,)
     elif (model.generates and inputs is None) or model.kind == "causal_lm":
         program = export_causal_lm(model.module, metadata=model.metadata, on_stage=on_stage)
     else:

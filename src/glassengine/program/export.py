@@ -110,6 +110,7 @@ def export_encoder_decoder(
     *,
     metadata: dict[str, Any] | None = None,
     on_stage: OnStage | None = None,
+    on_encoder_stage: OnStage | None = None,
 ) -> tuple[Program, Program]:
     """Export an encoder-decoder of transformers (in evaluation mode) to its two programs; see `encoder_decoder`.
 
@@ -118,6 +119,7 @@ def export_encoder_decoder(
         inputs: Keyword arguments of the encoder, one dict per step, as for `export_module`.
         metadata: Kept in both programs.
         on_stage: Called for the decoder, as in `export_causal_lm`.
+        on_encoder_stage: Likewise for the encoder.
 
     Returns:
         The encoder (a "module") and the decoder (a "causal_lm").
@@ -139,7 +141,7 @@ def export_encoder_decoder(
         output_names=encoder_decoder.cross_names(len(layouts.cross.layers)),
         layout=None,
         metadata={**(metadata or {}), FIXED_INPUTS: {}},
-        on_stage=None,
+        on_stage=on_encoder_stage,
         is_part=True,
     )
     if has_values and (smallest := small_sizes(wrapper, encoder, [{"inputs": step} for step in inputs])):
