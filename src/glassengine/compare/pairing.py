@@ -116,6 +116,12 @@ def _align(
     ours: Sequence[Site], theirs: Sequence[Site], nodes: tuple[dict[str, Node], dict[str, Node]]
 ) -> list[tuple[Site, Site]]:
     strict = [[(*_kind(s), _literals(nodes[side][s.node])) for s in sites] for side, sites in enumerate((ours, theirs))]
+    if len(ours) == len(theirs) and all(_kind(a)[1:] == _kind(b)[1:] for a, b in zip(ours, theirs, strict=True)):
+        # An op that another one took the place of; but no other order, in which more of the ops are the same.
+        num_replaced = sum(a.op != b.op for a, b in zip(ours, theirs, strict=True))
+        blocks = SequenceMatcher(None, [s.op for s in ours], [s.op for s in theirs], autojunk=False)
+        if num_replaced <= len(ours) - sum(block.size for block in blocks.get_matching_blocks()):
+            return list(zip(ours, theirs, strict=True))
     pairs: list[tuple[Site, Site]] = []
     for tag, i1, i2, j1, j2 in SequenceMatcher(None, strict[0], strict[1], autojunk=False).get_opcodes():
         if tag == "equal":
