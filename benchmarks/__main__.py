@@ -11,7 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 SUITES = {
-    "decode": "tokens per second of both compiled back-ends against transformers.generate",
+    "decode": "prefill and decode of every back-end, transformers, torch.compile and other runtimes (--help)",
     "debug": "decode time against the number of tensors looked at",
     "measure": "bytes per second of measuring two tensors against each other",
     "executable": "microseconds that running a graph through an executable costs, beside torch.compile",
@@ -20,6 +20,7 @@ SUITES = {
     "snapshots": "what snapshots cost: armed and never firing, and writing beside the disk's own speed",
 }
 LONG = {
+    "size": "memory and time of build, run and check against the size of the model, foreseen and measured (--help)",
     "verdict": "false alarms, mistakes found and ops named over a corpus; takes options of its own (--help)",
     "families": "what glass check says of every family, back-end and dtype, written into docs/families.md (--help)",
     "memory": "memory of judging and reading large recordings; takes their size in gigabytes",
@@ -28,7 +29,7 @@ LONG = {
 
 
 def main(arguments: list[str]) -> int:
-    if arguments and arguments[0] in LONG:
+    if arguments and (arguments[0] in LONG or arguments[0] == "decode"):
         module = __import__(f"benchmarks.{arguments[0]}", fromlist=["main"])
         return module.main(arguments[1:]) or 0
     unknown = [name for name in arguments if name not in SUITES]

@@ -1,25 +1,35 @@
-"""Decode of a small Llama, batch 1: both compiled back-ends against transformers.generate, interleaved in one run.
+"""Prefill and decode of a Llama: engines of every back-end beside transformers, torch.compile and other runtimes.
 
-Every round runs each contestant once, so that what else the machine does falls on all of them alike. A token's time is
-the mean time between two tokens of one run, choosing the token included; the prefill is left out. The recorded run
-writes every decoder layer's output to disk as it goes; what is left to do when it closes its recording is shown apart.
+Every round runs each contestant once, so that what else the machine does falls on all of them alike. Prefill ends with
+the first token; a token's time is the mean between two tokens after it, choosing included. "roofline" is the share of
+what the memory (decode: weights and caches read once) or the processor (prefill: products of all layers, and of the
+last token's logits) allows at the speeds measured in the same rounds. Runtimes that are not installed are left out, and
+said so: `pip install '.[bench]'`.
+
+`python -m benchmarks decode [MODEL] [--backends NAME...] [--cases BATCHxPROMPT...]`
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 
 import glassengine as glass
+from benchmarks.peers import PEERS, Generate, Timed
 from benchmarks.report import THREADS, bandwidth, keep, surroundings
 
-CONFIG = {
+SMALL = {
     "hidden_size": 512,
     "intermediate_size": 1536,
     "num_hidden_layers": 8,
@@ -30,120 +40,220 @@ CONFIG = {
     "eos_token_id": None,
     "bos_token_id": 1,
 }
-PROMPT_LENGTH = 16
-NEW_TOKENS = 48
-ROUNDS = 7
-BASELINE = "transformers.generate"
-BACKENDS = ("inductor", "onnxruntime")
+BILLION = SMALL | {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": True,
+}
+MODELS = {"small": (SMALL, "float32"), "1b": (BILLION, "bfloat16")}
+CASES = ((1, 16), (8, 16), (1, 512), (8, 512))
+NEW_TOKENS = 24
+ROUNDS = 5
+BASELINE = "transformers"
+BACKENDS = ("inductor", "onnxruntime", "openvino")
 LAYERS = "model.layers.?"
-
 RECORDED = ", layers recorded"
-CLOSING = "closing a recording"
-
-Contestant = Callable[[], tuple[list[int], dict[str, float]]]
-"""Generates once; returns the tokens and times in seconds: per decoded token, under its own name, and others."""
 
 
-def main() -> None:
+@dataclass
+class Results:
+    """Times of every round by contestant, what the machine can do in each, and what is to be said beside them."""
+
+    times: dict[str, list[Timed]] = field(default_factory=dict)
+    speeds: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def main(arguments: Sequence[str] = ()) -> None:
+    """Measure one model in all cases, and write results/decode.txt, or results/decode_1b.txt."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks decode", description=__doc__)
+    parser.add_argument("model", nargs="?", default="small", choices=MODELS)
+    parser.add_argument("--backends", nargs="*", default=BACKENDS)
+    parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=list(PEERS))
+    parser.add_argument("--cases", nargs="*", type=_case, default=CASES, metavar="BATCHxPROMPT")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    options = parser.parse_args(arguments)
     torch.set_num_threads(THREADS)
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**CONFIG)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
-    prompt = torch.randint(0, CONFIG["vocab_size"], (1, PROMPT_LENGTH))
-    read = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
-
-    with tempfile.TemporaryDirectory() as directory:
-        contestants: dict[str, Contestant] = {BASELINE: _transformers(model, prompt)}
-        built = []
-        for backend in BACKENDS:
-            for label, outputs in ((backend, ()), (backend + RECORDED, (LAYERS,))):
-                start = time.perf_counter()
-                path = Path(directory) / label.replace(", ", "-").replace(" ", "-")
-                engine = glass.build(
-                    model, path, backend=backend, add_output=outputs, max_batch_size=1, max_seq_len=128
-                )
-                built.append(f"  {label:30s} {time.perf_counter() - start:6.1f} s")
-                contestants[label] = _engine(label, engine, prompt, path / "recording" if outputs else None)
-        times, speeds = _interleave(contestants)
-    keep("decode", _text(times, speeds, read, built))
+    settings, dtype = MODELS[options.model]
+    config = transformers.LlamaConfig(**settings, dtype=dtype)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="sdpa", dtype=getattr(torch, dtype)
+    ).eval()
+    text = [
+        f"Llama, {options.model}: {_described(settings)}, {dtype}",
+        f"{NEW_TOKENS} new tokens, {options.rounds} interleaved rounds, medians",
+        surroundings(),
+    ]
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:
+        contestants, notes = _contestants(model, Path(directory), dtype, options)
+        for batch, prompt in options.cases:
+            prompts = torch.randint(3, settings["vocab_size"], (batch, prompt))
+            results = _interleave(contestants, prompts, options.rounds, dtype)
+            text += ["", *_table(results, model, batch, prompt, dtype)]
+            keep("decode" if options.model == "small" else f"decode_{options.model}", "\n".join([*text, "", *notes]))
 
 
-def _interleave(contestants: dict[str, Contestant]) -> tuple[dict[str, list[float]], list[float]]:
-    """Return (times of every round by name, bytes per second read in each round)."""
-    times: dict[str, list[float]] = {}
-    speeds = []
-    expected = None
-    for round_index in range(1 + ROUNDS):  # the first round warms up
-        speeds.append(bandwidth())
-        for name, generate in contestants.items():
-            tokens, seconds = generate()
-            expected = expected or tokens
-            if tokens != expected:
-                raise SystemExit(f"{name} generates other tokens: {tokens} instead of {expected}")
-            for label, value in seconds.items() if round_index else ():
-                times.setdefault(label, []).append(value)
-    return times, speeds
+def _case(text: str) -> tuple[int, int]:
+    batch, prompt = text.split("x")
+    return int(batch), int(prompt)
 
 
-def _transformers(model: torch.nn.Module, prompt: torch.Tensor) -> Contestant:
+def _described(settings: dict[str, Any]) -> str:
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
+    return ", ".join(f"{name} {settings[name]}" for name in names)
+
+
+def _contestants(
+    model: Any, directory: Path, dtype: str, options: argparse.Namespace
+) -> tuple[dict[str, Generate], list[str]]:
+    """Return what takes part, and why something does not or how long it took to build."""
+    contestants = {BASELINE: _transformers(model), "torch.compile": _transformers(model, compiled=True)}
+    notes = ["seconds to build and load:"]
+    length = max(prompt for _, prompt in options.cases) + NEW_TOKENS
+    sizes = {"max_batch_size": max(batch for batch, _ in options.cases), "max_seq_len": length}
+    for backend in options.backends:
+        for label, outputs in ((backend, ()), (backend + RECORDED, (LAYERS,))):
+            if outputs and backend == "openvino":
+                continue
+            path = directory / label.replace(", ", "-").replace(" ", "-")
+            start = time.perf_counter()
+            try:
+                engine = glass.build(model, path, backend=backend, add_output=outputs, **sizes)
+            except glass.GlassError as error:
+                notes.append(f"  {label:30s} left out: {error.what}")
+                continue
+            notes.append(f"  {label:30s} {time.perf_counter() - start:6.1f}")
+            contestants[label] = _engine(engine, path / "recording" if outputs else None)
+    checkpoint = directory / "checkpoint"
+    model.save_pretrained(checkpoint)
+    for name in options.peers:
+        work = directory / name
+        work.mkdir()
+        start = time.perf_counter()
+        try:
+            contestants[name] = PEERS[name](checkpoint, work, dtype, THREADS)
+        except Exception as error:  # of another's code: the table says why it is missing
+            notes.append(f"  {name:30s} left out: {type(error).__name__}: {str(error).splitlines()[0][:80]}")
+            continue
+        notes.append(f"  {name:30s} {time.perf_counter() - start:6.1f}")
+    return contestants, notes
+
+
+def _interleave(contestants: dict[str, Generate], prompts: torch.Tensor, rounds: int, dtype: str) -> Results:
+    """Run every contestant once a round; one that fails is left out of the rounds after, with the reason."""
+    results = Results()
+    for number in range(1 + rounds):  # the first round warms up
+        results.speeds.append(bandwidth())
+        results.rates.append(_arithmetic(getattr(torch, dtype)))
+        for name, generate in list(contestants.items()):
+            try:
+                found = generate(prompts, NEW_TOKENS)
+            except Exception as error:  # of another's code, and only of this case
+                results.notes.append(f"{name}: {type(error).__name__}: {str(error).splitlines()[0][:80]}")
+                print(f"{name}: {error}", file=sys.stderr)
+                contestants = {key: value for key, value in contestants.items() if key != name}
+                results.times.pop(name, None)
+                continue
+            if number:
+                results.times.setdefault(name, []).append(found)
+    return results
+
+
+def _arithmetic(dtype: torch.dtype, size: int = 1024, repeats: int = 5) -> float:
+    """Return floating-point operations per second of a matrix product, best of `repeats`."""
+    left, right = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        left @ right
+        times.append(time.perf_counter() - start)
+    return 2 * size**3 / min(times)
+
+
+def _transformers(model: Any, *, compiled: bool = False) -> Generate:
     class Clock(transformers.StoppingCriteria):
         def __init__(self) -> None:
-            self.ticks: list[float] = []
+            self.ticks = [time.perf_counter()]
 
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
             self.ticks.append(time.perf_counter())
             return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
-    def generate() -> tuple[list[int], dict[str, float]]:
+    options: dict[str, Any] = {}
+    if compiled:
+        # What its documentation recommends, on a CPU as well.
+        settings = transformers.CompileConfig(dynamic=False, mode="default")
+        settings._compile_all_devices = True
+        options = {"cache_implementation": "static", "compile_config": settings}
+
+    def generate(prompts: torch.Tensor, num_tokens: int) -> Timed:
         clock = Clock()
         with torch.inference_mode():
             ids = model.generate(
-                prompt,
-                attention_mask=torch.ones_like(prompt),
-                max_new_tokens=NEW_TOKENS,
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                max_new_tokens=num_tokens,
                 do_sample=False,
                 stopping_criteria=transformers.StoppingCriteriaList([clock]),
                 pad_token_id=0,
+                **options,
             )
-        return ids[0, PROMPT_LENGTH:].tolist(), {BASELINE: (clock.ticks[-1] - clock.ticks[0]) / (NEW_TOKENS - 1)}
+        start, first, *_, last = clock.ticks
+        return Timed(ids[:, prompts.shape[1] :].tolist(), first - start, (last - first) / (num_tokens - 1))
 
     return generate
 
 
-def _engine(label: str, engine: glass.engine.Engine, prompt: torch.Tensor, recording: Path | None) -> Contestant:
-    def generate() -> tuple[list[int], dict[str, float]]:
-        start = time.perf_counter()
-        made = engine.generate(input_ids=prompt, max_new_tokens=NEW_TOKENS, record=recording, overwrite=True)
-        rest = time.perf_counter() - start - made.prefill_s - made.decode_s
-        times = {label: made.decode_s / (NEW_TOKENS - 1)}
-        return list(made.token_ids[0]), times | ({CLOSING: rest} if recording else {})
+def _engine(engine: glass.engine.Engine, recording: Path | None) -> Generate:
+    def generate(prompts: torch.Tensor, num_tokens: int) -> Timed:
+        made = engine.generate(input_ids=prompts, max_new_tokens=num_tokens, record=recording, overwrite=True)
+        return Timed([list(row) for row in made.token_ids], made.prefill_s, made.decode_s / (num_tokens - 1))
 
     return generate
 
 
-def _text(times: dict[str, list[float]], speeds: list[float], read: int, built: list[str]) -> str:
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    closing = medians.pop(CLOSING)
-    speed = statistics.median(speeds)
+def _table(results: Results, model: Any, batch: int, prompt: int, dtype: str) -> list[str]:
+    speed, rate = statistics.median(results.speeds), statistics.median(results.rates)
+    prefill_s, token_s = _bounds(model, batch, prompt, speed, rate)
+    medians = {
+        name: (statistics.median(t.prefill_s for t in times), statistics.median(t.token_s for t in times))
+        for name, times in results.times.items()
+    }
     lines = [
-        "Decode: Llama, hidden 512, intermediate 1536, 8 layers, 8 / 2 heads, vocabulary 32000, float32",
-        f"batch 1, prompt {PROMPT_LENGTH}, {NEW_TOKENS} new tokens, {ROUNDS} interleaved rounds, medians",
-        surroundings(),
-        "",
-        f"{'':32s} {'ms/token':>8s} {'tokens/s':>8s} {'ratio':>6s} {'of bandwidth':>12s} {'to plain':>8s}",
+        f"batch {batch}, prompt {prompt}: load average {os.getloadavg()[0]:.0f}, memory {speed / 1e9:.1f} GB/s, "
+        f"{dtype} products {rate / 1e9:.0f} Gflop/s",
+        f"{'':30s} {'prefill ms':>10s} {'ratio':>6s} {'roofline':>8s} {'ms/token':>9s} {'ratio':>6s} {'roofline':>8s}"
+        f" {'same tokens':>11s}",
     ]
-    for name, median in medians.items():
-        plain = medians[name.removesuffix(RECORDED)]
+    expected = results.times[BASELINE][-1].tokens
+    for name, (first, later) in medians.items():
         lines.append(
-            f"{name:32s} {median * 1e3:8.2f} {1 / median:8.0f} {medians[BASELINE] / median:6.2f} "
-            f"{read / median / speed:12.0%} " + (f"{median / plain:8.2f}" if name.endswith(RECORDED) else "")
+            f"{name:30s} {first * 1e3:10.1f} {medians[BASELINE][0] / first:6.2f} {prefill_s / first:8.0%} "
+            f"{later * 1e3:9.2f} {medians[BASELINE][1] / later:6.2f} {token_s / later:8.0%} "
+            f"{_agreement(expected, results.times[name][-1].tokens):11.0%}"
         )
-    lines += [
-        "",
-        f"weights read per token: {read / 1e6:.1f} MB; reading a large tensor: {speed / 1e9:.1f} GB/s, "
-        f"so at least {read / speed * 1e3:.2f} ms/token",
-        f"closing a recording: {closing * 1e3:.0f} ms, once",
-        "build and load:",
-        *built,
-    ]
-    return "\n".join(lines)
+    return [*lines, *results.notes]
+
+
+def _bounds(model: Any, batch: int, prompt: int, speed: float, rate: float) -> tuple[float, float]:
+    """Return the least seconds of a prefill and of a decode step."""
+    config = model.config
+    inner = [parameter for name, parameter in model.named_parameters() if "layers." in name]
+    head = model.get_output_embeddings().weight
+    weights = sum(parameter.nbytes for parameter in inner) + head.nbytes
+    values = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * head.element_size()
+    read = weights + batch * (prompt + NEW_TOKENS // 2) * values
+    layers = sum(parameter.numel() for parameter in inner)
+    first, later = (2 * batch * (tokens * layers + head.numel()) for tokens in (prompt, 1))
+    return max(first / rate, weights / speed), max(later / rate, read / speed)
+
+
+def _agreement(expected: list[list[int]], found: list[list[int]]) -> float:
+    pairs = [pair for ours, theirs in zip(expected, found, strict=True) for pair in zip(ours, theirs, strict=True)]
+    return sum(one == other for one, other in pairs) / len(pairs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -65,6 +66,7 @@ def test_dry_run(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert build(*arguments) == 0
     text = capsys.readouterr().out
     assert f"would build {tmp_path / 'e'}" in text
+    assert re.search(r"most memory of build +[\d,]{10,} bytes", text) and "most memory of check" in text
     assert f"{8 * 10 * 64 * 4:,} bytes in the largest prefill" in text
     assert f"{8 * 1 * 64 * 4:,} bytes in the largest decode step" in text
     assert build(*arguments, "--json") == 0
@@ -128,7 +130,7 @@ def test_refusals(
     names = {"model": checkpoint, "engine": engine_directory, "out": tmp_path / "e"}
     assert build(*(argument.format(**names) for argument in arguments)) == status
     captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.startswith("error: ") and message in captured.err
+    assert captured.out == "" and "\nerror: " in f"\n{captured.err}" and message in captured.err
     assert list(tmp_path.iterdir()) == []
 
 
