@@ -26,7 +26,7 @@ import torch
 import transformers
 
 import glassengine as glass
-from benchmarks.peers import PEERS, Generate, Timed
+from benchmarks.peers import PEERS, Generate, Timed, some_tokenizer
 from benchmarks.report import THREADS, bandwidth, keep, surroundings
 
 SMALL = {
@@ -77,8 +77,10 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=list(PEERS))
     parser.add_argument("--cases", nargs="*", type=_case, default=CASES, metavar="BATCHxPROMPT")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--threads", type=int, default=THREADS)
+    parser.add_argument("--no-recorded", action="store_true", help="leave out the engines that record their layers")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     settings, dtype = MODELS[options.model]
     config = transformers.LlamaConfig(**settings, dtype=dtype)
@@ -119,7 +121,7 @@ def _contestants(
     sizes = {"max_batch_size": max(batch for batch, _ in options.cases), "max_seq_len": length}
     for backend in options.backends:
         for label, outputs in ((backend, ()), (backend + RECORDED, (LAYERS,))):
-            if outputs and backend == "openvino":
+            if outputs and (options.no_recorded or backend == "openvino"):
                 continue
             path = directory / label.replace(", ", "-").replace(" ", "-")
             start = time.perf_counter()
@@ -132,12 +134,13 @@ def _contestants(
             contestants[label] = _engine(engine, path / "recording" if outputs else None)
     checkpoint = directory / "checkpoint"
     model.save_pretrained(checkpoint)
+    some_tokenizer().save_pretrained(checkpoint)
     for name in options.peers:
         work = directory / name
         work.mkdir()
         start = time.perf_counter()
         try:
-            contestants[name] = PEERS[name](checkpoint, work, dtype, THREADS)
+            contestants[name] = PEERS[name](checkpoint, work, dtype, options.threads)
         except Exception as error:  # of another's code: the table says why it is missing
             notes.append(f"  {name:30s} left out: {type(error).__name__}: {str(error).splitlines()[0][:80]}")
             continue

@@ -109,7 +109,6 @@ def openvino_genai(checkpoint: Path, work: Path, dtype: str, threads: int) -> Ge
 
 
 def _export_openvino(checkpoint: Path, work: Path) -> None:
-    import tokenizers
     import transformers
     from transformers.exporters import exporter_openvino as exporter
 
@@ -127,14 +126,19 @@ def _export_openvino(checkpoint: Path, work: Path) -> None:
     }
     config = exporter.OpenVINOConfig(dynamic=True, stateful=True)
     exporter.OpenVINOExporter().export(model, inputs, config).save_pretrained(work)
-    # The pipeline wants a tokenizer, though it is given tokens.
+    tokenizer, detokenizer = converter.convert_tokenizer(some_tokenizer(), with_detokenizer=True)
+    openvino.save_model(tokenizer, str(work / "openvino_tokenizer.xml"))
+    openvino.save_model(detokenizer, str(work / "openvino_detokenizer.xml"))
+
+
+def some_tokenizer() -> Any:
+    """Return a tokenizer of four words: some runtimes want one, though they are given tokens."""
+    import tokenizers
+    import transformers
+
     words = {f"t{index}": index for index in range(4)}
-    any_tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="t0"))
-    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=any_tokenizer, unk_token="t0", eos_token="t2")
-    for name, converted in zip(
-        ("tokenizer", "detokenizer"), converter.convert_tokenizer(wrapped, with_detokenizer=True), strict=True
-    ):
-        openvino.save_model(converted, str(work / f"openvino_{name}.xml"))
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="t0"))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="t0", eos_token="t2")
 
 
 def llama_cpp(checkpoint: Path, work: Path, dtype: str, threads: int) -> Generate:
