@@ -14,6 +14,7 @@ PAGES = [
     "coming-from-pytorch-neuronx.md",
     "coming-from-tensorrt-llm.md",
     "coming-from-transformers.md",
+    "onnx-and-pt2.md",
     "quantised-and-adapted.md",
 ]
 

@@ -248,7 +248,8 @@ class Score:
         if other is None or other is self.program:
             return []
         site, how = self._differences.get(node.name, ("", None))
-        hints = [Hint("argument", f"{_op_of(site)}: {how}", 1.0)] if how else []
+        named = other.sites.get(site)
+        hints = [Hint("argument", f"{named.op}: {how}", 1.0)] if how and named is not None else []
         names = self.program.weight_names()
         used = [names[source.name] for source in node.all_input_nodes if source.name in names]
         return hints + weight_hints(used, _weights(self.program), _weights(other))
@@ -256,10 +257,6 @@ class Score:
     @cached_property
     def _differences(self) -> dict[str, tuple[str, str]]:
         return written_differently(self.program, self.side)
-
-
-def _op_of(site: str) -> str:
-    return site.rpartition("/")[2].rpartition(".")[0]
 
 
 def _figures(baseline: torch.Tensor, candidate: torch.Tensor) -> Figures | None:
