@@ -203,7 +203,7 @@ def _first_divergence(
     source = sources.get(entry.site) if isinstance(sources, dict) else None
     there = candidate_sources.get(pair.candidate_site) if isinstance(candidate_sources, dict) else None
     return Divergence(
-        rung=None,
+        rung=_phase(entry.site) if left.metadata.get("gradients") else None,
         step=entry.step,
         site=entry.site,
         node=entry.node,
@@ -217,6 +217,14 @@ def _first_divergence(
         hints=_hints(judged[found], left, right),
         candidate_source=there if isinstance(there, str) else None,
     )
+
+
+def _phase(site: str) -> str:
+    """Return in which part of a training step a site of a recording is made."""
+    port = site.rpartition(":")[2]
+    if port == "param" or port.startswith("state."):
+        return "update"
+    return "backward" if port.startswith("grad") else "forward"
 
 
 def _hints(match: Match, left: TensorSource, right: TensorSource) -> tuple[Hint, ...]:

@@ -78,7 +78,8 @@ def _divergence(result: Comparison) -> Iterator[Text]:
         (p for p in result.pairs if (p.step, p.site) == (found.step, found.site) and p.verdict == "wrong"), None
     )
     rank = f" (rank {pair.rank})" if pair is not None and pair.rank else ""
-    yield Text(f"\nfirst divergence: step {found.step}, {found.site}{rank}", style="bold")
+    phase = f", {found.rung}" if found.rung else ""
+    yield Text(f"\nfirst divergence: step {found.step}{phase}, {found.site}{rank}", style="bold")
     if found.candidate_site != found.site:
         yield Text(f"  in the candidate  {found.candidate_site}")
     if found.node:
