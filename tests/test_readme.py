@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+
+from glassengine.cli.main import main
 
 COMMAND = [
     "check",
@@ -25,16 +27,24 @@ def scrubbed(text: str) -> list[str]:
     return [" ".join(line.split()) for line in text.splitlines() if line.strip() and "─" not in line]
 
 
-def test_the_transcript_of_check(root: Path) -> None:
+@pytest.fixture(autouse=True)
+def _export_once(exporting_once: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    with exporting_once():
+        yield
+
+
+def test_the_transcript_of_check(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     readme = (root / "README.md").read_text(encoding="utf-8")
     assert f"$ glass {' '.join(COMMAND)}" in readme
     shown = re.search(r"<!-- transcript: check -->\n```text\n(.*?)```", readme, re.DOTALL)
     assert shown is not None
-    found = subprocess.run(
-        [sys.executable, "-m", "glassengine.cli", *COMMAND], cwd=root, capture_output=True, text=True, check=False
-    )
-    assert found.returncode == 1, found.stderr
-    assert scrubbed(found.stdout) == scrubbed(shown[1])
+    monkeypatch.chdir(root)
+    status = main(COMMAND)
+    printed = capsys.readouterr()
+    assert status == 1 and printed.err == ""
+    assert scrubbed(printed.out) == scrubbed(shown[1])
 
 
 def test_the_python_block_runs(
