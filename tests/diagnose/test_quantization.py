@@ -173,6 +173,29 @@ def test_weights_that_were_rescaled_are_judged_in_the_scale_of_the_baseline(base
     result = check(base, candidate=tmp_path / "bad", steps=0)
     assert not result.ok and weight_of(result, DOWN).verdict == "wrong"
 
+    def double(name: str, parts: dict[str, Tensor]) -> None:
+        if name == V:
+            parts["scales"][:, :3] *= 2
+
+    save_quantized(rescaled(models.llama()), tmp_path / "rows", "awq", spoil=double)
+    result = check(base, candidate=tmp_path / "rows", steps=0)
+    assert [origin.site for origin in result.origins] == [f"{V}.weight:param"]
+    found = weight_of(result, V)
+    assert found.is_rescaled and re.search(r"6 of 64 groups are (2|1\.99) times", found.hints[0].text)
+
+
+def test_inputs_beside_tokens_are_used(base: Path, tmp_path: Path) -> None:
+    """Positions of one's own go into the forward, as everywhere in check."""
+    save_quantized(models.llama(), tmp_path / "q", "gptq")
+    kls = []
+    for number, positions in enumerate(([0, 1, 2, 3], [0, 20, 40, 60])):
+        given = {"input_ids": [[5, 9, 33, 70]], "position_ids": [positions]}
+        (tmp_path / f"{number}.json").write_text(json.dumps(given))
+        found = check(base, candidate=tmp_path / "q", inputs=str(tmp_path / f"{number}.json")).quantization
+        assert found is not None and found.num_tokens == 4
+        kls.append(found.kl)
+    assert kls[0] != kls[1]
+
 
 def moved_zeros(name: str, parts: dict[str, Tensor]) -> None:
     if name == UP:

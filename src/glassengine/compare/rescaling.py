@@ -57,11 +57,13 @@ def fit(baseline: Tensor, candidate: Tensor) -> Factors | None:
     return Factors(rows, columns)
 
 
-def undone(factors: Mapping[str, Factors], vectors: Iterable[tuple[Tensor, Tensor]]) -> set[str]:
-    """Return the matrices whose factors other weights undo.
+def undone(factors: Mapping[str, Factors], vectors: Iterable[tuple[Tensor, Tensor]]) -> dict[str, Factors]:
+    """Return the matrices whose factors other weights undo, and the factors as those weights have them.
+
+    What was fitted only finds the weights that undo it: it would take a mistake in some rows for a scale of them.
 
     Args:
-        factors: Name of a matrix -> its factors.
+        factors: Name of a matrix -> its factors, as fitted.
         vectors: Unquantised vectors of the baseline, each with the candidate's.
     """
     ratios = []
@@ -70,17 +72,16 @@ def undone(factors: Mapping[str, Factors], vectors: Iterable[tuple[Tensor, Tenso
         ratios += [theirs.double() / ours.double(), (1 + theirs.double()) / (1 + ours.double())]
     left = {name: _settled(found, ratios) for name, found in factors.items()}
     while True:
-        before = [*ratios, *(found.rows for found in left.values())]
-        after = [found.columns for found in left.values()]
-        kept = {
-            name: found
-            for name, found in left.items()
-            if (_is_one(found.columns) or _has_inverse(found.columns, before))
-            and (_is_one(found.rows) or _has_inverse(found.rows, after))
-        }
+        kept: dict[str, Factors] = {}
+        for name, found in left.items():
+            others = [other for key, other in left.items() if key != name]
+            columns = _undoing(found.columns, [*ratios, *(other.rows for other in others)])
+            rows = _undoing(found.rows, [other.columns for other in others])
+            if columns is not None and rows is not None:
+                kept[name] = Factors(rows, columns)
         if len(kept) == len(left):
-            return set(kept)
-        left = kept
+            return kept
+        left = {name: left[name] for name in kept}
 
 
 def _settled(found: Factors, ratios: Iterable[Tensor]) -> Factors:
@@ -99,15 +100,19 @@ def is_undone_vector(ours: Tensor, theirs: Tensor, factors: Iterable[Factors]) -
     known = [vector for found in factors for vector in (1 / found.columns, found.rows)]
     # Up to one number, which may be with the rows or with the columns of the matrix.
     ratios = theirs.double() / ours.double(), (1 + theirs.double()) / (1 + ours.double())
-    return any(_has_inverse(1 / (ratio / ratio.median()), [each / each.median() for each in known]) for ratio in ratios)
+    return any(_is_inverse(ratio.median() / ratio, vector / vector.median()) for ratio in ratios for vector in known)
 
 
 def _is_one(factors: Tensor) -> bool:
-    return float(factors.log().abs().median()) < _NONE and float(factors.log().abs().max()) < 0.5
+    return float(factors.log().abs().median()) < _NONE
 
 
-def _has_inverse(factors: Tensor, others: Iterable[Tensor]) -> bool:
-    return any(
-        other.shape == factors.shape and float((other * factors).log().abs().nan_to_num(9.0).median()) < _SAME
-        for other in others
-    )
+def _undoing(factors: Tensor, others: Iterable[Tensor]) -> Tensor | None:
+    """Return the factors as another weight that undoes them has them; ones where there is nothing to undo."""
+    if _is_one(factors):
+        return torch.ones_like(factors)
+    return next((1 / other for other in others if not _is_one(other) and _is_inverse(factors, other)), None)
+
+
+def _is_inverse(factors: Tensor, other: Tensor) -> bool:
+    return other.shape == factors.shape and float((other * factors).log().abs().nan_to_num(9.0).median()) < _SAME

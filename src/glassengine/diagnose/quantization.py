@@ -180,8 +180,8 @@ def _judge(
             if factors is not None and not judged(name, factors.scaled(ours[name])).mistakes:
                 fitted[name] = factors
     vectors = [(ours[name], theirs[name]) for name in different if ours[name].dim() == 1]
-    for name in rescaling.undone(fitted, vectors):
-        factors, weight = fitted[name], weights[name]
+    for name, factors in rescaling.undone(fitted, vectors).items():
+        weight = weights[name]
         weight.is_rescaled, weight.error = True, judged(name, factors.scaled(ours[name]))
         weight.value, weight.step = factors.undone(theirs[name]).float(), factors.undone(steps_of[name]).float()
     known = [fitted[name] for name, weight in weights.items() if weight.is_rescaled]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from glassengine.compare.logits import compare_logits
 from glassengine.compare.quantization import WeightError
-from glassengine.diagnose.cases import causal_cases
+from glassengine.diagnose.cases import beside_tokens, causal_cases, in_one_forward
 from glassengine.errors import IncomparableError, UsageError
 from glassengine.program import LoadedModel, example_inputs
 
@@ -44,11 +44,13 @@ class Weight:
 
 def forwards_of(model: LoadedModel, inputs: Any, steps: int) -> list[dict[str, Any]]:
     """Return the keyword arguments of each forward; prompts are continued with what the baseline chooses."""
-    if model.kind != "causal_lm":
-        given = inputs if inputs is not None else example_inputs(model.module, model.directory)
+    if model.kind != "causal_lm" or beside_tokens(inputs):
+        given = in_one_forward(inputs) if model.kind == "causal_lm" else inputs
+        if given is None:
+            given = example_inputs(model.module, model.directory)
         if isinstance(given, str):
             raise UsageError("prompts are for a causal language model", got=given, hint="--inputs FILE with tensors")
-        return [dict(given)] if isinstance(given, Mapping) else list(given)
+        return [dict(each) for each in ([given] if isinstance(given, Mapping) else given)]
     cases = causal_cases(model, inputs, 0)
     # The padded batch repeats prompts that are there alone.
     cases = [case for case in cases if case.attention_mask is not None and case.attention_mask.all()] or cases
