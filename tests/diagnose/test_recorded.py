@@ -142,3 +142,15 @@ def test_what_does_not_fit_is_refused(
     arguments = ["check", f"{tmp_path}/net.py:net", "--candidate", f"{tmp_path}/dump.pt", "--inputs"]
     assert main([*arguments, f"{tmp_path}/i.pt"]) == 4
     assert "--map FILE" in capsys.readouterr().err
+
+
+def test_a_record_of_several_ranks_is_refused_with_what_to_do(
+    tmp_path: Path, dump: tuple[str, str, dict[str, torch.Tensor]]
+) -> None:
+    inputs, _, tensors = dump
+    for rank, directory in enumerate((tmp_path / "d", tmp_path / "d" / "rank1")):
+        directory.mkdir()
+        torch.save({"tanh": tensors["t"].chunk(2, -1)[rank]}, directory / "step0.pt")
+    with pytest.raises(UsageError, match="a record of several ranks") as refused:
+        glass.check(models.drawn(Net), candidate=tmp_path / "d", inputs=inputs)
+    assert "ranks 0, 1" in str(refused.value.got) and "glass compare" in str(refused.value.hint)

@@ -42,10 +42,19 @@ class RecordedTensors:
 
     Raises:
         IncomparableError: Nothing in it has a name that the program knows.
-        UsageError: A rule changes the baseline's layout: what is replayed has the program's own.
+        UsageError: A rule changes the baseline's layout: what is replayed has the program's own; or the record is of
+            several ranks.
     """
 
     def __init__(self, source: TensorSource, program: Program, rules: TensorMap | None = None) -> None:
+        ranks = sorted({entry.rank for entry in source.entries})
+        if len(ranks) > 1:
+            raise UsageError(
+                "a record of several ranks is not judged with the model: each has a part of what the model computes",
+                got=f"{source.path}: ranks {', '.join(map(str, ranks))}",
+                expected="a record of one process",
+                hint="record the model in one process, and: glass compare THAT_RECORD THIS_ONE",
+            )
         self.source = source
         self.partial: set[str] = set()
         names = dict.fromkeys(entry.site for entry in source.entries)
