@@ -66,8 +66,8 @@ def main(arguments: Sequence[str]) -> None:
         with tempfile.TemporaryDirectory(dir=Path.cwd()) as directory:
             rows.append(_measure(hidden, options.layers, options.backend, Path(directory)))
         keep(options.name, _text(rows, options))
-    if len(rows) > 1:
-        (RESULTS / f"{options.name}.svg").write_text(_plot(rows, options))
+        if len(rows) > 1:
+            (RESULTS / f"{options.name}.svg").write_text(_plot(rows, options))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,54 @@
+"""Ctrl-C in the middle of a check: the status says so, and neither files nor processes are left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+# A job in the background inherits "ignore", under which nobody could interrupt it.
+SCRIPT = (
+    "import signal, sys\n"
+    "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    "from glassengine.cli.main import main\n"
+    "sys.exit(main(sys.argv[1:]))\n"
+)
+
+
+@pytest.mark.parametrize(
+    "stage", [pytest.param("building the release engine", marks=pytest.mark.slow), "judging: 1 of"]
+)
+def test_interrupted_check_leaves_nothing(checkpoint: Path, tmp_path: Path, stage: str) -> None:
+    command = [sys.executable, "-c", SCRIPT, "check", str(checkpoint), "--backend", "eager"]
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        start_new_session=True,
+    )
+    watchdog = threading.Timer(120, process.kill)
+    watchdog.start()
+    assert process.stderr is not None
+    try:
+        assert any(line.startswith(stage) for line in process.stderr), "it never came so far"
+        assert any(tmp_path.glob("glassengine-check-*")), "there is something to leave behind"
+        # As a terminal does: to the whole group.
+        os.killpg(process.pid, signal.SIGINT)
+        rest = process.stderr.read()
+        process.wait(timeout=60)
+    finally:
+        watchdog.cancel()
+        process.kill()
+        process.wait()
+        process.stderr.close()
+    assert process.returncode == 130
+    assert "interrupted" in rest and "Traceback" not in rest
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
