@@ -74,7 +74,7 @@ def test_a_listing_is_read_as_it_was_written(tmp_path: Path) -> None:
     network = Network(layers, (NetworkTensor("x"),), ("y",), "a note")
     write_listing(network, tmp_path)
     assert read_listing(tmp_path) == network
-    for text in ("{", "[]", '{"layers": [{}]}', json.dumps({"layers": [], "inputs": [{"nam": 1}], "outputs": []})):
+    for text in ("{", "[]", '{"layers": [{}]}', json.dumps({"layers": [], "inputs": [{"title": 1}], "outputs": []})):
         (tmp_path / NETWORK_FILE).write_text(text)
         with pytest.raises(CorruptError, match=NETWORK_FILE):
             read_listing(tmp_path)
