@@ -20,6 +20,7 @@ from glassengine.errors import IncomparableError, UsageError
 from glassengine.report.terminal_check import check as screen
 from glassengine.results import Comparison, QuantizedWeight
 from glassengine.testing import models
+from glassengine.testing.architectures import FAMILIES, save_family
 from glassengine.testing.quantized import save_quantized
 
 V, UP, DOWN = (f"model.layers.{path}" for path in ("1.self_attn.v_proj", "0.mlp.up_proj", "1.mlp.down_proj"))
@@ -182,6 +183,15 @@ def test_weights_that_were_rescaled_are_judged_in_the_scale_of_the_baseline(base
     assert [origin.site for origin in result.origins] == [f"{V}.weight:param"]
     found = weight_of(result, V)
     assert found.is_rescaled and re.search(r"6 of 64 groups are (2|1\.99) times", found.hints[0].text)
+
+
+def test_a_model_without_logits_has_no_divergence(tmp_path: Path) -> None:
+    save_family("bert", tmp_path / "base")
+    save_quantized(FAMILIES["bert"](), tmp_path / "q", "gptq")
+    result = check(tmp_path / "base", candidate=tmp_path / "q")
+    found = result.quantization
+    assert result.ok and found is not None and found.kl is None and found.token_agreement is None
+    assert len(found.weights) == 13 and all(weight.kl is None and weight.logits_snr_db > 10 for weight in found.weights)
 
 
 def test_inputs_beside_tokens_are_used(base: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from glassengine.diagnose.quantization_effects import (
     difference,
     forwards_of,
     one_by_one,
-    result_of,
+    outcome_of,
     watching,
 )
 from glassengine.diagnose.quantization_result import RUNG, concluded, finished
@@ -123,12 +123,12 @@ def check_quantized(
     forwards = forwards_of(baseline, read_inputs(inputs), steps)
     parameters = dict(baseline.module.named_parameters())
     with watching(baseline.module, parameters, weights):
-        expected = [result_of(baseline.module, forward) for forward in forwards]
-    total = difference(expected, [result_of(candidate.module, forward) for forward in forwards])
+        expected = outcome_of(baseline.module, forwards)
+    total = difference(expected, outcome_of(candidate.module, forwards))
     one_by_one(baseline.module, parameters, weights, forwards, expected, progress)
     result = Quantization(
         method=str((candidate.metadata.get("quantization") or {}).get("method")),
-        num_tokens=sum(len(each) for each in expected),
+        num_tokens=len(expected.rows),
         logits_snr_db=total["snr_db"],
         kl=total["kl"],
         token_agreement=total["agreement"],

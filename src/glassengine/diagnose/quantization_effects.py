@@ -65,18 +65,30 @@ def forwards_of(model: LoadedModel, inputs: Any, steps: int) -> list[dict[str, A
     return forwards
 
 
-def result_of(module: nn.Module, forward: Mapping[str, Any]) -> Tensor:
-    """Return the logits [N, V] at real tokens, or the first result [N, ...] of a model without logits."""
-    made = module(**forward)
-    found = getattr(made, "logits", None)
-    if found is None:
+@dataclass(frozen=True)
+class Outcome:
+    """What a model gives: logits [N, V] of all real tokens, or the first result [N, ...] of a model without logits."""
+
+    rows: Tensor
+    are_logits: bool
+
+
+def outcome_of(module: nn.Module, forwards: Sequence[Mapping[str, Any]]) -> Outcome:
+    """Return what `module` gives in all `forwards` together, float32."""
+    made = [_rows(module(**forward), forward) for forward in forwards]
+    return Outcome(torch.cat([rows for rows, _ in made]), all(are_logits for _, are_logits in made))
+
+
+def _rows(made: Any, forward: Mapping[str, Any]) -> tuple[Tensor, bool]:
+    logits = getattr(made, "logits", None)
+    if not isinstance(logits, Tensor):
         values = list(made.values()) if isinstance(made, Mapping) else made
         found = values if isinstance(values, Tensor) else next(v for v in values if isinstance(v, Tensor))
-        return found.float().reshape(-1, found.shape[-1]) if found.dim() else found.float().reshape(1, 1)
+        return found.float().reshape(-1, found.shape[-1] if found.dim() else 1), False
     mask = forward.get("attention_mask")
-    fits = isinstance(mask, Tensor) and mask.shape == found.shape[:-1]
-    rows: Tensor = found.float()[mask.bool()] if fits and mask is not None else found.float().flatten(0, -2)
-    return rows
+    if isinstance(mask, Tensor) and mask.shape == logits.shape[:-1]:
+        return logits.float()[mask.bool()], True
+    return logits.float().reshape(-1, logits.shape[-1]), True
 
 
 @contextmanager
@@ -138,7 +150,7 @@ def one_by_one(
     parameters: Mapping[str, nn.Parameter],
     weights: Sequence[Weight],
     forwards: Sequence[Mapping[str, Any]],
-    expected: Sequence[Tensor],
+    expected: Outcome,
     progress: Progress,
 ) -> None:
     """Fill in the figures of each weight: the results of the model with that one exchanged, beside `expected`."""
@@ -149,18 +161,18 @@ def one_by_one(
             said, left = now, (now - began) / index * (len(weights) - index)
             progress(f"running with weight {index + 1} of {len(weights)} alone, about {left:.0f} s left")
         with _in_place(parameters[weight.name], weight.value):
-            weight.figures = difference(expected, [result_of(module, forward) for forward in forwards])
+            weight.figures = difference(expected, outcome_of(module, forwards))
 
 
-def difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> dict[str, Any]:
-    """Return error power, SNR, and where the results are logits divergence and agreement, over all forwards."""
-    b, c = torch.cat(list(expected)), torch.cat(list(found))
+def difference(expected: Outcome, found: Outcome) -> dict[str, Any]:
+    """Return error power, SNR, and where the results are logits divergence and agreement."""
+    b, c = expected.rows, found.rows
     if b.shape != c.shape:
         raise IncomparableError(
             "the results of the two sides differ in shape", got=str(list(c.shape)), expected=str(list(b.shape))
         )
     error, power = float((c.double() - b.double()).square().sum()), float(b.double().square().sum())
-    logits = compare_logits(b, c) if b.dim() == 2 and b.shape[1] > 1 else None
+    logits = compare_logits(b, c) if expected.are_logits else None
     return {
         "error": error,
         "snr_db": snr_db(power, error),

@@ -180,6 +180,7 @@ def save_quantized(
     from safetensors.torch import save_file
 
     saved: Any = model
+    saved.config.architectures = [type(model).__name__]
     saved.config.save_pretrained(directory)
     tensors, expected = {name: value.clone() for name, value in model.state_dict().items()}, {}
     for name, module in model.named_modules():

@@ -97,7 +97,8 @@ def load_quantized(
         logger.warning("%s also quantises activations, which are not quantised here", spec)
     module, report = target.load(weights, dtype, **options)
     # Some packages give every matrix a bias of zeros; one that is none would be lost.
-    lost = [name for name in report["unexpected_keys"] if name.endswith(".bias") and weights[name].any()]
+    biases = {f"{name.removesuffix('weight')}bias" for name in target.shapes if name.endswith(".weight")}
+    lost = [name for name in report["unexpected_keys"] if name in biases and weights[name].any()]
     if lost:
         raise UsageError(f"{spec} has biases that its model has no place for", got=", ".join(lost[:3]))
     if hasattr(module, "generation_config"):
