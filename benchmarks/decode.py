@@ -4,7 +4,8 @@ Every round runs each contestant once, so that what else the machine does falls 
 the first token; a token's time is the mean between two tokens after it, choosing included. "roofline" is the share of
 what the memory (decode: weights and caches read once) or the processor (prefill: products of all layers, and of the
 last token's logits) allows at the speeds measured in the same rounds. Runtimes that are not installed are left out, and
-said so: `pip install '.[bench]'`.
+said so: `pip install onnxruntime-genai openvino-genai llama-cpp-python gguf`. benchmarks/README.md says who is ahead
+where, and why.
 
 `python -m benchmarks decode [MODEL] [--backends NAME...] [--cases BATCHxPROMPT...]`
 """

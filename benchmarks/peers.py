@@ -1,4 +1,4 @@
-"""Other runtimes for the models of `benchmarks.decode`, where they are installed (`pip install '.[bench]'`).
+"""Other runtimes for the models of `benchmarks.decode`, where they are installed.
 
 Each takes a checkpoint of transformers, converts it the way its makers do it, and generates greedily: the same weights,
 precision and threads, no end token. `prefill_s` ends with the first token, `token_s` is the mean of those after it.

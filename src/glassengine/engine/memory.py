@@ -36,6 +36,7 @@ class _Costs:
         packed: Copies in the back-end's own layout that building holds beside the weights.
         fixed_bytes: What compiling takes beside.
         bytes_per_op: Likewise, for each op.
+        observed_bytes: What compiling takes more where every op is an output, and another engine was compiled before.
         mapped: Copies of the weights, as they are, that a loaded engine holds.
         loaded: Copies in the back-end's own layout that a loaded engine holds.
     """
@@ -43,14 +44,15 @@ class _Costs:
     packed: float = 0.0
     fixed_bytes: int = 80_000_000
     bytes_per_op: int = 0
+    observed_bytes: int = 0
     mapped: float = 0.0
     loaded: float = 0.0
 
 
 _COSTS = {
     ("eager", False): _Costs(mapped=1.0),
-    ("inductor", False): _Costs(fixed_bytes=450_000_000, bytes_per_op=200_000, mapped=1.0),
-    ("inductor", True): _Costs(packed=3.0, fixed_bytes=220_000_000, loaded=2.0),
+    ("inductor", False): _Costs(fixed_bytes=450_000_000, bytes_per_op=200_000, observed_bytes=550_000_000, mapped=1.0),
+    ("inductor", True): _Costs(packed=3.0, fixed_bytes=220_000_000, observed_bytes=550_000_000, loaded=2.0),
     ("onnxruntime", True): _Costs(packed=1.0, loaded=1.0),
     ("openvino", True): _Costs(packed=1.0, loaded=1.0),
 }
@@ -81,7 +83,7 @@ def expected_peaks(programs: Sequence[Program], backend: Backend) -> dict[str, i
         "build": int(held + compiling),
         "run": int(RUNTIME_BYTES + loaded),
         # The engine with outputs is in memory while the release engine is built.
-        "check": int(held + max(compiling + loaded, 2 * loaded + judging)),
+        "check": int(held + max(compiling + costs.observed_bytes + loaded, 2 * loaded + judging)),
     }
 
 
