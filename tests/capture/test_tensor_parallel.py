@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from glassengine.capture.model_debugger import model_addition_debugger_context
 from glassengine.capture.parts import parts_of, waited
 from glassengine.capture.record import own_directory, record
 from glassengine.capture.run_script import record_script
+from glassengine.capture.target import record_target
 from glassengine.compare import compare
 from glassengine.recording.reader import Recording
 
@@ -99,7 +101,7 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for command in commands
     ]
     try:
-        errors = [process.communicate(timeout=120)[1] for process in running]
+        errors = [process.communicate(timeout=300)[1] for process in running]
     finally:
         for process in running:
             process.kill()
@@ -171,6 +173,11 @@ def test_each_rank_of_a_launcher_writes_beside_the_others(tmp_path: Path, monkey
         done = record_script(script, path=tmp_path / "s")
         assert done.ok and done.recordings == (str(tmp_path / "s" / "Linear" / f"rank{rank}"),)
         assert Recording.open(tmp_path / "r" / f"rank{rank}").entries[0].rank == rank
+        recorded = record_target(model, tmp_path / "t", inputs={"input": torch.ones(1, 2)})
+        assert recorded.path == str(tmp_path / "t" / f"rank{rank}") and recorded.num_tensors == 2
+        with model_addition_debugger_context(model, str(tmp_path / f"d{rank}")):
+            model(torch.ones(1, 2))
+        assert list((tmp_path / f"d{rank}").glob("*_SUMMARY.json"))
         # Who names the directory of a rank already gets what was asked for.
         assert own_directory(tmp_path / f"rank{rank}") == tmp_path / f"rank{rank}"
     assert compare(tmp_path / "r", tmp_path / "r").ok

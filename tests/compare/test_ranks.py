@@ -176,6 +176,10 @@ def test_what_is_wrong_in_one_rank_alone_is_never_hidden_by_the_others(judged: J
         result = judged({"y": randn(4, 4)}, each)
         assert result.verdict == "wrong"
         assert result.environment["candidate"]["arrangements"] == {"in every rank, which are not the same": 1}
+    # Nor does NaN on all sides make a difference.
+    void = torch.full((4, 4), torch.nan)
+    result = judged({"y": void}, [{"y": void}, {"y": void}])
+    assert result.environment["candidate"]["arrangements"] == {"in every rank": 1}
     # Nor does a rank hide that has no number where the others have one.
     hole = randn(4, 4)
     hole[1, 1] = torch.nan

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from glassengine.capture.record import Recorder, record
+from glassengine.capture.record import Recorder, own_directory, record
 from glassengine.errors import GlassError, UsageError
 from glassengine.recording.formats.debug_tree import TreeWriter
 from glassengine.recording.reader import Recording
@@ -91,7 +91,7 @@ def model_addition_debugger_context(
 
 
 def _write(aside: Path, folder: Path, name: str, notes: Mapping[int, list[tuple[str, str]]], *, use_repr: bool) -> None:
-    recording = Recording.open(aside)
+    recording = Recording.open(own_directory(aside))
     if recording.entries:
         _move_earlier(folder, name)
         versions = recording.metadata.get("environment", {}).get("versions")

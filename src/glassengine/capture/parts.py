@@ -19,11 +19,16 @@ def sharding_of(tensor: Tensor) -> Sharding | None:
     mesh = whole.device_mesh
     return Sharding(
         shape=tuple(whole.shape),
-        placements=tuple(map(str, whole.placements)),
+        placements=tuple(map(_placement, whole.placements)),
         mesh=tuple(mesh.shape),
         names=tuple(mesh.mesh_dim_names or ()),
         coordinate=tuple(mesh.get_coordinate() or ()),
     )
+
+
+def _placement(placement: Any) -> str:
+    # Not every version of torch says how what is partial is reduced.
+    return f"P({placement.reduce_op})" if placement.is_partial() else str(placement)
 
 
 def waited(tensor: Tensor) -> Tensor:

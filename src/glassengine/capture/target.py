@@ -16,7 +16,7 @@ from glassengine.accelerators import require_device
 from glassengine.capture.intake import Intake, Writer
 from glassengine.capture.known_tokens import KnownTokens
 from glassengine.capture.module_hooks import ModuleHooks
-from glassengine.capture.record import record
+from glassengine.capture.record import own_directory, record
 from glassengine.errors import UsageError
 from glassengine.program.load import LoadedModel, load_inputs, load_model
 from glassengine.recording.layout import LeftOut, Sharding
@@ -129,6 +129,7 @@ def record_target(
         counter = _Counter()
         observe(counter, forced)
         return counter.result(None)
+    path = own_directory(Path(path))
     buffers = {name: buffer.clone() for name, buffer in loaded.module.named_buffers()} if then is not None else {}
     with record(
         loaded.module,
@@ -150,7 +151,7 @@ def record_target(
                     buffer.copy_(buffers[name])
             observe(writer, [tokens[:, :-1] for tokens in made])
 
-        then(Path(path), again)
+        then(path, again)
     from glassengine.recording.reader import Recording
 
     opened = Recording.open(path)

@@ -53,9 +53,9 @@ class Copies:
 
     @property
     def are_same(self) -> bool:
-        """Whether all copies are equal, bit by bit but for the sign of zeros."""
+        """Whether all copies are equal; NaN is equal to NaN."""
         first, *others = self.wholes
-        return all(torch.equal(first, other) for other in others)
+        return all(torch.equal(first, other) or error_of(first, other) == 0 for other in others)
 
 
 class PutTogether:
