@@ -357,8 +357,8 @@ class Comparison(Result):
     judged (exit status 4). `weights` is None where both sides have theirs from one place. `calibration` says what the
     verdicts on two records rest on: "uncalibrated", or what they were calibrated by; None where models were run.
     `quantization` is there for a
-    quantised candidate. `same_weights` says of two records of one class and dtype whether they were made with the same weights; None where
-    nobody knows.
+    quantised candidate. `same_weights` says of two records of one class and dtype whether they were made with the same
+    weights; None where nobody knows.
     """
 
     baseline: str

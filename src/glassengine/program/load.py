@@ -126,9 +126,9 @@ def load_model(
                 directory, dtype, attn_implementation, trust_remote_code, revision, weights
             )
     if adapter is not None:
-        found = adapters.read_adapter(adapter)
+        read = adapters.read_adapter(adapter)
         if weights:
-            adapters.merge(module, found)
+            adapters.merge(module, read)
     module.eval()
     floating = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     config: Any = getattr(module, "config", None)
