@@ -256,12 +256,12 @@ def test_what_the_exporter_noted_is_kept() -> None:
     model = onnx_mlp()
     node = model.graph.node[3]
     node.name = "node_linear_7"
-    trace = 'File "/home/user/model.py", line 12, in forward\n    return self.head(x)'
+    trace = 'File "models/net.py", line 12, in forward\n    return self.head(x)'
     node.metadata_props.add(key="pkg.torch.onnx.stack_trace", value=trace)
     node.metadata_props.add(key="pkg.torch.onnx.name_scopes", value="['', 'model', 'model.head', 'linear']")
     site = program_of(model).sites.get("scores")
     assert site is not None
-    assert site.source == "/home/user/model.py:12: return self.head(x)"
+    assert site.source == "models/net.py:12: return self.head(x)"
     assert site.aliases == ("node_linear_7", "model.head/MatMul.0")
 
 
