@@ -89,7 +89,7 @@ def start_both(
         UsageError: The model cannot be traced, or the inputs do not fit it.
     """
     sources = _sources(model, inputs, steps)
-    progress("exporting the two programs")
+    progress("exporting the programs of encoder and decoder")
     encoder, decoder = export_programs(model)
     of_encoder, of_decoder = [], []
     for name, source, ids in sources:
