@@ -11,6 +11,8 @@ from glassengine.sites import Site
 def valid_mask(site: Site, value: torch.Tensor, inputs: StepInputs) -> torch.Tensor | None:
     """Return a bool mask that broadcasts against `value`, or None when every element counts.
 
+    Of a tensor of bools every slot counts: it says which slots are seen, and those of padding must not be.
+
     Args:
         site: Says which dimensions are batch, sequence and cache (or batch and sequence folded into one).
         value: The tensor.
@@ -25,7 +27,8 @@ def valid_mask(site: Site, value: torch.Tensor, inputs: StepInputs) -> torch.Ten
         mask = _spread(tokens.flatten(), value, folded[0])
     elif tokens.shape[1] == 1 and not bool(tokens.all()) and "batch" in site.axes:
         mask = _spread(tokens[:, 0], value, site.axes["batch"])  # all that a row of padding has
-    for axis, table in (("sequence", tokens), ("cache", slots)):
+    tables = {"sequence": tokens} if value.dtype is torch.bool else {"sequence": tokens, "cache": slots}
+    for axis, table in tables.items():
         if axis in site.axes and "batch" in site.axes:
             part = _spread(table, value, site.axes["batch"], site.axes[axis])
             mask = part if mask is None else mask & part
