@@ -52,7 +52,7 @@ class _Costs:
 _COSTS = {
     ("eager", False): _Costs(mapped=1.0),
     ("inductor", False): _Costs(fixed_bytes=450_000_000, bytes_per_op=200_000, observed_bytes=550_000_000, mapped=1.0),
-    ("inductor", True): _Costs(packed=3.0, fixed_bytes=220_000_000, observed_bytes=550_000_000, loaded=2.0),
+    ("inductor", True): _Costs(packed=4.6, fixed_bytes=130_000_000, observed_bytes=550_000_000, loaded=2.0),
     ("onnxruntime", True): _Costs(packed=1.0, loaded=1.0),
     ("openvino", True): _Costs(packed=1.0, loaded=1.0),
 }
