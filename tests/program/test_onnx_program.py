@@ -188,6 +188,7 @@ def test_branches_loops_and_functions(opset: int, sign: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")  # the examples are computed when they are loaded
 def test_the_operators_own_examples() -> None:
     """The examples that come with the package onnx: what is translated gives their results."""
     from onnx.backend.test.loader import load_model_tests
@@ -204,6 +205,8 @@ def test_the_operators_own_examples() -> None:
         if any(isinstance(function, OneNode) for function in called):
             continue  # evaluated by the package itself
         for inputs, results in case.data_sets:
+            if any(np.array(value).dtype.kind not in "fiub" for value in (*inputs, *results)):
+                continue  # sequences, and inputs that are left out
             given = {
                 port.name: torch.from_numpy(np.array(value))
                 for port, value in zip(program.inputs, inputs, strict=False)

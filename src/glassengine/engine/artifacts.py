@@ -31,8 +31,8 @@ from glassengine.engine.manifest import hash_file
 from glassengine.errors import UsageError
 from glassengine.program.artifacts import FORMAT, MANIFEST, SCHEMA_VERSION, read_manifest
 from glassengine.program.graph_diff import diff_graphs, diff_text
-from glassengine.program.onnx.function import OnnxVerifier
 from glassengine.program.listing import NodeLine, Stage, graph_json, graph_text, list_nodes
+from glassengine.program.onnx.function import OnnxVerifier
 from glassengine.program.program import Program
 from glassengine.program.python_source import module_source
 from glassengine.report.html_artifacts import index_page
