@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import logging
 import os
 import re
 import sys
@@ -158,6 +159,12 @@ def _threads() -> None:
         torch.set_num_threads(wanted)
 
 
+@pytest.fixture(autouse=True)
+def _loud() -> None:
+    """A command that another test ran in this process with -q has left what it made of the level."""
+    logging.getLogger("glassengine").setLevel(logging.NOTSET)
+
+
 @pytest.fixture(scope="session")
 def exporting_once() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """Return a context in which a causal language model is exported only where no equal one was before in this process.
@@ -206,6 +213,8 @@ def _identity(model: Any) -> tuple[str, list[Any]]:
     # A test may put another function in place of a method, or of one that the methods call.
     spaces = [vars(owner) for kind in kinds for owner in kind.__mro__[:-1]]
     spaces += [vars(sys.modules[kind.__module__]) for kind in kinds]
+    ours = [vars(module) for name, module in sys.modules.items() if name.startswith("glassengine.program")]
+    spaces += [*ours, *(vars(value) for space in ours for value in space.values() if isinstance(value, type))]
     code = [value for space in spaces for value in space.values() if callable(value)]
     own = [
         (name, {key: repr(value) for key, value in vars(module).items() if key not in _TENSORS})

@@ -44,7 +44,7 @@ def recording(folder: Path) -> None:
             writer.write("b", step, torch.zeros(0), rank=1)
             writer.leave_out(LeftOut("c", step, 0, "values were not asked for", "float32", (2, 3)))
             writer.write("d", step, X, sharding=Sharding((4, 3), ("S(0)",), (2,), ("tensor",), (1,)))
-            writer.leave_out_block((describe("e", X), describe("f", X)), step, 0, "because", memoryview(bytes(88)))
+            writer.leave_out_block((describe("e", X), describe("f", X)), step, 0, memoryview(bytes(88)), "because")
             writer.commit(step, token_ids=[[1, 2, step]])
     opened = Recording.open(folder)
     for entry in opened.entries[:2]:

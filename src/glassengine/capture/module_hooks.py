@@ -2,7 +2,7 @@
 
 A step begins with the first call of a module when none is open in its thread, and ends with a call of the model itself.
 Calls of a submodule alone (an encoder, before the first decoder step) therefore belong to the step that follows.
-Activations that are computed again in a backward are not delivered. Hooks do nothing while a compiler traces: the
+Activations that are computed again in a backward are not delivered. They do nothing while a compiler traces: the
 compiled code is the one it would be without them.
 """
 

@@ -15,6 +15,12 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    get_eval_frame_callback,
+    set_code_exec_strategy,
+)
 
 Before = Callable[[nn.Module, Any, Any], None]
 After = Callable[[nn.Module, Any, Any, Any], None]
@@ -37,7 +43,8 @@ class _Call:
         self._is_compiling = torch.compiler.is_compiling
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._is_compiling():
+        # What compiled code calls between its graphs counts as a part of it.
+        if self._is_compiling() or get_eval_frame_callback() is not None:
             return self._run(*args, **kwargs)
         module, observers = self.module, self.observers
         for observer in observers:
@@ -53,6 +60,10 @@ class _Call:
     def __reduce__(self) -> tuple[Any, ...]:
         # Whoever copies the attributes of a module one by one gets a module that nobody observes.
         return NoneType, ()
+
+
+# What is compiled is what would be without us, under its own names: Dynamo begins with the frame inside of this one.
+set_code_exec_strategy(_Call.__call__.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
 
 
 class _Hook:
@@ -75,7 +86,7 @@ class ObservedCall:
 
     Args:
         module: One that is not `out_of_reach`.
-        before: Called with the module, its positional arguments and its keyword arguments. Where pre-hooks are there
+        before: Gets the module, its positional and its keyword arguments. Where pre-hooks are there
             already, the arguments are those they made.
         after: The same and the result; also when the call raises, with None for a result.
     """

@@ -18,6 +18,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from glassengine import taps
 from glassengine.backends.protocol import GraphFunction
+from glassengine.capture.observed_call import has_compiled_call
 from glassengine.executable.graph import mutated_placeholders
 from glassengine.frontends.aot_graph import Names
 from glassengine.program.marks import MARK
@@ -140,7 +141,7 @@ def _path_of_call() -> str:
                 called = module if called is None else called
         elif frame.f_code is torch.nn.Module._wrapped_call_impl.__code__:
             module = frame.f_locals["self"]
-            root = module if module._compiled_call_impl is not None else root
+            root = module if has_compiled_call(module) else root
     if root is None or called is None:
         return ""
     if isinstance(root, (DataParallel, DistributedDataParallel)):
