@@ -399,6 +399,22 @@ def test_compiled_models_run_as_they_would(tmp_path: Path, fullgraph: bool) -> N
     torch._dynamo.reset()
 
 
+def test_hooks_within_compiled_code_that_breaks(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    fc = nn.Linear(4, 4)
+    fc.register_forward_pre_hook(torch._dynamo.disable(lambda module, args: (args[0] * 2,)))
+    model = Calls(lambda self, x: self.fc(x).relu(), fc=fc)
+    compiled = torch.compile(model, backend="eager")
+    expected = model(X)
+    with record(compiled, tmp_path / "r"), torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(compiled(X), expected)
+    opened = Recording.open(tmp_path / "r")
+    assert opened.complete and opened.steps == [0, 1, 2]
+    assert all(opened.sites(step) == [".:in[0]", "."] for step in opened.steps)
+    torch._dynamo.reset()
+
+
 def test_a_compiled_layer_within_a_model(tmp_path: Path) -> None:
     torch._dynamo.reset()
     model = Model()

@@ -40,11 +40,9 @@ class _Call:
         self.compiled = compiled
         self.observers: tuple[ObservedCall, ...] = ()
         self._run: Callable[..., Any] = module._call_impl if compiled is None else compiled
-        self._is_compiling = torch.compiler.is_compiling
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # What compiled code calls between its graphs counts as a part of it.
-        if self._is_compiling() or get_eval_frame_callback() is not None:
+        if _in_compiled_code():
             return self._run(*args, **kwargs)
         module, observers = self.module, self.observers
         for observer in observers:
@@ -73,7 +71,7 @@ class _Hook:
         self._before = before
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if not _in_compiled_code():
             self._before(module, args, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -116,6 +114,11 @@ class ObservedCall:
                 own[_CALL] = call.compiled
         if self._hook is not None:
             self._hook.remove()
+
+
+def _in_compiled_code() -> bool:
+    """Whether a compiler traces, or compiled code runs: what it calls between its graphs counts as a part of it."""
+    return torch.compiler.is_compiling() or get_eval_frame_callback() is not None
 
 
 def _nothing(module: nn.Module, args: Any, kwargs: Any) -> None:
