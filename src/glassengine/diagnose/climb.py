@@ -234,7 +234,11 @@ def add_model(climb: Climb, candidate: LoadedModel, inputs: Inputs, progress: Pr
         _skip_unpaired(climb, program, by_node, "candidate")
     coarsest: torch.dtype = getattr(torch, candidate.dtype)
     segments = SegmentReplay(climb.program, coarsest=coarsest, accumulation=climb.accumulation)
-    climb.add(ModuleSide(candidate.module, climb.program, rung="candidate, untouched", replay=segments))
+    beside = climb.model if isinstance(climb.model, ModuleSide) else None
+    untouched_side = ModuleSide(
+        candidate.module, climb.program, rung="candidate, untouched", replay=segments, beside=beside
+    )
+    climb.add(untouched_side)
     return coarsest
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -20,10 +20,15 @@ from glassengine.diagnose.segments import SegmentReplay
 from glassengine.diagnose.validity import valid_mask
 from glassengine.engine.engine import Engine
 from glassengine.engine.session import Session
+from glassengine.errors import GlassError, IncomparableError
 from glassengine.program.causal_lm import accepted, cache_argument, expert_modules
 from glassengine.program.export import named_inputs
 from glassengine.program.program import Program
+from glassengine.program.raised import described, raised_in
 from glassengine.program.states import forget, state_tensors
+
+_NEAR = 64
+"""Units of the coarser dtype."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,7 @@ class ModuleSide:
         program: Baseline program, whose sites say which node a module output is.
         rung: Name on screen.
         replay: Judges the segments between module outputs; None leaves the accumulated floor.
+        beside: Of a candidate: the untouched baseline, which runs each step before it.
 
     Attributes:
         logits: Of the last step, [B, S, V].
@@ -75,6 +81,7 @@ class ModuleSide:
     rung: str = "program"
     replay: SegmentReplay | None = None
     guarantee: str = "judged by segments"
+    beside: ModuleSide | None = None
     logits: torch.Tensor | None = None
     _values: dict[str, torch.Tensor] = field(default_factory=dict)
     _cache: Any = None
@@ -89,15 +96,41 @@ class ModuleSide:
             self.replay.begin()
 
     def step(self, inputs: StepInputs | Mapping[str, Any]) -> None:
-        """Run one forward, as `generate()` would."""
+        """Run one forward, as `generate()` would.
+
+        Raises:
+            IncomparableError: The forward raised.
+        """
         self._values = {}
-        self._run(inputs)
+        try:
+            self._run(inputs)
+        except GlassError:
+            raise
+        except Exception as error:
+            self._raise(error)
         if self.replay is not None:
             named = inputs.named() if isinstance(inputs, StepInputs) else named_inputs(inputs)
             if self.program.layout is not None and self._steps == 0:
                 named |= empty_caches(self.program, named)
             self.replay.begin_step(named, self._last, partial(_valid, self.program, inputs))
         self._steps += 1
+
+    def _raise(self, error: Exception) -> NoReturn:
+        """Say where a forward raised, and how far it was right."""
+        path = raised_in(error, self.module)
+        if path is None:
+            raise error
+        who = "baseline" if self.beside is None else "candidate"
+        raise IncomparableError(
+            f"the {who} cannot run: its forward raised in {path or type(self.module).__name__}, in {self._where()}",
+            got=described(error),
+            hint=None if self.beside is None else _until_here(self._values, self.beside._values),
+        ) from error
+
+    def _where(self) -> str:
+        if self.program.kind != "causal_lm":
+            return f"step {self._steps}"
+        return f"decode step {self._steps}" if self._steps else "step 0 (prefill)"
 
     def _last(self, node: str) -> torch.Tensor | None:
         found = self.observed(node)
@@ -285,6 +318,26 @@ class EngineSide:
             return []
         name, site, method = self.nodes[node]
         return [Observed(self._values[name], site, method)]
+
+
+def _until_here(found: Mapping[str, torch.Tensor], baseline: Mapping[str, torch.Tensor]) -> str | None:
+    """Say which module outputs before an error are the baseline's; None where none has the name of one there."""
+    common = [name for name in found if name in baseline]
+    if not common:
+        return None
+    differs = next((name for name in common if not _is_near(found[name], baseline[name])), None)
+    if differs is not None:
+        return f"before that its {differs} is not the baseline's any more"
+    return f"until then it is the baseline's: {len(common)} module outputs, the last of them {common[-1]}"
+
+
+def _is_near(candidate: torch.Tensor, baseline: torch.Tensor) -> bool:
+    """Whether two tensors are the same but for what rounding does within a few layers; a hint, not a verdict."""
+    if candidate.shape != baseline.shape or not baseline.is_floating_point():
+        return torch.equal(candidate, baseline)
+    eps = max(torch.finfo(tensor.dtype).eps for tensor in (candidate, baseline) if tensor.is_floating_point())
+    wide = baseline.double()
+    return bool((candidate.double() - wide).norm() <= _NEAR * eps * wide.norm())
 
 
 def _begin_regions(replay: Replay, inputs: StepInputs | Mapping[str, Any], named: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from glassengine.program.listing import OnStage, stage_of
 from glassengine.program.load import LoadedModel, load_inputs, load_model
 from glassengine.program.passes import apply_pass
 from glassengine.program.program import Program, load_names
+from glassengine.program.raised import forward_errors
 from glassengine.sites import Site, SiteTable
 
 __all__ = [
@@ -44,7 +45,7 @@ def export_program(
         on_stage: Called with each stage as it is reached: "exported" (as traced), "functional", "pass-<function>".
 
     Raises:
-        UsageError: It cannot be traced; or it is a plain module whose inputs are unknown.
+        UsageError: It cannot be traced or run; or it is a plain module whose inputs are unknown.
     """
     return export_programs(model, inputs=inputs, passes=passes, on_stage=on_stage)[-1]
 
@@ -69,6 +70,25 @@ def export_programs(
     Raises:
         UsageError: As `export_program`.
     """
+    with forward_errors(model.module, f"{model.spec} cannot be exported, its forward raised in"):
+        earlier, program = _exported(model, inputs, passes, on_stage, on_encoder_stage)
+    if on_stage is not None:
+        on_stage(stage_of(program, "functional"))
+    for spec in passes:
+        program = apply_pass(program, spec)
+        if on_stage is not None:
+            on_stage(stage_of(program, f"pass-{spec.rpartition(':')[2]}"))
+    return *earlier, program
+
+
+def _exported(
+    model: LoadedModel,
+    inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
+    passes: Sequence[str],
+    on_stage: OnStage | None,
+    on_encoder_stage: OnStage | None,
+) -> tuple[tuple[Program, ...], Program]:
+    """Return the programs before the last one, and that."""
     earlier: tuple[Program, ...] = ()
     if model.stored is not None:
         program = _stored(model.stored, passes)
@@ -86,13 +106,7 @@ def export_programs(
         if inputs is None:
             inputs = example_inputs(model.module, model.directory)
         program = export_module(model.module, inputs, metadata=model.metadata, on_stage=on_stage)
-    if on_stage is not None:
-        on_stage(stage_of(program, "functional"))
-    for spec in passes:
-        program = apply_pass(program, spec)
-        if on_stage is not None:
-            on_stage(stage_of(program, f"pass-{spec.rpartition(':')[2]}"))
-    return *earlier, program
+    return earlier, program
 
 
 def _stored(program: Program, passes: Sequence[str]) -> Program:

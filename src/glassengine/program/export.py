@@ -19,6 +19,7 @@ from glassengine.program.marks import collect_marks, marking
 from glassengine.program.naming import Paths, build_sites, describe_shape
 from glassengine.program.program import CALLED_AS, FIXED_INPUTS, SMALLEST, Port, Program
 from glassengine.program.prune import remove_dead_nodes, without_dead_weights
+from glassengine.program.raised import source_of
 from glassengine.program.signature import (
     quiet,
     require_unchanged_buffers,
@@ -260,8 +261,10 @@ def _export(
     except UsageError:
         raise
     except Exception as error:
+        where = source_of(error)
         raise UsageError(
-            f"torch.export cannot trace {type(module).__name__}", got=f"{type(error).__name__}: {error}"
+            f"torch.export cannot trace {type(module).__name__}" + (f" at {where}" if where else ""),
+            got=f"{type(error).__name__}: {error}",
         ) from error
     return named_program(
         exported,

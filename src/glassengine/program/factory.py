@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from glassengine.errors import GlassError, UnknownNameError, UsageError
+from glassengine.program.raised import described
 
 
 def is_factory(spec: str) -> bool:
@@ -50,7 +51,7 @@ def call_factory(spec: str) -> Any:
         except GlassError:
             raise
         except Exception as error:
-            raise UsageError(f"{spec} raised", got=f"{type(error).__name__}: {error}", hint="run with -v") from error
+            raise UsageError(f"{spec} raised", got=described(error), hint="run with -v") from error
 
 
 @contextlib.contextmanager
@@ -78,7 +79,7 @@ def _import_file(path: Path) -> Any:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[spec.name]
-        raise UsageError(f"{path} cannot be imported", got=f"{type(error).__name__}: {error}") from error
+        raise UsageError(f"{path} cannot be imported", got=described(error)) from error
     return module
 
 
@@ -86,7 +87,7 @@ def _import_module(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except Exception as error:
-        raise UsageError(f"module {name} cannot be imported", got=f"{type(error).__name__}: {error}") from error
+        raise UsageError(f"module {name} cannot be imported", got=described(error)) from error
 
 
 _folders: set[Path] = set()

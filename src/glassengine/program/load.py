@@ -20,6 +20,7 @@ from glassengine.program.factory import call_factory, is_factory, without_bars
 from glassengine.program.model_class import model_class_of, without_weights
 from glassengine.program.program import Program
 from glassengine.program.quantized import load_quantized, take_settings
+from glassengine.program.raised import described
 from glassengine.program.states import keeps_states
 from glassengine.program.stored import is_stored, read_stored
 
@@ -265,7 +266,7 @@ def _loading_error(spec: str, error: Exception) -> UsageError:
         )
     first = f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
     if Path(spec).expanduser().is_dir():
-        return UsageError(f"{spec} cannot be loaded", got=first)
+        return UsageError(f"{spec} cannot be loaded", got=described(error, installed=False))
     near = nearest(spec, [str(p) for p in Path().glob("*/*") if (p / "config.json").is_file()])
     return UsageError(
         f"unknown model {spec!r}", got=first, expected=FORMS + (f"; nearest: {', '.join(near)}" if near else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -64,7 +65,13 @@ def result_names(exported: Any) -> list[str]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep the exporter's deprecation noise off the user's screen."""
+    """Keep the exporter's deprecation noise, and its own traceback of what it raises anyway, off the user's screen."""
+    tracing = logging.getLogger("torch._subclasses.fake_tensor")
+    was = tracing.disabled
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield
+        tracing.disabled = True
+        try:
+            yield
+        finally:
+            tracing.disabled = was
