@@ -25,7 +25,7 @@ from glassengine.compare.operation import (
     Operation,
     Roundoff,
 )
-from glassengine.compare.verdict import unit_roundoff
+from glassengine.compare.verdict import smallest_precise, unit_roundoff
 
 aten = torch.ops.aten
 
@@ -233,3 +233,35 @@ def test_every_op_is_in_one_class() -> None:
     for index, one in enumerate(classes):
         for other in classes[index + 1 :]:
             assert not one & other
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e-5, 1e-7])
+@pytest.mark.parametrize("name", CASES)
+def test_near_zero_registers_differ_by_more_than_a_share_of_what_was_dumped(name: str, scale: float) -> None:
+    """Below 6e-5 float16 rounds to multiples of 6e-8."""
+    call, args = CASES[name]
+    used = pytree.tree_map(lambda v: scale * v.double() if is_float(v) else v, args)
+    dumped = pytree.tree_map(lambda v: v.half().double() if is_float(v) else v, used)
+    exact, result = call(*dumped), call(*used).half().double()
+    u, tiny = unit_roundoff(torch.float16), smallest_precise(torch.float16)
+    bound = rounding_bound(Operation(name, call, dumped, {}, exact), Roundoff(u, u, 0.0, tiny, tiny_in=tiny))
+    assert bound is not None
+    counted = (result - exact).isfinite()
+    assert bool(((result - exact).abs() <= bound)[counted].all())
+
+
+def test_a_factor_on_numbers_of_one_millionth_is_beyond_the_bound_in_float16() -> None:
+    x, y = (1e-6 + 1e-6 * value.double().sigmoid() for value in (X, Y))
+    u, tiny = unit_roundoff(torch.float16), smallest_precise(torch.float16)
+    for name, call, args in (
+        ("add", aten.add.Tensor, (x, y)),
+        ("mul", aten.mul.Tensor, (x, 1 + Y.double().sigmoid())),
+        ("mean", aten.mean.dim, (x, [-1])),
+    ):
+        exact = call(*args)
+        bound = rounding_bound(Operation(name, call, args, {}, exact), Roundoff(u, u, 0.0, tiny, tiny_in=tiny))
+        assert bound is not None and bool((0.3 * exact > bound).all())
+
+
+def is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from glassengine.compare.verdict import SUSPICIOUS, Reference, unit_roundoff
+from glassengine.compare.verdict import SUSPICIOUS, Reference, relative_from, smallest_precise, unit_roundoff
 
 
 def make(exact: torch.Tensor, *, noise: float = 1e-6, valid: torch.Tensor | None = None, seed: int = 0) -> Reference:
@@ -183,3 +183,23 @@ def test_an_element_somewhat_beyond_its_bound_is_no_error(gelu: tuple[Reference,
     candidate.view(-1)[smallest] += 1.5 * bound.view(-1)[smallest]
     found = reference.judge_introduced(candidate, bound)
     assert found.verdict == "rounding" and found.beta is not None and found.beta > 1
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+def test_rounding_near_zero_is_absolute(dtype: torch.dtype) -> None:
+    least = relative_from(dtype)
+    assert least >= torch.finfo(dtype).tiny
+    for size in (0.3, 0.9, 1.1, 7.0):
+        x = size * torch.finfo(dtype).tiny * torch.linspace(1, 2, 999, dtype=torch.float64)
+        error = (x.to(dtype).double() - x).abs()
+        assert bool((error <= torch.maximum(unit_roundoff(dtype) * x, torch.tensor(smallest_precise(dtype)))).all())
+
+
+def test_a_step_of_numbers_near_zero_does_not_widen_the_floor_of_others() -> None:
+    x = torch.linspace(1, 2, 64, dtype=torch.float64)
+    nearly = Reference(6e-8 * x, (6e-8 * x).half(), [], dtype=torch.float16, valid=None)
+    assert nearly.relative_floor == 0
+    later = Reference(x, x.half(), [], dtype=torch.float16, valid=None, relative_floor=nearly.relative_floor)
+    assert later.judge((1.02 * x).half()).verdict == "wrong"

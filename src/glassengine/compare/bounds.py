@@ -6,18 +6,21 @@
     u_w    unit roundoff of weights that the candidate holds in a coarser dtype than the baseline
     U      unit roundoff of internal sums (float32 accumulation, unless less is declared for products)
 
-    moves          1.3 (u + u_in) |P|                                 selection, layout, casts (1: half an ulp)
-    pointwise      (2u + 4U) |P| + sum_i |dP/dx_i| u_in |x_i|         derivatives by automatic differentiation;
+    moves          1.3 (u |P| + u_in |P|')                            selection, layout, casts (1: half an ulp)
+    pointwise      (2u + 4U) |P| + sum_i |dP/dx_i| u_in |x_i|'        derivatives by automatic differentiation;
                                                                       4u for activations of several steps; 12U more for
                                                                       kernels fitted to an absolute error (erf)
-    sums           2u |P| + (4 sqrt(K) U + u_in) A                    A: the op on absolute values, K: terms of one sum
-    products       2u (|P| + |b|) + 4 sqrt(K) U A + 4 max(u_w, u_in) sqrt(A2)
+    sums           2u |P| + 4 sqrt(K) U A + u_in A'                   A: the op on absolute values, K: terms of one sum
+    products       2u (|P| + |b|) + 4 sqrt(K) U A + 4 max(u_w, u_in) sqrt(A2')
                    A2: the op on squares; b: bias or added operand, before which the product may be rounded
-    steps          1.3u |P| + the larger jump of P when x moves by (u_in + u_w) |x|
-    softmax        P (2u + 8U (1 + max|x|) + 2 u_in max|x|)
-    normalisation  2u (|P| + |b|) + |w| (2 sqrt(n) U (m / sigma + |z| s^2 / 2 sigma^2) + 2 u_in |z| (1 + s / sigma)
+    steps          1.3u |P| + the larger jump of P when x moves by (u_in + u_w) |x|'
+    softmax        P (2u + 8U (1 + max|x|) + 2 u_in max|x|')
+    normalisation  2u (|P| + |b|) + |w| (2 sqrt(n) U (m / sigma + |z| s^2 / 2 sigma^2) + 2 u_in |z|' (1 + s / sigma)
                    + 4U |z|) with m = mean|x|, s = rms(x), |z| = (|x| + m) / sigma
-    attention      composed of scores, softmax and context, see `_attention`
+    attention      composed of scores, softmax and context, see `attention`
+
+A dash: of inputs near zero, whose rounding is absolute, at least the size that makes u_in times it so large; and 4 tiny
+are added to each bound, for the result (float16 has numbers near zero below 6e-5).
 
 sqrt(K) instead of K is the probabilistic bound of Higham and Mary (2019). The constants are those of the numerics study
 behind this design, where bound and measured floor together raised no false alarm in 224 legitimate runs. An op of no
@@ -61,30 +64,31 @@ def rounding_bound(operation: Operation, roundoff: Roundoff) -> Tensor | None:
     bound: Tensor | None
     if name in MOVES or name in CASTS:
         # What is selected by size may be a neighbour of the largest.
-        bound = 1.3 * (u + u_in) * (torch.maximum(operation.on(torch.abs).abs(), size) if name in LARGEST else size)
+        largest = torch.maximum(operation.on(torch.abs).abs(), size) if name in LARGEST else size
+        bound = 1.3 * (u * largest + u_in * roundoff.size_in(largest))
     elif name in POINTWISE:
         # Activations may be written out: a product of a rounded sigmoid, say.
         roundings = 4 if name in RELATIVE_TO_ARGUMENT else 2
         inputs = max(u_in, roundoff.u_w, u if name in OF_SEVERAL_STEPS else 0.0)
-        bound = (roundings * u + 4 * U_ACCUMULATE) * size + _carried(operation, inputs)
+        bound = (roundings * u + 4 * U_ACCUMULATE) * size + _carried(operation, roundoff, inputs)
         if name in OF_ABSOLUTE_ERROR:
             bound = bound + 12 * U_ACCUMULATE
     elif name in SUMS:
-        absolute = operation.on(torch.abs).abs()
-        bound = (
-            2 * u * size
-            + (4 * math.sqrt(num_terms(name, operation.args, operation.exact)) * U_ACCUMULATE + u_in) * absolute
-        )
+        terms = num_terms(name, operation.args, operation.exact)
+        bound = 2 * u * size + 4 * math.sqrt(terms) * U_ACCUMULATE * operation.on(torch.abs).abs()
+        if u_in:
+            bound = bound + u_in * operation.on(roundoff.size_in).abs()
     elif name in PRODUCTS or name in CONVOLUTIONS:
         absolute = operation.on(torch.abs).abs()
         terms = num_terms(name, operation.args, operation.exact)
         bound = 2 * u * (size + _addend(operation)) + 4 * math.sqrt(terms) * roundoff.u_sums * absolute
         rounded = max(roundoff.u_w, u_in)
         if rounded:
-            bound = bound + 4 * rounded * operation.on(torch.square).abs().sqrt()
+            bound = bound + 4 * rounded * operation.on(lambda x: roundoff.size_in(x).square()).abs().sqrt()
     elif name in STEPS:
         by = u_in + roundoff.u_w
-        down, up = operation.on(lambda x: x * (1 - by)), operation.on(lambda x: x * (1 + by))
+        down = operation.on(lambda x: x - by * roundoff.size_in(x))
+        up = operation.on(lambda x: x + by * roundoff.size_in(x))
         bound = 1.3 * u * size + torch.maximum((down - operation.exact).abs(), (up - operation.exact).abs())
     else:
         special = _SPECIAL.get(name)
@@ -111,8 +115,8 @@ def _addend(operation: Operation) -> Tensor | float:
     return bias.abs().reshape(-1, *[1] * (operation.exact.dim() - 2)) if name in CONVOLUTIONS else bias.abs()
 
 
-def _carried(operation: Operation, u_in: float) -> Tensor:
-    """What relative errors u_in of the arguments of a pointwise op become in its result, and errors inside of it."""
+def _carried(operation: Operation, roundoff: Roundoff, u_in: float) -> Tensor:
+    """What errors u_in of the arguments of a pointwise op become in its result, and errors inside of it."""
     leaves, spec = pytree.tree_flatten((operation.args, operation.kwargs))
     where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     wide = [leaves[i].detach().expand(operation.exact.shape).clone().requires_grad_() for i in where]
@@ -130,7 +134,9 @@ def _carried(operation: Operation, u_in: float) -> Tensor:
         if slope is not None and u_in:
             # Near its extremes a wave is flat to first order only. At a pole every error is possible.
             steepest = torch.ones_like(slope) if operation.name in ("sin", "cos") else slope.abs()
-            carried = carried + torch.nan_to_num(steepest * size * u_in, nan=math.inf, posinf=math.inf)
+            carried = carried + torch.nan_to_num(
+                steepest * roundoff.size_in(size) * u_in, nan=math.inf, posinf=math.inf
+            )
     return carried
 
 

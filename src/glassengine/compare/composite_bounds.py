@@ -12,20 +12,22 @@ from glassengine.compare.operation import U_ACCUMULATE, Operation, Roundoff
 
 
 def softmax(operation: Operation, roundoff: Roundoff) -> Tensor:
-    """P (2u + 8U (1 + max|x|) + 2 u_in max|x|)."""
+    """P (2u + 8U (1 + max|x|) + 2 u_in max|x|')."""
     x, dim = operation.args[0], operation.args[1]
     probability = operation.exact
     # Masked entries have no probability, and their huge scores no influence.
     largest = torch.where(probability > 0, x.abs(), 0.0).amax(dim, keepdim=True)
-    return probability * (2 * roundoff.u + 8 * U_ACCUMULATE * (1 + largest) + 2 * roundoff.u_in * largest)
+    return probability * (
+        2 * roundoff.u + 8 * U_ACCUMULATE * (1 + largest) + 2 * roundoff.u_in * roundoff.size_in(largest)
+    )
 
 
 def log_softmax(operation: Operation, roundoff: Roundoff) -> Tensor:
-    """2u |P| + (4u + 8U) (1 + max|x|) + 2 u_in max|x|: kernels round max + log(sum) to u. logsumexp likewise."""
+    """2u |P| + (4u + 8U) (1 + max|x|) + 2 u_in max|x|': kernels round max + log(sum) to u. logsumexp likewise."""
     x, dim = operation.args[0], operation.args[1]
     keep = operation.exact.dim() == x.dim()
     largest = torch.where(x.isfinite(), x.abs(), 0.0).amax(dim, keepdim=keep)
-    inner = (4 * roundoff.u + 8 * U_ACCUMULATE) * (1 + largest) + 2 * roundoff.u_in * largest
+    inner = (4 * roundoff.u + 8 * U_ACCUMULATE) * (1 + largest) + 2 * roundoff.u_in * roundoff.size_in(largest)
     return 2 * roundoff.u * operation.exact.abs() + inner
 
 
@@ -38,10 +40,11 @@ def _normalised(x: Tensor, dims: list[int], sigma: Tensor, w: Tensor, b: Tensor,
     square = x.square().mean(dims, keepdim=True)
     mean = x.abs().mean(dims, keepdim=True)
     z = (x.abs() + mean) / sigma
+    z_in = (r.size_in(x) + r.size_in(mean)) / sigma
     of_sums = 2 * math.sqrt(n) * U_ACCUMULATE * (mean / sigma + 0.5 * z * square / sigma.square())
-    of_inputs = 2 * r.u_in * (z + z * square.sqrt() / sigma)
+    of_inputs = 2 * r.u_in * (z_in + z_in * square.sqrt() / sigma)
     inner = of_sums + of_inputs + 4 * U_ACCUMULATE * z
-    return 2 * r.u * (exact.abs() + b.abs()) + w.abs() * inner + r.u_w * (w.abs() * z + b.abs())
+    return 2 * r.u * (exact.abs() + b.abs()) + w.abs() * inner + r.u_w * (r.size_in(w) * z + r.size_in(b))
 
 
 def _argument(operation: Operation, index: int, name: str, default: Any) -> Any:
@@ -90,9 +93,10 @@ def batch_norm(operation: Operation, r: Roundoff) -> Tensor:
         (default if value is None else value).reshape(channel)
         for value, default in ((operation.args[1], one), (operation.args[2], zero), (mean, zero), (var, one))
     )
-    spread = w.abs() * (x.abs() + mean.abs()) / (var + eps).sqrt()
-    carried: Tensor = (8 * U_ACCUMULATE + r.u_in + r.u_w) * (spread + b.abs())
-    return 2 * r.u * (operation.exact.abs() + b.abs()) + carried
+    sigma = (var + eps).sqrt()
+    inside: Tensor = 8 * U_ACCUMULATE * (w.abs() * (x.abs() + mean.abs()) / sigma + b.abs())
+    spread = r.size_in(w) * (r.size_in(x) + r.size_in(mean)) / sigma + r.size_in(b)
+    return 2 * r.u * (operation.exact.abs() + b.abs()) + inside + (r.u_in + r.u_w) * spread
 
 
 def variance(operation: Operation, r: Roundoff) -> Tensor | None:
@@ -104,16 +108,18 @@ def variance(operation: Operation, r: Roundoff) -> Tensor | None:
     keep = operation.exact.dim() == x.dim()
     rms = x.square().mean(dims, keepdim=keep).sqrt()
     n = max(1, x.numel() // max(1, operation.exact.numel()))
-    inner = 8 * math.sqrt(n) * U_ACCUMULATE + 2 * r.u_in
+    inner = 8 * math.sqrt(n) * U_ACCUMULATE * rms + 2 * r.u_in * r.size_in(rms)
     size = operation.exact
-    carried: Tensor = inner * rms * (size.sqrt() if operation.name == "var" else 1.0)
+    carried: Tensor = inner * (size.sqrt() if operation.name == "var" else 1.0)
     return 4 * r.u * size + carried
 
 
 def norm(operation: Operation, r: Roundoff) -> Tensor:
     """All terms are positive, so errors are relative."""
     n = max(1, operation.args[0].numel() // max(1, operation.exact.numel()))
-    return operation.exact.abs() * (4 * r.u + 4 * math.sqrt(n) * U_ACCUMULATE + 2 * r.u_in)
+    size = operation.exact.abs()
+    inside: Tensor = size * (4 * r.u + 4 * math.sqrt(n) * U_ACCUMULATE)
+    return inside + 2 * r.u_in * (size + math.sqrt(n) * r.size_in(torch.zeros_like(size)))
 
 
 def weight_norm(operation: Operation, r: Roundoff) -> Tensor:
@@ -132,8 +138,11 @@ def attention(operation: Operation, r: Roundoff) -> Tensor:
     """Scores s (sums over D, rounded where they are stored), probabilities p, context (sums over T).
 
         es  = 4 sqrt(D) U scale |q||k|' + 1.5 max(u, U) |s| + 4 u_in scale sqrt(q^2 k^2'), 0 where p = 0
-        rel = es + sum(p es) + 2 max(u, U) + u_in + 8 U (1 + max|s|)
-        B   = (p rel) |v| + 4 sqrt(T) U (p |v|) + 2u |P|
+        rel = es + sum(p es) + 2 max(u, U) + 8 U (1 + max|s|)
+        B   = (p rel) |v| + u_in p |v| + 4 sqrt(T) U (p |v|) + 2u |P| + 2 tiny sum|v|, the last over p > 0
+
+    Probabilities may be stored in the dtype of the result, before or after they are divided by their sum (which is
+    at least 1). Inputs of u_in have the size of `Roundoff.size_in`.
 
     q [B, H, S, D], k [B, G, T, D], v [B, G, T, Dv], float64.
     """
@@ -144,11 +153,13 @@ def attention(operation: Operation, r: Roundoff) -> Tensor:
     size = torch.where(live, scores.abs(), 0.0)
     products = 4 * math.sqrt(q.shape[-1]) * r.u_sums * scale * (q.abs() @ k.abs().mT)
     if r.u_in:
-        products = products + 4 * r.u_in * scale * (q.square() @ k.square().mT).sqrt()
+        products = products + 4 * r.u_in * scale * (r.size_in(q).square() @ r.size_in(k).square().mT).sqrt()
     error = torch.where(live, products + 1.5 * wide * size, 0.0)
-    relative = error + (p * error).sum(-1, keepdim=True) + 2 * wide + r.u_in
+    relative = error + (p * error).sum(-1, keepdim=True) + 2 * wide
     relative = relative + 8 * U_ACCUMULATE * (1 + size.amax(-1, keepdim=True))
-    context = (p * relative) @ v.abs() + 4 * math.sqrt(k.shape[-2]) * r.u_sums * (p @ v.abs())
+    context = (p * relative + 2 * r.tiny * live) @ v.abs() + 4 * math.sqrt(k.shape[-2]) * r.u_sums * (p @ v.abs())
+    if r.u_in:
+        context = context + r.u_in * (p @ r.size_in(v))
     return context + 2 * r.u * operation.exact.abs()
 
 

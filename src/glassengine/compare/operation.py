@@ -99,13 +99,27 @@ ACCUMULATIONS = {
 
 @dataclass(frozen=True)
 class Roundoff:
-    """Unit roundoffs of one op (see `bounds`) and `tiny`, below which its result has no relative precision."""
+    """Unit roundoffs of one op (see `bounds`), and what rounding does near zero.
+
+    Attributes:
+        tiny: Largest error of rounding near zero in the dtype of the result.
+        tiny_in: The same in the coarsest of what u_in and u_w are of.
+    """
 
     u: float
     u_in: float = 0.0
     u_w: float = 0.0
     tiny: float = 0.0
     u_sums: float = U_ACCUMULATE
+    tiny_in: float = 0.0
+
+    def size_in(self, x: Tensor) -> Tensor:
+        """Return |x| as roundoffs of inputs are relative to it: near zero more, lest their errors be below `tiny_in`.
+
+        Twice that, since bounds are of first order and numbers of one or two steps are far from that.
+        """
+        u = max(self.u_in, self.u_w)
+        return x.abs().clamp(min=2 * self.tiny_in / u) if u and self.tiny_in else x.abs()
 
 
 @dataclass(frozen=True)

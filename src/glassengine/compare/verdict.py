@@ -5,13 +5,13 @@ dtype, and Monte-Carlo rounding runs). The test is slice-wise, over every index 
 channel or token drowns in a whole-tensor mean:
 
     floor_s^2 = max( mean_s(D^2) over the runs, mean(D^2), r^2 mean(P^2), r^2 mean_s(P^2), (u^2 / 3) mean(P^2),
-                     eta^2 / 3 )
+                     tiny^2 / 3 )
     rho       = max over slices of rms_s(candidate - P) / floor_s
 
 P is the reference, D the error of a noise run, r the largest rms(D) / rms(P) of this site so far, u the unit
-roundoff and eta the smallest rounding near zero of the dtype. The two terms with r keep a short slice (one element,
-in a decode step) from a floor that is small by luck; the one per slice matters where a few large elements hold
-nearly all of the power. Thresholds: 4 and 8 are those of the accumulated test in the numerics study behind this
+roundoff and tiny the largest error of rounding near zero (`smallest_precise`). The two terms with r keep a short slice
+(one element, in a decode step) from a floor that is small by luck; the one per slice matters where a few large elements
+hold nearly all of the power. Thresholds: 4 and 8 are those of the accumulated test in the numerics study behind this
 design (4: 0.5 % of legitimate runs exceed it somewhere, 8: none of 336).
 
 An error that one op introduced is beyond rounding where floor and rounding bound B (`bounds`) agree:
@@ -49,7 +49,8 @@ _LEAST_SHARE = 0.15
 
 TIE = "a tie: rounding cannot tell the values apart"
 
-_ETA = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-134, torch.float32: 2.0**-150, torch.float64: 0.0}
+_FLUSHED = (torch.bfloat16, torch.float32, torch.float64)
+"""Dtypes whose numbers below the smallest normal one processors may take for 0."""
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
@@ -58,8 +59,14 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 def smallest_precise(dtype: torch.dtype) -> float:
-    """Return below which size errors of a floating dtype are no longer relative."""
-    return 2.0**-25 if dtype is torch.float16 else torch.finfo(dtype).tiny
+    """Return the largest error of rounding to a floating dtype near zero: half a step, or all that may be flushed."""
+    limits = torch.finfo(dtype)
+    return limits.tiny if dtype in _FLUSHED else limits.tiny * unit_roundoff(dtype)
+
+
+def relative_from(dtype: torch.dtype) -> float:
+    """Return from which size on errors of rounding to a floating dtype are relative; below, `smallest_precise`."""
+    return smallest_precise(dtype) / unit_roundoff(dtype)
 
 
 @dataclass(frozen=True)
@@ -151,10 +158,11 @@ class Reference:
         counted = self._counted()
         of_runs = [self._of_run(run, counted) for run in (self.native, *self._noisy)]
         power, whole = of_power.mean, max((means.mean for means in of_runs), default=0.0)
-        if power > 0:
+        # Of numbers near zero rounding is large, which says nothing about those of other steps.
+        if power > relative_from(self._dtype) ** 2:
             self._relative_floor = max(self._relative_floor, (whole / power) ** 0.5)
         relative = max(self._relative_floor**2, self._u**2 / 3)
-        self._least = max(whole, power * relative, _ETA.get(self._dtype, 0.0) ** 2 / 3)
+        self._least = max(whole, power * relative, self._tiny**2 / 3)
         self._floor = []
         for axis, by_index in enumerate(of_power.by_axis):
             means = [run.by_axis[axis] for run in of_runs]

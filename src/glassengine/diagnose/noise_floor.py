@@ -24,9 +24,9 @@ from glassengine.capture.intake import Writer
 from glassengine.compare.operation import CASTS
 from glassengine.compare.padding import Padding
 from glassengine.compare.slices import slices
-from glassengine.compare.verdict import unit_roundoff
+from glassengine.compare.verdict import smallest_precise, unit_roundoff
 from glassengine.diagnose.float64 import retarget
-from glassengine.diagnose.rounding import noisy, rounds
+from glassengine.diagnose.rounding import disturbed, noisy, rounds
 from glassengine.errors import GlassError
 from glassengine.program.naming import op_name
 from glassengine.recording.layout import LeftOut, Sharding
@@ -113,14 +113,13 @@ class RoundedOtherwise(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return value
         args, kwargs = before
         wide = value.double()
-        u = unit_roundoff(value.dtype)
+        u, tiny = unit_roundoff(value.dtype), smallest_precise(value.dtype)
         for _ in range(2):
             try:
-                wide = noisy(_node(func), wide, args, kwargs, u, self._generator)
+                wide = noisy(_node(func), wide, args, kwargs, u, self._generator, tiny=tiny)
             except (RuntimeError, IndexError, TypeError):
                 # An op whose sums cannot be worked out (it has no float64 kernel, say) rounds its result all the same.
-                unit = torch.rand(wide.shape, generator=self._generator, dtype=torch.float64) * 2 - 1
-                wide = wide + u * wide.abs() * unit
+                wide = disturbed(wide, u, self._generator, tiny)
         found = wide.to(value.dtype)
         is_number = value.abs() < torch.finfo(value.dtype).max / 4
         found = torch.where(is_number & found.isfinite(), found, value)
@@ -180,6 +179,10 @@ class _Collector:
             whole = max(whole, known.whole)
             parts = tuple(torch.maximum(a, b) for a, b in zip(parts, known.slices, strict=True))
         self._floors[key] = Floor(whole, found.power, parts)
+
+    def again(self, site: str, step: int, tensor: Tensor, rank: int) -> bool:
+        """Every tensor is looked at."""
+        return False
 
     def measure(self, site: str, step: int, tensor: Tensor, *, rank: int, reason: str) -> bool:
         """Tensors without values have no floor."""

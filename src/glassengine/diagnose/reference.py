@@ -18,10 +18,10 @@ from torch.utils import _pytree as pytree
 
 from glassengine.compare.operation import FLOAT32_SUMS, Accumulation
 from glassengine.compare.undefined_casts import UndefinedCasts
-from glassengine.compare.verdict import Reference, unit_roundoff
+from glassengine.compare.verdict import Reference, smallest_precise, unit_roundoff
 from glassengine.diagnose.exact_product import ExactProduct, is_product
 from glassengine.diagnose.float64 import double, retarget, target_of
-from glassengine.diagnose.rounding import noisy, rounded, rounds
+from glassengine.diagnose.rounding import disturbed, noisy, rounded, rounds
 from glassengine.program.naming import is_tensor_node
 from glassengine.program.program import Program
 
@@ -157,10 +157,11 @@ class ReferenceRun:
                 results.append(target(*args, **kwargs))
                 continue
             if lane > 1 and product is not None:
-                u = unit_roundoff(self._dtype(node, results[0]))
+                dtype = self._dtype(node, results[0])
+                u = unit_roundoff(dtype)
                 summed = product.sums(args, kwargs, u, generators[lane], self._accumulation)
                 if summed is not None:
-                    results.append(rounded(results[0], u, generators[lane], summed))
+                    results.append(rounded(results[0], u, generators[lane], summed, smallest_precise(dtype)))
                     continue
             value = target(*args, **kwargs)
             if lane == 0 and is_product(node) and isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -184,15 +185,16 @@ class ReferenceRun:
         """One result of an op with rounding; an op may have several."""
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return value
-        return noisy(node, value, args, kwargs, unit_roundoff(self._dtype(node, value)), generator, self._accumulation)
+        dtype = self._dtype(node, value)
+        u, tiny = unit_roundoff(dtype), smallest_precise(dtype)
+        return noisy(node, value, args, kwargs, u, generator, self._accumulation, tiny)
 
     def _disturbed(self, source: Node, value: torch.Tensor, dtype: torch.dtype, lane: int) -> torch.Tensor:
         """Weights of a noisy lane carry the rounding of a coarser candidate's weights, the same in every step."""
         if lane < 2 or self._coarsest is None or torch.finfo(self._coarsest).eps <= torch.finfo(dtype).eps:
             return value
         generator = _generator(self._seed, source.name, lane)
-        unit = torch.rand(value.shape, generator=generator).double() * 2 - 1
-        return value * (1 + unit_roundoff(self._coarsest) * unit)
+        return disturbed(value, unit_roundoff(self._coarsest), generator, smallest_precise(self._coarsest))
 
     def _dtype(self, node: Node, value: torch.Tensor) -> torch.dtype:
         """Floating dtype in which the candidates round `value`, a result of this node."""

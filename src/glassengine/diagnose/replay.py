@@ -37,7 +37,7 @@ from glassengine.compare.operation import (
 from glassengine.compare.verdict import TIE, Judgement, Reference, is_finite, smallest_precise, unit_roundoff
 from glassengine.diagnose.float64 import retarget, target_of
 from glassengine.diagnose.reference import NUM_NOISE_RUNS
-from glassengine.diagnose.rounding import noisy, rounds
+from glassengine.diagnose.rounding import disturbed, noisy, rounds
 from glassengine.diagnose.ties import tied_choices
 from glassengine.program.naming import is_tensor_node, op_name
 from glassengine.program.outputs import is_view, weight_only_nodes
@@ -174,50 +174,58 @@ class Replay:
 
     def _noise(self, op: Node, operation: Operation, roundoff: Roundoff) -> list[torch.Tensor]:
         """Return results of the op with rounded inputs, weights and result."""
-        exact = operation.exact
+        exact, u_in = operation.exact, max(roundoff.u_in, roundoff.u_w)
         runs = []
         for _ in range(NUM_NOISE_RUNS):
             value = exact
-            if roundoff.u_in or roundoff.u_w:
-                value = operation.on(lambda tensor: self._disturbed(tensor, max(roundoff.u_in, roundoff.u_w)))
+            if u_in:
+                value = operation.on(lambda tensor: disturbed(tensor, u_in, self._generator, roundoff.tiny_in))
             if rounds(op):
                 value = noisy(
-                    op, value, operation.args, operation.kwargs, roundoff.u, self._generator, self._accumulation
+                    op,
+                    value,
+                    operation.args,
+                    operation.kwargs,
+                    roundoff.u,
+                    self._generator,
+                    self._accumulation,
+                    roundoff.tiny,
                 )
             runs.append(value)
         return runs
 
-    def _disturbed(self, tensor: torch.Tensor, u: float) -> torch.Tensor:
-        unit = torch.rand(tensor.shape, generator=self._generator, dtype=torch.float32).double() * 2 - 1
-        return torch.where(tensor.isfinite(), tensor * (1 + u * unit), tensor)
-
     def _roundoff(self, op: Node, candidate: torch.Tensor) -> Roundoff:
-        u_in = u_w = 0.0
+        of_inputs: set[torch.dtype] = set()
+        of_weights: set[torch.dtype] = set()
         for source in op.all_input_nodes:
             value = self._values.get(source.name)
             if source.name in self._constant or source.op == "placeholder":
                 weight = self._weights.get(source.name)
-                if self._dtype is not None and weight is not None and weight.is_floating_point():
-                    coarser = unit_roundoff(self._dtype) > unit_roundoff(weight.dtype)
-                    u_w = max(u_w, unit_roundoff(self._dtype) if coarser else 0.0)
+                if weight is not None and self._dtype is not None and _is_finer(weight.dtype, self._dtype):
+                    of_weights.add(self._dtype)
             elif isinstance(value, torch.Tensor) and value.is_floating_point():
-                u_in = max(u_in, unit_roundoff(value.dtype))
+                of_inputs.add(value.dtype)
         if not self._compiled or (op_name(op) in _FROM_MEMORY and not self._wide_operands):
-            u_in = 0.0
-        u_in = max([u_in, *(self._roundoff_to_come(source) for source in op.all_input_nodes)])
+            of_inputs = set()
+        of_inputs |= {dtype for source in op.all_input_nodes for dtype in self._to_come(source)}
         how = self._accumulation if op_name(op) in _FROM_MEMORY else FLOAT32_SUMS
-        u_in = max(u_in, how.u_operands)
-        tiny = smallest_precise(candidate.dtype)
-        return Roundoff(unit_roundoff(candidate.dtype), u_in, u_w, tiny, how.u_sums)
+        return Roundoff(
+            unit_roundoff(candidate.dtype),
+            max([how.u_operands, *map(unit_roundoff, of_inputs)]),
+            max(map(unit_roundoff, of_weights), default=0.0),
+            smallest_precise(candidate.dtype),
+            how.u_sums,
+            max(map(smallest_precise, of_inputs | of_weights), default=0.0),
+        )
 
-    def _roundoff_to_come(self, source: Node) -> float:
-        """Unit roundoff of an input that the baseline rounds and the candidate keeps finer: it may round it later."""
+    def _to_come(self, source: Node) -> set[torch.dtype]:
+        """Dtype of an input that the baseline rounds and the candidate keeps finer: it may round it later."""
         value = self._values.get(source.name)
         if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not is_tensor_node(source):
-            return 0.0
-        u = unit_roundoff(source.meta["val"].dtype)
-        is_of_a_finer_model = self._dtype is not None and unit_roundoff(self._dtype) < u
-        return 0.0 if is_of_a_finer_model or unit_roundoff(value.dtype) >= u else u
+            return set()
+        own: torch.dtype = source.meta["val"].dtype
+        is_of_a_finer_model = self._dtype is not None and _is_finer(self._dtype, own)
+        return {own} if _is_finer(value.dtype, own) and not is_of_a_finer_model else set()
 
     def _native(
         self, op: Node, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], exact: Any
@@ -284,6 +292,10 @@ class Replay:
 
 class _NoCounterpart(Exception):
     """An input of the op was not observed on the candidate's side."""
+
+
+def _is_finer(dtype: torch.dtype, other: torch.dtype) -> bool:
+    return dtype.is_floating_point and unit_roundoff(dtype) < unit_roundoff(other)
 
 
 def _is_broken(value: Any) -> bool:

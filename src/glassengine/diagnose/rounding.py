@@ -1,9 +1,10 @@
 """What rounding does to each op: which ops round at all, and how much noise a Monte-Carlo run adds.
 
-Noise is uniform in [-u, u] relative to the result, plus the accumulation error of sums: sqrt(K / 6) u_acc sqrt(x^2 W^2)
-for products over K terms (the probabilistic bound of Higham and Mary); without that term 5-40 % of legitimate float32
-runs looked wrong in the study behind this design. u_acc is float32's, unless less is declared: lower accumulation must
-show as an error. The noise itself is worked out in float32, and added in float64.
+Noise is uniform in [-u, u] relative to the result (near zero absolute, and never more than the number itself), plus the
+accumulation error of sums: sqrt(K / 6) u_acc sqrt(x^2 W^2) for products over K terms (the probabilistic bound of Higham
+and Mary); without that term 5-40 % of legitimate float32 runs looked wrong in the study behind this design. u_acc is
+float32's, unless less is declared: lower accumulation must show as an error. The noise itself is worked out in float32,
+and added in float64.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from glassengine.diagnose.uniform import uniform
 from glassengine.program.naming import op_name
 from glassengine.program.outputs import is_view
 
+_UNDERFLOW = 2.0**-60
+"""Errors near zero that are smaller than this are none for any model: those of all dtypes with eight exponent bits."""
 _ROOTS = frozenset({"var", "std", "norm", "linalg_vector_norm", "logsumexp"})
 
 
@@ -54,6 +57,7 @@ def noisy(
     u: float,
     generator: torch.Generator,
     accumulation: Accumulation = FLOAT32_SUMS,
+    tiny: float = 0.0,
 ) -> torch.Tensor:
     """Return `value` (float64, the exact result of `node` for `args`) with one sample of legal rounding.
 
@@ -65,29 +69,46 @@ def noisy(
         u: Unit roundoff of the dtype in which the op rounds its result.
         generator: Source of the noise.
         accumulation: Of products.
+        tiny: Largest error of rounding near zero in that dtype.
     """
     if is_product(node):
         summed = ExactProduct(node, value, args, kwargs).sums(args, kwargs, u, generator, accumulation)
-        return rounded(value, u, generator, summed)
-    half = value.float().abs_().mul_(u)
+        return rounded(value, u, generator, summed, tiny)
+    half = _half_width(value.float().abs_(), u, tiny)
     accumulated = _accumulation(node, value, args, kwargs, u, accumulation)
     if accumulated is not None:
         half += accumulated.float()
     return _added(value, half.mul_(uniform(value.shape, generator)), u)
 
 
-def rounded(value: torch.Tensor, u: float, generator: torch.Generator, noise: torch.Tensor | None) -> torch.Tensor:
+def rounded(
+    value: torch.Tensor, u: float, generator: torch.Generator, noise: torch.Tensor | None, tiny: float = 0.0
+) -> torch.Tensor:
     """Return `value` (float64) with other `noise` (float32) and its own rounding."""
-    own = value.float().mul_(uniform(value.shape, generator)).mul_(u)
+    own = _half_width(value.float(), u, tiny).mul_(uniform(value.shape, generator))
     return _added(value, own if noise is None else own.add_(noise), u)
+
+
+def disturbed(value: torch.Tensor, u: float, generator: torch.Generator, tiny: float = 0.0) -> torch.Tensor:
+    """Return `value` (float64) as rounding to a dtype may have moved it before it was used."""
+    unit = torch.rand(value.shape, generator=generator, dtype=torch.float32).double() * 2 - 1
+    return torch.where(value.isfinite(), value + _half_width(value.abs(), u, tiny) * unit, value)
+
+
+def _half_width(value: torch.Tensor, u: float, tiny: float) -> torch.Tensor:
+    """Half-width of uniform noise, up to its sign: u |x|, near zero `tiny` but at most |x|; overwrites `value`."""
+    if tiny < _UNDERFLOW:
+        return value.mul_(u)
+    size = value.abs()
+    return torch.minimum((size * u).clamp_(min=tiny), size)
 
 
 def _added(value: torch.Tensor, noise: torch.Tensor, u: float) -> torch.Tensor:
     """`value` with noise where there can be any: what is infinite, or a mask beyond float32, has none."""
-    disturbed = noise.double().add_(value)
-    if math.isfinite(float(disturbed.sum())):
-        return disturbed
-    return torch.where(disturbed.isfinite(), disturbed, value)
+    moved = noise.double().add_(value)
+    if math.isfinite(float(moved.sum())):
+        return moved
+    return torch.where(moved.isfinite(), moved, value)
 
 
 def _accumulation(
