@@ -94,9 +94,10 @@ def batch_norm(operation: Operation, r: Roundoff) -> Tensor:
         for value, default in ((operation.args[1], one), (operation.args[2], zero), (mean, zero), (var, one))
     )
     sigma = (var + eps).sqrt()
-    inside: Tensor = 8 * U_ACCUMULATE * (w.abs() * (x.abs() + mean.abs()) / sigma + b.abs())
+    inside = 8 * U_ACCUMULATE * (w.abs() * (x.abs() + mean.abs()) / sigma + b.abs())
     spread = r.size_in(w) * (r.size_in(x) + r.size_in(mean)) / sigma + r.size_in(b)
-    return 2 * r.u * (operation.exact.abs() + b.abs()) + inside + (r.u_in + r.u_w) * spread
+    bound: Tensor = 2 * r.u * (operation.exact.abs() + b.abs()) + inside + (r.u_in + r.u_w) * spread
+    return bound
 
 
 def variance(operation: Operation, r: Roundoff) -> Tensor | None:
