@@ -26,12 +26,16 @@ class Known:
         paths: Its paths, wrapper names removed; several where it is shared.
         is_root: Whether a call of it is a whole forward: the model, or what wraps it.
         wrapped: The module it passes its call on to, if it is a wrapper.
+        is_wrapped: Whether another one passes its call on to this one.
+        is_called: Whether it was called.
     """
 
     module: nn.Module
     paths: list[str]
     is_root: bool
     wrapped: nn.Module | None
+    is_wrapped: bool
+    is_called: bool = False
 
 
 @dataclass
@@ -87,8 +91,10 @@ class ModuleNames:
             for name, child in module._modules.items():
                 if child is not None and child is not inner:
                     self._holders.setdefault(_join(path, name), module)
+        inner_ones = set(wrapped_by.values())
         self.known = {
-            module: Known(module, paths, module in wrapped, wrapped_by.get(module)) for module, paths in found.items()
+            module: Known(module, paths, module in wrapped, wrapped_by.get(module), module in inner_ones)
+            for module, paths in found.items()
         }
         self._logs: list[_AccessLog] = []
         # Names by which shared modules were looked up and not called yet; those that never are are forgotten.

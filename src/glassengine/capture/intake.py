@@ -26,6 +26,9 @@ _log = logging.getLogger(__name__)
 class Writer(Protocol):
     """What takes the tensors: a `BackgroundWriter`, or something that merely counts."""
 
+    def again(self, site: str, step: int, tensor: Tensor, rank: int) -> bool:
+        """Take a tensor that comes as it did in an earlier step, if the writer remembers that."""
+
     def write(
         self,
         site: str,
@@ -64,6 +67,7 @@ class Intake:
     def __init__(self, writer: Writer, policy: Policy, rank: int) -> None:
         self.num_late = 0
         self._writer = writer
+        self._again = writer.again
         self._policy = policy
         self._rank = rank
         self._has_budget = policy.has_budget
@@ -73,14 +77,18 @@ class Intake:
 
     def take(self, site: str, step: int, tensor: Tensor, *, axes: Mapping[str, int] | None = None) -> None:
         """Record `tensor` as it is now, if it is wanted; the parts of a tensor that is not plain each for itself."""
+        names = self._names.get(step)
+        # The short ways of nearly all tensors; hooks run thousands of times a second.
+        is_usual = type(tensor) is Tensor and not self._has_budget
+        if is_usual and names is not None and site not in names and self._again(site, step, tensor, self._rank):
+            names.add(site)
+            return
         wanted, keeps = self._known.get(site) or self._look(site)
         if not wanted:
             return
-        names = self._names.get(step)
         if names is None and step not in self._committed:
             names = self._names.setdefault(step, set())
-        # The short way of nearly all tensors; hooks run thousands of times a second.
-        if type(tensor) is Tensor and names is not None and site not in names and not self._has_budget:
+        if is_usual and names is not None and site not in names:
             try:
                 if keeps:
                     self._writer.write(site, step, tensor, rank=self._rank, axes=axes)

@@ -46,6 +46,13 @@ class _Forks:
 os.register_at_fork(after_in_child=_Forks.note)
 
 
+class _Local(threading.local):
+    """The forward that is open in a thread, and the step that was the last one there."""
+
+    forward: Forward | None = None
+    last: int | None = None
+
+
 class ModuleHooks:
     """Observes one model.
 
@@ -68,10 +75,9 @@ class ModuleHooks:
         self._holds_steps = holds_steps
         self._caches = CacheSites(root, {module: known.paths[0] for module, known in self.names.known.items()})
         self._first_argument = _first_argument(root)
-        self._local = threading.local()
+        self._local = _Local()
         self._open: dict[int, Forward] = {}
         self._held: dict[int, tuple[Forward, list[list[int]]]] = {}
-        self._called: set[nn.Module] = set()
         self._forks = _Forks.count
         self._handles: list[Any] = []
         self._insides = frozenset(inside for module in self.names.known for inside in out_of_reach(module))
@@ -104,11 +110,12 @@ class ModuleHooks:
 
     def not_called(self) -> list[str]:
         """Return the paths of modules of which no call was seen; containers, which cannot be called, are left out."""
-        silent = self.names.known.keys() - self._called
-        callable_ones = [m for m in silent if getattr(type(m), "forward", None) is not nn.Module.forward]
+        found = self.names.known.values()
+        silent = [known for known in found if not known.is_called]
+        callable_ones = [k for k in silent if getattr(type(k.module), "forward", None) is not nn.Module.forward]
         # A call of a wrapper is one of what it wraps.
-        called = {self.names.known[module].paths[0] for module in self._called}
-        return sorted({self.names.known[module].paths[0] for module in callable_ones} - called)
+        called = {known.paths[0] for known in found if known.is_called}
+        return sorted({known.paths[0] for known in callable_ones} - called)
 
     def not_seen(self) -> dict[str, str]:
         """Return why no call was seen of modules inside of others that were called, by path."""
@@ -116,7 +123,7 @@ class ModuleHooks:
         insides = {}
         for module, known in self.names.known.items():
             kind = why_unseen(module)
-            if kind is not None and (module in self._called or isinstance(module, torch.jit.ScriptModule)):
+            if kind is not None and (known.is_called or isinstance(module, torch.jit.ScriptModule)):
                 insides[known.paths[0]] = kind
         for path in self.not_called():
             for outer, kind in insides.items():
@@ -128,13 +135,13 @@ class ModuleHooks:
     @property
     def is_open(self) -> bool:
         """Whether a call of the model is open in this thread."""
-        forward = getattr(self._local, "forward", None)
+        forward = self._local.forward
         return forward is not None and bool(forward.open)
 
     @property
     def current_call(self) -> tuple[int, str] | None:
         """Step and path of the innermost call that is open in this thread; None where it is not recorded as one."""
-        forward: Forward | None = getattr(self._local, "forward", None)
+        forward = self._local.forward
         if forward is None or not forward.open or not forward.records:
             return None
         _, where, passed_on = forward.open[-1]
@@ -143,9 +150,9 @@ class ModuleHooks:
     @property
     def current_step(self) -> int | None:
         """The step that what happens now in this thread belongs to: the open one, or the last one that is held."""
-        forward: Forward | None = getattr(self._local, "forward", None)
+        forward = self._local.forward
         if forward is None:
-            last = getattr(self._local, "last", None)
+            last = self._local.last
             # A backward on another device runs in threads of its own.
             held = self._held.get(last if last is not None else max(self._held, default=-1))
             forward = held and held[0]
@@ -153,37 +160,37 @@ class ModuleHooks:
 
     def _observers(self, known: Known) -> tuple[Callable[..., None], Callable[..., None]]:
         # They run thousands of times a second: what does not change is looked up once.
-        local, enter, take, deliver = self._local, self.names.enter, self._intake.take, self._deliver
-        is_root, gradients, called = known.is_root, self._gradients, self._called
-        graph_task = torch._C._current_graph_task_id
+        local, take, deliver, gradients = self._local, self._intake.take, self._deliver, self._gradients
+        graph_task, forks, path = torch._C._current_graph_task_id, self._forks, known.paths[0]
+        first, first_input = (known, path, False), path + ":in[0]"
+        is_usual = not known.is_root and len(known.paths) == 1 and not known.is_wrapped
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if module is not known.module or graph_task() != -1 or _Forks.count != self._forks:
+            if module is not known.module or graph_task() != -1 or _Forks.count != forks:
                 return
-            forward: Forward | None = getattr(local, "forward", None)
-            # What is interrupted while it observes a call does not hear of its end.
-            if (
-                forward is not None
-                and forward.in_call
-                and (not forward.open or (is_root and _is_stale(forward, module)))
-            ):
-                self._end(forward, [], "an interruption")
-                forward = None
-            if forward is None or not forward.open:
-                forward = self._outermost(known, forward)
-            where = enter(known, forward)
-            called.add(module)
-            if where is None or not forward.records:
+            forward = local.forward
+            # The short way of most modules: once in a forward, inside of another one.
+            if is_usual and forward is not None and forward.open and path not in forward.num_calls:
+                forward.num_calls[path] = 1
+                forward.open.append(first)
+                known.is_called = True
+                where, site = path, first_input
+            else:
+                forward, entered = self._before(known, forward)
+                if entered is None:
+                    return
+                where, site = entered, entered + ":in[0]"
+            if not forward.records:
                 return
             if len(args) == 1 and type(args[0]) is Tensor and not gradients:
-                take(where + ":in[0]", forward.step, args[0])
+                take(site, forward.step, args[0])
             elif args:
                 deliver(forward, where, ":in", args)
             if kwargs:
                 deliver(forward, where, ":in", kwargs)
 
         def after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-            forward: Forward | None = getattr(local, "forward", None)
+            forward = local.forward
             if forward is None or not forward.open or module is not known.module:
                 return
             called_last, where, passed_on = forward.open[-1]
@@ -196,6 +203,21 @@ class ModuleHooks:
                 self._after(known, forward, args, kwargs, result)
 
         return before, after
+
+    def _before(self, known: Known, forward: Forward | None) -> tuple[Forward, str | None]:
+        """Note a call; return its forward and path with call, None where it passes on the call of its wrapper."""
+        # What is interrupted while it observes a call does not hear of its end.
+        if (
+            forward is not None
+            and forward.in_call
+            and (not forward.open or (known.is_root and _is_stale(forward, known.module)))
+        ):
+            self._end(forward, [], "an interruption")
+            forward = None
+        if forward is None or not forward.open:
+            forward = self._outermost(known, forward)
+        known.is_called = True
+        return forward, self.names.enter(known, forward)
 
     def _after(self, known: Known, forward: Forward, args: Any, kwargs: Any, result: Any) -> None:
         if forward.open[-1][0] is not known:

@@ -225,6 +225,9 @@ class _Counter:
     def __init__(self) -> None:
         self._num: Counter[str] = Counter()
 
+    def again(self, site: str, step: int, tensor: Tensor, rank: int) -> bool:
+        return False
+
     def write(
         self,
         site: str,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import zlib
 
-from glassengine.recording.items import Alias, Block, Commit, Copied, Stored
+from glassengine.recording.block import Block
+from glassengine.recording.items import Alias, Commit, Copied, Stored
 from glassengine.recording.layout import LeftOut, LightStatistics
 from glassengine.recording.pinned import PinnedCopies
 from glassengine.recording.ring import Ring
@@ -48,7 +49,7 @@ class Drain:
     def _put_block(self, item: Block) -> None:
         data = self._ring.bytes_at(item.position, item.end - item.position)
         step, rank, _, reason = item.what
-        descriptions, same_as = tuple(item.descriptions), tuple(item.same_as)
+        descriptions, same_as = item.descriptions, tuple(item.same_as)
         if reason is None:
             self._writer.store_block(descriptions, step, rank, data, zlib.crc32(data), same_as)
         else:

@@ -18,9 +18,9 @@ from glassengine.recording.values import has_no_memory
 
 # Unlike ctypes.memmove these keep the interpreter lock: handing it over costs more than a small copy.
 _LIBC = ctypes.PyDLL(None)
-_MEMMOVE, _MEMCMP = _LIBC.memmove, _LIBC.memcmp
-_MEMMOVE.argtypes = _MEMCMP.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_MEMMOVE.restype = None
+MEMMOVE, MEMCMP = _LIBC.memmove, _LIBC.memcmp
+MEMMOVE.argtypes = MEMCMP.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+MEMMOVE.restype = None
 _SMALL_COPY = 1 << 18
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux: map pages now, keep what is in them
@@ -123,14 +123,18 @@ class Ring:
             require_memory(tensor)
         self.copy(position, source, num_bytes)
 
+    def address_of(self, position: int) -> int:
+        """Return where a slot lies in this process."""
+        return self._address + position % self.num_bytes
+
     def copy(self, position: int, address: int, num_bytes: int) -> None:
         """Copy what is at an address of this process into a slot."""
-        move = _MEMMOVE if num_bytes <= _SMALL_COPY else ctypes.memmove
-        move(self._address + position % self.num_bytes, address, num_bytes)
+        move = MEMMOVE if num_bytes <= _SMALL_COPY else ctypes.memmove
+        move(self.address_of(position), address, num_bytes)
 
     def has(self, position: int, address: int, num_bytes: int) -> bool:
         """Return whether a slot that is not given back has the bytes at an address of this process."""
-        return not _MEMCMP(self._address + position % self.num_bytes, address, num_bytes)
+        return not MEMCMP(self.address_of(position), address, num_bytes)
 
     def holds(self, position: int, tensor: Tensor, num_bytes: int) -> bool:
         """Return whether an earlier slot, given back or not, still has the bytes of a contiguous CPU tensor."""

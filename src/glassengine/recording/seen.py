@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from glassengine.recording.description import Description
 from glassengine.recording.layout import ALIGNMENT, Sharding
 from glassengine.recording.statistics import MEASURED
 from glassengine.recording.values import describe
+
+if TYPE_CHECKING:
+    from glassengine.recording.block import Repeat
 
 # Smaller tensors are written in blocks, and stored again rather than searched for.
 MIN_SHARED_BYTES = 1 << 16
@@ -36,6 +40,7 @@ class Seen:
     is_simple: bool
     is_measured: bool
     sharding: Sharding | None
+    repeat: Repeat | None = None
 
 
 class SeenTensors:

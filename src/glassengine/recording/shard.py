@@ -16,6 +16,7 @@ from glassengine.recording.layout import ALIGNMENT, Location, shard_name
 
 _MAX_BUFFERS = 1000  # of one call of writev; the limit of Linux is 1024
 _ZEROS = bytes(ALIGNMENT)
+_SPACES = b" " * (1 << 16)
 # Braces, metadata keys, and a last pad entry.
 _HEADER_OVERHEAD = 512
 
@@ -41,8 +42,9 @@ class Shard:
         self._written = (0, 0, 0, 0)
         self._file = (directory / shard_name(number, sealed=False)).open("xb", buffering=0)
         try:
-            # Written, not skipped: a disk that fills up later must still be able to take the header.
-            write_all(self._file, [self._room.to_bytes(8, "little") + bytes(self._room)])
+            # Written, not skipped: a disk that fills up later must still be able to take the header. Spaces: what the
+            # header does not need of them stays.
+            write_all(self._file, [self._room.to_bytes(8, "little"), *_spaces(self._room)])
         except OSError:
             self._file.close()
             raise
@@ -108,14 +110,15 @@ class Shard:
             self._entries.append(group.header_entries(step, offset))
             if group.originals:
                 self._aliases.append(group.header_aliases(step, file))
-        aliases = f"{{{','.join(self._aliases)}}}"
-        entries = "".join(f",{text}" for text in self._entries)
-        text = f'{{"__metadata__":{{"format":"pt","aliases":"{aliases}"}}{entries}}}'.encode()
-        assert len(text) <= self._room, "has_room underestimates the header"
+        parts = [b'{"__metadata__":{"format":"pt","aliases":"{', ",".join(self._aliases).encode(), b'}"}']
+        for text in self._entries:
+            parts += b",", text.encode()
+        parts.append(b"}")
+        assert sum(map(len, parts)) <= self._room, "has_room underestimates the header"
         # What a failed write left behind the last good byte would make the file unreadable.
         self._file.truncate(8 + self._room + self.size)
         self._file.seek(8)
-        write_all(self._file, [text.ljust(self._room)])
+        write_all(self._file, parts)
         self._file.close()
         part = self._directory / shard_name(self.number, sealed=False)
         part.rename(self._directory / shard_name(self.number, sealed=True))
@@ -131,6 +134,10 @@ class Shard:
     def _name(self, entry: str) -> None:
         self._entries.append(entry)
         self._used += len(entry) + 1
+
+
+def _spaces(count: int) -> list[bytes]:
+    return [_SPACES] * (count // len(_SPACES)) + [_SPACES[: count % len(_SPACES)]]
 
 
 def write_all(file: FileIO, buffers: Sequence[bytes | memoryview]) -> None:

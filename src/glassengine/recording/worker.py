@@ -20,8 +20,9 @@ from torch import Tensor
 
 from glassengine import blocks
 from glassengine.errors import GlassError
+from glassengine.recording.block import Block
 from glassengine.recording.drain import Drain
-from glassengine.recording.items import Alias, Block, Commit, Copied, Item, Piece, Stored, Streamed
+from glassengine.recording.items import Alias, Commit, Copied, Item, Piece, Stored, Streamed
 from glassengine.recording.layout import LeftOut, Sharding
 from glassengine.recording.pinned import PinnedCopies
 from glassengine.recording.ring import Ring, pieces_of, require_memory
@@ -101,6 +102,12 @@ class BackgroundWriter:
         """What stopped the writing, if anything did."""
         return self._failure
 
+    def again(self, site: str, step: int, tensor: Tensor, rank: int) -> bool:
+        """Take the tensor as in an earlier step, written or measured, if the one before it was followed by it there."""
+        with self._lock:
+            block = self._block
+            return block is not None and block.put_again(site, step, tensor, rank)
+
     def write(
         self,
         site: str,
@@ -141,7 +148,7 @@ class BackgroundWriter:
         plain = seen.is_simple and tensor.is_cpu and tensor.is_contiguous()
         if plain and seen.is_small:
             # The short way of most tensors of a small model.
-            self._add_small(seen, tensor, (step, rank, is_new, reason))
+            self._put_small(seen, tensor, (step, rank, is_new, reason))
             return
         description, nbytes, ring = seen.description, seen.nbytes, self._ring
         require_memory(tensor)
@@ -175,10 +182,7 @@ class BackgroundWriter:
             else:
                 ring.fill_from(position, tensor, nbytes)
             if seen.is_small:
-                what = (step, rank, is_new, reason)
-                block = Block(what, position, position, position, position + seen.room)
-                block.add(seen)
-                self._queue.append(block)
+                self._queue.append(Block.of_one(seen, (step, rank, is_new, reason), ring, position))
             else:
                 stored = Stored(description, step, rank, position, reason)
                 self._queue.append(stored)
@@ -186,36 +190,17 @@ class BackgroundWriter:
                     self._recent[tensor.data_ptr(), nbytes] = stored
         self._wake_if_half_full()
 
-    def _add_small(self, seen: Seen, tensor: Tensor, what: tuple[int, int, bool, str | None]) -> None:
-        ring, nbytes, dtype = self._ring, seen.nbytes, seen.description.dtype
+    def _put_small(self, seen: Seen, tensor: Tensor, what: tuple[int, int, bool, str | None]) -> None:
         with self._lock:
             block = self._block
             if block is None or block.what != what or not block.has_room(seen):
-                block = self._new_block(what)
-            # What cannot be read is not added.
-            address, position = tensor.data_ptr(), block.next
-            # What one module returns another one is given: found by its address, proved by its bytes. Those of another
-            # dtype have other statistics.
-            index, copied, size, kind = block.places.get(address, _NOWHERE)
-            is_same = size == nbytes and (kind == dtype or what[-1] is None)
-            if is_same and ring.has(copied, address, nbytes):
-                block.add_same(seen, index)
-                return
-            if address:
-                ring.copy(position, address, nbytes)
-            else:
-                require_memory(tensor)
-            block.places[address] = (len(block.descriptions), position, nbytes, dtype)
-            block.add(seen)
-
-    def _new_block(self, what: tuple[int, int, bool, str | None]) -> Block:
-        """Begin a block; called with the lock."""
-        self._publish()
-        position = self._ring.reserve(self._block_bytes, self._on_wait)
-        limit = position + self._block_bytes
-        self._wake_if_half_full()
-        self._block = Block(what, position, position, position, limit)
-        return self._block
+                self._publish()
+                position = self._ring.reserve(self._block_bytes, self._on_wait)
+                limit = position + self._block_bytes
+                self._wake_if_half_full()
+                block = self._block = Block(what, self._ring, position, limit, seen.repeat)
+            if not block.put_again(seen.description.site, what[0], tensor, what[1]):
+                block.put(seen, tensor)
 
     def _wake_if_half_full(self) -> None:
         if 2 * self._ring.in_use > self._ring.num_bytes:
@@ -226,8 +211,9 @@ class BackgroundWriter:
         block = self._block
         if block is not None:
             self._block = None
+            block.finish()
             self._ring.shorten(block.limit, block.end)
-            if block.descriptions:
+            if block.seens:
                 self._queue.append(block)
 
     def leave_out(self, item: LeftOut) -> None:

@@ -1,0 +1,230 @@
+"""Blocks of small tensors: the values are right whether a step goes like an earlier one or not."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from glassengine.capture.intake import Intake
+from glassengine.recording import block as block_module
+from glassengine.recording.block import Block
+from glassengine.recording.policy import Policy
+from glassengine.recording.reader import Recording
+from glassengine.recording.worker import BackgroundWriter
+
+RING = 1 << 20
+
+
+@pytest.fixture
+def again(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
+    """How many tensors were, and were not, the ones that were expected."""
+    counted: Counter[bool] = Counter()
+    put_again = Block.put_again
+
+    def counting(self: Block, site: str, step: int, tensor: torch.Tensor, rank: int) -> bool:
+        found = put_again(self, site, step, tensor, rank)
+        counted[found] += 1
+        return found
+
+    monkeypatch.setattr(Block, "put_again", counting)
+    return counted
+
+
+def _check(path: Path, expected: dict[tuple[str, int], torch.Tensor]) -> Recording:
+    opened = Recording.open(path)
+    assert opened.complete, opened.incomplete_because
+    assert {(entry.site, entry.step) for entry in opened.entries} == expected.keys()
+    for entry in opened.entries:
+        found = opened.tensor(entry)
+        assert found.dtype == expected[entry.site, entry.step].dtype
+        assert torch.equal(found, expected[entry.site, entry.step]), entry
+    return opened
+
+
+def test_steps_that_go_alike_are_expected(tmp_path: Path, again: Counter[bool]) -> None:
+    writer = BackgroundWriter(tmp_path / "r", metadata={})
+    intake = Intake(writer, Policy(), 0)
+    expected = {}
+    for step in range(6):
+        x = torch.full((4, 4), float(step))
+        for site, tensor in {"a": x, "b:in[0]": x.view(16), "b": x + 1, "c": torch.arange(step, step + 3)}.items():
+            intake.take(site, step, tensor)
+            expected[site, step] = tensor.clone()
+        intake.commit(step)
+    writer.close()
+    # Seen in the first, remembered in the second: from the third step on all come as they did.
+    assert again[True] == 4 * 4
+    opened = _check(tmp_path / "r", expected)
+    assert all(opened.entry("a", s).location == opened.entry("b:in[0]", s).location for s in range(6))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_order_and_kind(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("any") / "r"
+    writer = BackgroundWriter(path, metadata={}, ring_bytes=RING)
+    intake = Intake(writer, Policy(), 0)
+    expected = {}
+    shared = torch.zeros(8)
+    kinds = st.sampled_from(["fresh", "shared", "changed behind", "strided", "integers", "scalar", "empty", "longer"])
+    usual = data.draw(st.lists(kinds, min_size=1, max_size=8))
+    for step in range(data.draw(st.integers(3, 6))):
+        order = list(enumerate(usual))
+        if data.draw(st.integers(0, 3)) == 0:
+            order = data.draw(st.permutations(order))
+            order = order[: data.draw(st.integers(0, len(order)))]
+        shared = shared + 1 if data.draw(st.booleans()) else shared
+        for number, kind in order:
+            if data.draw(st.integers(0, 9)) == 0:
+                kind = data.draw(kinds)
+            if kind == "changed behind":
+                shared.data[3] = data.draw(st.integers(-5, 5))  # no counter and no address tells
+            tensor = {
+                "fresh": torch.full((8,), float(step * 10 + number)),
+                "strided": torch.arange(16.0)[::2] + step,
+                "integers": torch.arange(8) + step,
+                "scalar": torch.tensor(float(step)),
+                "empty": torch.empty(0),
+                "longer": torch.full((9 + step,), float(number)),
+            }.get(kind, shared)
+            intake.take(f"s{number}", step, tensor)
+            expected[f"s{number}", step] = tensor.clone()
+        intake.commit(step)
+    writer.close()
+    _check(path, expected)
+
+
+def test_what_is_equal_by_chance_once_is_proved_again(tmp_path: Path, again: Counter[bool]) -> None:
+    writer = BackgroundWriter(tmp_path / "r", metadata={})
+    intake = Intake(writer, Policy(), 0)
+    expected = {}
+    x = torch.ones(8)
+    for step in range(8):
+        for site in ("a", "b", "c"):
+            if step >= 5 and site == "b":
+                x.data.add_(step)
+            intake.take(site, step, x)
+            expected[site, step] = x.clone()
+        intake.commit(step)
+    writer.close()
+    assert again[True] and again[False]
+    opened = _check(tmp_path / "r", expected)
+    same = [opened.entry("a", s).location == opened.entry("b", s).location for s in range(8)]
+    assert same == [True] * 5 + [False] * 3
+
+
+def test_a_site_that_comes_twice_is_told_however_it_came(tmp_path: Path, again: Counter[bool]) -> None:
+    writer = BackgroundWriter(tmp_path / "r", metadata={})
+    intake = Intake(writer, Policy(), 0)
+    for step in range(4):
+        for site in ("a", "b", "a"):
+            intake.take(site, step, torch.full((4,), float(step)))
+        intake.commit(step)
+    writer.close()
+    opened = Recording.open(tmp_path / "r")
+    assert again[True] == 4 and opened.complete and len(opened.entries) == 8
+    assert [item.reason for item in opened.left_out] == ["the step has another tensor of that name"] * 4
+
+
+@pytest.mark.parametrize("values", [False, ["a"]])
+def test_what_is_measured_is_expected_too(tmp_path: Path, again: Counter[bool], values: bool | list[str]) -> None:
+    writer = BackgroundWriter(tmp_path / "r", metadata={})
+    intake = Intake(writer, Policy(values=values), 0)
+    for step in range(5):
+        x = torch.full((6,), float(step))
+        for site, tensor in {"a": x, "b": x, "c": x.view(torch.int32), "d": x + 1}.items():
+            intake.take(site, step, tensor)
+        intake.commit(step)
+    writer.close()
+    opened = Recording.open(tmp_path / "r")
+    assert again[True] >= 9 and opened.complete
+    assert {entry.site for entry in opened.entries} == (set() if values is False else {"a"})
+    for item in opened.left_out:
+        assert item.statistics is not None
+        wanted = item.step + 1.0 if item.site == "d" else float(item.step)
+        if item.site == "c":
+            wanted = float(torch.tensor(wanted).view(torch.int32))
+        assert item.statistics.min == wanted, item
+
+
+def test_threads_that_share_a_step(tmp_path: Path, again: Counter[bool]) -> None:
+    writer = BackgroundWriter(tmp_path / "r", metadata={})
+    intake = Intake(writer, Policy(), 0)
+    expected = {
+        (f"t{t}.s{n}", s): torch.full((5,), t * 100.0 + n + s) for t in range(3) for n in range(9) for s in range(20)
+    }
+
+    def deliver(own: int, step: int) -> None:
+        for number in range(9):
+            intake.take(f"t{own}.s{number}", step, expected[f"t{own}.s{number}", step])
+
+    for step in range(20):
+        threads = [threading.Thread(target=deliver, args=(own, step)) for own in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        intake.commit(step)
+    writer.close()
+    _check(tmp_path / "r", expected)
+    assert again[True]
+
+
+def test_steps_that_are_open_side_by_side(tmp_path: Path) -> None:
+    writer = BackgroundWriter(tmp_path / "r", metadata={})
+    intake = Intake(writer, Policy(), 0)
+    expected = {}
+    for pair in range(0, 12, 2):
+        for site in ("a", "b", "c"):
+            for step in (pair, pair + 1):
+                expected[site, step] = torch.full((3,), float(step))
+                intake.take(site, step, expected[site, step])
+        intake.commit(pair + 1)
+        intake.commit(pair)
+    writer.close()
+    _check(tmp_path / "r", expected)
+
+
+def test_a_copy_that_is_interrupted_loses_one_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = BackgroundWriter(tmp_path / "r", metadata={})
+    intake = Intake(writer, Policy(), 0)
+    expected = {}
+    move = block_module.MEMMOVE
+
+    def interrupted(*_: int) -> None:
+        raise KeyboardInterrupt
+
+    for step in range(5):
+        for site in ("a", "b", "c"):
+            tensor = torch.full((4,), float(step))
+            if (site, step) == ("b", 3):
+                monkeypatch.setattr(block_module, "MEMMOVE", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    intake.take(site, step, tensor)
+                monkeypatch.setattr(block_module, "MEMMOVE", move)
+                continue
+            expected[site, step] = tensor
+            intake.take(site, step, tensor)
+        intake.commit(step)
+    writer.close()
+    _check(tmp_path / "r", expected)
+
+
+def test_blocks_that_are_full(tmp_path: Path, again: Counter[bool]) -> None:
+    writer = BackgroundWriter(tmp_path / "r", metadata={}, ring_bytes=RING)  # a block takes 128 KiB
+    intake = Intake(writer, Policy(), 0)
+    expected = {}
+    for step in range(5):
+        for number in range(20):
+            expected[f"s{number}", step] = torch.full((5000,), step * 20.0 + number)
+            intake.take(f"s{number}", step, expected[f"s{number}", step])
+        intake.commit(step)
+    writer.close()
+    assert again[True] >= 40
+    _check(tmp_path / "r", expected)
