@@ -46,6 +46,10 @@ def command(
         str | None,
         typer.Option(metavar="FILE", help="A .json file of messages instead, put through the model's chat template."),
     ] = None,
+    image: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help="An image of the prompts, in the order of their placeholders. Repeatable."),
+    ] = None,
     inputs: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Tensors instead, for an engine that takes no text alone: images, sound."),
@@ -184,6 +188,7 @@ def command(
     given: dict[str, Any] = {
         "prompt_file": input_file,
         "chat": chat,
+        "image": list(image) if image else None,
         "prefill_chunk": prefill_chunk,
         "do_sample": do_sample,
         "temperature": temperature,
@@ -228,6 +233,7 @@ def command(
             on_text=write if streams else None,
             record=record,
             overwrite=overwrite,
+            images=given.pop("image"),
             **{name: value for name, value in given.items() if value is not None},
         )
         if json:

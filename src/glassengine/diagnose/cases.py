@@ -17,6 +17,7 @@ import torch
 from glassengine.engine.prompts import load_tokenizer
 from glassengine.errors import UsageError
 from glassengine.program import LoadedModel, load_inputs
+from glassengine.program.image_text import first_constants, following_constants
 
 PROMPTS = (
     "The value of an expression is computed when it is first needed, and",
@@ -39,7 +40,8 @@ class Case:
         num_steps: Prefill plus decode steps.
         tokens: [B, num_steps - 1] int64, what is decoded; None for what the untouched baseline picks.
         one_token: Whether a step has one token, also those of the prompt.
-        constants: Inputs of the program that are the same in every step, by name.
+        constants: Inputs of the program that are the same in every step, by name; with images also where their
+            features go, see `program.image_text.rows_of`.
         source: What the encoder of an encoder-decoder made `constants` from, as keyword arguments of the model.
     """
 
@@ -71,7 +73,7 @@ class StepInputs:
 
     B batch, S new tokens, T cache length. `attention_mask` is [B, T]; `token_mask` [B, S] marks real (not padding)
     tokens of this step; `to_come` are the tokens of the steps after it, where the case prescribes them, `mask_to_come`
-    says which of these are padding, for as many as it has, and `constants` are as in the case.
+    says which of these are padding, for as many as it has, and `constants` are what the program makes of the case's.
     """
 
     input_ids: torch.Tensor
@@ -102,7 +104,7 @@ class StepInputs:
             mask[:, :new].bool(),
             torch.cat(to_come, dim=1) if to_come else None,
             case.attention_mask[:, new:],
-            case.constants,
+            first_constants(case.constants),
         )
 
     def following(self, tokens: torch.Tensor) -> StepInputs:
@@ -118,7 +120,8 @@ class StepInputs:
         mask[:, slot] = real[:, 0]
         positions = (mask.sum(-1, keepdim=True) - 1).clamp(min=0)
         slots = torch.tensor([slot])
-        return StepInputs(tokens[:, None], mask, positions, slots, real.bool(), to_come, mask_to_come, self.constants)
+        constants = following_constants(self.constants, len(tokens))
+        return StepInputs(tokens[:, None], mask, positions, slots, real.bool(), to_come, mask_to_come, constants)
 
     def named(self) -> dict[str, torch.Tensor]:
         """Return the program's inputs by name, caches excluded."""

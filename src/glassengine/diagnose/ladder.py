@@ -2,7 +2,8 @@
 
 Every rung is judged against one float64 reference, the baseline's exported program, in one sweep (see `judge`). The
 untouched model is a side like any other, so a mistake in the export itself shows as the model leaving the program.
-An encoder-decoder is two programs, and climbs twice (see `two_programs`).
+An encoder-decoder is two programs, and climbs twice (see `two_programs`); so does a model of images and text (see
+`image_programs`).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from glassengine.diagnose.climb import (
 )
 from glassengine.diagnose.conclude import conclude
 from glassengine.diagnose.evidence import EvidenceBox
+from glassengine.diagnose.image_programs import start_with_images
 from glassengine.diagnose.judge import run_cases
 from glassengine.diagnose.op_by_op import RUNG, explain
 from glassengine.diagnose.quantization import check_quantized_checkpoint, is_quantized_candidate
@@ -53,6 +55,7 @@ from glassengine.diagnose.two_programs import beside_source, joined, start_both
 from glassengine.engine.engine import Engine, load
 from glassengine.errors import IncomparableError, UnknownNameError, UsageError
 from glassengine.program import load_model
+from glassengine.program.image_text import PIXELS, WITHOUT_IMAGES
 from glassengine.recording.formats.files import KINDS
 from glassengine.recording.source import open_source
 from glassengine.results import Comparison, Skipped
@@ -158,18 +161,27 @@ def check(
         model = replace(model, decoding="")
     if model.decoding == "recurrent":
         model = replace(model, kind="causal_lm")
+    if engine is not None and not engine.manifest.has_encoder and model.decoding == "images":
+        model = replace(model, decoding="")  # it was built without
     is_double = model.decoding == "encoder_decoder"
     more = beside_tokens(given) if model.kind == "causal_lm" else beside_source(model, given) if is_double else []
+    if model.decoding == "images":
+        more = [name for name in more if name != PIXELS]
     if more:
         model, given = replace(model, kind="module", decoding=""), in_one_forward(given)
-    parts = _parts(engine, 2 if model.decoding == "encoder_decoder" else 1)
+    parts = _parts(engine, 2 if model.has_encoder else 1)
     with ExitStack() as stack:
         stack.enter_context(threads_for(model.module))
         case = recorded_case(record) if record is not None and inputs is None else None
         if model.decoding == "encoder_decoder":
             climbs: Sequence[Climb] = start_both(model, given, steps, stack, progress)
+        elif model.decoding == "images":
+            climbs = start_with_images(model, given, steps, stack, progress)
+            parts = parts[-len(climbs) :]
         else:
             climbs = [start(model, given, steps, stack, progress, case)]
+        if model.kind == "causal_lm" and (reason := model.metadata.get(WITHOUT_IMAGES)):
+            climbs[0].skipped.append(Skipped("images", "both", f"judged from text alone: {reason}"))
         if more:
             why = f"given {', '.join(more)} beside tokens, the model is judged as a plain module, without a decode loop"
             climbs[0].skipped.append(Skipped("decode steps", "both", why))
@@ -184,7 +196,7 @@ def check(
                 tensors = RecordedTensors(record, climb.program, load_map(map) if map else None)
                 coarsest = add_record(climb, tensors)
             elif candidate is not None:
-                other = load_model(candidate, dtype=dtype, **options)
+                other = replace(load_model(candidate, dtype=dtype, **options), decoding="")
                 other = replace(other, kind="module") if more and other.kind == "causal_lm" else other
                 coarsest = add_model(climb, other, given, progress)
             else:
@@ -225,7 +237,7 @@ def check(
 
 
 def _parts(engine: Engine | None, number: int) -> list[Engine | None]:
-    """Return the engines of the programs that are climbed: of an encoder-decoder, encoder and decoder."""
+    """Return the engines of the programs that are climbed: one, or encoder (or vision) and decoder."""
     if engine is None:
         return [None] * number
     parts: list[Engine | None] = [engine.encoder, engine] if engine.manifest.has_encoder else [engine]

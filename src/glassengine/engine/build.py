@@ -32,6 +32,7 @@ from glassengine.engine.outputs import BuildPlan
 from glassengine.engine.write import requested_outputs, write_engine
 from glassengine.errors import BackendError, UsageError
 from glassengine.program import LoadedModel, Program, example_inputs, export_programs, load_inputs, load_model
+from glassengine.program.image_text import WITHOUT_IMAGES
 from glassengine.program.onnx.file import is_onnx
 
 logger = logging.getLogger("glassengine")
@@ -137,8 +138,8 @@ def build(
         byte_budget: Most bytes of debug outputs in one decode step at the largest batch and length; the largest
             outputs are left out first and listed in the manifest with the reason.
         artifacts: Directory to write what the build goes through to, stage by stage; by default what
-            DEBUG_ARTIFACTS_DIR names, and nothing without it. Those of the encoder of an encoder-decoder lie in its
-            folder `encoder`. A dry run writes none.
+            DEBUG_ARTIFACTS_DIR names, and nothing without it. Those of an encoder or a vision program lie in
+            its folder `encoder`. A dry run writes none.
         progress: Called with a sentence when a stage begins.
 
     Raises:
@@ -201,7 +202,7 @@ def build(
             about = _about(loaded, chosen, passes)
             writer = ArtifactWriter(where, about)
             writing.enter_context(writer)
-            if loaded.decoding == "encoder_decoder":
+            if loaded.has_encoder:
                 encoder_writer = ArtifactWriter(where / files.ENCODER, {**about, "kind": "module", "passes": []})
                 writing.enter_context(encoder_writer)
         progress(f"exporting {loaded.spec}")
@@ -213,6 +214,8 @@ def build(
             on_encoder_stage=encoder_writer.stage if encoder_writer else None,
         )
         encoder = encoders[0] if encoders else None
+        if reason := loaded.metadata.get(WITHOUT_IMAGES):
+            settings = _without_images(settings, reason)
         if dry_run:
             return plan_build(program, target or Path(tempfile.gettempdir()), settings, encoder=encoder)
         more: dict[str, Any] = {"encoder": encoder, "encoder_artifacts": encoder_writer, "progress": progress}
@@ -333,6 +336,15 @@ def _build(
         more: dict[str, Any] = {"has_encoder": encoder is not None, "progress": progress}
         write_engine(program, aside, target.name, settings, model, artifacts, **more)
     return load(target)
+
+
+def _without_images(settings: Settings, reason: str) -> Settings:
+    """Say that an engine takes no images though its model does."""
+    note = f"the engine generates from text alone: {reason}"
+    logger.warning("%s", note)
+    return dataclasses.replace(
+        settings, model={**settings.model, WITHOUT_IMAGES: reason}, notes=(*settings.notes, note)
+    )
 
 
 def _about(model: LoadedModel, backend: Backend, passes: Sequence[str]) -> dict[str, Any]:

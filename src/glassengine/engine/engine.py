@@ -18,8 +18,9 @@ from glassengine.engine import files
 from glassengine.engine.checks import check_inputs, require_module
 from glassengine.engine.forward import Forward, forward
 from glassengine.engine.generate import Generation, StepCallback, generate
+from glassengine.engine.images import encode_images
 from glassengine.engine.manifest import AddedOutput, Manifest, check_files, read_manifest, require_fit, require_intact
-from glassengine.engine.prompts import Chat, Request, TokenIds, load_tokenizer
+from glassengine.engine.prompts import Chat, Images, Request, TokenIds, load_tokenizer
 from glassengine.engine.requests import as_asked
 from glassengine.engine.session import STEP_INPUTS, Session
 from glassengine.engine.stream import TextCallback
@@ -29,6 +30,7 @@ from glassengine.executable.graph import captured_program
 from glassengine.program import Program, load_model
 from glassengine.program.causal_lm import USER_MODULE
 from glassengine.program.encoder_decoder import SOURCE_MASK
+from glassengine.program.image_text import FEATURES, INDEX
 from glassengine.program.onnx.file import read_onnx
 from glassengine.program.outputs import PREFIX, DerivedValues
 from glassengine.program.program import ONNX_GRAPH, load_graph, load_names, load_program
@@ -71,6 +73,7 @@ class Engine:
             ports = dict.fromkeys(entry.name for entry in (*self.manifest.inputs, *self.manifest.outputs))
             return [*ports, *self.added_outputs]
         names = ["input_ids", "logits", "position_ids", "attention_mask", "cache_position", *self.constant_inputs]
+        names += [INDEX] if self.takes_images else []
         layers: dict[str, list[str]] = {}
         for past in self.manifest.caches:
             layers.setdefault(past.rpartition("_")[2], []).append(past)
@@ -81,25 +84,33 @@ class Engine:
     @functools.cached_property
     def constant_inputs(self) -> list[str]:
         """Inputs that stay the same in every step of a session: what the encoder made, and its mask."""
-        changing = {*STEP_INPUTS, *self.manifest.caches}
+        changing = {*STEP_INPUTS, INDEX, *self.manifest.caches}
         return [entry.name for entry in self.manifest.inputs if entry.name not in changing]
 
     @functools.cached_property
+    def takes_images(self) -> bool:
+        """Whether it generates from images beside text."""
+        return FEATURES in self.constant_inputs
+
+    @functools.cached_property
     def encoder(self) -> Engine | None:
-        """The engine of the encoder, which runs before the first step; None where the model is no encoder-decoder."""
+        """The engine of what runs before the first step, an encoder or the vision program; None without one."""
         return load(self.directory / files.ENCODER) if self.manifest.has_encoder else None
 
     def encode(self, **inputs: Any) -> dict[str, torch.Tensor]:
-        """Run the encoder of an encoder-decoder; what it returns is what `session` takes as `constants`.
+        """Run what comes before the first step; what it returns is what `session` takes as `constants`.
 
         Args:
-            **inputs: Of the encoder: `input_ids` and `attention_mask`, or `input_features`, and the like.
+            **inputs: Of the encoder: `input_ids` and `attention_mask`, or `input_features`, and the like. Of a model
+                of images and text: `pixel_values` of all images [N, C, H, W], in the order of their tokens.
 
         Raises:
             UsageError: The engine has no encoder, or an input does not fit.
         """
         if self.encoder is None:
             raise UsageError(f"the engine {self.manifest.name!r} has no encoder", hint="engine.generate(PROMPT)")
+        if self.takes_images:
+            return {FEATURES: encode_images(self.encoder, **inputs)}
         # The decoder was traced with tensors that lie in one piece, and reads them in every step.
         constants = {name: tensor.contiguous() for name, tensor in self.encoder(**inputs).items()}
         if SOURCE_MASK in self.constant_inputs:
@@ -150,6 +161,7 @@ class Engine:
         input_ids: TokenIds | None = None,
         prompt_file: str | Path | None = None,
         chat: Chat | None = None,
+        images: Images | None = None,
         inputs: str | Mapping[str, Any] | None = None,
         tokenizer: str | Path | None = None,
         max_new_tokens: int | None = None,
@@ -174,8 +186,11 @@ class Engine:
                 "prompt" or "text".
             chat: Messages instead, each {"role", "content"}: a list, several lists, or a .json or .jsonl file of them;
                 they go through the tokenizer's chat template.
+            images: Images of the prompts, in the order in which their placeholders stand in them: a file or several,
+                or images of Pillow. They and the prompts go through the model's processor.
             inputs: Tensors for the encoder of an encoder-decoder instead (a dict, or what `--inputs` takes with one
-                step), with `decoder_input_ids` where decoding begins with more than the start token.
+                step), with `decoder_input_ids` where decoding begins with more than the start token. For a model of
+                images and text `pixel_values`, beside prompts whose image tokens are written out or with `input_ids`.
             tokenizer: Directory of a tokenizer; None takes the engine's own.
             max_new_tokens: Most tokens to generate; None takes the settings below, else 20.
             generation_config: A `transformers.GenerationConfig`, a dict, or a file, laid over generation_config.json of
@@ -198,7 +213,13 @@ class Engine:
             UnknownNameError: No setting has this name.
         """
         request = Request(
-            prompts=prompts, input_ids=input_ids, prompt_file=prompt_file, chat=chat, inputs=inputs, tokenizer=tokenizer
+            prompts=prompts,
+            input_ids=input_ids,
+            prompt_file=prompt_file,
+            chat=chat,
+            images=images,
+            inputs=inputs,
+            tokenizer=tokenizer,
         )
         if max_new_tokens is not None:
             settings["max_new_tokens"] = max_new_tokens

@@ -37,6 +37,10 @@ TOKENIZER_FILES = (
 )
 
 
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
+"""What a model of images and text reads images with."""
+
+
 def check_target(target: Path, *, overwrite: bool) -> None:
     """Refuse a target that exists, before any work is done.
 
@@ -170,7 +174,7 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def copy_model_files(module: torch.nn.Module, source: str | None, revision: str | None, directory: Path) -> bool:
-    """Write configuration and tokenizer of a Hugging Face model; return whether there is a tokenizer.
+    """Write configuration, tokenizer and processor of a Hugging Face model; return whether there is a tokenizer.
 
     Args:
         module: The model; its configurations are written as they are in memory.
@@ -186,7 +190,7 @@ def copy_model_files(module: torch.nn.Module, source: str | None, revision: str 
         return False
     from transformers.utils import cached_file
 
-    for name in TOKENIZER_FILES:
+    for name in (*TOKENIZER_FILES, *PROCESSOR_FILES):
         found = cached_file(
             source,
             name,

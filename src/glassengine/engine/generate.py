@@ -13,6 +13,7 @@ import torch
 
 from glassengine.engine.checks import check_prompts, require_generating
 from glassengine.engine.encode import encoded
+from glassengine.engine.image_prompts import image_constants, read_request
 from glassengine.engine.pieces import automatic_chunk
 from glassengine.engine.prompts import Request, pad_left
 from glassengine.engine.record import SessionRecorder
@@ -102,9 +103,10 @@ def generate(
         max_length=manifest.max_seq_len or 1,
         vocab_size=manifest.vocab_size,
     )
-    read = request.read(engine).repeated(chosen.config.num_return_sequences or 1)
+    num_each = chosen.config.num_return_sequences or 1
+    read = read_request(engine, request).repeated(num_each)
     rows, constants = read.rows, None
-    if manifest.has_encoder:
+    if manifest.has_encoder and not engine.takes_images:
         rows, constants = encoded(engine, read, request.inputs, chosen.config)
     if on_text is not None and len(rows) != 1:
         raise UsageError(
@@ -116,6 +118,8 @@ def generate(
     check_prompts(manifest, ids, mask, length=length)
     if sampler.max_new_tokens < 1:
         raise _nothing(f"a prompt of {ids.shape[1]} tokens and max_length={chosen.config.max_length}")
+    if engine.takes_images:
+        constants = image_constants(engine, ids, mask, read.pixel_values, num_each)
     session = engine.session(len(rows), length, debug=debug, keep_steps=keep_steps, constants=constants)
     with _recorder(record, session, rows, overwrite) as recorder:
         stream = TextStream(read.tokenizer, on_text) if on_text is not None and read.tokenizer is not None else None

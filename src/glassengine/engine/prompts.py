@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 TokenIds = str | Path | torch.Tensor | Sequence[int] | Sequence[Sequence[int]]
 Message = Mapping[str, Any]
 Chat = str | Path | Sequence[Message] | Sequence[Sequence[Message]]
+Images = str | Path | Any | Sequence[str | Path | Any]
+"""Files of images, or images of Pillow."""
 
 MAX_BYTES = 64 << 20
 """Of a file of prompts; more would not fit any batch."""
@@ -33,11 +35,13 @@ class Prompts:
         texts: Prompts as text; empty where token ids were given.
         rows: Token ids without padding.
         tokenizer: Of the model; None where there is none and none is needed.
+        pixel_values: Of all images in the order of their tokens, [N, C, H, W]; None without images.
     """
 
     texts: tuple[str, ...]
     rows: list[list[int]]
     tokenizer: Any
+    pixel_values: torch.Tensor | None = None
 
     def repeated(self, count: int) -> Prompts:
         """Return each prompt `count` times in a row, as transformers does for `num_return_sequences`."""
@@ -47,12 +51,13 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Request:
-    """What to generate from: exactly one of the first five; `Engine.generate` describes them."""
+    """What to generate from: exactly one of the first four or `inputs`; `Engine.generate` describes them."""
 
     prompts: str | Sequence[str] | None = None
     input_ids: TokenIds | None = None
     prompt_file: str | Path | None = None
     chat: Chat | None = None
+    images: Images | None = None
     inputs: str | Mapping[str, Any] | None = None
     tokenizer: str | Path | None = None
 

@@ -18,11 +18,13 @@ import torch
 from glassengine import spans
 from glassengine.engine.checks import constant_rows, mask_row, require_generating, size_rows, token_row
 from glassengine.engine.debug_buffers import DebugBuffers
+from glassengine.engine.images import PromptImages
 from glassengine.engine.inputs_table import Row, refuse, render_tensors
 from glassengine.engine.kv_cache import KVCache
 from glassengine.engine.pieces import PieceOutputs
 from glassengine.engine.requests import as_asked
 from glassengine.errors import UnknownNameError, UsageError
+from glassengine.program.image_text import INDEX
 from glassengine.program.outputs import PREFIX, DerivedValues
 from glassengine.sites import matches
 
@@ -45,7 +47,9 @@ class Session:
         debug: True keeps every input and output of each step in `debug_buffers`; names or patterns keep those alone;
             False costs nothing.
         keep_steps: How many of the last steps `debug_history` keeps.
-        constants: Inputs that are the same in every step, of `engine.encode`; for an encoder-decoder.
+        constants: Inputs that are the same in every step, of `engine.encode`; for an encoder-decoder, or with images.
+            With images also `image_rows` [B, S], where their features are not those of the image tokens of the prompts
+            in order; see `program.image_text.rows_of`.
 
     Attributes:
         step: The last step that ran: 0 after the prefill, -1 before.
@@ -74,7 +78,8 @@ class Session:
     ) -> None:
         manifest = engine.manifest
         require_generating(manifest)
-        self._constants = dict(constants or {})
+        self._images = PromptImages(engine, constants) if engine.takes_images else None
+        self._constants = dict(constants or {}) if self._images is None else self._images.constants
         rows = constant_rows(manifest, engine.constant_inputs, self._constants)
         refuse(manifest.name, [*size_rows(manifest, batch_size, length), *rows])
         if keep_steps < 0 or (keep_steps and debug is False):
@@ -167,6 +172,8 @@ class Session:
         rows = [self._token_row(input_ids, None)]
         if attention_mask is not None and not rows[0].problem:
             rows.append(mask_row(attention_mask, input_ids))
+        if self._images is not None and not any(row.problem for row in rows):
+            rows += self._images.begin(input_ids, attention_mask)
         refuse(self.engine.manifest.name, rows)
         new = input_ids.shape[1]
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(torch.int64)
@@ -236,6 +243,7 @@ class Session:
             "position_ids": self._positions[:, start:stop],
             "cache_position": self._slots[start:stop],
             **self._constants,
+            **({} if self._images is None else {INDEX: self._images.index(start, stop, self._batch_size)}),
             **self._cache.tensors,
         }
 

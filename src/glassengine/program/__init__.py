@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from glassengine.errors import UsageError
+from glassengine.program import image_text
 from glassengine.program.example_inputs import encoder_inputs, example_inputs
-from glassengine.program.export import export_causal_lm, export_encoder_decoder, export_module
+from glassengine.program.export import export_causal_lm, export_module
+from glassengine.program.export_two import export_encoder_decoder, export_image_text
 from glassengine.program.listing import OnStage, stage_of
 from glassengine.program.load import LoadedModel, load_inputs, load_model
 from glassengine.program.passes import apply_pass
@@ -35,7 +37,7 @@ def export_program(
     passes: Sequence[str] = (),
     on_stage: OnStage | None = None,
 ) -> Program:
-    """Export a loaded model once and run user passes over it; of an encoder-decoder that generates, the decoder.
+    """Export a loaded model once and run user passes over it; of a model that generates with two, the decoder.
 
     Args:
         model: From `load_model`.
@@ -58,14 +60,14 @@ def export_programs(
     on_stage: OnStage | None = None,
     on_encoder_stage: OnStage | None = None,
 ) -> tuple[Program, ...]:
-    """Export all programs of a loaded model: one, or encoder and decoder; passes and stages are those of the last.
+    """Export all programs of a loaded model: one, or two of which the last decodes; passes and stages are its.
 
     Args:
         model: As for `export_program`.
         inputs: As for `export_program`.
         passes: As for `export_program`.
         on_stage: As for `export_program`.
-        on_encoder_stage: The same for the encoder of an encoder-decoder.
+        on_encoder_stage: The same for what runs before the first step: an encoder, or the vision program.
 
     Raises:
         UsageError: As `export_program`.
@@ -100,6 +102,9 @@ def _exported(
         if on_encoder_stage is not None:
             on_encoder_stage(stage_of(encoder, "functional"))
         earlier = (encoder,)
+    elif model.decoding == "images" and inputs is None:
+        *earlier_ones, program = _with_images(model, on_stage, on_encoder_stage)
+        earlier = tuple(earlier_ones)
     elif (model.generates and inputs is None) or model.kind == "causal_lm":
         program = export_causal_lm(model.module, metadata=model.metadata, on_stage=on_stage)
     else:
@@ -107,6 +112,21 @@ def _exported(
             inputs = example_inputs(model.module, model.directory)
         program = export_module(model.module, inputs, metadata=model.metadata, on_stage=on_stage)
     return earlier, program
+
+
+def _with_images(model: LoadedModel, on_stage: OnStage | None, on_encoder_stage: OnStage | None) -> tuple[Program, ...]:
+    """Return the vision program and the decoder; the language model alone, saying so, where they cannot be traced."""
+    try:
+        image = image_text.made_up_image(model.module, model.directory)
+        vision, program = export_image_text(
+            model.module, image, metadata=model.metadata, on_stage=on_stage, on_encoder_stage=on_encoder_stage
+        )
+    except UsageError as error:
+        model.metadata[image_text.WITHOUT_IMAGES] = f"{error.what}: {str(error.got).splitlines()[0]}"
+        return (export_causal_lm(model.module, metadata=model.metadata, on_stage=on_stage),)
+    if on_encoder_stage is not None:
+        on_encoder_stage(stage_of(vision, "functional"))
+    return vision, program
 
 
 def _stored(program: Program, passes: Sequence[str]) -> Program:

@@ -133,6 +133,18 @@ class CausalLM(nn.Module):
             cache_position: [S] int64, the cache slots that this step writes.
             cache: The tensors of `KVLayout.names`: keys and values [B, H, T, D], states [B, ...]; written in place.
         """
+        return self.logits(input_ids, attention_mask, position_ids, cache_position, cache)
+
+    def logits(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        cache_position: torch.Tensor,
+        cache: Sequence[torch.Tensor],
+        **more: Any,
+    ) -> torch.Tensor:
+        """As `forward`; `more` are further arguments of the user's model."""
         attention = self._layout.attention_layers
         keys_and_values, states = cache[: 2 * len(attention)], cache[2 * len(attention) :]
         layers: dict[int, CacheLayerMixin] = {
@@ -151,7 +163,7 @@ class CausalLM(nn.Module):
             cache_argument(user): Cache(layers=[layers[index] for index in sorted(layers)]),
             "use_cache": True,
         }
-        logits: torch.Tensor = user(**accepted(user, arguments)).logits
+        logits: torch.Tensor = user(**accepted(user, arguments), **more).logits
         return logits
 
 

@@ -12,7 +12,7 @@ from torch.export.graph_signature import OutputKind
 from torch.utils import _pytree as pytree
 
 from glassengine.errors import UsageError
-from glassengine.program import causal_lm, encoder_decoder
+from glassengine.program import causal_lm, encoder_decoder, image_text
 from glassengine.program.keywords import explicit_keywords
 from glassengine.program.listing import OnStage, Stage
 from glassengine.program.marks import collect_marks, marking
@@ -44,13 +44,13 @@ def export_causal_lm(
     Raises:
         UsageError: The model has no plain key/value cache, or torch.export cannot trace it.
     """
-    has_values = _place(model)
+    has_values = place(model)
     layout = causal_lm.probe_layout(model, has_values=has_values)
     parameter = next(p for p in model.parameters() if p.is_floating_point())
     wrapper = causal_lm.CausalLM(model, layout)
     inputs, dynamic = causal_lm.example_inputs(layout, model.dtype, parameter.device)  # type: ignore[arg-type]
     with causal_lm.exportable_experts(model):
-        return _export(
+        return traced_program(
             wrapper,
             inputs,
             dynamic,
@@ -86,9 +86,9 @@ def export_module(
     steps = [inputs] if isinstance(inputs, Mapping) else list(inputs)
     if not steps:
         raise UsageError("no inputs to export with", hint="--inputs file.py:factory that returns a dict")
-    has_values = _place(module)
-    example, dynamic = _example(steps)
-    program = _export(
+    has_values = place(module)
+    example, dynamic = example_of(steps)
+    program = traced_program(
         module,
         example,
         dynamic,
@@ -105,72 +105,13 @@ def export_module(
     return program
 
 
-def export_encoder_decoder(
-    model: nn.Module,
-    inputs: Sequence[Mapping[str, Any]],
-    *,
-    metadata: dict[str, Any] | None = None,
-    on_stage: OnStage | None = None,
-    on_encoder_stage: OnStage | None = None,
-) -> tuple[Program, Program]:
-    """Export an encoder-decoder of transformers (in evaluation mode) to its two programs; see `encoder_decoder`.
-
-    Args:
-        model: The model.
-        inputs: Keyword arguments of the encoder, one dict per step, as for `export_module`.
-        metadata: Kept in both programs.
-        on_stage: Called for the decoder, as in `export_causal_lm`.
-        on_encoder_stage: Likewise for the encoder.
-
-    Returns:
-        The encoder (a "module") and the decoder (a "causal_lm").
-
-    Raises:
-        UsageError: torch.export cannot trace it.
-    """
-    has_values = _place(model)
-    example, dynamic = _example(inputs)
-    layouts = encoder_decoder.probe_layouts(model, example, has_values=has_values)
-    wrapper = encoder_decoder.Encoder(model)
-    encoder = _export(
-        wrapper,
-        {"inputs": example},
-        {"inputs": dynamic},
-        kind="module",
-        prefix=causal_lm.USER_MODULE,
-        input_names=list(example),
-        output_names=encoder_decoder.cross_names(len(layouts.cross.layers)),
-        layout=None,
-        metadata={**(metadata or {}), FIXED_INPUTS: {}},
-        on_stage=on_encoder_stage,
-        is_part=True,
-    )
-    if has_values and (smallest := small_sizes(wrapper, encoder, [{"inputs": step} for step in inputs])):
-        encoder.metadata[SMALLEST] = smallest
-    decoder_inputs, shapes = encoder_decoder.example_inputs(model, layouts)
-    decoder = _export(
-        encoder_decoder.Decoder(model, layouts.width),
-        decoder_inputs,
-        shapes,
-        kind="causal_lm",
-        prefix=causal_lm.USER_MODULE,
-        input_names=encoder_decoder.input_names(model, layouts),
-        output_names=["logits"],
-        layout=layouts.own,
-        metadata=metadata or {},
-        on_stage=on_stage,
-        is_part=True,
-    )
-    return encoder, decoder
-
-
 def _fixed_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments that are no tensors: their values become part of the graph."""
     tensors = {port.removeprefix(":in.").split("[")[0].split(".")[0] for port, _ in port_leaves(":in", dict(inputs))}
     return {k: v for k, v in inputs.items() if k not in tensors and isinstance(v, (bool, int, float, str, type(None)))}
 
 
-def _place(model: nn.Module) -> bool:
+def place(model: nn.Module) -> bool:
     """Move a model without values off the meta device; return whether it has values.
 
     Kernels on meta tensors choose other layouts; untouched CPU memory costs nothing and gives the same graph.
@@ -187,7 +128,7 @@ def named_inputs(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {port.removeprefix(":in").lstrip("."): leaf for port, leaf in port_leaves(":in", dict(inputs))}
 
 
-def _example(steps: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], Any]:
+def example_of(steps: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], Any]:
     """Return the step to trace with, and the dimensions that differ between steps."""
     flat = [pytree.tree_flatten(dict(step)) for step in steps]
     spec = flat[0][1]
@@ -233,7 +174,7 @@ def _differing(name: str, leaves: Sequence[Any]) -> list[int] | None:
     return [i for i, sizes in enumerate(zip(*(leaf.shape for leaf in leaves), strict=True)) if len(set(sizes)) > 1]
 
 
-def _export(
+def traced_program(
     module: nn.Module,
     inputs: dict[str, Any],
     dynamic: Any,
@@ -373,6 +314,8 @@ def _symbols(placeholders: Mapping[str, Any], user: Sequence[str]) -> dict[str, 
         "attention_mask": ("batch", "cache"),
         "cache_position": ("sequence",),
         encoder_decoder.SOURCE_MASK: ("batch", "source"),
+        image_text.FEATURES: ("features",),
+        image_text.INDEX: ("image_tokens",),
     }
     table: dict[str, str] = {}
     for name in user:

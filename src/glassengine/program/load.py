@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from glassengine.errors import GlassError, UnknownNameError, UsageError, nearest
-from glassengine.program import adapters
+from glassengine.program import adapters, image_text
 from glassengine.program.factory import call_factory, is_factory, without_bars
 from glassengine.program.model_class import model_class_of, without_weights
 from glassengine.program.program import Program
@@ -45,7 +45,7 @@ class LoadedModel:
         spec: What was loaded, as given.
         kind: "causal_lm" (prefill and decode with a key/value cache) or "module" (one forward).
         decoding: How a "module" generates nevertheless: "recurrent" (one token a step, with states), "encoder_decoder"
-            (two programs), or "" for not at all.
+            (two programs), or "" for not at all. "images" is that of a "causal_lm" with images (two programs, too).
         dtype: torch dtype name of its floating parameters.
         directory: Hugging Face directory or id with configuration and tokenizer, if it came from one.
         metadata: JSON values for engines and recordings.
@@ -60,6 +60,11 @@ class LoadedModel:
     metadata: dict[str, Any] = field(default_factory=dict)
     decoding: str = ""
     stored: Program | None = None
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether an engine of it has two programs, the first of which runs before the first step."""
+        return self.decoding in ("encoder_decoder", "images")
 
     @property
     def generates(self) -> bool:
@@ -151,6 +156,10 @@ def load_model(
         is_causal, decoding = False, "recurrent"
     if _is_pretrained(module) and config.is_encoder_decoder and _has_head(module):
         decoding = "encoder_decoder"
+    if is_causal and (reason := image_text.reason_against(module)) != "":
+        decoding = "images" if reason is None else ""
+        key = image_text.IMAGE_TOKEN if reason is None else image_text.WITHOUT_IMAGES
+        metadata[key] = reason or image_text.image_token(module)
     kind = "causal_lm" if is_causal else "module"
     return LoadedModel(module, name, kind, metadata["dtype"], directory, metadata, decoding)
 

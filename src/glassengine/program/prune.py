@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.export import ExportedProgram
@@ -45,9 +46,22 @@ def without_dead_weights(exported: ExportedProgram) -> ExportedProgram:
         graph=exported.graph,
         graph_signature=signature,
         state_dict={name: value for name, value in exported.state_dict.items() if name in kept},
-        range_constraints=exported.range_constraints,
+        range_constraints=_of_what_is_left(exported),
         module_call_graph=exported.module_call_graph,
         example_inputs=exported.example_inputs,
         constants={name: value for name, value in exported.constants.items() if name in kept},
         verifiers=exported.verifiers,
     )
+
+
+def _of_what_is_left(exported: ExportedProgram) -> dict[Any, Any]:
+    """Return the ranges of those sizes that a tensor of the graph has; readers wonder about others."""
+    found = {
+        symbol
+        for node in exported.graph.nodes
+        if isinstance(value := node.meta.get("val"), torch.Tensor)
+        for size in value.shape
+        if isinstance(size, torch.SymInt)
+        for symbol in size.node.expr.free_symbols  # type: ignore[attr-defined]
+    }
+    return {symbol: bounds for symbol, bounds in exported.range_constraints.items() if symbol in found}
