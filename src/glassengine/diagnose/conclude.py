@@ -11,7 +11,7 @@ from glassengine.diagnose.regions import RegionReplay, covered
 from glassengine.diagnose.score import FLAGGED, Score, float_nodes
 from glassengine.diagnose.severity import Severity
 from glassengine.diagnose.sides import EngineSide, ModuleSide, ProgramSide
-from glassengine.diagnose.written import written_differently
+from glassengine.diagnose.written import left_out, written_differently
 from glassengine.errors import IncomparableError
 from glassengine.program.naming import is_tensor_node, op_name
 from glassengine.program.program import Program
@@ -58,6 +58,7 @@ def conclude(
     for score in scores:
         found = sorted(score.divergences.values(), key=lambda d: (d.step, order[d.node or ""]))
         found = [_with_observer_effect(divergence, verdicts) for divergence in found]
+        found = [_with_ops_left_out(score, program, divergence) for divergence in found]
         found = [dataclasses.replace(d, candidate_source=_source_there(score, d)) for d in found]
         origins += found
         rungs.append(_rung(score, program, found, severity.get(score.side.rung)))
@@ -152,6 +153,16 @@ def _with_observer_effect(divergence: Divergence, verdicts: Mapping[str, str]) -
     which = "with" if with_outputs else "without"
     text = f"only the engine {which} debug outputs is wrong: adding outputs changes the answer"
     return dataclasses.replace(divergence, hints=(Hint("observer", text, 1.0), *divergence.hints))
+
+
+def _with_ops_left_out(score: Score, program: Program, divergence: Divergence) -> Divergence:
+    """Say which ops one side has, and the other has not, between the last tensors that agree and this one."""
+    text = left_out(program, score.side, divergence.node or "")
+    if text is None:
+        return divergence
+    # The two ops are no counterparts then, and how they are written says nothing.
+    others = tuple(hint for hint in divergence.hints if hint.kind != "argument")
+    return dataclasses.replace(divergence, hints=(Hint("ops", text, 1.0), *others))
 
 
 def _source_there(score: Score, divergence: Divergence) -> str | None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -149,10 +149,14 @@ class Counterparts:
         made_of = 0
         for name in [*inputs, *([instead] if instead else [])]:
             made_of |= self._tensors.ancestors[name]
+        computes = not passes_on(node)
         for name in self._tensors.alike(predicted, made_of):
             theirs = self._tensors.nodes[name]
             if theirs.meta["val"].dtype in rounded_to:
                 # It is what the cast below makes.
+                continue
+            if computes and _origin(theirs).name in inputs:
+                # What goes in, rounded: too coarse to show that the op is not in it.
                 continue
             distance = self._tensors.distance(name, predicted)
             if distance <= max(_ROUNDINGS * self._unit(node, name), _LEAST):
@@ -222,14 +226,14 @@ class Counterparts:
     def _to_try(self, node: Node, predicted: Values, proposed: str | None) -> Iterator[str]:
         shapes = shapes_of(predicted)
         seen = set()
-        inputs = [self._found[source.name] for source in node.all_input_nodes if source.name in self._found]
+        inputs = [self._found[source.name] for source in region_of(node, self._found)[1]]
         last = max((self._tensors.order[name] for name in inputs), default=0)
         behind = [
             n
             for n in self._tensors.by_shape.get(shapes, ())
             if self._tensors.order[n] > last and n not in self._tensors.taken
         ]
-        # An op that the candidate lacks: its input stands in its place.
+        # An op, or a region, that the candidate lacks: its input stands in its place.
         for name in [proposed, *inputs, *behind[:_TRIALS]]:
             if name is None or name in seen:
                 continue
@@ -341,6 +345,44 @@ class Counterparts:
     def _unit(self, node: Node, name: str) -> float:
         """Unit roundoff of the coarser of `node`, with its region, and the candidate's tensor."""
         return max(self._roundoff[node.name], self._tensors.unit(name))
+
+
+def region_of(node: Node, found: Collection[str]) -> tuple[list[Node], list[Node]]:
+    """Return the ops that `node` is made by from what has counterparts, itself last, and what these ops read of that.
+
+    Args:
+        node: An op.
+        found: Names of nodes that have counterparts, `node` among them or not.
+    """
+    ops: list[Node] = []
+    ends: list[Node] = []
+    seen: set[Node] = set()
+    waiting = [node]
+    while waiting:
+        known = waiting.pop()
+        if known in seen or isinstance(
+            known.meta.get("val"), (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+        ):
+            continue
+        seen.add(known)
+        if known is not node and known.name in found:
+            ends.append(known)
+        elif known.op == "call_function":
+            ops.append(known)
+            waiting += reversed(known.all_input_nodes)
+    return ops[::-1], ends
+
+
+def passes_on(node: Node) -> bool:
+    """Whether a node makes no values of its own: a cast, a view or a copy."""
+    return op_name(node) in CASTS or op_name(node) == "clone" or is_view(node)
+
+
+def _origin(node: Node) -> Node:
+    """Return the node whose values a node passes on: itself, where it makes its own."""
+    while passes_on(node) and node.args and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
 
 
 def _rounded_to(node: Node) -> set[torch.dtype]:

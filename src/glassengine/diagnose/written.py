@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
+from torch.fx import Node
+
+from glassengine.compare.operation import CASTS
 from glassengine.compare.pairing import difference
+from glassengine.diagnose.counterparts import passes_on, region_of
 from glassengine.diagnose.sides import EngineSide, ProgramSide
+from glassengine.program.naming import op_name
 from glassengine.program.program import Program
+
+_MOST = 8
+"""Ops of a region beyond which a list of them says nothing."""
 
 
 def program_of(side: Any) -> Program | None:
@@ -34,3 +44,49 @@ def written_differently(baseline: Program, side: Any) -> dict[str, tuple[str, st
         if how is not None:
             found[node.name] = (site, how)
     return found
+
+
+def left_out(baseline: Program, side: Any, name: str) -> str | None:
+    """Return which ops only one side has where the node `name` of `baseline` is made, None where both have the same.
+
+    Both sides are looked at from what is made of them up to the tensors that both have.
+    """
+    own = program_of(side)
+    if own is None or own is baseline:
+        return None
+    nodes = [{node.name: node for node in program.graph.nodes} for program in (baseline, own)]
+    found = _counterparts(own, side)
+    target = nodes[1].get(found.get(name, ""))
+    if target is None:
+        return None
+    above, ends = region_of(nodes[0][name], found)
+    ours = _names(above)
+    # What goes in has taken the place of what comes out.
+    is_its_input = target.name in {found[end.name] for end in ends}
+    theirs = [] if is_its_input else _names(region_of(target, set(found.values()))[0])
+    if Counter(ours) == Counter(theirs) or len(ours) == len(theirs) == 1 or max(len(ours), len(theirs)) > _MOST:
+        return None
+    return f"the baseline has {_listed(ours)} here, the candidate {_listed(theirs)}"
+
+
+def _counterparts(own: Program, side: ProgramSide | EngineSide) -> dict[str, str]:
+    """Return node of the baseline -> node of the side's `own` program."""
+    if isinstance(side, ProgramSide):
+        return {node: pair.candidate.node for node, pair in side.pairs.items()}
+    entries = {node: own.sites.get(site) for node, (_, site, _) in side.nodes.items()}
+    return {node: entry.node for node, entry in entries.items() if entry is not None}
+
+
+def _names(ops: Sequence[Node]) -> list[str]:
+    """Return what makes values: no views, no copies."""
+    names = []
+    for node in ops:
+        if op_name(node) in CASTS:
+            names.append(f"to {str(node.meta['val'].dtype).removeprefix('torch.')}")
+        elif not passes_on(node) and op_name(node) != "getitem":
+            names.append(op_name(node))
+    return names
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "nothing"

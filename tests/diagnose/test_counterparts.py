@@ -1,0 +1,107 @@
+"""Which ops of two programs are counterparts, where one of them lacks some or rounds in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from glassengine.diagnose import check
+from glassengine.results import Comparison
+
+Step = Callable[[Tensor], Tensor]
+
+
+class Scores(nn.Module):
+    """Scores of an attention, what is done to them, a mask, and a softmax."""
+
+    def __init__(self, done: Step) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key, self.out = nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(9, 5)
+        self.done = done
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = 3 * (self.query(x) @ self.key(x).transpose(1, 2))
+        mask = torch.full((9, 9), float("-inf")).triu(1)
+        return self.out(torch.softmax(self.done(scores) + mask, -1))
+
+
+class Norm(nn.Module):
+    """A norm, with something done to the mean."""
+
+    def __init__(self, done: Step) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.out = nn.Linear(12, 5)
+        self.done = done
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x * torch.rsqrt(self.done(x.pow(2).mean(-1, keepdim=True)) + 1e-6))
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("inputs") / "inputs.pt"
+    torch.save({"x": torch.randn(2, 9, 12, generator=torch.Generator().manual_seed(1))}, path)
+    return str(path)
+
+
+def as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def capped(x: Tensor) -> Tensor:
+    return torch.tanh(x / 4) * 4
+
+
+def judged(baseline: nn.Module, candidate: nn.Module, inputs: str) -> Comparison:
+    torch.set_num_threads(1)
+    return check(baseline.eval(), candidate=candidate.eval(), inputs=inputs)
+
+
+def hints(result: Comparison) -> list[str]:
+    assert result.first_divergence is not None
+    return [hint.text for hint in result.first_divergence.hints]
+
+
+def test_ops_that_the_candidate_lacks_are_named(inputs: str) -> None:
+    """What is made of the scores follows from the masked ones too: these are no counterpart of the capped ones."""
+    result = judged(Scores(capped), Scores(as_it_is), inputs)
+    assert result.first_divergence is not None and result.first_divergence.site == "./mul.1"
+    assert result.first_divergence.candidate_site == "./mul.0"
+    assert hints(result)[0] == "the baseline has div, tanh, mul here, the candidate nothing"
+    assert {pair.verdict for pair in result.pairs if pair.site == "./softmax.0" and not pair.inherited} <= {"rounding"}
+
+
+def test_ops_that_only_the_candidate_has_are_named(inputs: str) -> None:
+    result = judged(Scores(as_it_is), Scores(capped), inputs)
+    assert not result.ok
+    assert any("the candidate div, tanh, mul" in hint for hint in hints(result)), hints(result)
+
+
+def test_other_ops_in_a_region_are_named(inputs: str) -> None:
+    result = judged(Scores(capped), Scores(lambda x: 4 * torch.sin(x / 4)), inputs)
+    assert not result.ok and any("tanh" in hint and "sin" in hint for hint in hints(result)), hints(result)
+
+
+def test_one_op_for_another_has_one_hint(inputs: str) -> None:
+    result = judged(Scores(torch.tanh), Scores(torch.sin), inputs)
+    assert [hint for hint in hints(result) if "tanh" in hint] == [
+        "sin: op: aten.tanh.default here, aten.sin.default in the candidate"
+    ]
+
+
+def test_an_input_rounded_is_not_the_result(inputs: str) -> None:
+    """Beside the float16 mean the epsilon that is added to it vanishes, and still it is not the sum."""
+    result = judged(Norm(as_it_is), Norm(lambda mean: mean.half().float()), inputs)
+    assert not result.ok and result.first_divergence is not None
+    assert result.first_divergence.site == "./add.0" and result.first_divergence.candidate_site == "./add.0"
+    assert hints(result)[0] == "the baseline has add here, the candidate to float16, to float32, add"
+
+
+def test_written_with_other_ops_is_no_mistake(inputs: str) -> None:
+    result = judged(Scores(capped), Scores(lambda x: (x * 0.25).tanh() + (x * 0.25).tanh() * 3), inputs)
+    assert result.ok and not result.origins
