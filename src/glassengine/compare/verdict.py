@@ -49,6 +49,8 @@ _LEAST_SHARE = 0.15
 
 TIE = "a tie: rounding cannot tell the values apart"
 
+TIED = "they hang on a tie, and other values are legal"
+
 _FLUSHED = (torch.bfloat16, torch.float32, torch.float64)
 """Dtypes whose numbers below the smallest normal one processors may take for 0."""
 
@@ -99,12 +101,14 @@ class Reference:
         noisy: The same tensor of the Monte-Carlo runs, float64.
         dtype: Floating dtype in which the tensor is computed; the coarser one when the candidate's is coarser.
         valid: Bool mask that broadcasts against the tensor, or None when every element counts.
+        tied: Bool mask in the shape of the tensor: elements of which another value is legal, as something above chose
+            among values that rounding cannot tell apart. None where there are none.
         relative_floor: Largest rms(D) / rms(P) seen for this site so far; keeps short decode rows from a lucky floor.
         remember: Told of that when the floor is measured, which is when it is first needed.
 
     Attributes:
-        unstable: Of an integer or bool tensor: elements that rounding alone changes in some run; None where there are
-            none. Any value of these is a tie.
+        unstable: Of an integer or bool tensor: elements that are tied, or that rounding alone changes in some run; None
+            where there are none. Any value of these is a tie.
     """
 
     def __init__(
@@ -115,6 +119,7 @@ class Reference:
         *,
         dtype: torch.dtype,
         valid: torch.Tensor | None,
+        tied: torch.Tensor | None = None,
         relative_floor: float = 0.0,
         remember: Callable[[float], None] | None = None,
     ) -> None:
@@ -122,6 +127,7 @@ class Reference:
         self.native = native
         self._noisy = noisy
         self.valid = valid.expand(exact.shape) if valid is not None else None
+        self._tied = tied
         self._dtype = dtype
         self._relative_floor = relative_floor
         self._remember = remember
@@ -130,9 +136,11 @@ class Reference:
         self.unstable: torch.Tensor | None = None
         if not exact.is_floating_point():
             differs = [run != exact for run in (native, *noisy) if run.shape == exact.shape]
+            differs += [] if tied is None else [tied]
             found = torch.stack(differs).any(0) if differs else None
             self.unstable = found if found is not None and bool(found.any()) else None
             return
+        self._judged = self.valid if tied is None else ~tied if self.valid is None else self.valid & ~tied
         self._limit = _sentinel(dtype)
         self._u, self._tiny = unit_roundoff(dtype), smallest_precise(dtype)
 
@@ -148,7 +156,7 @@ class Reference:
         if self._floor is not None or not exact.is_floating_point():
             return
         finite_power = exact.square()
-        of_power = _SliceMeans(finite_power, self.valid)
+        of_power = _SliceMeans(finite_power, self._judged)
         # No element is larger than the root of the sum of squares, which is NaN where one of them is.
         self._largest = of_power.total**0.5
         if not self._largest < self._limit and not _is_below(exact, self._limit):
@@ -183,7 +191,12 @@ class Reference:
         if found.rho is None or found.verdict == "identical":
             return found
         verdict: Verdict = "wrong" if found.rho > WRONG else "suspicious" if found.rho > SUSPICIOUS else "rounding"
-        return dataclasses.replace(found, verdict=verdict)
+        left_out = None if self._tied is None else f"{int(self._tied.sum())} of {self._tied.numel()} elements: {TIED}"
+        return dataclasses.replace(found, verdict=verdict, reason=left_out)
+
+    def is_tie(self, candidate: torch.Tensor) -> bool:
+        """Whether an integer or bool candidate differs in such elements only as are known to be tied."""
+        return not candidate.is_floating_point() and self.measured(candidate).verdict != "wrong"
 
     def judge_introduced(self, candidate: torch.Tensor, bound: torch.Tensor | None) -> Judgement:
         """Judge a candidate of which P is the float64 result of one op on its own inputs: floor and bound must agree.
@@ -231,7 +244,7 @@ class Reference:
 
     def measured(self, candidate: torch.Tensor) -> Judgement:
         """Return rho and the error; the verdict is final where rho is None or the values are identical."""
-        exact, valid = self.exact, self.valid
+        exact = self.exact
         if candidate.shape != exact.shape:
             shapes = f"shape {tuple(candidate.shape)}, baseline {tuple(exact.shape)}"
             return Judgement("wrong", None, None, shapes)
@@ -239,7 +252,7 @@ class Reference:
             return self._judge_exact(candidate)
         self.measure_floor()
         assert self._floor is not None
-        if candidate.dtype is self.native.dtype and _equal(candidate, self.native, valid):
+        if candidate.dtype is self.native.dtype and _equal(candidate, self.native, self.valid):
             return Judgement("identical", 0.0, _rms(candidate.double() - exact, self._counted()))
         value = candidate.double()
         counted = self._counted()
@@ -257,10 +270,10 @@ class Reference:
         return Judgement("rounding", ratio**0.5, mean**0.5)
 
     def _counted(self) -> torch.Tensor | None:
-        """Elements that enter the statistics: valid and not special; None means all."""
+        """Elements that enter the statistics: valid, not tied and not special; None means all."""
         if self._special is None:
-            return self.valid
-        return ~self._special if self.valid is None else self.valid & ~self._special
+            return self._judged
+        return ~self._special if self._judged is None else self._judged & ~self._special
 
     def _special_mismatch(self, value: torch.Tensor) -> str | None:
         if self._special is None and _is_below(value, self._limit):
@@ -268,8 +281,8 @@ class Reference:
         odd = ~value.isfinite() | (value.abs() >= self._limit)
         special = self._special if self._special is not None else torch.zeros_like(odd)
         differs = (odd != special) | (odd & special & (_class(value, self._limit) != _class(self.exact, self._limit)))
-        if self.valid is not None:
-            differs = differs & self.valid
+        if self._judged is not None:
+            differs = differs & self._judged
         if not bool(differs.any()):
             return None
         index = tuple(int(i) for i in differs.nonzero()[0])

@@ -61,7 +61,7 @@ def run_cases(
                 named |= empty_caches(program, named)
 
             def observe(node: Node, value: Reference, step: int = step, case: Case = case) -> None:
-                tied = value.unstable is not None
+                tied = False
                 for score in scores:
                     tied |= score.visit(node, value, case, step, tied=tied)
 

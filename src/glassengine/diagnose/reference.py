@@ -22,6 +22,7 @@ from glassengine.compare.verdict import Reference, smallest_precise, unit_roundo
 from glassengine.diagnose.exact_product import ExactProduct, is_product
 from glassengine.diagnose.float64 import double, retarget, target_of
 from glassengine.diagnose.rounding import disturbed, noisy, rounded, rounds
+from glassengine.diagnose.ties_followed import TiesFollowed
 from glassengine.program.naming import is_tensor_node
 from glassengine.program.program import Program
 
@@ -66,6 +67,7 @@ class ReferenceRun:
         self._outputs = set(program.graph.output_node().all_input_nodes)
         # Lane 0 is exact, lane 1 the program's own dtype, the rest are noisy.
         self._caches: list[dict[str, torch.Tensor]] = [{} for _ in range(2 + NUM_NOISE_RUNS)]
+        self._tied_caches: dict[str, Any] = {}
 
     def step(
         self,
@@ -93,29 +95,38 @@ class ReferenceRun:
         generators = [_generator(self._seed, self._steps, lane) for lane in self._lanes]
         env: dict[Node, list[Any]] = {}
         casts = UndefinedCasts()
+        ties = TiesFollowed(partial(self._again, env))
         names = {port.node: port.name for port in self._program.inputs}
         for node in self._program.graph.nodes:
             if node.op == "placeholder":
                 env[node] = self._placeholder(node, names, inputs)
+                if names.get(node.name) in self._tied_caches:
+                    ties.others[node] = self._tied_caches[names[node.name]]
             elif node.op == "get_attr":
                 env[node] = [getattr(self._program.exported.graph_module, str(node.target))] * len(self._lanes)
             elif node.op == "call_function" and "_assert" not in str(node.target):
                 env[node] = self._evaluate(node, env, generators)
                 casts.visit(node, env[node][1], lambda source: env[source][1])
+                ties.visit(node, env)
                 if is_tensor_node(node):
                     counted, undefined = valid(node, env[node][0]), casts.of(node.name)
                     if undefined is not None:
                         counted = ~undefined if counted is None else counted & ~undefined
-                    forced = yield node, self._reference(node, env[node], counted)
+                    tied = ties.of(node, env[node][0], self._dtype(node, env[node][0]))
+                    forced = yield node, self._reference(node, env[node], counted, tied)
                     if forced is not None:
+                        ties.settle(node)
                         own = env[node][1].dtype
                         env[node] = [forced.to(own) if lane == 1 else double(forced) for lane in self._lanes]
             for dead in self._last_use.get(node, ()):
                 env.pop(dead, None)
-        by_name = {node.name: values for node, values in env.items()}
-        for past, present in self._program.caches.items():
+                ties.settle(dead)
+        by_name = {node.name: node for node in env}
+        presents = {past: by_name[self._program.output_nodes[name]] for past, name in self._program.caches.items()}
+        for past, node in presents.items():
             for lane in self._lanes:
-                self._caches[lane][past] = by_name[self._program.output_nodes[present]][lane]
+                self._caches[lane][past] = env[node][lane]
+        self._tied_caches = {past: ties.others[node] for past, node in presents.items() if node in ties.others}
         self._steps += 1
 
     @property
@@ -172,6 +183,14 @@ class ReferenceRun:
             results.append(value)
         return results
 
+    def _again(self, env: Mapping[Node, list[Any]], node: Node, others: Mapping[Node, Any]) -> Any:
+        """Compute the exact lane of a node once more, from other values of what it reads."""
+        written = self._in_double[node]
+        args, kwargs = torch.fx.node.map_arg(
+            written, lambda source: others[source] if source in others else pytree.tree_map(retarget, env[source][0])
+        )
+        return target_of(node)(*args, **kwargs)
+
     def _stored(self, node: Node) -> dict[int, torch.Tensor]:
         """Weights among the arguments of `node` as they are stored, by position."""
         leaves = enumerate(pytree.tree_leaves(node.args))
@@ -206,13 +225,16 @@ class ReferenceRun:
             return own
         return max((own, self._coarsest), key=lambda dtype: torch.finfo(dtype).eps)
 
-    def _reference(self, node: Node, lanes: list[Any], valid: torch.Tensor | None) -> Reference:
+    def _reference(
+        self, node: Node, lanes: list[Any], valid: torch.Tensor | None, tied: torch.Tensor | None
+    ) -> Reference:
         reference = Reference(
             lanes[0],
             lanes[1],
             lanes[2:],
             dtype=self._dtype(node, lanes[0]),
             valid=valid,
+            tied=tied,
             relative_floor=self.relative_floors.get(node.name, 0.0),
             remember=partial(self.relative_floors.__setitem__, node.name),
         )

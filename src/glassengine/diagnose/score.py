@@ -103,12 +103,14 @@ class Score:
             self._clean.add(node.name)
         if judged.contradicts:
             self._contradicting.add(node.name)
+        # What hangs on a tie that the reference knows, it leaves out itself.
+        is_tied = judgement.is_tie and not reference.is_tie(judged.tensor)
         visited = self._tracker.visit(
             node,
             step,
             judgement.verdict,
             introduced=judged.introduced,
-            tied=judgement.is_tie,
+            tied=is_tied,
             is_choice=not judged.tensor.is_floating_point(),
             is_broken=judged.tensor.is_floating_point() and not is_finite(judged.tensor),
             masked=reference.valid is not None,
@@ -143,7 +145,7 @@ class Score:
             if self.evidence is not None and node.name not in self.divergences:
                 self.evidence.keep(self.side, node, observed, reference, step)
             self.divergences.setdefault(node.name, self._divergence(node, observed, judged, reference, step))
-        return judgement.is_tie or visited.reason == TIE
+        return is_tied or visited.reason == TIE
 
     def _judge(self, node: Node, observed: Observed, reference: Reference) -> _Judged:
         """Judge one observed value: by replay where the op's inputs were observed, else by the accumulated floor."""

@@ -4,8 +4,9 @@ The reference (float64, the program's own dtype, Monte-Carlo rounding) runs once
 forced: wherever the side was observed, its value is judged, and then takes the place of the reference's. So an error
 counts once, in the segment that made it, and the floor is that of one segment instead of all depth so far.
 
-A choice inside a segment that rounding alone may turn over (the experts that a router picks) leaves the segment
-unjudged: there the accumulated floor decides.
+Where a choice inside a segment is a tie (two experts that rounding cannot tell apart), what hangs on it is left out, as
+everywhere (`ties_followed`); all else is judged. Random numbers inside of it leave the segment unjudged: there the
+accumulated floor decides.
 """
 
 from __future__ import annotations
@@ -63,11 +64,11 @@ class SegmentReplay:
         self._walk = self._run.walk(inputs, valid)
         self._observed = observed
         self._current: tuple[Node, Reference] | None = None
-        self._chosen: dict[str, bool] = {}
+        self._random: dict[str, bool] = {}
 
     @torch.no_grad()
     def judge(self, node: Node, candidate: torch.Tensor, valid: torch.Tensor | None) -> Replayed | None:
-        """Judge what the segment that ends in `node` introduced; None where it holds a choice that rounding turns over.
+        """Judge what the segment that ends in `node` introduced; None where it holds random numbers.
 
         `valid` is that of the accumulated reference; the segment's own says the same.
         """
@@ -76,7 +77,7 @@ class SegmentReplay:
                 return None
         reference = self._current[1]
         value = _completed(candidate, reference)
-        if value is None or self._is_chosen(node):
+        if value is None or self._is_random(node):
             return None
         return Replayed(reference.judge(value), reference.exact)
 
@@ -88,16 +89,16 @@ class SegmentReplay:
             node, reference = self._current
             value = self._observed(node.name)
             forced = None if value is None else _completed(value, reference)
-            # What was observed is what comes after is computed from: no choice above it matters any more.
-            self._chosen[node.name] = False if forced is not None else self._is_chosen(node)
+            # What was observed is what comes after is computed from: no random numbers above it matter any more.
+            self._random[node.name] = False if forced is not None else self._is_random(node)
         try:
             self._current = next(self._walk) if self._current is None else self._walk.send(forced)
         except StopIteration:
             self._walk, self._current = None, None
             return False
         node, reference = self._current
-        if reference.unstable is not None or op_name(node) in RANDOM:
-            self._chosen[node.name] = True
+        if op_name(node) in RANDOM:
+            self._random[node.name] = True
         return True
 
     def _finish(self) -> None:
@@ -106,11 +107,11 @@ class SegmentReplay:
             while self._walk is not None and self._advance():
                 pass
 
-    def _is_chosen(self, node: Node) -> bool:
-        found = self._chosen.get(node.name)
+    def _is_random(self, node: Node) -> bool:
+        found = self._random.get(node.name)
         if found is None:
-            found = any(self._is_chosen(source) for source in node.all_input_nodes)
-            self._chosen[node.name] = found
+            found = any(self._is_random(source) for source in node.all_input_nodes)
+            self._random[node.name] = found
         return found
 
 

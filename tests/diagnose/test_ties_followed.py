@@ -1,0 +1,203 @@
+"""Ties: what hangs on a choice that rounding may turn over is not judged, and all else is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import glassengine as glass
+from glassengine.compare.verdict import TIED
+from glassengine.results import Comparison
+from glassengine.testing import models
+
+NUM_TOKENS, UNTOUCHED = 400, "candidate, untouched"
+
+
+class Router(nn.Module):
+    """Picks two of four experts; two of them are always close."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 32))
+
+    def picked(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        values, picks = logits.float().softmax(-1).topk(2)
+        return (values / values.sum(-1, keepdim=True)).bfloat16(), picks
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.picked(nn.functional.linear(x, self.weight))
+
+
+class Experts(nn.Module):
+    """Every token is multiplied by the matrices of its experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Router()
+        self.matrices = nn.Parameter(torch.empty(4, 32, 32))
+
+    def mixed(self, x: Tensor, shares: Tensor, picks: Tensor) -> Tensor:
+        found = torch.einsum("ti,tkoi->tko", x, self.matrices[picks])
+        return (found * shares[..., None]).sum(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mixed(x, *self.router(x))
+
+
+class Hidden(Experts):
+    """The router is no module of its own: nobody observes what it chooses."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mixed(x, *self.router.picked(nn.functional.linear(x, self.router.weight)))
+
+
+class Mixture(nn.Module):
+    """Layers of experts, with a norm between them."""
+
+    experts: type[nn.Module] = Experts
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.experts() for _ in range(2))
+        self.norm = nn.LayerNorm(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.norm(layer(x))
+        return x
+
+
+class HiddenMixture(Mixture):
+    """The same, with routers that nobody observes."""
+
+    experts = Hidden
+
+
+def made(kind: type[Mixture]) -> nn.Module:
+    model = models.drawn(kind)
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.router.weight.data *= 3  # type: ignore[union-attr, operator]
+        layer.router.weight.data[1] = layer.router.weight.data[0] * (1 + 1e-2)  # type: ignore[union-attr, index]
+    return model.bfloat16()
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("inputs") / "inputs.pt"
+    torch.save({"x": torch.randn(NUM_TOKENS, 32, generator=torch.Generator().manual_seed(3)).bfloat16()}, path)
+    return str(path)
+
+
+def in_float32(router: Router, x: Tensor) -> tuple[Tensor, Tensor]:
+    return router.picked(nn.functional.linear(x.float(), router.weight.float()))
+
+
+def in_halves(router: Router, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums of half of the terms are rounded before they are added."""
+    halves = [nn.functional.linear(x[:, part::2], router.weight[:, part::2]) for part in (0, 1)]
+    return router.picked(halves[0] + halves[1])
+
+
+def of_the_other_experts(router: Router, x: Tensor) -> tuple[Tensor, Tensor]:
+    shares, picks = in_halves(router, x)
+    return shares, (picks + 1) % 4
+
+
+def not_normalised(router: Router, x: Tensor) -> tuple[Tensor, Tensor]:
+    values, picks = nn.functional.linear(x, router.weight).float().softmax(-1).topk(2)
+    return values.bfloat16(), picks
+
+
+Route = Callable[[Router, Tensor], tuple[Tensor, Tensor]]
+
+
+def checked(kind: type[Mixture], inputs: str, route: Route, *, scale: float = 1.0) -> tuple[Comparison, list[Any]]:
+    """Return the check of a candidate that routes by `route`, and the pairs of its modules."""
+
+    class Other(kind.experts):  # type: ignore[name-defined, misc]
+        def forward(self, x: Tensor) -> Tensor:
+            mixed: Tensor = (
+                self.mixed(x, *route(self.router, x)) if kind is HiddenMixture else self.mixed(x, *self.router(x))
+            )
+            mixed[7] *= scale
+            return x + mixed
+
+    class OtherRouter(Router):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return route(self, x)
+
+    candidate = made(kind)
+    for layer in candidate.layers:  # type: ignore[union-attr]
+        layer.__class__ = Other
+        layer.router.__class__ = OtherRouter  # type: ignore[union-attr]
+    result = glass.check(made(kind), candidate=candidate, inputs=inputs)
+    return result, [pair for pair in result.pairs if pair.rung == UNTOUCHED]
+
+
+@pytest.mark.parametrize("route", [in_float32, in_halves])
+@pytest.mark.parametrize("kind", [Mixture, HiddenMixture])
+def test_a_router_that_rounds_otherwise_may_choose_otherwise(kind: type[Mixture], route: Route, inputs: str) -> None:
+    with torch.no_grad():
+        x = torch.load(inputs, weights_only=True)["x"]
+        router: Any = made(kind).layers[0].router  # type: ignore[index, union-attr]
+        assert bool((route(router, x)[1] != router(x)[1]).any()), "this candidate chooses as the baseline does"
+    _, pairs = checked(kind, inputs, route)
+    assert [(pair.site, pair.rho, pair.reason) for pair in pairs if pair.verdict in ("suspicious", "wrong")] == []
+    reasons = {pair.site: str(pair.reason) for pair in pairs if pair.reason}
+    assert any("hang on a tie" in reason for reason in reasons.values())
+
+
+@pytest.mark.parametrize("kind", [Mixture, HiddenMixture])
+@pytest.mark.parametrize("route", [of_the_other_experts, not_normalised])
+def test_a_wrong_router_is_named(kind: type[Mixture], route: Route, inputs: str) -> None:
+    _, pairs = checked(kind, inputs, route)
+    first = next(pair for pair in pairs if pair.verdict == "wrong")
+    assert first.site.startswith("layers.0"), first.site
+    assert ".router" in first.site or kind is HiddenMixture
+
+
+def test_a_mistake_in_one_token_is_found_beside_ties(inputs: str) -> None:
+    _, pairs = checked(HiddenMixture, inputs, in_halves, scale=1.3)
+    first = next(pair for pair in pairs if pair.verdict == "wrong")
+    assert first.site == "layers.0/add.0"
+
+
+class Buckets(nn.Module):
+    """Positions by the logarithm of a distance, on the very edge of a bucket where the distance is short."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(9, 16))
+        self.back = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        distance = torch.arange(1, 41, dtype=torch.float32) + 0 * x[:, 0]
+        far = (3 * (distance / 27).log() / torch.tensor(3.0).log()).to(torch.int64) + 8
+        bias = self.table[torch.where(distance < self.nearest, 0, far.clamp(0, 8))]
+        out: Tensor = self.back(x + bias)
+        return out
+
+    nearest = 27.5
+
+
+class UsedBuckets(Buckets):
+    """The same, where the buckets on the edge are used."""
+
+    nearest = 1.5
+
+
+@pytest.mark.parametrize(("kind", "num_tied"), [(Buckets, 0), (UsedBuckets, 2 * 16)])
+def test_what_a_tie_was_dropped_from_is_judged(tmp_path: Any, kind: type[Buckets], num_tied: int) -> None:
+    """Distances 3 and 9 are on the edge of a bucket."""
+    path = tmp_path / "inputs.pt"
+    torch.save({"x": torch.randn(40, 16, generator=torch.Generator().manual_seed(3))}, path)
+    candidate = models.drawn(kind)
+    candidate.back.weight.data[3] *= 1.01  # type: ignore[index, union-attr, operator]
+    result = glass.check(models.drawn(kind), candidate=candidate, inputs=str(path))
+    (pair,) = (one for one in result.pairs if one.rung == UNTOUCHED)
+    assert pair.verdict == "wrong"
+    assert pair.reason == (f"{num_tied} of 640 elements: {TIED}" if num_tied else None)
