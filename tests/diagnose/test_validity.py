@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from glassengine.diagnose.cases import Case, StepInputs
-from glassengine.diagnose.validity import valid_mask
+from glassengine.diagnose.validity import is_mask, valid_mask
 from glassengine.sites import Site
 
 
@@ -34,3 +34,19 @@ def test_a_mask_counts_where_it_hides_padding(inputs: StepInputs) -> None:
     found = valid_mask(scores(torch.bool), torch.zeros(2, 1, 3, 4, dtype=torch.bool), inputs)
     assert found is not None
     assert found.expand(2, 1, 3, 4)[0, 0].tolist() == [[False] * 4, *[[True] * 4] * 2]
+
+
+@pytest.mark.parametrize("hidden", [float("-inf"), torch.finfo(torch.float32).min, -1e9, -1e4])
+def test_so_does_a_mask_that_is_added(inputs: StepInputs, hidden: float) -> None:
+    """A port that forgets the padding has zeros there."""
+    mask = torch.zeros(2, 1, 3, 4)
+    mask[0, 0, :, 0] = hidden
+    found = valid_mask(scores(torch.float32), mask, inputs)
+    assert found is not None
+    assert found.expand(2, 1, 3, 4)[0, 0].tolist() == [[False] * 4, *[[True] * 4] * 2]
+
+
+def test_masked_scores_are_no_mask() -> None:
+    masked = torch.tensor([[0.5, -1e9], [0.0, -1e9]])
+    assert not is_mask(masked) and not is_mask(torch.zeros(2, 2)) and not is_mask(torch.full((2, 2), -0.5))
+    assert is_mask(masked.clamp(max=0)) and is_mask(torch.tensor([[0.0, -1e4]], dtype=torch.bfloat16))

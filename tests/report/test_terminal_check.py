@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,3 +76,26 @@ def test_it_fits_a_screen_of_24_rows(found: Comparison) -> None:
     assert all(len(line) <= 100 for line in lines)
     assert any("more lines (--json has all)" in line for line in lines)
     assert len(screen(found)) <= 24
+
+
+class Above(nn.Module):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"above": x > 0, "more": x + 1}
+
+
+class AtLeast(nn.Module):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"above": x >= 0, "more": x + 1}
+
+
+def test_of_bools_it_says_how_many_differ_and_where(tmp_path: Path) -> None:
+    inputs = torch.tensor([[1.0, -2.0, 0.0], [0.0, 3.0, -1.0]])
+    torch.save({"x": inputs}, tmp_path / "x.pt")
+    result = glass.check(Above(), candidate=AtLeast(), inputs=str(tmp_path / "x.pt"))
+    expected = "2 of 6 torch.bool elements differ; first at [0, 2]: 1 for 0"
+    assert expected in " ".join("\n".join(screen(result)).split())
+    # Another case in which it is right does not make the error 0.
+    wrong = next(pair for pair in result.pairs if pair.verdict == "wrong")
+    right = dataclasses.replace(wrong, case="another", verdict="identical", rho=0.0, reason=None, figures=None)
+    text = screen(dataclasses.replace(result, pairs=(right, *result.pairs)))
+    assert expected in " ".join("\n".join(text).split())

@@ -7,11 +7,14 @@ import torch
 from glassengine.diagnose.cases import StepInputs
 from glassengine.sites import Site
 
+HIDDEN = -9e3
+"""Numbers from here down hide a slot: -1e4, as bfloat16 rounds it, is the least that anybody writes."""
+
 
 def valid_mask(site: Site, value: torch.Tensor, inputs: StepInputs) -> torch.Tensor | None:
     """Return a bool mask that broadcasts against `value`, or None when every element counts.
 
-    Of a tensor of bools every slot counts: it says which slots are seen, and those of padding must not be.
+    Of a mask every slot counts: it says which slots are seen, and those of padding must not be.
 
     Args:
         site: Says which dimensions are batch, sequence and cache (or batch and sequence folded into one).
@@ -27,12 +30,22 @@ def valid_mask(site: Site, value: torch.Tensor, inputs: StepInputs) -> torch.Ten
         mask = _spread(tokens.flatten(), value, folded[0])
     elif tokens.shape[1] == 1 and not bool(tokens.all()) and "batch" in site.axes:
         mask = _spread(tokens[:, 0], value, site.axes["batch"])  # all that a row of padding has
-    tables = {"sequence": tokens} if value.dtype is torch.bool else {"sequence": tokens, "cache": slots}
+    tables = {"sequence": tokens} if is_mask(value) else {"sequence": tokens, "cache": slots}
     for axis, table in tables.items():
         if axis in site.axes and "batch" in site.axes:
             part = _spread(table, value, site.axes["batch"], site.axes[axis])
             mask = part if mask is None else mask & part
     return mask
+
+
+def is_mask(value: torch.Tensor) -> bool:
+    """Whether a tensor is a mask: of bools, or one to add to scores (0, and numbers that no score makes up for)."""
+    if not value.is_floating_point():
+        return value.dtype is torch.bool
+    if value.dim() < 2 or not value.numel():
+        return False
+    low, high = torch.aminmax(value)
+    return bool(high == 0) and bool(low <= HIDDEN) and bool(((value == 0) | (value <= HIDDEN)).all())
 
 
 def _spread(table: torch.Tensor, value: torch.Tensor, *axes: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from glassengine.report.terminal_quantization import quantization
-from glassengine.results import Comparison, Divergence, Pair
+from glassengine.results import VERDICTS, Comparison, Divergence, Pair
 
 _STYLES = {"identical": "green", "rounding": "green", "suspicious": "yellow", "wrong": "bold red"}
 _ROWS, _COLUMNS = 24, 100
@@ -151,11 +151,11 @@ def _about(result: Comparison, found: Divergence) -> Iterator[Text]:
 
 
 def _size(result: Comparison, found: Divergence) -> str:
-    pair = next(
-        p for p in result.pairs if (p.rung, p.step, p.site) == (found.rung, found.step, found.site) and not p.inherited
-    )
+    pairs = [p for p in result.pairs if (p.rung, p.step, p.site) == (found.rung, found.step, found.site)]
+    # Of several cases, the one in which it is wrong.
+    pair = max((p for p in pairs if not p.inherited), key=lambda p: VERDICTS.index(p.verdict))
     if pair.rho is None:
-        return pair.reason or "cannot be measured"
+        return _without_size(pair)
     text = f"{pair.rho:.3g} times what rounding alone explains"
     if pair.beta is not None:
         text += f", {pair.beta:.3g} times the bound of this op"
@@ -166,6 +166,17 @@ def _size(result: Comparison, found: Divergence) -> str:
             f"{figures.baseline_at_worst:.6g}; {figures.num_different} of {figures.num_elements} elements differ"
         )
     return text
+
+
+def _without_size(pair: Pair) -> str:
+    """What differs in kind: integers, bools, masks, shapes."""
+    text = pair.reason or "cannot be measured"
+    figures = pair.figures
+    if figures is None or figures.worst_index is None or " at [" in text:
+        return text
+    which = "first" if figures.max_abs_diff == 1 else "largest"
+    one = f"{figures.candidate_at_worst:.6g} for {figures.baseline_at_worst:.6g}"
+    return f"{text}; {which} at {list(figures.worst_index)}: {one}"
 
 
 def _severity(result: Comparison) -> Iterator[Text]:
