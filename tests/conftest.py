@@ -6,7 +6,9 @@ And one check of a whole run: every test that docs/compatibility.md names ran an
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
+import gc
 import hashlib
 import logging
 import os
@@ -72,6 +74,12 @@ def pytest_configure(config: pytest.Config) -> None:
     # With xdist the reports of all workers come to the controller, which alone knows what ran.
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Promises(config), "promises")
+
+
+def pytest_collection_finish() -> None:
+    # The collector would go through half a million objects of the libraries again and again: a fifth of all time.
+    gc.set_threshold(20_000, 10, 10)
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -167,27 +175,50 @@ def _loud() -> None:
 
 @pytest.fixture(scope="session")
 def exporting_once() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return a context in which a causal language model is exported only where no equal one was before in this process.
+    """Return a context in which what is equal is exported, stored and read back once in this process.
 
-    Equal means: modules of the same classes with the same settings and the same code, and the same weights. What is
-    exported with an observer of its stages is exported again.
+    Equal models have modules of the same classes with the same settings and the same code, and the same weights; equal
+    programs the same nodes; equal files the same bytes. What is exported with an observer of its stages is exported
+    again.
     """
 
     @contextlib.contextmanager
     def context() -> Iterator[None]:
         from glassengine import program
+        from glassengine.program import program as stored
 
+        # One context may lie within another; what stands in is the same object each time, as `_identity` asks for.
+        _real.setdefault("save", stored._save_graph)
+        _real.setdefault("load", stored.load_graph)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(program, "export_causal_lm", _export_once)
+            patch.setattr(program, "export_encoder_decoder", _export_both_once)
+            patch.setattr(stored, "_save_graph", _save_once)
+            patch.setattr(stored, "load_graph", _load_once)
             yield
 
     return context
 
 
-_KEPT = 8
+class _Kept(dict[Any, Any]):
+    """What was made last, by what it was made from; a program counts only as long as nobody has changed it."""
+
+    def latest(self, key: Any, make: Callable[[], Any], state: Callable[[Any], str]) -> Any:
+        """Return what was made of `key`, or make it; `state` tells whether it is as it was made."""
+        # What was asked for last is the last to go.
+        made, before = self.pop(key, (None, ""))
+        if made is None or state(made) != before:
+            made = make()
+            before = state(made)
+        self[key] = made, before
+        for oldest in list(self)[:-8]:
+            del self[oldest]
+        return made
+
+
+_exported, _stored, _loaded = _Kept(), _Kept(), _Kept()
+_real: dict[str, Callable[..., Any]] = {}
 _TENSORS = ("_parameters", "_buffers", "_modules", "config")
-_exported: dict[str, tuple[Any, str, Any]] = {}
-"""Identity of a model -> its program, the state of that, and what must live on, or its address would be used again."""
 
 
 def _export_once(model: Any, *, metadata: dict[str, Any] | None = None, on_stage: Any = None) -> Any:
@@ -196,15 +227,72 @@ def _export_once(model: Any, *, metadata: dict[str, Any] | None = None, on_stage
     if on_stage is not None:
         return export_causal_lm(model, metadata=metadata, on_stage=on_stage)
     key, code = _identity(model)
-    # What was asked for last is the last to go.
-    program, state, owners = _exported.pop(key, (None, "", None))
-    if program is None or _state(program.exported.state_dict) != state:
-        program = export_causal_lm(model)
-        state, owners = _state(program.exported.state_dict), (model, code)
-    _exported[key] = program, state, owners
-    for oldest in list(_exported)[:-_KEPT]:
-        del _exported[oldest]
-    return dataclasses.replace(program, metadata={**(metadata or {}), **program.metadata})
+
+    def make() -> Any:
+        # The model and its code live on, or their addresses would be used again.
+        return (export_causal_lm(model),), (model, code)
+
+    programs, _ = _exported.latest(key, make, _state_of_programs)
+    return _with_metadata(programs, metadata)[0]
+
+
+def _export_both_once(model: Any, inputs: Any, **options: Any) -> Any:
+    from glassengine.program.export import export_encoder_decoder
+
+    metadata = options.pop("metadata", None)
+    if any(observer is not None for observer in options.values()):
+        return export_encoder_decoder(model, inputs, metadata=metadata, **options)
+    key, code = _identity(model)
+    given = _state({f"{i} {name}": value for i, step in enumerate(inputs) for name, value in step.items()})
+
+    def make() -> Any:
+        return export_encoder_decoder(model, inputs), (model, code)
+
+    programs, _ = _exported.latest((key, given), make, _state_of_programs)
+    return _with_metadata(programs, metadata)
+
+
+def _with_metadata(programs: Any, metadata: dict[str, Any] | None) -> tuple[Any, ...]:
+    return tuple(dataclasses.replace(each, metadata={**(metadata or {}), **each.metadata}) for each in programs)
+
+
+def _state_of_programs(made: Any) -> str:
+    return " ".join(_state(program.exported.state_dict) for program in made[0])
+
+
+def _save_once(program: Any, directory: Path) -> None:
+    exported, path = program.exported, directory / "program.pt2"
+
+    def make() -> Any:
+        _real["save"](program, directory)
+        return path.read_bytes(), exported
+
+    path.write_bytes(_stored.latest((id(exported), _graph(exported)), make, lambda made: "")[0])
+
+
+def _load_once(directory: Path) -> Any:
+    path = directory / "program.pt2"
+    if not path.is_file():
+        return _real["load"](directory)
+    key = hashlib.sha256(path.read_bytes()).hexdigest()
+    exported = copy.copy(_loaded.latest(key, lambda: _real["load"](directory), _graph))
+    # Whoever reads it fills its weights in.
+    exported._state_dict, exported._constants = dict(exported.state_dict), dict(exported.constants)
+    return exported
+
+
+def _graph(exported: Any) -> str:
+    """Return the nodes of a program and its signature, and the names, dtypes and shapes of its weights."""
+    graphs = [module.graph for module in exported.graph_module.modules() if hasattr(module, "graph")]
+    metas = [(id(node.meta.get("val")), *sorted(node.meta)) for graph in graphs for node in graph.nodes]
+    tensors = {**exported.state_dict, **exported.constants}
+    weights = [
+        (name, str(value.dtype), tuple(value.shape)) for name, value in tensors.items() if hasattr(value, "dtype")
+    ]
+    described = (
+        f"{[str(graph) for graph in graphs]} {metas} {exported.graph_signature} {exported.range_constraints} {weights}"
+    )
+    return hashlib.sha256(described.encode()).hexdigest()
 
 
 def _identity(model: Any) -> tuple[str, list[Any]]:

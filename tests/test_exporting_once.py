@@ -1,4 +1,4 @@
-"""What `exporting_once` takes for an equal model: one that a test plants a mistake in must get a program of its own."""
+"""What `exporting_once` takes for equal: a model or a program that a test plants a mistake in must get its own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 
 from glassengine import program
+from glassengine.errors import CorruptError
 from glassengine.program import export
+from glassengine.program import program as stored
 from glassengine.testing import models
 
 
@@ -106,3 +109,123 @@ def test_a_program_whose_weights_were_changed_since(exports: Exports) -> None:
         exports.made[0].lm_head.weight.mul_(2)
     exports.again()
     assert len(exports.made) == 2
+
+
+# -- programs that are stored and read back ----------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """One weight and one factor that is a literal of the graph."""
+
+    def __init__(self, factor: float = 2.0) -> None:
+        super().__init__()
+        self.factor = factor
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight * self.factor
+
+
+@dataclass
+class Disk:
+    """Stores and reads programs; `saved` and `loaded` count what really was."""
+
+    directory: Path
+    saved: int = 0
+    loaded: int = 0
+
+    def save(self, program: stored.Program, name: str) -> Path:
+        path = self.directory / name
+        path.mkdir(exist_ok=True)
+        stored.save_program(program, path)
+        return path
+
+
+@pytest.fixture
+def disk(
+    exporting_once: Callable[[], AbstractContextManager[None]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Disk]:
+    found = Disk(tmp_path)
+    save, load = torch.export.save, torch.export.load
+
+    def counted_save(*args: Any) -> None:
+        found.saved += 1
+        save(*args)
+
+    def counted_load(*args: Any) -> Any:
+        found.loaded += 1
+        return load(*args)
+
+    monkeypatch.setattr(torch.export, "save", counted_save)
+    monkeypatch.setattr(torch.export, "load", counted_load)
+    with exporting_once():
+        yield found
+
+
+def scaled(factor: float) -> stored.Program:
+    return export.export_module(Scaled(factor), {"x": torch.ones(3)})
+
+
+def value(program: stored.Program) -> float:
+    return float(program.exported.module()(x=torch.ones(3))[0])
+
+
+def multiply_by(program: stored.Program, factor: float) -> None:
+    """Change the graph in place, as a test that plants a mistake may."""
+    node = next(node for node in program.exported.graph.nodes if 2.5 in node.args)
+    node.args = (node.args[0], factor)
+
+
+def test_equal_programs_are_stored_and_read_once(disk: Disk) -> None:
+    program = scaled(2.5)
+    one, other = disk.save(program, "one"), disk.save(program, "other")
+    assert disk.saved == 1 and (one / "program.pt2").read_bytes() == (other / "program.pt2").read_bytes()
+    first = stored.load_program(one, {"weight": torch.ones(3)})
+    second = stored.load_program(other, {"weight": torch.full((3,), 2.0)})
+    # Each has the weights that it was given.
+    assert disk.loaded == 1 and (value(first), value(second)) == (2.5, 5.0)
+
+
+def test_a_program_that_was_changed_in_place_is_stored_anew(disk: Disk) -> None:
+    program = scaled(2.5)
+    disk.save(program, "before")
+    multiply_by(program, 7.0)
+    after = disk.save(program, "after")
+    assert disk.saved == 2 and value(stored.load_program(after, {"weight": torch.ones(3)})) == 7.0
+
+
+def test_a_program_that_was_changed_since_it_was_read_is_read_anew(disk: Disk) -> None:
+    path = disk.save(scaled(2.5), "one")
+    multiply_by(stored.load_program(path, {"weight": torch.ones(3)}), 7.0)
+    assert value(stored.load_program(path, {"weight": torch.ones(3)})) == 2.5 and disk.loaded == 2
+
+
+def test_a_damaged_file_is_refused_however_often_its_like_was_read(disk: Disk) -> None:
+    path = disk.save(scaled(2.5), "one")
+    stored.load_program(path, {"weight": torch.ones(3)})
+    whole = (path / "program.pt2").read_bytes()
+    (path / "program.pt2").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CorruptError):
+        stored.load_program(path, {"weight": torch.ones(3)})
+
+
+def test_both_programs_of_an_encoder_decoder(
+    exporting_once: Callable[[], AbstractContextManager[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+
+    def really(model: nn.Module, inputs: Any, **_: Any) -> tuple[Exported, Exported]:
+        made.append(model)
+        return tuple(Exported(SimpleNamespace(state_dict=model.state_dict()), {}) for _ in range(2))  # type: ignore[return-value]
+
+    monkeypatch.setattr(export, "export_encoder_decoder", really)
+    given = [{"input_ids": torch.ones(1, 4, dtype=torch.int64)}]
+    with exporting_once():
+        encoder, decoder = program.export_encoder_decoder(Scaled(), given, metadata={"model": "one"})
+        again = program.export_encoder_decoder(Scaled(), given)
+        assert len(made) == 1 and again[0].exported is encoder.exported and again[1].exported is decoder.exported
+        assert decoder.metadata == {"model": "one"} and again[1].metadata == {}
+        program.export_encoder_decoder(Scaled(), [{"input_ids": torch.zeros(1, 4, dtype=torch.int64)}])
+        program.export_encoder_decoder(Scaled(3.0), given)
+        program.export_encoder_decoder(Scaled(), given, on_encoder_stage=print)
+    assert len(made) == 4
