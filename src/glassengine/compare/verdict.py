@@ -191,7 +191,9 @@ class Reference:
         if found.rho is None or found.verdict == "identical":
             return found
         verdict: Verdict = "wrong" if found.rho > WRONG else "suspicious" if found.rho > SUSPICIOUS else "rounding"
-        left_out = None if self._tied is None else f"{int(self._tied.sum())} of {self._tied.numel()} elements: {TIED}"
+        if verdict != "rounding" or self._tied is None:
+            return dataclasses.replace(found, verdict=verdict)
+        left_out = f"{int(self._tied.sum())} of {self._tied.numel()} elements: {TIED}"
         return dataclasses.replace(found, verdict=verdict, reason=left_out)
 
     def is_tie(self, candidate: torch.Tensor) -> bool:
