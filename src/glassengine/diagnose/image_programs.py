@@ -108,29 +108,27 @@ def start_with_images(
     Raises:
         UsageError: The inputs do not fit the model.
     """
+    image = made_up_image(model.module, model.directory)
+    of_one = features_of(model.module, image[PIXELS])
+    images: list[torch.Tensor] = []
+    cases = []
+    for case, pixels in _cases(model, inputs, image[PIXELS], len(of_one), steps):
+        assert case.input_ids is not None and case.attention_mask is not None
+        rows = rows_of(case.input_ids, case.attention_mask, model.metadata[IMAGE_TOKEN])
+        if pixels is None:
+            # Image tokens are tokens like any other, and none of these is read.
+            rows, features = rows.clamp(max=0), torch.zeros_like(of_one)
+        else:
+            features = features_of(model.module, pixels)
+            require_features(max(int(rows.max()), 0), len(features), pixels.shape[:-3].numel())
+            images += one_by_one(pixels, image[PIXELS].dim() - 3)
+        cases.append(replace(case, constants={FEATURES: features, ROWS: rows}))
     progress("exporting the programs of vision and decoder")
     programs = export_programs(model)
     if len(programs) == 1:
         return (start(replace(model, decoding=""), inputs, steps, stack, progress),)
     vision, decoder = programs
-    image = made_up_image(model.module, model.directory)
-    images: list[torch.Tensor] = []
-    cases = []
-    for case, pixels in _cases(model, inputs, image[PIXELS], steps):
-        assert case.input_ids is not None and case.attention_mask is not None
-        rows = rows_of(case.input_ids, case.attention_mask, model.metadata[IMAGE_TOKEN])
-        if pixels is None:
-            # Nothing is read of these; image tokens are tokens like any other.
-            width = next(port.shape[-1] for port in decoder.inputs if port.name == FEATURES)
-            features = torch.zeros((2, int(width)), dtype=getattr(torch, model.dtype))
-            rows = rows.clamp(max=0)
-        else:
-            features = features_of(model.module, pixels)
-            require_features(int(rows.max()), len(features), pixels.shape[:-3].numel())
-            images += one_by_one(pixels, image[PIXELS].dim() - 3)
-        cases.append(replace(case, constants={FEATURES: features, ROWS: rows}))
-    if not images:
-        images = [image[PIXELS]]
+    images = images or [image[PIXELS]]
     of_vision = [Case("images", len(images), steps=tuple({PIXELS: one} for one in images))]
     is_list = makes_list(model.module, image)
     sides = (
@@ -147,15 +145,22 @@ def start_with_images(
 
 
 def _cases(
-    model: LoadedModel, inputs: Inputs, image: torch.Tensor, steps: int
+    model: LoadedModel, inputs: Inputs, image: torch.Tensor, num: int, steps: int
 ) -> list[tuple[Case, torch.Tensor | None]]:
-    """Return the cases, each with the pixel values of its images; None for text alone."""
+    """Return the cases, each with the pixel values of its images; None for text alone.
+
+    Args:
+        model: As for `start_with_images`.
+        inputs: Likewise.
+        image: A made-up one.
+        num: Its features.
+        steps: As for `start_with_images`.
+    """
     if isinstance(inputs, str):
         return [(case, None) for case in causal_cases(model, inputs, steps)]
     if inputs is not None:
         found = zip(causal_cases(model, inputs, steps), inputs, strict=True)
         return [(case, _pixels(step, image)) for case, step in found]
-    num = len(features_of(model.module, image))
     limit = model.metadata.get("max_position_embeddings", 1 << 62) - num - steps
     if limit < 1:
         raise UsageError(

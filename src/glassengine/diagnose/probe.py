@@ -13,6 +13,7 @@ from glassengine.capture.interpreter import run_program
 from glassengine.diagnose.cases import Case, StepInputs
 from glassengine.diagnose.sides import empty_caches
 from glassengine.program.export import named_inputs
+from glassengine.program.image_text import ROWS
 from glassengine.program.naming import is_tensor_node
 from glassengine.program.program import Program
 
@@ -60,6 +61,12 @@ def _short(case: Case) -> Case:
     """Return a case of few tokens, whose rows differ and have no padding."""
     if case.input_ids is None:
         return case
-    ids = case.input_ids[:1, -_MOST_TOKENS:]
-    ids = torch.cat([ids, ids.flip(-1)])
-    return replace(case, num_steps=NUM_STEPS, input_ids=ids, attention_mask=torch.ones_like(ids), tokens=None)
+
+    def two_rows(table: torch.Tensor) -> torch.Tensor:
+        row = table[:1, -_MOST_TOKENS:]
+        return torch.cat([row, row.flip(-1)])
+
+    ids = two_rows(case.input_ids)
+    constants = {name: two_rows(value) if name == ROWS else value for name, value in case.constants.items()}
+    ones = torch.ones_like(ids)
+    return replace(case, num_steps=NUM_STEPS, input_ids=ids, attention_mask=ones, tokens=None, constants=constants)

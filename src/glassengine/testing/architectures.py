@@ -30,7 +30,6 @@ _TWO_STACKS = {
     "encoder_ffn_dim": 128,
     "decoder_ffn_dim": 128,
 }
-_IMAGE_TOKEN = 3
 
 
 def _made(model: str, config: str, settings: dict[str, Any]) -> Callable[[], nn.Module]:
@@ -49,17 +48,6 @@ def _recurrent(name: str, **changes: Any) -> Callable[[], nn.Module]:
     return _made(
         f"{name}ForCausalLM", f"{name}Config", {**_TOKENS, "hidden_size": 64, "num_hidden_layers": 2, **changes}
     )
-
-
-def _llava() -> nn.Module:
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
-
-    vision = CLIPVisionConfig(**models.IMAGE_ENCODER, projection_dim=32)
-    text = LlamaConfig(**_DECODER)
-    config = LlavaConfig(
-        vision_config=vision, text_config=text, image_token_index=_IMAGE_TOKEN, vision_feature_layer=-1
-    )
-    return models.drawn(lambda: LlavaForConditionalGeneration(config))
 
 
 _QWEN2_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -112,7 +100,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     ),
     "vit": models.vit,
     "resnet": models.resnet,
-    "llava": _llava,
+    "llava": lambda: models.llava(vocab_size=VOCAB_SIZE),
 }
 """Family -> function that makes its tiny model."""
 

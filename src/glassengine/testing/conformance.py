@@ -26,6 +26,7 @@ from glassengine.capture.interpreter import run_program
 from glassengine.compare.undefined_casts import UndefinedCasts
 from glassengine.engine.session import STEP_INPUTS
 from glassengine.executable.executable import compile_executable, load_executable
+from glassengine.program.image_text import IMAGE_TOKEN, INDEX
 from glassengine.program.outputs import DerivedValues, add_outputs, plan_outputs
 from glassengine.program.program import Program
 from glassengine.results import Result
@@ -122,6 +123,8 @@ def check_generation(
     kv = {name: _strided(tensor) if strided else tensor.clone() for name, tensor in expected_kv.items()}
     valid = torch.zeros((batch, CACHE_LENGTH), dtype=torch.bool)
     prompt = torch.randint(3, 250, (batch, PROMPT_LENGTH), generator=torch.Generator().manual_seed(11))
+    if IMAGE_TOKEN in program.metadata:
+        prompt[:, -4:-2] = program.metadata[IMAGE_TOKEN]
     # The program of a recurrent model takes a prompt token by token.
     given = list(torch.split(prompt, 1, dim=1)) if program.layout.states else [prompt]
     tokens = given[0]
@@ -146,17 +149,22 @@ def check_generation(
 
 
 def _constants(program: Program, batch: int) -> dict[str, torch.Tensor]:
-    """Return values for what the encoder of an encoder-decoder would make; its last position is masked where it can be.
+    """Return values for what an encoder or a vision program would make.
+
+    The last position of an encoder is masked where it can be. Of the image tokens the first keeps its own embedding.
 
     Args:
         program: Of a decoder; there are none for other models.
         batch: Rows.
     """
     generator = torch.Generator().manual_seed(12)
-    sizes = {"batch": batch, "source": SOURCE_LENGTH}
+    sizes = {"batch": batch, "source": SOURCE_LENGTH, "features": SOURCE_LENGTH}
     made = {}
     for port in program.inputs:
         if port.name in STEP_INPUTS or port.name in program.caches:
+            continue
+        if port.name == INDEX:
+            made[port.name] = torch.arange(batch * PROMPT_LENGTH) % (SOURCE_LENGTH + 1)
             continue
         shape = [size if isinstance(size, int) else sizes[size] for size in port.shape]
         dtype = getattr(torch, port.dtype)

@@ -97,6 +97,19 @@ def resnet() -> nn.Module:
     return model
 
 
+def llava(
+    *, num_layers: int = 2, image_size: int = 16, vocab_size: int = VOCAB_SIZE, image_token: int = 3
+) -> nn.Module:
+    """Return a LLaVA: a CLIP tower, a projector and a Llama, with a feature for each 4 x 4 pixels of an image."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    layers = {"num_hidden_layers": num_layers}
+    vision = CLIPVisionConfig(**{**IMAGE_ENCODER, **layers, "image_size": image_size, "projection_dim": 32})
+    text = LlamaConfig(**{**_COMMON, **layers, "vocab_size": vocab_size})
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=image_token, vision_feature_layer=-1)
+    return drawn(lambda: LlavaForConditionalGeneration(config))
+
+
 class VisionModel(nn.Module):
     """Convolutional stem, one attention block over patches, classifier: image [B, 3, 16, 16] -> logits [B, 10]."""
 

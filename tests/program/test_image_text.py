@@ -1,0 +1,75 @@
+"""What decides that a model is built with images, and which token of a step gets which feature."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from glassengine import program
+from glassengine.errors import UsageError
+from glassengine.program import export_programs, image_text, load_model
+from glassengine.program.image_text import index_of, padded_features, reason_against, require_features, rows_of
+from glassengine.testing import models
+
+TOKEN = 3
+
+
+def test_features_go_to_image_tokens_in_the_order_of_the_rows() -> None:
+    ids = torch.tensor([[3, 3, 8, 3, 3], [7, 3, 3, 9, 3]])
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    rows = rows_of(ids, mask, TOKEN)
+    assert rows.tolist() == [[0, 0, -1, 1, 2], [-1, 3, 4, -1, 5]]
+    # Padding that is an image token takes a place among those of the model's own code, and no feature.
+    assert index_of(rows).tolist() == [0, 0, 1, 2, 3, 4, 5]
+    assert index_of(rows[:, 3:]).tolist() == [1, 2, 5]
+    assert index_of(rows[:, 2:3]).tolist() == [4, 0]
+
+
+def test_what_is_beyond_the_image_tokens_of_a_step_is_padding() -> None:
+    assert index_of(torch.full((1, 4), -1)).tolist() == [0, 0]
+    assert padded_features(torch.ones(1, 6)).tolist() == [[1.0] * 6, [0.0] * 6]
+    features = torch.ones(5, 6)
+    assert torch.equal(padded_features(features), features)
+
+
+def test_another_number_of_image_tokens_is_refused() -> None:
+    require_features(8, 8, 2)
+    with pytest.raises(UsageError, match=r"8 image tokens\n.*12, 4 for each of 3"):
+        require_features(8, 12, 3)
+    with pytest.raises(UsageError, match=r"none: no image was given"):
+        require_features(8, 0, 0)
+
+
+def qwen2_vl() -> nn.Module:
+    text = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    rope = {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2], "rope_type": "default"}}
+    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "patch_size": 4}
+    text = {**text, **rope, "num_key_value_heads": 1, "vocab_size": 32, "bos_token_id": 1, "eos_token_id": 2}
+    tokens = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5, "vision_end_token_id": 6}
+    settings = {"text_config": text, "vision_config": vision, **tokens}
+    return models.from_config("Qwen2VLForConditionalGeneration", "Qwen2VLConfig", settings)
+
+
+def test_models_that_images_are_not_built_for_say_why() -> None:
+    loaded = load_model(qwen2_vl())
+    assert (loaded.kind, loaded.decoding, loaded.has_encoder) == ("causal_lm", "", False)
+    assert loaded.metadata[image_text.WITHOUT_IMAGES] == "its images come with image_grid_thw"
+    text = load_model(models.llama())
+    assert reason_against(text.module) == "" and image_text.WITHOUT_IMAGES not in text.metadata
+    llava = load_model(models.llava(num_layers=1, image_size=8))
+    assert llava.decoding == "images" and llava.has_encoder and llava.metadata[image_text.IMAGE_TOKEN] == TOKEN
+
+
+def test_a_model_that_cannot_be_traced_with_images_is_built_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise UsageError("torch.export cannot trace Vision", got="TypeError: planted\nand more")
+
+    monkeypatch.setattr(program, "export_image_text", refuse)
+    loaded = load_model(models.llava(num_layers=1, image_size=8))
+    (only,) = export_programs(loaded)
+    assert "image_features" not in [port.name for port in only.inputs]
+    reason = "torch.export cannot trace Vision: TypeError: planted"
+    assert loaded.metadata[image_text.WITHOUT_IMAGES] == reason
