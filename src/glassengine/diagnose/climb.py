@@ -18,6 +18,7 @@ from glassengine.compare.pairing import SitePair
 from glassengine.compare.tolerance import is_inexact
 from glassengine.diagnose.cases import Case, Inputs, causal_cases, module_cases
 from glassengine.diagnose.counterparts import pair_programs
+from glassengine.diagnose.hidden_slots import hides_by_numbers
 from glassengine.diagnose.op_by_op import RUNG, op_by_op
 from glassengine.diagnose.recorded import RUNG as RECORD
 from glassengine.diagnose.recorded import RecordedOps, RecordedTensors, module_side
@@ -185,7 +186,10 @@ def _add_observable(climb: Climb, engine: Engine, observed: Sequence[str]) -> No
         dtype=getattr(torch, engine.manifest.dtype),
         wide_operands=capabilities.wide_operands,
     )
-    climb.add(EngineSide(engine, engine_nodes(climb, engine, observed), rung="engine", replay=replay))
+    # An engine of the baseline's own program writes the same numbers.
+    reads_masks = climb.built is not climb.program and not hides_by_numbers(climb.program.graph)
+    nodes = engine_nodes(climb, engine, observed)
+    climb.add(EngineSide(engine, nodes, rung="engine", replay=replay, reads_masks=reads_masks))
 
 
 def _replay(climb: Climb, pairs: Mapping[str, SitePair], **options: Any) -> Replay:
@@ -230,7 +234,9 @@ def add_model(climb: Climb, candidate: LoadedModel, inputs: Inputs, progress: Pr
             "compiled": not same,
             "dtype": None if same else getattr(torch, candidate.dtype),
         }
-        climb.add(ProgramSide(program, by_node, rung="candidate", replay=_replay(climb, by_node, **options)))
+        reads_masks = not hides_by_numbers(climb.program.graph)
+        replay = _replay(climb, by_node, **options)
+        climb.add(ProgramSide(program, by_node, rung="candidate", replay=replay, reads_masks=reads_masks))
         _skip_unpaired(climb, program, by_node, "candidate")
     coarsest: torch.dtype = getattr(torch, candidate.dtype)
     segments = SegmentReplay(climb.program, coarsest=coarsest, accumulation=climb.accumulation)
