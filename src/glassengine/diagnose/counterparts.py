@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from glassengine.compare.operation import CASTS, MOVES, RANDOM, UNDEFINED
 from glassengine.compare.pairing import SitePair, pair_sites
 from glassengine.compare.verdict import unit_roundoff
+from glassengine.diagnose.between import origin_of, passes_on, region_of, rounded_to
 from glassengine.diagnose.candidate_tensors import CandidateTensors, Values, shapes_of
 from glassengine.diagnose.cases import Case
 from glassengine.diagnose.float64 import retarget, target_of
@@ -143,7 +144,7 @@ class Counterparts:
         """
         ranked = []
         own = node.meta["val"].dtype
-        rounded_to = _rounded_to(node)
+        coarser = rounded_to(node)
         pair = self._proposed.get(node.name)
         inputs = [self._found[source.name] for source in node.all_input_nodes if source.name in self._found]
         made_of = 0
@@ -152,10 +153,10 @@ class Counterparts:
         computes = not passes_on(node)
         for name in self._tensors.alike(predicted, made_of):
             theirs = self._tensors.nodes[name]
-            if theirs.meta["val"].dtype in rounded_to:
+            if theirs.meta["val"].dtype in coarser:
                 # It is what the cast below makes.
                 continue
-            if computes and _origin(theirs).name in inputs:
+            if computes and origin_of(theirs).name in inputs:
                 # What goes in, rounded: too coarse to show that the op is not in it.
                 continue
             distance = self._tensors.distance(name, predicted)
@@ -345,51 +346,6 @@ class Counterparts:
     def _unit(self, node: Node, name: str) -> float:
         """Unit roundoff of the coarser of `node`, with its region, and the candidate's tensor."""
         return max(self._roundoff[node.name], self._tensors.unit(name))
-
-
-def region_of(node: Node, found: Collection[str]) -> tuple[list[Node], list[Node]]:
-    """Return the ops that `node` is made by from what has counterparts, itself last, and what these ops read of that.
-
-    Args:
-        node: An op.
-        found: Names of nodes that have counterparts, `node` among them or not.
-    """
-    ops: list[Node] = []
-    ends: list[Node] = []
-    seen: set[Node] = set()
-    waiting = [node]
-    while waiting:
-        known = waiting.pop()
-        if known in seen or isinstance(
-            known.meta.get("val"), (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
-        ):
-            continue
-        seen.add(known)
-        if known is not node and known.name in found:
-            ends.append(known)
-        elif known.op == "call_function":
-            ops.append(known)
-            waiting += reversed(known.all_input_nodes)
-    return ops[::-1], ends
-
-
-def passes_on(node: Node) -> bool:
-    """Whether a node makes no values of its own: a cast, a view or a copy."""
-    return op_name(node) in CASTS or op_name(node) == "clone" or is_view(node)
-
-
-def _origin(node: Node) -> Node:
-    """Return the node whose values a node passes on: itself, where it makes its own."""
-    while passes_on(node) and node.args and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node
-
-
-def _rounded_to(node: Node) -> set[torch.dtype]:
-    """Return the coarser dtypes that a node's value is cast to."""
-    own = node.meta["val"].dtype
-    casts = {user.meta["val"].dtype for user in node.users if op_name(user) in CASTS}
-    return {dtype for dtype in casts if dtype.is_floating_point and unit_roundoff(dtype) > unit_roundoff(own)}
 
 
 def ports(program: Program) -> dict[str, str]:

@@ -47,9 +47,12 @@ def _added(node: Node, value: torch.Tensor, hidden: Mapping[str, torch.Tensor]) 
     if op_name(node) not in {"add", "clone", *CASTS}:
         return None
     places = [hidden[source.name] for source in node.all_input_nodes if source.name in hidden]
-    if len(places) != 1 or torch.broadcast_shapes(places[0].shape, value.shape) != value.shape:
+    if len(places) != 1:
         return None
-    return places[0].expand(value.shape)
+    where = places[0]
+    sizes = zip(reversed(where.shape), reversed(value.shape), strict=False)
+    fits = where.dim() <= value.dim() and all(own in (1, size) for own, size in sizes)
+    return where.expand(value.shape) if fits else None
 
 
 def _is_number(mask: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from glassengine.compare.operation import CASTS
 from glassengine.compare.pairing import difference
-from glassengine.diagnose.counterparts import passes_on, region_of
+from glassengine.diagnose.between import passes_on, region_of
 from glassengine.diagnose.sides import EngineSide, ProgramSide
 from glassengine.program.naming import op_name
 from glassengine.program.program import Program
