@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 
@@ -17,14 +18,16 @@ MakeSubject = Callable[..., conformance.Subject]
 
 
 @pytest.fixture(scope="session")
-def program_of() -> MakeProgram:
+def program_of(exporting_once: Callable[[], AbstractContextManager[None]]) -> MakeProgram:
     """Return a function (one of `PROGRAMS` or a plain module of `models`, dtype) -> program; each is exported once."""
     made: dict[tuple[str, str], Program] = {}
 
     def make(name: str, dtype: str = "float32") -> Program:
         if (name, dtype) not in made:
             if name in PROGRAMS:
-                made[name, dtype] = make_program(name, dtype)
+                # Of an encoder-decoder both programs are exported together, and asked for one by one.
+                with exporting_once():
+                    made[name, dtype] = make_program(name, dtype)
             else:
                 steps = [getattr(models, f"{name}_inputs")(batch) for batch in (2, 3)]
                 made[name, dtype] = export_module(getattr(models, name)(), steps)

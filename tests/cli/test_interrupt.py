@@ -20,11 +20,42 @@ SCRIPT = (
 )
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param("building the release engine", marks=pytest.mark.slow), "judging: 1 of"]
-)
-def test_interrupted_check_leaves_nothing(checkpoint: Path, tmp_path: Path, stage: str) -> None:
-    command = [sys.executable, "-c", SCRIPT, "check", str(checkpoint), "--backend", "eager"]
+# Each step of the untouched model takes long enough for somebody to lose patience.
+SLOW_MODEL = """
+import time
+import torch
+
+class Slow(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        if not torch.compiler.is_exporting():
+            time.sleep(0.3)
+        return self.linear(x)
+
+def inputs():
+    return [{"x": torch.ones(2, 4)}] * 100
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["building the release engine", "judging: 1 of"])
+def test_interrupted_check_of_a_language_model_leaves_nothing(checkpoint: Path, tmp_path: Path, stage: str) -> None:
+    interrupt([str(checkpoint)], tmp_path, stage)
+
+
+def test_interrupted_check_leaves_nothing(tmp_path: Path) -> None:
+    file, temporary = tmp_path / "slow.py", tmp_path / "temporary"
+    file.write_text(SLOW_MODEL)
+    temporary.mkdir()
+    interrupt([f"{file}:Slow", "--inputs", f"{file}:inputs"], temporary, "judging: 1 of")
+
+
+def interrupt(arguments: list[str], tmp_path: Path, stage: str) -> None:
+    """Start a check, interrupt it in that stage, and look for what it leaves behind."""
+    command = [sys.executable, "-c", SCRIPT, "check", *arguments, "--backend", "eager"]
     process = subprocess.Popen(
         command,
         stderr=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""The untouched bundled model on its default engines: twenty prompts, two dtypes, no false alarm."""
+"""Untouched models on their default engines, in two dtypes: no false alarm. The bundled one with twenty prompts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from glassengine.diagnose import check
+from glassengine.results import Comparison
+from glassengine.testing import models
+from glassengine.testing.checkpoints import VOCAB_SIZE, save_checkpoint
 
 PROMPTS = """The value of an expression is
 If no exception is raised,
@@ -31,18 +34,8 @@ See also: The standard type hierarchy
 """
 
 
-@pytest.mark.parametrize(
-    ("dtype", "number"),
-    [
-        ("bfloat16", 2),
-        pytest.param("float32", 20, marks=pytest.mark.slow),
-        pytest.param("bfloat16", 20, marks=pytest.mark.slow),
-    ],
-)
-def test_prompts_agree(dtype: str, number: int, root: Path, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("".join(PROMPTS.splitlines(keepends=True)[:number]))
-    result = check(root / "examples" / "tiny-llama", backend="inductor", dtype=dtype, inputs=str(prompts))
+def agrees(result: Comparison, number: int) -> None:
+    """Assert that so many prompts and a padded batch agree, by a floor and by bounds that say something."""
     assert result.ok, result.not_ok_because
     assert result.verdict == "rounding" and not result.origins
     assert len({pair.case for pair in result.pairs}) == number + 1
@@ -54,3 +47,22 @@ def test_prompts_agree(dtype: str, number: int, root: Path, tmp_path: Path) -> N
     assert len(replayed) > len(by_floor)
     assert max((pair.rho or 0.0) for pair in replayed) > 0.5
     assert all((pair.rho or 0.0) <= 2.0 or (pair.beta is not None and pair.beta < 0.8) for pair in replayed)
+
+
+def prompts_of(number: int, directory: Path) -> str:
+    path = directory / "prompts.txt"
+    path.write_text("".join(PROMPTS.splitlines(keepends=True)[:number]))
+    return str(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "number"), [("bfloat16", 2), ("float32", 20), ("bfloat16", 20)])
+def test_prompts_agree(dtype: str, number: int, root: Path, tmp_path: Path) -> None:
+    inputs = prompts_of(number, tmp_path)
+    agrees(check(root / "examples" / "tiny-llama", backend="inductor", dtype=dtype, inputs=inputs), number)
+
+
+def test_prompts_of_a_tiny_model_agree_in_half_precision(tmp_path: Path) -> None:
+    """The same with random weights and one layer, which takes a fifth of the time."""
+    model = save_checkpoint(models.llama(vocab_size=VOCAB_SIZE, num_hidden_layers=1), tmp_path / "tiny")
+    agrees(check(model, backend="inductor", dtype="bfloat16", inputs=prompts_of(2, tmp_path), steps=1), 2)

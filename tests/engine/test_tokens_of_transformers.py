@@ -1,7 +1,7 @@
 """A batch of 3 prompts of different lengths, left-padded: the tokens of transformers for each, alone and in the batch.
 
-64 new tokens in float32, on both compiled back-ends; in one piece and with the prefill in pieces. Three families on
-ONNX Runtime and one on Inductor always; the other builds, and a fourth family with a sliding window, are slow.
+64 new tokens in float32, on both compiled back-ends; in one piece and with the prefill in pieces. Two families on
+ONNX Runtime and another one on Inductor always; the other builds, and a fourth family with a sliding window, are slow.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LENGTHS = (19, 7, 2)
 MARGIN = 1e-4
 """Difference of the two best logits within which the rounding of another back-end may swap them."""
 
-ALWAYS = {("llama", "inductor"), *((family, "onnxruntime") for family in ("llama", "gpt2", "qwen3"))}
+ALWAYS = {("llama", "inductor"), ("gpt2", "onnxruntime"), ("qwen3", "onnxruntime")}
 BUILDS = [
     pytest.param(
         (family, backend), id=f"{family}-{backend}", marks=() if (family, backend) in ALWAYS else pytest.mark.slow
@@ -38,7 +38,8 @@ class Case:
 
     def __init__(self, family: str, backend: str, directory: Path) -> None:
         self.model: Any = models.CAUSAL_LMS[family]()
-        outputs = ["*.0", "lm_head/linear.0"]
+        # Of the modules within a layer, and one op: every op would take Inductor three times as long to compile.
+        outputs = ["*.0.*", "lm_head/linear.0"]
         self.engine: Engine = glass.build(
             self.model, directory, backend=backend, add_output=outputs, max_batch_size=3, max_seq_len=96
         )

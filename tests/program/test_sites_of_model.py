@@ -64,10 +64,10 @@ def test_the_sites_of_a_plain_module(tmp_path: Path) -> None:
 
 
 def test_no_memory_is_taken_for_weights(tmp_path: Path) -> None:
-    """A model of 2 GB (three layers of 168 M float32 parameters), of which there is only a configuration."""
+    """A model of 2 GB (one layer of 470 M float32 parameters), of which there is only a configuration."""
     import transformers
 
-    sizes = {"hidden_size": 4096, "intermediate_size": 8192, "num_hidden_layers": 3, "num_attention_heads": 16}
+    sizes = {"hidden_size": 8192, "intermediate_size": 8192, "num_hidden_layers": 1, "num_attention_heads": 16}
     transformers.LlamaConfig(**sizes, num_key_value_heads=16, vocab_size=1000, dtype="float32").save_pretrained(
         tmp_path
     )
@@ -87,5 +87,5 @@ def test_no_memory_is_taken_for_weights(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
     num_sites, grown_mib = map(int, done.stdout.split()[-2:])
-    assert num_sites > 100
+    assert num_sites > 50
     assert grown_mib < 600
