@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import gc
 import hashlib
 import logging
@@ -187,12 +188,13 @@ def exporting_once() -> Callable[[], contextlib.AbstractContextManager[None]]:
         from glassengine import program
         from glassengine.program import program as stored
 
-        # One context may lie within another; what stands in is the same object each time, as `_identity` asks for.
+        # One context may lie within another.
         _real.setdefault("save", stored._save_graph)
         _real.setdefault("load", stored.load_graph)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(program, "export_causal_lm", _export_once)
-            patch.setattr(program, "export_encoder_decoder", _export_both_once)
+            for name, stand_in in _TWO.items():
+                patch.setattr(program, name, stand_in)
             patch.setattr(stored, "_save_graph", _save_once)
             patch.setattr(stored, "load_graph", _load_once)
             yield
@@ -236,20 +238,28 @@ def _export_once(model: Any, *, metadata: dict[str, Any] | None = None, on_stage
     return _with_metadata(programs, metadata)[0]
 
 
-def _export_both_once(model: Any, inputs: Any, **options: Any) -> Any:
-    from glassengine.program.export import export_encoder_decoder
+def _export_two_once(name: str, model: Any, given: Any, **options: Any) -> Any:
+    from torch.utils import _pytree as pytree
+
+    from glassengine.program import export_two
 
     metadata = options.pop("metadata", None)
     if any(observer is not None for observer in options.values()):
-        return export_encoder_decoder(model, inputs, metadata=metadata, **options)
+        return getattr(export_two, name)(model, given, metadata=metadata, **options)
     key, code = _identity(model)
-    given = _state({f"{i} {name}": value for i, step in enumerate(inputs) for name, value in step.items()})
+    leaves = {pytree.keystr(path): value for path, value in pytree.tree_flatten_with_path(given)[0]}
+    tensors = {path: value for path, value in leaves.items() if hasattr(value, "dtype")}
+    plain = repr({path: value for path, value in leaves.items() if path not in tensors})
 
     def make() -> Any:
-        return export_encoder_decoder(model, inputs), (model, code)
+        return getattr(export_two, name)(model, given), (model, code)
 
-    programs, _ = _exported.latest((key, given), make, _state_of_programs)
+    programs, _ = _exported.latest((name, key, _state(tensors), plain), make, _state_of_programs)
     return _with_metadata(programs, metadata)
+
+
+# What stands in is the same object each time, as `_identity` asks for.
+_TWO = {name: functools.partial(_export_two_once, name) for name in ("export_encoder_decoder", "export_image_text")}
 
 
 def _with_metadata(programs: Any, metadata: dict[str, Any] | None) -> tuple[Any, ...]:

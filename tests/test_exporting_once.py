@@ -17,7 +17,7 @@ from transformers.models.llama import modeling_llama
 
 from glassengine import program
 from glassengine.errors import CorruptError
-from glassengine.program import export
+from glassengine.program import export, export_two
 from glassengine.program import program as stored
 from glassengine.testing import models
 
@@ -209,8 +209,9 @@ def test_a_damaged_file_is_refused_however_often_its_like_was_read(disk: Disk) -
         stored.load_program(path, {"weight": torch.ones(3)})
 
 
-def test_both_programs_of_an_encoder_decoder(
-    exporting_once: Callable[[], AbstractContextManager[None]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["export_encoder_decoder", "export_image_text"])
+def test_both_programs_of_what_has_two(
+    name: str, exporting_once: Callable[[], AbstractContextManager[None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
 
@@ -218,14 +219,15 @@ def test_both_programs_of_an_encoder_decoder(
         made.append(model)
         return tuple(Exported(SimpleNamespace(state_dict=model.state_dict()), {}) for _ in range(2))  # type: ignore[return-value]
 
-    monkeypatch.setattr(export, "export_encoder_decoder", really)
+    monkeypatch.setattr(export_two, name, really)
     given = [{"input_ids": torch.ones(1, 4, dtype=torch.int64)}]
     with exporting_once():
-        encoder, decoder = program.export_encoder_decoder(Scaled(), given, metadata={"model": "one"})
-        again = program.export_encoder_decoder(Scaled(), given)
+        export_both = getattr(program, name)
+        encoder, decoder = export_both(Scaled(), given, metadata={"model": "one"})
+        again = export_both(Scaled(), given)
         assert len(made) == 1 and again[0].exported is encoder.exported and again[1].exported is decoder.exported
         assert decoder.metadata == {"model": "one"} and again[1].metadata == {}
-        program.export_encoder_decoder(Scaled(), [{"input_ids": torch.zeros(1, 4, dtype=torch.int64)}])
-        program.export_encoder_decoder(Scaled(3.0), given)
-        program.export_encoder_decoder(Scaled(), given, on_encoder_stage=print)
+        export_both(Scaled(), [{"input_ids": torch.zeros(1, 4, dtype=torch.int64)}])
+        export_both(Scaled(3.0), given)
+        export_both(Scaled(), given, on_encoder_stage=print)
     assert len(made) == 4
