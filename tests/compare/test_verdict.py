@@ -203,3 +203,18 @@ def test_a_step_of_numbers_near_zero_does_not_widen_the_floor_of_others() -> Non
     assert nearly.relative_floor == 0
     later = Reference(x, x.half(), [], dtype=torch.float16, valid=None, relative_floor=nearly.relative_floor)
     assert later.judge((1.02 * x).half()).verdict == "wrong"
+
+
+def test_what_hangs_on_a_tie_may_be_any_number_but_no_nan(exact: torch.Tensor) -> None:
+    tied = torch.zeros(exact.shape, dtype=torch.bool)
+    tied[1, 2] = True
+    native = exact.float()
+    reference = Reference(exact, native, [], dtype=torch.float32, valid=None, tied=tied)
+    candidate = native.clone()
+    candidate[1, 2] = 7.0
+    found = reference.judge(candidate)
+    assert found.verdict == "rounding" and "16 of 192 elements" in str(found.reason)
+    candidate[1, 2, 3] = torch.nan
+    assert reference.judge(candidate).verdict == "wrong"
+    candidate[1, 2, 3], candidate[1, 3, 3] = 7.0, 7.0
+    assert reference.judge(candidate).verdict == "wrong"

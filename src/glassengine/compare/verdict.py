@@ -260,7 +260,7 @@ class Reference:
         counted = self._counted()
         means = _SliceMeans((value - exact).square_(), counted)
         # No element of `value` is larger than the largest of P and the largest error together.
-        if not self._largest + means.total**0.5 < self._limit:
+        if not self._largest + means.total**0.5 < self._limit or (self._tied is not None and not is_finite(value)):
             mismatch = self._special_mismatch(value)
             if mismatch:
                 return Judgement("wrong", None, None, mismatch)
@@ -284,7 +284,9 @@ class Reference:
         special = self._special if self._special is not None else torch.zeros_like(odd)
         differs = (odd != special) | (odd & special & (_class(value, self._limit) != _class(self.exact, self._limit)))
         if self._judged is not None:
-            differs = differs & self._judged
+            # No choice makes NaN of numbers.
+            is_broken = value.isnan() if self.valid is None else value.isnan() & self.valid
+            differs = differs & (self._judged | is_broken)
         if not bool(differs.any()):
             return None
         index = tuple(int(i) for i in differs.nonzero()[0])

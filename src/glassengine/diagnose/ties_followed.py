@@ -64,7 +64,7 @@ class TiesFollowed:
         if other is exact and isinstance(exact, Tensor) and exact.is_floating_point():
             return
         if other is not _WHOLE:
-            other = _chosen_otherwise(node, name, env, other)
+            other = _chosen_otherwise(node, name, env, other, self.others)
             other = pytree.tree_map(_unstable, other, exact, *runs) if _is_alike(other, exact, *runs) else _WHOLE
         if other is _WHOLE or any(pytree.tree_leaves(pytree.tree_map(_differs_at_all, other, exact))):
             self.others[node] = other
@@ -105,14 +105,19 @@ class TiesFollowed:
             return _WHOLE
 
 
-def _chosen_otherwise(node: Node, name: str, env: Mapping[Node, Sequence[Any]], other: Any) -> Any:
+def _chosen_otherwise(
+    node: Node, name: str, env: Mapping[Node, Sequence[Any]], other: Any, others: Mapping[Node, Any]
+) -> Any:
     """Return `other`, the result of `node`, with other choices wherever rounding could turn them over."""
     sources = [arg for arg in node.args if isinstance(arg, Node)]
     if not sources or not isinstance(env[sources[0]][0], Tensor):
         return other
     values = env[sources[0]]
     if name in _RANKINGS and _is_float(values[0]) and values[0].dim():
-        return _ranked_otherwise(node, name, values, other)
+        # Of several ties above, one may be turned over and another not: the choice is any.
+        u = unit_roundoff(sources[0].meta["val"].dtype)
+        hangs = _differs(others[sources[0]], values[0], _SAME * u) if sources[0] in others else None
+        return _ranked_otherwise(node, name, values, other, hangs)
     if name in COMPARISONS:
         sides = [env[arg] if isinstance(arg, Node) else [arg] * len(values) for arg in node.args[:2]]
         if not all(_is_float(side[0]) for side in sides if isinstance(side[0], Tensor)):
@@ -137,8 +142,11 @@ def _cast_otherwise(source: Node, values: Sequence[Tensor], other: Tensor, exact
     return torch.where((low < high) & (other == exact), turned, other)
 
 
-def _ranked_otherwise(node: Node, name: str, values: Sequence[Tensor], other: Any) -> Any:
-    """Turn each run of close values by one rank, so that every rank of it has another element."""
+def _ranked_otherwise(node: Node, name: str, values: Sequence[Tensor], other: Any, hangs: Tensor | None) -> Any:
+    """Turn each run of close values by one rank, so that every rank of it has another element.
+
+    Values of which one hangs on a tie (`hangs`) are taken for close, all that are compared with it.
+    """
     exact = values[0]
     at, position = node.kwargs.get("dim"), 2 if name == "topk" else 1
     if at is None:
@@ -152,6 +160,8 @@ def _ranked_otherwise(node: Node, name: str, values: Sequence[Tensor], other: An
     noise = torch.maximum(noise, order.values.abs() * _relative(values)).nan_to_num(0.0, 0.0, 0.0)
     margin = SUSPICIOUS * (noise.narrow(at, 0, size - 1) + noise.narrow(at, 1, size - 1))
     close = (order.values.diff(dim=at).abs() <= margin) & (margin > 0)
+    if hangs is not None:
+        close = close | hangs.any(at, keepdim=True)
     ranks = torch.arange(size).reshape([size if i == at % exact.dim() else 1 for i in range(exact.dim())])
     edge = torch.zeros_like(close.narrow(at, 0, 1))
     first = torch.where(torch.cat([edge, close], at), 0, ranks).cummax(at).values
