@@ -189,7 +189,9 @@ def _add_observable(climb: Climb, engine: Engine, observed: Sequence[str]) -> No
     # An engine of the baseline's own program writes the same numbers.
     reads_masks = climb.built is not climb.program and not hides_by_numbers(climb.program.graph)
     nodes = engine_nodes(climb, engine, observed)
-    climb.add(EngineSide(engine, nodes, rung="engine", replay=replay, reads_masks=reads_masks))
+    counterparts = {node: pair.candidate.node for node, pair in climb.pairs.items()}
+    options: dict[str, Any] = {"reads_masks": reads_masks, "counterparts": counterparts}
+    climb.add(EngineSide(engine, nodes, rung="engine", replay=replay, **options))
 
 
 def _replay(climb: Climb, pairs: Mapping[str, SitePair], **options: Any) -> Replay:

@@ -96,6 +96,7 @@ def op_by_op(
         raise UsageError("an ONNX file is run node by node already, by the rung source")
     runner = op_runner(type(choose_graph_backend(backend)))
     alone = None
+    counterparts = {name: pair.candidate.node for name, pair in pairs.items()}
     if around is not None:
         nodes = [program.node(pairs[name].candidate.node) for name in around if name in pairs]
         alone = frozenset(near.name for node in nodes for near in (node, *node.all_input_nodes, *node.users))
@@ -103,7 +104,7 @@ def op_by_op(
     dtype: torch.dtype | None = getattr(torch, str(program.metadata.get("dtype")), None)
     replay = Replay(baseline, compiled=True, dtype=dtype, accumulation=accumulation)
     guarantee = "judged op by op" if around is None else "judged near the error"
-    return OpByOpSide(program, pairs, RUNG, replay, guarantee, runner=runner, alone=alone)
+    return OpByOpSide(program, pairs, RUNG, replay, guarantee, counterparts=counterparts, runner=runner, alone=alone)
 
 
 def explain(engine: Score, alone: Score) -> None:

@@ -207,6 +207,7 @@ class ProgramSide:
         rung: Name on screen.
         replay: Replays ops of the baseline on this side's values; None when the two sides differ in dtype.
         reads_masks: Whether any number that hides a slot is as good as another (see `hidden_slots`).
+        counterparts: Baseline node -> node of `program`, where `pairs` are a part of them.
     """
 
     program: Program
@@ -215,6 +216,7 @@ class ProgramSide:
     replay: Replay | None = None
     guarantee: str = "judged op by op"
     reads_masks: bool = False
+    counterparts: Mapping[str, str] = field(default_factory=dict)
     _values: dict[str, torch.Tensor] = field(default_factory=dict)
     _caches: dict[str, torch.Tensor] = field(default_factory=dict)
     _wanted: set[str] = field(default_factory=set)
@@ -270,6 +272,7 @@ class EngineSide:
         guarantee: Likewise.
         replay: Replays ops of the baseline on this side's values; None where too few are observed (a release engine).
         reads_masks: As for `ProgramSide`.
+        counterparts: Baseline node -> node of the engine's program, observed or not.
     """
 
     engine: Engine
@@ -278,6 +281,7 @@ class EngineSide:
     guarantee: str = "judged op by op"
     replay: Replay | None = None
     reads_masks: bool = False
+    counterparts: Mapping[str, str] = field(default_factory=dict)
     _session: Session | None = None
     _case: Case | None = None
     _prompt: Iterator[torch.Tensor] = field(default_factory=lambda: iter(()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.fx import Node
@@ -55,7 +55,7 @@ def left_out(baseline: Program, side: Any, name: str) -> str | None:
     if own is None or own is baseline:
         return None
     nodes = [{node.name: node for node in program.graph.nodes} for program in (baseline, own)]
-    found = _counterparts(own, side)
+    found = _counterparts(side)
     target = nodes[1].get(found.get(name, ""))
     if target is None:
         return None
@@ -69,12 +69,11 @@ def left_out(baseline: Program, side: Any, name: str) -> str | None:
     return f"the baseline has {_listed(ours)} here, the candidate {_listed(theirs)}"
 
 
-def _counterparts(own: Program, side: ProgramSide | EngineSide) -> dict[str, str]:
-    """Return node of the baseline -> node of the side's `own` program."""
-    if isinstance(side, ProgramSide):
-        return {node: pair.candidate.node for node, pair in side.pairs.items()}
-    entries = {node: own.sites.get(site) for node, (_, site, _) in side.nodes.items()}
-    return {node: entry.node for node, entry in entries.items() if entry is not None}
+def _counterparts(side: ProgramSide | EngineSide) -> Mapping[str, str]:
+    """Return node of the baseline -> node of the side's own program."""
+    if isinstance(side, EngineSide) or side.counterparts:
+        return side.counterparts
+    return {node: pair.candidate.node for node, pair in side.pairs.items()}
 
 
 def _names(ops: Sequence[Node]) -> list[str]:
