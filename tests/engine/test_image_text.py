@@ -12,9 +12,11 @@ from PIL import Image
 
 import glassengine as glass
 from glassengine.cli.main import main
+from glassengine.diagnose import check
 from glassengine.engine import Engine
 from glassengine.engine.image_prompts import load_processor
 from glassengine.errors import UsageError
+from glassengine.program import image_text
 from glassengine.testing import models
 from glassengine.testing.checkpoints import VOCAB_SIZE, byte_tokenizer, save_checkpoint
 
@@ -220,3 +222,74 @@ def test_an_engine_of_text_alone_takes_no_images(engine: Engine, photos: list[Pa
     )
     with pytest.raises(UsageError, match=r"takes no images[\s\S]*image_grid_thw"):
         plain.generate("a", images=photos[0])
+
+
+_SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+_TOKENS = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "max_position_embeddings": 96}
+_TEXT = {**_SIZES, **_TOKENS, "num_key_value_heads": 1}
+_COHERE = {
+    **_TEXT,
+    "model_type": "cohere2",
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 8,
+}
+_GEMMA = {**_COHERE, "model_type": "gemma3_text", "head_dim": 16}
+_VISION = {**_SIZES, "image_size": 16, "patch_size": 4}
+_SIGLIP = {**_VISION, "model_type": "siglip_vision_model", "vision_use_head": False}
+_SAM = {"hidden_size": 32, "output_channels": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 64}
+OTHERS: dict[str, dict[str, Any]] = {
+    "VipLlava": {
+        "vision_config": {**_VISION, "model_type": "clip_vision_model"},
+        "text_config": {**_TEXT, "model_type": "llama"},
+        "vision_feature_layers": [-1, -2],
+    },
+    "InternVL": {
+        "vision_config": {**_VISION, "image_size": [16, 16], "patch_size": [4, 4]},
+        "text_config": {**_TEXT, "model_type": "qwen2"},
+    },
+    "AyaVision": {"vision_config": _SIGLIP, "text_config": _COHERE, "downsample_factor": 2},
+    "Cohere2Vision": {
+        "vision_config": _SIGLIP,
+        "text_config": _COHERE,
+        "downsample_factor": 2,
+        "alignment_intermediate_size": 64,
+    },
+    "GotOcr2": {
+        "vision_config": {**_SAM, "patch_size": 4, "mlp_dim": 64, "global_attn_indexes": [1], "window_size": 2},
+        "text_config": {**_TEXT, "model_type": "qwen2"},
+    },
+    "Gemma3": {
+        "vision_config": _SIGLIP,
+        "text_config": _GEMMA,
+        "mm_tokens_per_image": 4,
+        "boi_token_index": 4,
+        "eoi_token_index": 5,
+    },
+}
+"""Family -> settings of a tiny model of it."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families_generate_and_are_judged(family: str) -> None:
+    """Two images in one prompt, one in another, none in a third: one batch, each row as transformers has it alone."""
+    names = {"image_token_index": 3, "image_token_id": 3}
+    classes = f"{family}ForConditionalGeneration", f"{family}Config"
+    model: Any = models.from_config(*classes, {**OTHERS[family], **names})
+    image = image_text.made_up_image(model, None)["pixel_values"]
+    pixels = torch.randn((3, *image.shape[1:]), generator=torch.Generator().manual_seed(1))
+    places = [3] * len(image_text.features_of(model, image))
+    rows = [[7, *places, 50, 60, *places, 9], [*places, 40, 17, 20, 33], [8, 9, 10, 11]]
+    images = [pixels[:2], pixels[2:], None]
+    engine = glass.build(model, backend="eager", max_seq_len=96)
+    made = engine.generate(input_ids=rows, inputs={"pixel_values": pixels}, max_new_tokens=6, eos_token_id=None)
+    wanted = []
+    for row, own in zip(rows, images, strict=True):
+        types = {"token_type_ids": (torch.tensor([row]) == 3).long()} if family == "Gemma3" and own is not None else {}
+        wanted += expected(model, row, own, eos_token_id=None, **types)
+    assert found(made) == wanted
+    result = check(model, backend="eager", steps=1)
+    assert result.ok and result.coverage == 1.0 and result.counts["wrong"] == 0
+    if family == "Gemma3":
+        with pytest.raises(UsageError, match=r"cannot run in pieces[\s\S]*--prefill-chunk"):
+            engine.generate(input_ids=rows, inputs={"pixel_values": pixels}, prefill_chunk=4)

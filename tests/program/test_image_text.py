@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import DynamicCache
 
 from glassengine import program
 from glassengine.errors import UsageError
-from glassengine.program import export_programs, image_text, load_model
+from glassengine.program import causal_lm, export_programs, image_text, load_model
 from glassengine.program.image_text import index_of, padded_features, reason_against, require_features, rows_of
 from glassengine.testing import models
 
@@ -73,3 +74,42 @@ def test_a_model_that_cannot_be_traced_with_images_is_built_without(monkeypatch:
     assert "image_features" not in [port.name for port in only.inputs]
     reason = "torch.export cannot trace Vision: TypeError: planted"
     assert loaded.metadata[image_text.WITHOUT_IMAGES] == reason
+
+
+def gemma3() -> nn.Module:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+    text = {**sizes, **kinds, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 64, "max_position_embeddings": 64}
+    vision = {**sizes, "image_size": 16, "patch_size": 4, "vision_use_head": False, "model_type": "siglip_vision_model"}
+    tokens = {"image_token_index": TOKEN, "boi_token_index": 4, "eoi_token_index": 5, "mm_tokens_per_image": 4}
+    settings = {"text_config": {**text, "model_type": "gemma3_text"}, "vision_config": vision, **tokens}
+    return models.from_config("Gemma3ForConditionalGeneration", "Gemma3Config", settings)
+
+
+def test_tokens_of_an_image_see_each_other_where_they_do_in_the_model() -> None:
+    """The decoder's prefill and a step, beside the model's own: Gemma 3 masks by where images are."""
+    model: Any = gemma3()
+    assert load_model(model).metadata[image_text.WHOLE_IMAGES] is True
+    pixels = torch.randn((1, 3, 16, 16), generator=torch.Generator().manual_seed(0))
+    ids = torch.tensor([[7, 8, TOKEN, TOKEN, TOKEN, TOKEN, 9, 10]])
+    layout = causal_lm.probe_layout(model)
+    caches = list(layout.allocate(1, 10, torch.float32).values())
+    decoder = image_text.Decoder(model, layout, is_list=image_text.makes_list(model, {"pixel_values": pixels}))
+    features = image_text.features_of(model, pixels)
+    mask = torch.ones(1, 10).long()
+    slots = torch.arange(8)
+    index = index_of(rows_of(ids, mask[:, :8], TOKEN))
+    with torch.no_grad():
+        found = decoder(ids, (torch.arange(10) < 8).long()[None], slots[None], slots, caches, features, index)
+        later = torch.tensor([8])
+        after = decoder(
+            torch.tensor([[11]]), (torch.arange(10) < 9).long()[None], later[None], later, caches, features, index[:0]
+        )
+        types = (ids == TOKEN).long()
+        cache = DynamicCache(config=model.config.get_text_config())
+        wanted = model(ids, pixel_values=pixels, token_type_ids=types, past_key_values=cache).logits
+        causal = model(ids, pixel_values=pixels).logits
+        then = model(torch.tensor([[11]]), past_key_values=cache).logits
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(after, then, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(wanted, causal, rtol=1e-2, atol=1e-2)

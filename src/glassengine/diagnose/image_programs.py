@@ -33,11 +33,13 @@ from glassengine.program.image_text import (
     Vision,
     as_arguments,
     features_of,
+    image_token,
     made_up_image,
     makes_list,
     one_by_one,
     require_features,
     rows_of,
+    type_arguments,
 )
 
 
@@ -88,6 +90,9 @@ class ImageTextSide(ModuleSide):
             past_key_values=self._cache,
             use_cache=True,
             **self._images,
+            **(
+                type_arguments(module, torch.eq(inputs.input_ids, image_token(module) or 0)) if self._steps == 0 else {}
+            ),
         )
         self._images = {}
         return result.logits, self._cache

@@ -171,7 +171,7 @@ def _loop(
     stops = torch.full((batch,), prompt)
     open_rows = torch.ones(batch, dtype=torch.bool)
     itemsize = getattr(torch, session.engine.manifest.dtype).itemsize
-    if chunk is None:
+    if chunk is None and not session.in_one_piece:
         chunk = automatic_chunk(batch, session.engine.manifest.vocab_size, itemsize)
 
     def observe() -> None:

@@ -18,6 +18,7 @@ from glassengine.program.image_text import (
     IMAGE_TOKEN,
     PIXELS,
     ROWS,
+    WHOLE_IMAGES,
     decode_index,
     index_of,
     one_by_one,
@@ -63,6 +64,7 @@ class PromptImages:
 
     Attributes:
         constants: Inputs that no step changes: `image_features` [N, D].
+        in_one_piece: Whether prompts with images cannot be cut.
     """
 
     def __init__(self, engine: Engine, constants: Mapping[str, torch.Tensor] | None) -> None:
@@ -80,6 +82,7 @@ class PromptImages:
             nothing = torch.zeros((0, width), dtype=getattr(torch, self._entry.dtype))
             given[FEATURES] = padded_features(nothing)
         self.constants = given
+        self.in_one_piece = bool(engine.manifest.model.get(WHOLE_IMAGES)) and self._num is not None
 
     def begin(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[Row]:
         """Lay out where features go in prompts [B, S]; return what to say of the images given."""

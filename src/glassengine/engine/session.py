@@ -139,6 +139,12 @@ class Session:
             raise UsageError(
                 "a piece of the prefill has at least 1 token", got=f"{chunk}", hint="--prefill-chunk N, or leave it out"
             )
+        if chunk is not None and self.in_one_piece:
+            raise UsageError(
+                "tokens of an image see each other, and cannot run in pieces",
+                got=f"pieces of {chunk} tokens",
+                hint="leave out --prefill-chunk",
+            )
         self._begin(input_ids, attention_mask)
         if not self.one_token and chunk is not None and chunk < input_ids.shape[1]:
             return self._prefill_pieces(input_ids, chunk, keep or bool(self._names))
@@ -149,6 +155,11 @@ class Session:
                 on_step()
             logits = next(steps)
         return logits
+
+    @property
+    def in_one_piece(self) -> bool:
+        """Whether the prompts must run in one piece: they have images whose tokens see each other."""
+        return self._images is not None and self._images.in_one_piece
 
     def prefill_steps(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None

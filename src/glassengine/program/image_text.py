@@ -15,6 +15,7 @@ channels, H and W height and width of an image, D hidden size.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,8 @@ ROWS = "image_rows"
 """What a session is given to make that input of: [B, S] int64, see `rows_of`."""
 IMAGE_TOKEN = "image_token"
 """Key of the metadata: the token in whose places features go."""
+WHOLE_IMAGES = "whole_images"
+"""Key of the metadata: whether the tokens of an image must run in one piece."""
 WITHOUT_IMAGES = "without_images"
 """Key of the metadata, of models that take images but are built without: the reason."""
 
@@ -63,9 +66,24 @@ def reason_against(module: Any) -> str | None:
         return "its decoder does not take features that were made before"
     if more := [name for name in inspect.signature(features).parameters if name not in _OPTIONS]:
         return f"its images come with {', '.join(more)}"
-    if "token_type_ids" in inspect.signature(module.forward).parameters:
-        return "it attends to tokens of an image in both directions"
+    if "token_type_ids" in inspect.signature(module.forward).parameters and not sees_whole_images(module):
+        return "its mask depends on where the prompt ends"
     return None
+
+
+def sees_whole_images(module: nn.Module) -> bool:
+    """Whether tokens of one image see each other in both directions, as those of Gemma 3 do."""
+    return hasattr(sys.modules[type(module).__module__], "get_block_sequence_ids_for_mask")
+
+
+def type_arguments(module: nn.Module, is_image: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return what tells a model which tokens are those of images, where it wants to know; `is_image` is a bool mask."""
+    return {"token_type_ids": is_image.to(torch.int64)} if sees_whole_images(module) else {}
+
+
+def described(module: nn.Module) -> dict[str, Any]:
+    """Return what the metadata of a model with images says."""
+    return {IMAGE_TOKEN: image_token(module), WHOLE_IMAGES: sees_whole_images(module)}
 
 
 class Vision(nn.Module):
@@ -124,7 +142,10 @@ class Decoder(causal_lm.CausalLM):
         given = image_features.index_select(0, (image_index - 1).clamp(min=0))
         chosen = torch.where(image_index[:, None] > 0, given, own)
         images = as_arguments(chosen, is_list=self._is_list)
-        return self.logits(input_ids, attention_mask, position_ids, cache_position, cache, **images)
+        # By slots of the cache, as the mask is made; an image is never cut in two.
+        nowhere = torch.zeros_like(attention_mask, dtype=torch.bool)
+        types = type_arguments(user, nowhere.index_copy(1, cache_position, input_ids == token))
+        return self.logits(input_ids, attention_mask, position_ids, cache_position, cache, **images, **types)
 
 
 def as_arguments(features: torch.Tensor, *, is_list: bool) -> dict[str, Any]:
@@ -134,7 +155,10 @@ def as_arguments(features: torch.Tensor, *, is_list: bool) -> dict[str, Any]:
 
 
 def _pooled(model: Any, pixel_values: torch.Tensor) -> Any:
-    return model.get_image_features(pixel_values=pixel_values, return_dict=True).pooler_output
+    pooled = model.get_image_features(pixel_values=pixel_values, return_dict=True).pooler_output
+    if pooled is None:
+        raise UsageError("features of images come in an unknown form", got="no pooler_output", expected="one")
+    return pooled
 
 
 def _flat(pooled: Any) -> torch.Tensor:

@@ -158,8 +158,7 @@ def load_model(
         decoding = "encoder_decoder"
     if is_causal and (reason := image_text.reason_against(module)) != "":
         decoding = "images" if reason is None else ""
-        key = image_text.IMAGE_TOKEN if reason is None else image_text.WITHOUT_IMAGES
-        metadata[key] = reason or image_text.image_token(module)
+        metadata |= image_text.described(module) if reason is None else {image_text.WITHOUT_IMAGES: reason}
     kind = "causal_lm" if is_causal else "module"
     return LoadedModel(module, name, kind, metadata["dtype"], directory, metadata, decoding)
 
