@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from glassengine.blocks import BLOCK_ELEMENTS
-from glassengine.compare.verdict import unit_roundoff
+from glassengine.compare.verdict import smallest_precise, unit_roundoff
 from glassengine.recording.noise_floor import Floor
 
 
@@ -74,9 +74,9 @@ def rho(found: Slices, floor: Floor, relative: float, dtype: torch.dtype) -> flo
         relative: The largest noise of this site in any step, relative to the baseline.
         dtype: Of the baseline; the last rounding alone is part of every floor.
     """
-    u = unit_roundoff(dtype) if dtype.is_floating_point else 0.0
+    u, tiny = (unit_roundoff(dtype), smallest_precise(dtype)) if dtype.is_floating_point else (0.0, 0.0)
     share = max(relative**2, u**2 / 3)
-    least = max(floor.whole, found.power * share)
+    least = max(floor.whole, found.power * share, tiny**2 / 3)
     ratio: float = _ratio(torch.tensor(found.error), torch.tensor(least))
     for errors, powers, noise in zip(found.errors, found.powers, floor.slices, strict=True):
         ratio = max(ratio, _ratio(errors, torch.maximum(noise, powers * share).clamp(min=least)))

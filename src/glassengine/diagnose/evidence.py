@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from glassengine.compare.bounds import rounding_bound
 from glassengine.compare.operation import Operation, Roundoff
-from glassengine.compare.verdict import INTRODUCED_WRONG, SUSPICIOUS, Reference, unit_roundoff
+from glassengine.compare.verdict import INTRODUCED_WRONG, SUSPICIOUS, Reference, smallest_precise, unit_roundoff
 from glassengine.diagnose.cut_graph import Piece, clone, cut
 from glassengine.diagnose.float64 import retarget
 from glassengine.diagnose.sides import EngineSide, Observed, ProgramSide, Side
@@ -187,14 +187,14 @@ def _allowed(exact: Piece, expected: torch.Tensor, actual: torch.Tensor, *, comp
     """Return the widest rounding bound that the candidate's result exceeds; the floor where there is no bound."""
     if not (expected.is_floating_point() and actual.is_floating_point()):
         return torch.zeros(expected.shape, dtype=torch.float64)
-    u = unit_roundoff(actual.dtype)
+    u, tiny = unit_roundoff(actual.dtype), smallest_precise(actual.dtype)
     # Of weights that the candidate holds in a coarser dtype.
     finest = min((unit_roundoff(t.dtype) for t in exact.inputs.values() if t.is_floating_point()), default=u)
     u_w = u if finest < u else 0.0
     operation = _operation(exact, expected)
     error = (actual.double() - expected).abs()
     for u_in in (u, 0.0) if compiled else (0.0,):
-        roundoff = Roundoff(u, u_in, u_w, torch.finfo(actual.dtype).tiny)
+        roundoff = Roundoff(u, u_in, u_w, tiny, tiny_in=tiny)
         bound = None if operation is None else rounding_bound(operation, roundoff)
         if bound is not None and not bool((error <= bound).all()):
             return bound.expand(expected.shape).clone()

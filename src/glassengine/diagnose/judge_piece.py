@@ -13,7 +13,7 @@ import torch
 from torch.fx import Interpreter, Node
 from torch.utils import _pytree as pytree
 
-from glassengine.compare.verdict import WRONG, Judgement, Reference, unit_roundoff
+from glassengine.compare.verdict import WRONG, Judgement, Reference, smallest_precise, unit_roundoff
 from glassengine.diagnose.cut_graph import Piece
 from glassengine.diagnose.flat_program import with_values
 from glassengine.diagnose.float64 import retarget, target_of
@@ -84,7 +84,8 @@ class _Noisy(Interpreter):
     def _rounded(self, node: Node, args: Any, kwargs: Mapping[str, Any], kept: Any, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return value
-        return noisy(node, value, args, dict(kwargs), unit_roundoff(_float(kept)), self._generator)
+        u, tiny = unit_roundoff(_float(kept)), smallest_precise(_float(kept))
+        return noisy(node, value, args, dict(kwargs), u, self._generator, tiny=tiny)
 
 
 def _float(value: torch.Tensor) -> torch.dtype:
