@@ -173,6 +173,23 @@ def test_files_go_through_the_processor_of_the_model(
     assert found(made) == rows[1:]
 
 
+def test_a_photo_that_was_taken_sideways_is_read_upright(engine: Engine, photos: list[Path], tmp_path: Path) -> None:
+    turned = Image.open(photos[0]).transpose(Image.Transpose.ROTATE_90)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn it clockwise to see it as it was
+    turned.save(tmp_path / "turned.png", exif=exif)
+    seen: list[torch.Tensor] = []
+    for file in (photos[0], tmp_path / "turned.png", photos[1]):
+        engine.generate(
+            "<image>",
+            images=file,
+            max_new_tokens=1,
+            debug=["image_features"],
+            on_step=lambda session: seen.append(session.debug_buffers["image_features"]),
+        )
+    assert torch.equal(seen[0], seen[1]) and not torch.equal(seen[0], seen[2])
+
+
 def test_images_that_do_not_fit_are_told(engine: Engine, photos: list[Path], tmp_path: Path) -> None:
     def given(**inputs: Any) -> Any:
         return engine.generate(input_ids=[ONE], inputs={"pixel_values": PIXELS[:1], **inputs})

@@ -142,7 +142,7 @@ def _opened(images: Images) -> Iterator[Any]:
         UsageError: Pillow is missing, or a file is no image.
     """
     try:
-        from PIL import Image
+        from PIL import Image, ImageOps
     except ImportError as error:
         raise UsageError("images are read with Pillow, which is not installed", hint="pip install pillow") from error
     for image in images if isinstance(images, (list, tuple)) else [images]:
@@ -151,7 +151,8 @@ def _opened(images: Images) -> Iterator[Any]:
             continue
         try:
             with Image.open(image) as file:
-                yield file.convert("RGB")
+                # Upright, as transformers reads a file.
+                yield ImageOps.exif_transpose(file).convert("RGB")
         except Exception as error:  # hostile files raise all sorts
             raise UsageError(
                 "the image cannot be read", got=f"{image}: {type(error).__name__}: {error}", hint="--image FILE"
