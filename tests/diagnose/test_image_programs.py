@@ -64,6 +64,7 @@ def test_prompts_with_and_without_images_are_judged(judged: Comparison) -> None:
     assert {pair.step for pair in judged.pairs if pair.site == MERGE} == {0, 1}
 
 
+@pytest.mark.slow
 def test_given_images_are_judged_in_a_decode_loop(wrong: Path, tmp_path: Path) -> None:
     """Two images in one prompt, which are two steps of the vision program."""
     ids = torch.full((1, 12), 7)

@@ -99,7 +99,11 @@ def test_prompts_of_several_lengths_are_one_batch(model: Any, engine: Engine, ch
     ids = torch.tensor([[0] * (length - len(row)) + row for row in rows])
     mask = (ids != 0).long()
     padded = {"input_ids": ids, "attention_mask": mask, "pixel_values": PIXELS}
-    assert found(engine.generate(inputs=padded, max_new_tokens=6)) == found(made)
+    # What a processor says of the tokens beside is what they say themselves.
+    for more in ({}, {"token_type_ids": (ids == TOKEN).long()}):
+        assert found(engine.generate(inputs=padded | more, max_new_tokens=6)) == found(made)
+    with pytest.raises(UsageError, match=r"not the tensors of images[\s\S]*token_type_ids"):
+        engine.generate(inputs={**padded, "token_type_ids": torch.ones_like(ids)}, max_new_tokens=6)
 
 
 def test_sequences_of_one_prompt_share_its_images(model: Any, engine: Engine) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +52,7 @@ class VisionSide(ModuleSide):
         That is no call of the model, and nothing outside of one is observed: for a moment it is what a call does.
         """
         before = vars(self.module).get("forward")
-        self.module.forward = partial(Vision(self.module).forward)
+        self.module.forward = Vision(self.module).forward
         try:
             self.module(**inputs)
         finally:

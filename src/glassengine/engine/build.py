@@ -214,7 +214,7 @@ def build(
             on_encoder_stage=encoder_writer.stage if encoder_writer else None,
         )
         encoder = encoders[0] if encoders else None
-        if reason := loaded.metadata.get(WITHOUT_IMAGES):
+        if program.kind == "causal_lm" and (reason := loaded.metadata.get(WITHOUT_IMAGES)):
             settings = _without_images(settings, reason)
         if dry_run:
             return plan_build(program, target or Path(tempfile.gettempdir()), settings, encoder=encoder)

@@ -26,6 +26,7 @@ from glassengine.program.image_text import (
     WITHOUT_IMAGES,
     require_features,
     rows_of,
+    without_types,
 )
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def read_request(engine: Engine, request: Request) -> Prompts:
         return _processed(engine, request, request.images)
     if not engine.takes_images or request.inputs is None:
         return request.read(engine)
-    given = dict(one_step(request.inputs))
+    given = without_types(one_step(request.inputs), int(engine.manifest.model[IMAGE_TOKEN]))
     pixels, ids, mask = (given.pop(name, None) for name in (PIXELS, "input_ids", "attention_mask"))
     if given or not isinstance(pixels, torch.Tensor):
         raise UsageError(

@@ -46,6 +46,7 @@ WITHOUT_IMAGES = "without_images"
 """Key of the metadata, of models that take images but are built without: the reason."""
 
 _OPTIONS = ("pixel_values", "vision_feature_layer", "vision_feature_select_strategy", "kwargs")
+_TYPES = ("token_type_ids", "mm_token_type_ids")
 _SMALLEST = 2
 """Export assumes at least so many features and image tokens; what is beyond those of a step is not read."""
 
@@ -59,9 +60,11 @@ def image_token(module: nn.Module) -> int | None:
 
 def reason_against(module: Any) -> str | None:
     """Return why a language model of transformers cannot be built with images; "" where it takes none at all."""
+    if PIXELS not in inspect.signature(module.forward).parameters:
+        return ""
     features = getattr(module, "get_image_features", None)
     if features is None or image_token(module) is None:
-        return ""
+        return "it makes no features of images by themselves"
     if "mm_encoder_outputs" not in inspect.signature(module.base_model.forward).parameters:
         return "its decoder does not take features that were made before"
     if more := [name for name in inspect.signature(features).parameters if name not in _OPTIONS]:
@@ -207,6 +210,19 @@ def example_inputs(
     inputs[INDEX] = torch.zeros((3,), dtype=torch.int64, device=device)
     shapes[FEATURES] = shapes[INDEX] = {0: torch.export.Dim.DYNAMIC}
     return inputs, shapes
+
+
+def without_types(inputs: Mapping[str, Any], token: int) -> dict[str, Any]:
+    """Return inputs of a model without what its processor says of each token, where that is only which are images'."""
+    ids = inputs.get("input_ids")
+    if not isinstance(ids, torch.Tensor):
+        return dict(inputs)
+    derived = (ids == token).to(torch.int64)
+    return {
+        name: value
+        for name, value in inputs.items()
+        if name not in _TYPES or not isinstance(value, torch.Tensor) or not torch.equal(value.to(torch.int64), derived)
+    }
 
 
 def rows_of(input_ids: torch.Tensor, attention_mask: torch.Tensor, token: int) -> torch.Tensor:
