@@ -151,6 +151,8 @@ class ReferenceRun:
             value = env[source][lane]
             if lane == 1:
                 return value
+            if isinstance(value, (int, float, torch.SymInt)):
+                return value
             if not isinstance(value, torch.Tensor):
                 return pytree.tree_map(retarget, value)
             if source.name not in self._weights or not value.is_floating_point():
@@ -179,7 +181,7 @@ class ReferenceRun:
                 product = ExactProduct(node, value, args, kwargs, self._stored(node))
             if lane > 1 and rounds(node):
                 disturb = partial(self._noisy, node, args=args, kwargs=kwargs, generator=generators[lane])
-                value = pytree.tree_map(disturb, value)
+                value = disturb(value) if isinstance(value, torch.Tensor) else pytree.tree_map(disturb, value)
             results.append(value)
         return results
 

@@ -6,6 +6,7 @@ Op sites come from the module stack that the exporter leaves on every node, modu
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections import Counter
@@ -34,10 +35,15 @@ def op_name(node: Node) -> str:
     """Return the ATen base name of a node: no overload, no trailing underscore."""
     if node.op != "call_function":
         return "input"
-    if isinstance(node.target, torch._ops.OpOverload):
-        name = node.target._schema.name.split("::")[-1]
+    return _base_name(node.target)
+
+
+@functools.lru_cache(maxsize=4096)  # asked for several times of each node that is judged
+def _base_name(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        name = target._schema.name.split("::")[-1]
         return name if name.endswith("__") else name.rstrip("_")
-    return getattr(node.target, "__name__", str(node.target)).rstrip("_")
+    return getattr(target, "__name__", str(target)).rstrip("_")
 
 
 def is_tensor_node(node: Node) -> bool:
