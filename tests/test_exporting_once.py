@@ -75,6 +75,12 @@ def test_an_equal_model_is_not_exported_again(exports: Exports) -> None:
     assert len(exports.made) == 2, "an observer sees nothing of what was exported before"
 
 
+def test_where_a_model_was_read_from_makes_no_difference(exports: Exports) -> None:
+    exports.again(lambda model: setattr(model, "name_or_path", "elsewhere"))
+    exports.again(lambda model: setattr(model.config, "_name_or_path", "elsewhere"))
+    assert len(exports.made) == 1
+
+
 CHANGES: dict[str, Callable[[Any], object]] = {
     "a weight": lambda model: model.lm_head.weight.data[0].mul_(1.001),
     "a setting": lambda model: setattr(model.model.layers[1].self_attn, "scaling", 0.3),

@@ -177,7 +177,7 @@ def test_build_in_a_thread(program: Program, tmp_path: Path) -> None:
     assert glass.load(tmp_path / "e").manifest.name == "e"
 
 
-def test_interrupted_build_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
+def test_interrupted_build_leaves_nothing(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     script = (
@@ -189,7 +189,9 @@ def test_interrupted_build_leaves_nothing(checkpoint: Path, tmp_path: Path) -> N
         "from glassengine.cli.main import main\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
-    command = [sys.executable, "-c", script, "build", str(checkpoint), str(out / "e"), "--backend", "eager"]
+    made = "glassengine.testing.models:vision"
+    arguments = ["build", made, str(out / "e"), "--inputs", f"{made}_inputs", "--backend", "eager"]
+    command = [sys.executable, "-c", script, *arguments]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 90
