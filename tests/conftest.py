@@ -186,8 +186,7 @@ def exporting_once() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """Return a context in which what is equal is exported, stored and read back once in this process.
 
     Equal models have modules of the same classes with the same settings and the same code, and the same weights; equal
-    programs the same nodes; equal files the same bytes. What is exported with an observer of its stages is exported
-    again.
+    programs the same nodes; equal files the same bytes.
     """
 
     @contextlib.contextmanager
@@ -234,48 +233,59 @@ _APART = ("_parameters", "_buffers", "_modules", "config", "name_or_path")
 def _export_once(model: Any, *, metadata: dict[str, Any] | None = None, on_stage: Any = None) -> Any:
     from glassengine.program.export import export_causal_lm
 
-    if on_stage is not None:
-        return export_causal_lm(model, metadata=metadata, on_stage=on_stage)
     key, code = _identity(model)
 
     def make() -> Any:
+        stages: list[Any] = []
         # The model and its code live on, or their addresses would be used again.
-        return (export_causal_lm(model),), (model, code)
+        return (export_causal_lm(model, on_stage=stages.append),), [stages], (model, code)
 
-    programs, _ = _exported.latest(key, make, _state_of_programs)
-    return _with_metadata(programs, metadata)[0]
+    return _shown(_exported.latest(key, make, _state_of_programs), metadata, [on_stage])[0]
 
 
-def _export_two_once(name: str, model: Any, given: Any, **options: Any) -> Any:
+def _export_two_once(
+    name: str,
+    model: Any,
+    given: Any,
+    *,
+    metadata: dict[str, Any] | None = None,
+    on_stage: Any = None,
+    on_encoder_stage: Any = None,
+) -> Any:
     from torch.utils import _pytree as pytree
 
     from glassengine.program import export_two
 
-    metadata = options.pop("metadata", None)
-    if any(observer is not None for observer in options.values()):
-        return getattr(export_two, name)(model, given, metadata=metadata, **options)
     key, code = _identity(model)
     leaves = {pytree.keystr(path): value for path, value in pytree.tree_flatten_with_path(given)[0]}
     tensors = {path: value for path, value in leaves.items() if hasattr(value, "dtype")}
     plain = repr({path: value for path, value in leaves.items() if path not in tensors})
 
     def make() -> Any:
-        return getattr(export_two, name)(model, given), (model, code)
+        first: list[Any] = []
+        last: list[Any] = []
+        observers = {"on_encoder_stage": first.append, "on_stage": last.append}
+        return getattr(export_two, name)(model, given, **observers), [first, last], (model, code)
 
-    programs, _ = _exported.latest((name, key, _state(tensors), plain), make, _state_of_programs)
-    return _with_metadata(programs, metadata)
+    made = _exported.latest((name, key, _state(tensors), plain), make, _state_of_programs)
+    return _shown(made, metadata, [on_encoder_stage, on_stage])
 
 
-# What stands in is the same object each time, as `_identity` asks for.
-_TWO = {name: functools.partial(_export_two_once, name) for name in ("export_encoder_decoder", "export_image_text")}
-
-
-def _with_metadata(programs: Any, metadata: dict[str, Any] | None) -> tuple[Any, ...]:
+def _shown(made: Any, metadata: dict[str, Any] | None, observers: list[Any]) -> tuple[Any, ...]:
+    """Return the programs with `metadata`; whoever observes sees the stages of the export that was."""
+    programs, stages, _ = made
+    for observer, seen in zip(observers, stages, strict=True):
+        for stage in seen if observer is not None else ():
+            observer(stage)
     return tuple(dataclasses.replace(each, metadata={**(metadata or {}), **each.metadata}) for each in programs)
 
 
 def _state_of_programs(made: Any) -> str:
     return " ".join(_state(program.exported.state_dict) for program in made[0])
+
+
+# What stands in is the same object each time, as `_identity` asks for.
+_TWO = {name: functools.partial(_export_two_once, name) for name in ("export_encoder_decoder", "export_image_text")}
 
 
 def _save_once(program: Any, directory: Path) -> None:

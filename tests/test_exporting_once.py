@@ -41,8 +41,9 @@ class Exports:
         self.made: list[Any] = []
         self._size = next(self._sizes)
 
-    def really(self, model: nn.Module, **_: Any) -> Exported:
+    def really(self, model: nn.Module, *, on_stage: Callable[[str], None]) -> Exported:
         """Stand in for `export_causal_lm`."""
+        on_stage(f"stage of {len(self.made)}")
         self.made.append(model)
         return Exported(SimpleNamespace(state_dict=model.state_dict()), {"layout": "plain"})
 
@@ -71,8 +72,9 @@ def test_an_equal_model_is_not_exported_again(exports: Exports) -> None:
         {"model": "one", "layout": "plain"},
         {"model": "two", "layout": "plain"},
     )
-    exports.again(on_stage=print)
-    assert len(exports.made) == 2, "an observer sees nothing of what was exported before"
+    seen: list[str] = []
+    exports.again(on_stage=seen.append)
+    assert len(exports.made) == 1 and seen == ["stage of 0"]
 
 
 def test_where_a_model_was_read_from_makes_no_difference(exports: Exports) -> None:
@@ -221,7 +223,9 @@ def test_both_programs_of_what_has_two(
 ) -> None:
     made: list[Any] = []
 
-    def really(model: nn.Module, inputs: Any, **_: Any) -> tuple[Exported, Exported]:
+    def really(model: nn.Module, inputs: Any, *, on_stage: Any, on_encoder_stage: Any) -> tuple[Exported, Exported]:
+        on_encoder_stage("first")
+        on_stage("last")
         made.append(model)
         return tuple(Exported(SimpleNamespace(state_dict=model.state_dict()), {}) for _ in range(2))  # type: ignore[return-value]
 
@@ -235,5 +239,8 @@ def test_both_programs_of_what_has_two(
         assert decoder.metadata == {"model": "one"} and again[1].metadata == {}
         export_both(Scaled(), [{"input_ids": torch.zeros(1, 4, dtype=torch.int64)}])
         export_both(Scaled(3.0), given)
-        export_both(Scaled(), given, on_encoder_stage=print)
-    assert len(made) == 4
+        assert len(made) == 3
+        seen: list[str] = []
+        export_both(Scaled(), given, on_encoder_stage=lambda stage: seen.append(f"encoder: {stage}"))
+        export_both(Scaled(), given, on_stage=seen.append)
+        assert len(made) == 3 and seen == ["encoder: first", "last"]
