@@ -279,6 +279,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "vision_config": {**_SAM, "patch_size": 4, "mlp_dim": 64, "global_attn_indexes": [1], "window_size": 2},
         "text_config": {**_TEXT, "model_type": "qwen2"},
     },
+    "SmolVLM": {"vision_config": _VISION, "text_config": {**_TEXT, "model_type": "llama"}, "scale_factor": 2},
     "Gemma3": {
         "vision_config": _SIGLIP,
         "text_config": _GEMMA,
@@ -298,7 +299,7 @@ def test_other_families_generate_and_are_judged(family: str) -> None:
     classes = f"{family}ForConditionalGeneration", f"{family}Config"
     model: Any = models.from_config(*classes, {**OTHERS[family], **names})
     image = image_text.made_up_image(model, None)["pixel_values"]
-    pixels = torch.randn((3, *image.shape[1:]), generator=torch.Generator().manual_seed(1))
+    pixels = torch.randn((3, *image.shape[-3:]), generator=torch.Generator().manual_seed(1))
     places = [3] * len(image_text.features_of(model, image))
     rows = [[7, *places, 50, 60, *places, 9], [*places, 40, 17, 20, 33], [8, 9, 10, 11]]
     images = [pixels[:2], pixels[2:], None]
@@ -307,10 +308,37 @@ def test_other_families_generate_and_are_judged(family: str) -> None:
     wanted = []
     for row, own in zip(rows, images, strict=True):
         types = {"token_type_ids": (torch.tensor([row]) == 3).long()} if family == "Gemma3" and own is not None else {}
-        wanted += expected(model, row, own, eos_token_id=None, **types)
+        of_prompt = own[None] if own is not None and image.dim() == 5 else own
+        wanted += expected(model, row, of_prompt, eos_token_id=None, **types)
     assert found(made) == wanted
     result = check(model, backend="eager", steps=1)
     assert result.ok and result.coverage == 1.0 and result.counts["wrong"] == 0
     if family == "Gemma3":
         with pytest.raises(UsageError, match=r"cannot run in pieces[\s\S]*--prefill-chunk"):
             engine.generate(input_ids=rows, inputs={"pixel_values": pixels}, prefill_chunk=4)
+
+
+@pytest.mark.slow
+def test_tiles_that_a_processor_cuts_images_into(photos: list[Path], tmp_path: Path) -> None:
+    """Idefics 3: more tiles than images, other numbers of them in each prompt, and masks of pixels that all count."""
+    from transformers import Idefics3ImageProcessorPil, Idefics3Processor
+
+    tiles = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
+    words = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *tiles]
+    tokenizer = byte_tokenizer(*words)
+    tokenizer.add_tokens(words, special_tokens=True)
+    text = {**_TEXT, "model_type": "llama", "vocab_size": VOCAB_SIZE + len(words), "max_position_embeddings": 128}
+    settings = {"vision_config": _VISION, "text_config": text, "scale_factor": 2, "image_token_id": VOCAB_SIZE}
+    model: Any = models.from_config("Idefics3ForConditionalGeneration", "Idefics3Config", settings)
+    directory = save_checkpoint(model, tmp_path / "tiny", tokenizer=False)
+    images = Idefics3ImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
+    processor = Idefics3Processor(images, tokenizer, image_seq_len=4)
+    processor.save_pretrained(directory)
+    engine = glass.build(directory, tmp_path / "engine", backend="eager")
+    wanted = []
+    for prompt, files in (("<image>a<image>", photos), ("b <image>", photos[:1])):
+        read = processor(text=[prompt], images=[[Image.open(file) for file in files]], return_tensors="pt")
+        assert read["pixel_values"].shape[1] > len(files)
+        wanted += model.generate(**read, max_new_tokens=5, do_sample=False)[:, read["input_ids"].shape[1] :].tolist()
+    made = engine.generate(["<image>a<image>", "b <image>"], images=[*photos, photos[0]], max_new_tokens=5)
+    assert found(made) == wanted

@@ -44,6 +44,22 @@ def test_another_number_of_image_tokens_is_refused() -> None:
         require_features(8, 0, 0)
 
 
+def test_blank_images_fill_up_the_prompts_of_a_batch() -> None:
+    """Where each prompt has its images on an axis of its own: a processor adds blank ones."""
+    pixels = torch.ones(2, 2, 3, 4, 4)
+    pixels[1, 1] = 0
+    mask = torch.ones(2, 2, 4, 4).long()
+    mask[1, 1] = 0
+    assert [tuple(image.shape) for image in image_text.one_by_one(pixels, 2)] == [(1, 1, 3, 4, 4)] * 3
+    assert len(image_text.one_by_one(pixels, 1)) == 4
+    ids = torch.tensor([[7, TOKEN]])
+    given = {"input_ids": ids, "pixel_values": pixels, "pixel_attention_mask": mask, "mm_token_type_ids": ids == TOKEN}
+    assert image_text.without_derived(given, TOKEN).keys() == {"input_ids", "pixel_values"}
+    mask[0, 0, 0] = 0
+    assert "pixel_attention_mask" in image_text.without_derived(given, TOKEN)
+    assert "mm_token_type_ids" in image_text.without_derived({**given, "mm_token_type_ids": ids}, TOKEN)
+
+
 def qwen2_vl() -> nn.Module:
     text = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     rope = {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2], "rope_type": "default"}}

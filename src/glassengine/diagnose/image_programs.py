@@ -29,6 +29,7 @@ from glassengine.program.image_text import (
     IMAGE_TOKEN,
     PIXELS,
     ROWS,
+    WITHOUT_IMAGES,
     Vision,
     as_arguments,
     features_of,
@@ -36,6 +37,7 @@ from glassengine.program.image_text import (
     made_up_image,
     makes_list,
     one_by_one,
+    reason_of,
     require_features,
     rows_of,
     type_arguments,
@@ -112,8 +114,12 @@ def start_with_images(
     Raises:
         UsageError: The inputs do not fit the model.
     """
-    image = made_up_image(model.module, model.directory)
-    of_one = features_of(model.module, image[PIXELS])
+    try:
+        image = made_up_image(model.module, model.directory)
+        of_one = features_of(model.module, image[PIXELS])
+    except Exception as error:  # the model's own code raises whatever it likes
+        model.metadata[WITHOUT_IMAGES] = reason_of(error)
+        return (start(replace(model, decoding=""), inputs, steps, stack, progress),)
     images: list[torch.Tensor] = []
     cases = []
     for case, pixels in _cases(model, inputs, image[PIXELS], len(of_one), steps):

@@ -55,7 +55,7 @@ from glassengine.diagnose.two_programs import beside_source, joined, start_both
 from glassengine.engine.engine import Engine, load
 from glassengine.errors import IncomparableError, UnknownNameError, UsageError
 from glassengine.program import load_model
-from glassengine.program.image_text import IMAGE_TOKEN, PIXELS, WITHOUT_IMAGES, without_types
+from glassengine.program.image_text import IMAGE_TOKEN, PIXELS, WITHOUT_IMAGES, without_derived
 from glassengine.recording.formats.files import KINDS
 from glassengine.recording.source import open_source
 from glassengine.results import Comparison, Skipped
@@ -164,7 +164,7 @@ def check(
     if engine is not None and not engine.manifest.has_encoder and model.decoding == "images":
         model = replace(model, decoding="")  # it was built without
     if model.decoding == "images" and given is not None and not isinstance(given, str):
-        given = [without_types(step, model.metadata[IMAGE_TOKEN]) for step in given]
+        given = [without_derived(step, model.metadata[IMAGE_TOKEN]) for step in given]
     is_double = model.decoding == "encoder_decoder"
     more = beside_tokens(given) if model.kind == "causal_lm" else beside_source(model, given) if is_double else []
     if model.decoding == "images":

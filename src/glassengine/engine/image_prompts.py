@@ -9,7 +9,7 @@ Shape legend: B batch, S tokens, N images.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from glassengine.program.image_text import (
     WITHOUT_IMAGES,
     require_features,
     rows_of,
-    without_types,
+    without_derived,
 )
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def read_request(engine: Engine, request: Request) -> Prompts:
         return _processed(engine, request, request.images)
     if not engine.takes_images or request.inputs is None:
         return request.read(engine)
-    given = without_types(one_step(request.inputs), int(engine.manifest.model[IMAGE_TOKEN]))
+    given = without_derived(one_step(request.inputs), int(engine.manifest.model[IMAGE_TOKEN]))
     pixels, ids, mask = (given.pop(name, None) for name in (PIXELS, "input_ids", "attention_mask"))
     if given or not isinstance(pixels, torch.Tensor):
         raise UsageError(
@@ -113,8 +113,25 @@ def _processed(engine: Engine, request: Request, images: Images) -> Prompts:
             ) from error
         rows.append(made["input_ids"][0].tolist())
         if own:
-            pixels.append(made[PIXELS])
+            pixels.append(_pixels_alone(engine, made))
     return dataclasses.replace(read, rows=rows, pixel_values=torch.cat(pixels) if pixels else None)
+
+
+def _pixels_alone(engine: Engine, made: Mapping[str, Any]) -> torch.Tensor:
+    """Return the pixel values [N, C, H, W] of what a processor made of one prompt.
+
+    Raises:
+        UsageError: There is more to its images: a size of each, say.
+    """
+    given = without_derived(made, int(engine.manifest.model[IMAGE_TOKEN]))
+    if more := [name for name in given if name.startswith(("image_", "pixel_")) and name != PIXELS]:
+        raise UsageError(
+            f"the processor says more of the images than the engine {engine.manifest.name!r} takes",
+            got=", ".join(more),
+            expected=f"{PIXELS} alone",
+        )
+    pixels: torch.Tensor = given[PIXELS]
+    return pixels.reshape(-1, *pixels.shape[-3:])
 
 
 def load_processor(directory: str | Path) -> Any:

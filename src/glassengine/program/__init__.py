@@ -121,8 +121,8 @@ def _with_images(model: LoadedModel, on_stage: OnStage | None, on_encoder_stage:
         vision, program = export_image_text(
             model.module, image, metadata=model.metadata, on_stage=on_stage, on_encoder_stage=on_encoder_stage
         )
-    except UsageError as error:
-        model.metadata[image_text.WITHOUT_IMAGES] = f"{error.what}: {str(error.got).splitlines()[0]}"
+    except Exception as error:  # the model's own code raises whatever it likes
+        model.metadata[image_text.WITHOUT_IMAGES] = image_text.reason_of(error)
         return (export_causal_lm(model.module, metadata=model.metadata, on_stage=on_stage),)
     if on_encoder_stage is not None:
         on_encoder_stage(stage_of(vision, "functional"))

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
@@ -45,8 +46,9 @@ WHOLE_IMAGES = "whole_images"
 WITHOUT_IMAGES = "without_images"
 """Key of the metadata, of models that take images but are built without: the reason."""
 
-_OPTIONS = ("pixel_values", "vision_feature_layer", "vision_feature_select_strategy", "kwargs")
 _TYPES = ("token_type_ids", "mm_token_type_ids")
+_PIXEL_MASK = "pixel_attention_mask"
+_OPTIONS = (PIXELS, _PIXEL_MASK, "vision_feature_layer", "vision_feature_select_strategy", "kwargs")
 _SMALLEST = 2
 """Export assumes at least so many features and image tokens; what is beyond those of a step is not read."""
 
@@ -87,6 +89,12 @@ def type_arguments(module: nn.Module, is_image: torch.Tensor) -> dict[str, torch
 def described(module: nn.Module) -> dict[str, Any]:
     """Return what the metadata of a model with images says."""
     return {IMAGE_TOKEN: image_token(module), WHOLE_IMAGES: sees_whole_images(module)}
+
+
+def reason_of(error: Exception) -> str:
+    """Return in one line why a model could not be run or traced with images."""
+    got = f"{error.what}: {error.got}" if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+    return got.splitlines()[0]
 
 
 class Vision(nn.Module):
@@ -173,7 +181,12 @@ def _flat(pooled: Any) -> torch.Tensor:
 
 def made_up_image(model: nn.Module, directory: str | None) -> dict[str, torch.Tensor]:
     """Return `pixel_values` of one image, made up; `directory` as in `example_inputs`."""
-    return {PIXELS: made_up(model, directory)[0][PIXELS][:1]}
+    image = made_up(model, directory)[0][PIXELS][:1]
+    try:
+        makes_list(model, {PIXELS: image})
+    except Exception:  # of whatever kind: it wants the images of a prompt on an axis of their own
+        image = image[None]
+    return {PIXELS: image}
 
 
 def features_of(model: nn.Module, pixel_values: torch.Tensor) -> torch.Tensor:
@@ -185,14 +198,21 @@ def features_of(model: nn.Module, pixel_values: torch.Tensor) -> torch.Tensor:
 
 
 def one_by_one(pixel_values: torch.Tensor, num_leading: int) -> tuple[torch.Tensor, ...]:
-    """Return images [..., C, H, W] one by one, each with `num_leading` leading dimensions of 1."""
+    """Return images [..., C, H, W] one by one, each with `num_leading` leading dimensions of 1.
+
+    A model that takes the images of each prompt on an axis of their own fills that up with blank ones, which are no
+    images to it.
+    """
     images = pixel_values.reshape(-1, *pixel_values.shape[-3:])
+    if num_leading > 1:
+        images = images[(images != 0).flatten(1).any(1)]
     return tuple(image.reshape(*[1] * num_leading, *image.shape) for image in images)
 
 
 def makes_list(model: nn.Module, image: Mapping[str, torch.Tensor]) -> bool:
     """Whether a model makes a list of features, one tensor an image; nothing is computed."""
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+    # Some models look for images that are padding: how many are left is a size that nobody knows.
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()):
         return not isinstance(_pooled(model, image[PIXELS]), torch.Tensor)
 
 
@@ -212,17 +232,25 @@ def example_inputs(
     return inputs, shapes
 
 
-def without_types(inputs: Mapping[str, Any], token: int) -> dict[str, Any]:
-    """Return inputs of a model without what its processor says of each token, where that is only which are images'."""
-    ids = inputs.get("input_ids")
-    if not isinstance(ids, torch.Tensor):
-        return dict(inputs)
-    derived = (ids == token).to(torch.int64)
-    return {
-        name: value
-        for name, value in inputs.items()
-        if name not in _TYPES or not isinstance(value, torch.Tensor) or not torch.equal(value.to(torch.int64), derived)
-    }
+def without_derived(inputs: Mapping[str, Any], token: int) -> dict[str, Any]:
+    """Return inputs of a model without those of its processor that say nothing new.
+
+    Args:
+        inputs: By name.
+        token: The image token. Types of tokens say which tokens are that, and a mask of pixels that all of them count.
+    """
+    given = dict(inputs)
+    ids, pixels, mask = (given.get(name) for name in ("input_ids", PIXELS, _PIXEL_MASK))
+    if isinstance(ids, torch.Tensor):
+        for name in _TYPES:
+            types = given.get(name)
+            if isinstance(types, torch.Tensor) and torch.equal(types.bool(), ids == token):
+                del given[name]
+    if isinstance(mask, torch.Tensor) and isinstance(pixels, torch.Tensor) and mask.shape[:-2] == pixels.shape[:-3]:
+        counts = mask.bool().flatten(-2).all(-1) | (pixels == 0).flatten(-3).all(-1)
+        if bool(counts.all()):
+            del given[_PIXEL_MASK]
+    return given
 
 
 def rows_of(input_ids: torch.Tensor, attention_mask: torch.Tensor, token: int) -> torch.Tensor:

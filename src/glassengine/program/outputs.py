@@ -145,7 +145,20 @@ def functional_form(program: Program) -> Program:
         for spec in exported.graph_signature.output_specs
     ]
     graph = copied_graph(exported.graph)
+    _forget_pending_sizes(graph)
     return program.replace(rebuilt(exported, graph, specs, out_spec=_flat_spec(specs)))
+
+
+def _forget_pending_sizes(graph: torch.fx.Graph) -> None:
+    """Let a graph be converted twice: the tracer keeps a list of sizes that values decide, of `nonzero` and the like.
+
+    A conversion leaves some of them on it, and the next one takes them for sizes that it has lost.
+    """
+    for node in graph.nodes:
+        mode = getattr(node.meta.get("val"), "fake_mode", None)
+        if mode is not None and mode.shape_env is not None:
+            mode.shape_env.pending_fresh_unbacked_symbols.clear()
+            return
 
 
 def result_names(program: Program) -> list[str]:
