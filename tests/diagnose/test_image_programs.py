@@ -94,3 +94,11 @@ def test_images_that_do_not_fit_are_refused(change: dict[str, Any], message: str
 def test_an_engine_with_images_is_refused_for_a_model_without(wrong: Path) -> None:
     with pytest.raises(IncomparableError, match=r"encoder and decoder[\s\S]*one program"):
         check(models.llama(), candidate=wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "onnxruntime", "inductor"])
+def test_engines_of_every_back_end_agree(backend: str) -> None:
+    result = check(llava(), backend=backend, steps=1)
+    assert result.ok and result.coverage == 1.0 and result.counts["wrong"] == 0
+    assert [rung.name for rung in result.rungs if rung.name != "op-by-op"] == ["program", "engine", "release"]
