@@ -281,7 +281,7 @@ def _shown(made: Any, metadata: dict[str, Any] | None, observers: list[Any]) -> 
 
 
 def _state_of_programs(made: Any) -> str:
-    return " ".join(_state(program.exported.state_dict) for program in made[0])
+    return " ".join(f"{_state(program.exported.state_dict)} {_graph(program.exported)}" for program in made[0])
 
 
 # What stands in is the same object each time, as `_identity` asks for.
