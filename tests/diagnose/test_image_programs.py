@@ -91,6 +91,13 @@ def test_images_that_do_not_fit_are_refused(change: dict[str, Any], message: str
         check(llava(), inputs=str(tmp_path / "inputs.pt"), backend="eager")
 
 
+def test_what_is_judged_from_text_alone_says_so() -> None:
+    result = check(llava(), candidate=llava(), steps=0)
+    assert result.ok
+    (skipped,) = [item for item in result.skipped if item.site == "images"]
+    assert skipped.reason == "judged from text alone: with images a port is judged in one forward, of --inputs"
+
+
 def test_an_engine_with_images_is_refused_for_a_model_without(wrong: Path) -> None:
     with pytest.raises(IncomparableError, match=r"encoder and decoder[\s\S]*one program"):
         check(models.llama(), candidate=wrong)

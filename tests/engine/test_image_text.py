@@ -221,6 +221,12 @@ def test_images_that_do_not_fit_are_told(engine: Engine, photos: list[Path], tmp
         engine.generate(input_ids=[ONE], images=photos[0])
     with pytest.raises(UsageError, match=r"image_features[\s\S]*4 features for 8 image tokens"):
         engine.session(1, 24, constants=engine.encode(pixel_values=PIXELS[:1])).prefill(torch.tensor([TWO]))
+    for rows in ([[-1, *range(1, 5), *[-1] * 5]], [[1, 2, 3, *[-1] * 7]]):
+        constants = {"image_features": torch.zeros(4, 64), "image_rows": torch.tensor(rows)}
+        with pytest.raises(UsageError, match=r"image_rows says something of other tokens"):
+            engine.session(1, 24, constants=constants).prefill(torch.tensor([ONE]))
+    with pytest.raises(UsageError, match=r"image_features are a tensor"):
+        engine.session(1, 24, constants={"image_features": [1.0]})
     with pytest.raises(UsageError, match=r"features of size 63"):
         engine.session(1, 24, constants={"image_features": torch.zeros(4, 63)}).prefill(torch.tensor([ONE]))
 

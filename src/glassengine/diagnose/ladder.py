@@ -157,12 +157,14 @@ def check(
     model = load_model(baseline, dtype=wanted, adapter=adapter, **options)
     given = read_inputs(inputs)
     # An engine is judged on the very programs that it generates with; a port need not have such.
-    if candidate is not None and (engine is None or engine.manifest.kind == "module"):
+    alone = candidate is not None and (engine is None or engine.manifest.kind == "module")
+    if model.decoding == "images" and (alone or (engine is not None and not engine.manifest.has_encoder)):
+        why = "with images a port is judged in one forward, of --inputs" if engine is None else "the engine takes none"
+        model.metadata[WITHOUT_IMAGES], alone = why, True
+    if alone:
         model = replace(model, decoding="")
     if model.decoding == "recurrent":
         model = replace(model, kind="causal_lm")
-    if engine is not None and not engine.manifest.has_encoder and model.decoding == "images":
-        model = replace(model, decoding="")  # it was built without
     if model.decoding == "images" and given is not None and not isinstance(given, str):
         given = [without_derived(step, model.metadata[IMAGE_TOKEN]) for step in given]
     is_double = model.decoding == "encoder_decoder"

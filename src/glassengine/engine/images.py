@@ -75,6 +75,8 @@ class PromptImages:
         self._is_default = self._rows is None
         self._num: int | None = None
         if FEATURES in given:
+            if not isinstance(given[FEATURES], torch.Tensor) or given[FEATURES].dim() != 2:
+                raise UsageError(f"{FEATURES} are a tensor [features, size]", hint="engine.encode(pixel_values=...)")
             self._num = len(given[FEATURES])
             given[FEATURES] = padded_features(given[FEATURES])
         else:
@@ -100,8 +102,9 @@ class PromptImages:
             problem = (f"features of size {features.shape[-1]}", "engine.encode(pixel_values=...)")
         elif most > self._num or (self._is_default and most < self._num):
             problem = (f"{self._num} features for {most} image tokens", "as many image tokens as features")
-        elif self._rows.shape != input_ids.shape:
-            problem = (f"{ROWS} {list(self._rows.shape)}", f"pass {list(input_ids.shape)}")
+        elif not torch.equal(self._rows >= 0, input_ids == self._token):
+            # Compiled code would read behind the index.
+            problem = (f"{ROWS} says something of other tokens than the image tokens", "leave it out")
         return [row_of(FEATURES, features[: self._num], built, *problem)]
 
     def index(self, start: int, stop: int, batch: int) -> torch.Tensor:
