@@ -306,7 +306,7 @@ def test_other_families_generate_and_are_judged(family: str) -> None:
     model: Any = models.from_config(*classes, {**OTHERS[family], **names})
     image = image_text.made_up_image(model, None)["pixel_values"]
     pixels = torch.randn((3, *image.shape[-3:]), generator=torch.Generator().manual_seed(1))
-    places = [3] * len(image_text.features_of(model, image))
+    places = [3] * len(image_text.features_of(model, [image]))
     rows = [[7, *places, 50, 60, *places, 9], [*places, 40, 17, 20, 33], [8, 9, 10, 11]]
     images = [pixels[:2], pixels[2:], None]
     engine = glass.build(model, backend="eager", max_seq_len=96)

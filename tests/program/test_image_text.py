@@ -52,6 +52,8 @@ def test_blank_images_fill_up_the_prompts_of_a_batch() -> None:
     mask[1, 1] = 0
     assert [tuple(image.shape) for image in image_text.one_by_one(pixels, 2)] == [(1, 1, 3, 4, 4)] * 3
     assert len(image_text.one_by_one(pixels, 1)) == 4
+    with pytest.raises(UsageError, match="no image that is not blank"):
+        image_text.one_by_one(0 * pixels, 2)
     ids = torch.tensor([[7, TOKEN]])
     given = {"input_ids": ids, "pixel_values": pixels, "pixel_attention_mask": mask, "mm_token_type_ids": ids == TOKEN}
     assert image_text.without_derived(given, TOKEN).keys() == {"input_ids", "pixel_values"}
@@ -111,7 +113,7 @@ def test_tokens_of_an_image_see_each_other_where_they_do_in_the_model() -> None:
     layout = causal_lm.probe_layout(model)
     caches = list(layout.allocate(1, 10, torch.float32).values())
     decoder = image_text.Decoder(model, layout, is_list=image_text.makes_list(model, {"pixel_values": pixels}))
-    features = image_text.features_of(model, pixels)
+    features = image_text.features_of(model, [pixels])
     mask = torch.ones(1, 10).long()
     slots = torch.arange(8)
     index = index_of(rows_of(ids, mask[:, :8], TOKEN))

@@ -116,7 +116,7 @@ def start_with_images(
     """
     try:
         image = made_up_image(model.module, model.directory)
-        of_one = features_of(model.module, image[PIXELS])
+        of_one = features_of(model.module, [image[PIXELS]])
     except Exception as error:  # the model's own code raises whatever it likes
         model.metadata[WITHOUT_IMAGES] = reason_of(error)
         return (start(replace(model, decoding=""), inputs, steps, stack, progress),)
@@ -129,9 +129,10 @@ def start_with_images(
             # Image tokens are tokens like any other, and none of these is read.
             rows, features = rows.clamp(max=0), torch.zeros_like(of_one)
         else:
-            features = features_of(model.module, pixels)
-            require_features(max(int(rows.max()), 0), len(features), pixels.shape[:-3].numel())
-            images += one_by_one(pixels, image[PIXELS].dim() - 3)
+            own = one_by_one(pixels, image[PIXELS].dim() - 3)
+            features = features_of(model.module, own)
+            require_features(max(int(rows.max()), 0), len(features), len(own))
+            images += own
         cases.append(replace(case, constants={FEATURES: features, ROWS: rows}))
     progress("exporting the programs of vision and decoder")
     programs = export_programs(model)
@@ -202,7 +203,7 @@ def _made_up(
     for case in texts[:2]:
         assert case.input_ids is not None
         row = case.input_ids[0, :limit].tolist()
-        rows.append([other if other != token else token + 1 for other in row])
+        rows.append([other if other != token else (token - 1 if token else 1) for other in row])
     rows[0][1:1] = [token] * num
 
     def made(name: str, chosen: list[list[int]]) -> Case:

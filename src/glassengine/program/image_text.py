@@ -189,11 +189,10 @@ def made_up_image(model: nn.Module, directory: str | None) -> dict[str, torch.Te
     return {PIXELS: image}
 
 
-def features_of(model: nn.Module, pixel_values: torch.Tensor) -> torch.Tensor:
-    """Return the features [N, D] of all images, one by one as the program makes them, in the model's dtype."""
+def features_of(model: nn.Module, images: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the features [N, D] of images, of `one_by_one`, as the program makes them, in the model's dtype."""
     wrapper = Vision(model)
     with torch.no_grad():
-        images = one_by_one(pixel_values, max(1, pixel_values.dim() - 3))
         return torch.cat([wrapper(image)[FEATURES] for image in images])
 
 
@@ -202,10 +201,15 @@ def one_by_one(pixel_values: torch.Tensor, num_leading: int) -> tuple[torch.Tens
 
     A model that takes the images of each prompt on an axis of their own fills that up with blank ones, which are no
     images to it.
+
+    Raises:
+        UsageError: There is none.
     """
     images = pixel_values.reshape(-1, *pixel_values.shape[-3:])
     if num_leading > 1:
         images = images[(images != 0).flatten(1).any(1)]
+    if not len(images):
+        raise UsageError("there is no image that is not blank", got=f"{PIXELS} {list(pixel_values.shape)}")
     return tuple(image.reshape(*[1] * num_leading, *image.shape) for image in images)
 
 
