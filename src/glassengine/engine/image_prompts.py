@@ -45,9 +45,8 @@ def read_request(engine: Engine, request: Request) -> Prompts:
     if request.images is not None:
         if not engine.takes_images:
             why = engine.manifest.model.get(WITHOUT_IMAGES)
-            raise UsageError(
-                f"the engine {engine.manifest.name!r} takes no images", got="--image", expected=why or "text alone"
-            )
+            expected = "text alone" if why is None else f"text alone: {why}"
+            raise UsageError(f"the engine {engine.manifest.name!r} takes no images", got="--image", expected=expected)
         if request.inputs is not None or request.input_ids is not None:
             raise UsageError(
                 "images go through the processor with the text around them",
