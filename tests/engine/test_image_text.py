@@ -225,6 +225,8 @@ def test_images_that_do_not_fit_are_told(engine: Engine, photos: list[Path], tmp
         constants = {"image_features": torch.zeros(4, 64), "image_rows": torch.tensor(rows)}
         with pytest.raises(UsageError, match=r"image_rows says something of other tokens"):
             engine.session(1, 24, constants=constants).prefill(torch.tensor([ONE]))
+    with pytest.raises(UsageError, match=r"image_rows[\s\S]*not an input"):
+        engine.session(1, 24, constants={"image_rows": torch.full((1, 10), 9)})
     with pytest.raises(UsageError, match=r"image_features are a tensor"):
         engine.session(1, 24, constants={"image_features": [1.0]})
     with pytest.raises(UsageError, match=r"features of size 63"):

@@ -71,7 +71,7 @@ class PromptImages:
         self._entry = next(entry for entry in engine.manifest.inputs if entry.name == FEATURES)
         self._token = int(engine.manifest.model[IMAGE_TOKEN])
         given = dict(constants or {})
-        self._rows = given.pop(ROWS, None)
+        self._rows = given.pop(ROWS, None) if FEATURES in given else None
         self._is_default = self._rows is None
         self._num: int | None = None
         if FEATURES in given:
