@@ -16,6 +16,7 @@ SCHEMA_VERSION = 1
 
 Verdict = Literal["identical", "rounding", "suspicious", "wrong"]
 VERDICTS: tuple[Verdict, ...] = ("identical", "rounding", "suspicious", "wrong")
+FLAGGED = VERDICTS[2:]
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:

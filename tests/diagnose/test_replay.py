@@ -250,3 +250,72 @@ def test_memory_that_nothing_has_written_is_not_judged_and_what_was_written_is(f
     assert ("wrong" in {pair.verdict for pair in found.pairs}) is (factor != 1.0)
     assert found.first_divergence is None or "mul" in str(found.first_divergence.node)
     assert [one.reason for one in found.skipped if "new_empty" in one.site] == ["memory not yet written"]
+
+
+class Cancelling(nn.Module):
+    """Terms that nearly cancel, as branches of a network do that are added up."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.relu((x * 1.7 + y).float() * 0.5)
+
+
+def _fused(x: torch.Tensor, y: torch.Tensor, factor: float = 1.0) -> tuple[Program, dict[str, torch.Tensor]]:
+    """The values of fused code: what is dumped is rounded once, and what comes next read the rounded product."""
+    program = export_module(Cancelling().eval(), {"x": x, "y": y})
+    product, total, wide, half, relu = (n.name for n in program.graph.nodes if is_tensor_node(n))
+    exact = x.double() * torch.tensor(1.7, dtype=torch.float64)
+    rounded = exact.bfloat16()
+    values = {product: rounded, total: (exact + y.double()).bfloat16()}
+    again = (rounded.double() + y.double()).float()
+    return program, values | {wide: again, half: again * 0.5, relu: torch.relu(again * 0.5 * factor)}
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1.0, ("identical", "rounding")), (1.1, ("wrong",))])
+def test_a_sum_that_is_computed_once_more_for_its_reader(factor: float, verdict: tuple[str, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 64, generator=generator).bfloat16()
+    y = (-1.7 * x.float() * (1 + 0.01 * torch.randn(8, 64, generator=generator))).bfloat16()
+    program, values = _fused(x, y, factor)
+    replay = Replay(program, compiled=True)
+    replay.begin_step({"x": x, "y": y}, values)
+    found = {}
+    for node in program.graph.nodes:
+        if node.name in values:
+            replayed = replay.judge(node, values[node.name], None)
+            assert replayed is not None
+            found[node.name] = replayed.judgement.verdict
+    *before, last = found.values()
+    assert set(before) <= {"identical", "rounding"}, found
+    assert last in verdict, found
+
+
+class Halves(nn.Module):
+    """Memory that is written in part, as DeepSeek's keys are before their second half is known."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = x.new_empty(x.shape[0], 2 * x.shape[1])
+        made[:, : x.shape[1]] = x
+        made[:, x.shape[1] :] = x * 2
+        return made
+
+
+@pytest.mark.parametrize(("broken", "is_wrong"), [(slice(4, 8), False), (slice(0, 1), True)])
+def test_what_is_not_written_yet_holds_anything(broken: slice, is_wrong: bool) -> None:
+    x = torch.randn(3, 4)
+    program = export_module(Halves().eval(), {"x": x})
+    values = {}
+
+    def keep(node: torch.fx.Node, value: Any) -> None:
+        if is_tensor_node(node):
+            values[node.name] = value.clone()
+
+    run_program(program, {"x": x}, keep)
+    first = next(node for node in program.graph.nodes if op_name(node) == "slice_scatter")
+    values["new_empty" if "new_empty" in values else "empty"] = torch.zeros(3, 8)
+    values[first.name][:, broken] = float("nan")
+    written = torch.zeros(3, 8, dtype=torch.bool)
+    written[:, :4] = True
+    replay = Replay(program, compiled=True)
+    replay.begin_step({"x": x}, values)
+    found = replay.judge(first, values[first.name], written)
+    assert found is not None and (found.judgement.verdict == "wrong") == is_wrong, found

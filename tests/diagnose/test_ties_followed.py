@@ -177,7 +177,8 @@ class Buckets(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         distance = torch.arange(1, 41, dtype=torch.float32) + 0 * x[:, 0]
         far = (3 * (distance / 27).log() / torch.tensor(3.0).log()).to(torch.int64) + 8
-        bias = self.table[torch.where(distance < self.nearest, 0, far.clamp(0, 8))]
+        far = torch.max(torch.min(far, torch.full_like(far, 8)), torch.zeros_like(far))  # as T5 writes it
+        bias = self.table[torch.where(distance < self.nearest, 0, far)]
         out: Tensor = self.back(x + bias)
         return out
 

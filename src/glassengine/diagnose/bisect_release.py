@@ -11,10 +11,10 @@ import torch
 
 from glassengine.diagnose.bisect_outputs import RUNG, bisect, most_builds
 from glassengine.diagnose.climb import Climb, Progress, engine_nodes, observable, sizes_of
-from glassengine.diagnose.score import FLAGGED, Score, float_nodes
+from glassengine.diagnose.score import Score, float_nodes
 from glassengine.diagnose.sides import EngineSide, ModuleSide
 from glassengine.engine.build import build_program
-from glassengine.results import Hint, Skipped
+from glassengine.results import FLAGGED, Hint, Skipped
 
 Judge = Callable[[ModuleSide, Sequence[Score]], None]
 

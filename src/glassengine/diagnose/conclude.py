@@ -8,7 +8,7 @@ from typing import Any
 
 from glassengine.compare.operation import RANDOM, UNDEFINED
 from glassengine.diagnose.regions import RegionReplay, covered
-from glassengine.diagnose.score import FLAGGED, Score, float_nodes
+from glassengine.diagnose.score import Score, float_nodes
 from glassengine.diagnose.severity import Severity
 from glassengine.diagnose.sides import EngineSide, ModuleSide, ProgramSide
 from glassengine.diagnose.written import left_out, written_differently
@@ -16,6 +16,7 @@ from glassengine.errors import IncomparableError
 from glassengine.program.naming import is_tensor_node, op_name
 from glassengine.program.program import Program
 from glassengine.results import (
+    FLAGGED,
     VERDICTS,
     Comparison,
     Divergence,

@@ -18,13 +18,13 @@ from glassengine.backends.registry import choose_graph_backend
 from glassengine.compare.operation import FLOAT32_SUMS, Accumulation
 from glassengine.compare.pairing import SitePair
 from glassengine.diagnose.replay import Replay
-from glassengine.diagnose.score import FLAGGED, Score
+from glassengine.diagnose.score import Score
 from glassengine.diagnose.sides import ProgramSide
 from glassengine.errors import UsageError
 from glassengine.frontends.eager_ops import OpRunner, op_runner
 from glassengine.program.naming import op_name
 from glassengine.program.program import Program
-from glassengine.results import Hint, worst
+from glassengine.results import FLAGGED, Hint, worst
 
 RUNG = "op-by-op"
 

@@ -26,9 +26,7 @@ from glassengine.diagnose.written import program_of, written_differently
 from glassengine.program.naming import is_tensor_node, op_name
 from glassengine.program.outputs import weight_only_nodes
 from glassengine.program.program import Program
-from glassengine.results import VERDICTS, Divergence, Figures, Hint, Pair, worst
-
-FLAGGED = ("suspicious", "wrong")
+from glassengine.results import FLAGGED, VERDICTS, Divergence, Figures, Hint, Pair, worst
 
 _COMPENSATED = 3.0
 

@@ -34,6 +34,9 @@ _REORDERING = {"index_copy", "index_put", "repeat_interleave"}
 _IN_PLACE = (MOVES | POINTWISE | STEPS | CASTS | COMPARISONS | _LOGIC) - LARGEST - _REORDERING
 """Each element of a result of these hangs on integers and bools in its own place, or is the one that they name."""
 
+_OF_TWO = (torch.ops.aten.min.other, torch.ops.aten.max.other)
+"""Likewise; they share their names with what looks for the smallest of many."""
+
 _WHOLE = object()
 """In the place of another value: nothing is known of it."""
 
@@ -97,7 +100,8 @@ class TiesFollowed:
             if self.others.get(source) is _WHOLE:
                 return _WHOLE
             leaves = [leaf for leaf in pytree.tree_leaves(self.others.get(source)) if isinstance(leaf, Tensor)]
-            if name not in _IN_PLACE and any(not leaf.is_floating_point() for leaf in leaves):
+            is_in_place = name in _IN_PLACE or node.target in _OF_TWO
+            if not is_in_place and any(not leaf.is_floating_point() for leaf in leaves):
                 return _WHOLE
         try:
             return self._again(node, self.others)

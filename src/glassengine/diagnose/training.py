@@ -34,7 +34,7 @@ from glassengine.diagnose.gradient_graph import (
 )
 from glassengine.diagnose.judge import run_cases
 from glassengine.diagnose.replay import Replay
-from glassengine.diagnose.score import FLAGGED, Score, float_nodes
+from glassengine.diagnose.score import Score, float_nodes
 from glassengine.diagnose.sides import ModuleSide, Observed, ProgramSide
 from glassengine.diagnose.training_found import GUARANTEES, Found
 from glassengine.diagnose.training_run import (
@@ -47,7 +47,7 @@ from glassengine.diagnose.training_updates import judge_updates
 from glassengine.diagnose.weights import compare_weights
 from glassengine.errors import IncomparableError
 from glassengine.program.program import Program
-from glassengine.results import Comparison, Divergence, Hint, Pair, Skipped
+from glassengine.results import FLAGGED, Comparison, Divergence, Hint, Pair, Skipped
 from glassengine.sites import Site
 
 

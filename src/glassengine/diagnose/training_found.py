@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from glassengine import environment
-from glassengine.diagnose.score import FLAGGED
 from glassengine.results import (
+    FLAGGED,
     VERDICTS,
     Comparison,
     Divergence,

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from glassengine.compare.verdict import Reference, unit_roundoff
 from glassengine.diagnose.float64 import double
-from glassengine.diagnose.score import FLAGGED
 from glassengine.diagnose.training_found import RUNGS, Found
 from glassengine.diagnose.training_run import OptimizerFactory, StepTaken, options_of, repeat_update, split
-from glassengine.results import Divergence, Hint, Pair, Skipped, WrittenDifferently, worst
+from glassengine.results import FLAGGED, Divergence, Hint, Pair, Skipped, WrittenDifferently, worst
 
 
 def judge_updates(found: Found, baseline: nn.Module, steps: Sequence[StepTaken], optimizer: OptimizerFactory) -> None:

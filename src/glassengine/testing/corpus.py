@@ -23,13 +23,13 @@ from glassengine.diagnose.counterparts import pair_programs
 from glassengine.diagnose.judge import run_cases
 from glassengine.diagnose.regions import RegionReplay
 from glassengine.diagnose.replay import Replay
-from glassengine.diagnose.score import FLAGGED, Score
+from glassengine.diagnose.score import Score
 from glassengine.diagnose.sides import EngineSide, ModuleSide, ProgramSide
 from glassengine.errors import GlassError
 from glassengine.program import LoadedModel, Program
 from glassengine.program.naming import op_name
 from glassengine.program.outputs import is_view
-from glassengine.results import Comparison
+from glassengine.results import FLAGGED, Comparison
 from glassengine.testing.edits import DoesNotApply, Mistake, Mutant, plant
 from glassengine.testing.truth import Guilt, find_guilt, is_equivalent
 from glassengine.testing.variations import Variation, VariedSide
