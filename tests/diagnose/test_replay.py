@@ -319,3 +319,42 @@ def test_what_is_not_written_yet_holds_anything(broken: slice, is_wrong: bool) -
     replay.begin_step({"x": x}, values)
     found = replay.judge(first, values[first.name], written)
     assert found is not None and (found.judgement.verdict == "wrong") == is_wrong, found
+
+
+class Unordered(nn.Module):
+    """A router that does not care which of the chosen experts comes first; the other groups are hidden by -inf."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = x.masked_fill(torch.arange(8) >= 5, float("-inf"))
+        values, picks = hidden.topk(3, dim=-1, sorted=False)
+        return values, picks
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict"),
+    [
+        (lambda chosen, order: chosen, "identical"),
+        (lambda chosen, order: chosen[:, order], "rounding"),
+        (lambda chosen, order: chosen[:, [0, 1, 1]], "wrong"),
+        (lambda chosen, order: torch.cat([chosen[:, :2], chosen[:, 2:] * 0], -1), "wrong"),
+    ],
+)
+def test_what_is_chosen_in_any_order(change: Callable[..., torch.Tensor], verdict: str) -> None:
+    x = torch.rand(6, 8, generator=torch.Generator().manual_seed(0)) + 1
+    x[:, 0] = 1  # never chosen, so that index 0 is wrong everywhere
+    program = export_module(Unordered().eval(), {"x": x})
+    values: dict[str, torch.Tensor] = {}
+
+    def keep(node: torch.fx.Node, value: Any) -> None:
+        if is_tensor_node(node):
+            values[node.name] = value
+
+    run_program(program, {"x": x}, keep)
+    replay = Replay(program, compiled=True)
+    replay.begin_step({"x": x}, values)
+    chosen = [n for n in program.graph.nodes if op_name(n) == "getitem" and n.args[0].name.startswith("topk")]
+    assert len(chosen) == 2
+    for node in chosen:
+        found = replay.judge(node, change(values[node.name], [2, 0, 1]), None)
+        assert found is not None and found.judgement.verdict == verdict, (node, found)
+        assert found.judgement.is_tie == (verdict == "rounding")

@@ -10,6 +10,7 @@ from torch import nn
 
 from glassengine.capture.hooks import observing
 from glassengine.errors import UsageError
+from glassengine.program.export import export_module
 from glassengine.program.factory import call_factory, load_function
 from glassengine.program.raised import described, forward_errors, raised_in, source_of
 
@@ -92,3 +93,16 @@ def test_a_factory_that_raises(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         call_factory(f"{file}:model")
     assert caught.value.got == f"KeyError: 'weights', raised at {file}:2: return {{}}['weights']"
+
+
+class LooksAtValues(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.isfinite(x).all():
+            x = x.clamp(-1, 1)
+        return x
+
+
+def test_the_exporter_prints_nothing_of_what_it_raises(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError, match=r"if not torch\.isfinite\(x\)\.all\(\)"):
+        export_module(LooksAtValues(), {"x": torch.ones(2)})
+    assert capfd.readouterr() == ("", "")

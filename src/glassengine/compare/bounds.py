@@ -64,7 +64,7 @@ def rounding_bound(operation: Operation, roundoff: Roundoff) -> Tensor | None:
     bound: Tensor | None
     if name in MOVES or name in CASTS:
         # What is selected by size may be a neighbour of the largest.
-        largest = torch.maximum(operation.on(torch.abs).abs(), size) if name in LARGEST else size
+        largest = torch.maximum(operation.on(_size_but_hidden).abs(), size) if name in LARGEST else size
         bound = 1.3 * (u * largest + u_in * roundoff.size_in(largest))
     elif name in POINTWISE:
         # Activations may be written out: a product of a rounded sigmoid, say.
@@ -101,6 +101,11 @@ def has_bound(name: str) -> bool:
     return name in _SPECIAL or any(
         name in one for one in (MOVES, CASTS, POINTWISE, SUMS, PRODUCTS, CONVOLUTIONS, STEPS)
     )
+
+
+def _size_but_hidden(x: Tensor) -> Tensor:
+    """|x|, where -inf hides what must not be chosen."""
+    return torch.where(x.isinf(), x, x.abs())
 
 
 def _addend(operation: Operation) -> Tensor | float:

@@ -13,7 +13,7 @@ far apart. An op is right if it is right on what its inputs were made of.
 
 from __future__ import annotations
 
-import math
+import dataclasses
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -39,17 +39,17 @@ from glassengine.compare.operation import (
     Operation,
     Roundoff,
 )
-from glassengine.compare.verdict import TIE, Judgement, Reference, is_finite, smallest_precise, unit_roundoff
+from glassengine.compare.verdict import TIE, Judgement, Reference, smallest_precise, unit_roundoff
+from glassengine.diagnose.broken import is_broken, num_newly_broken
 from glassengine.diagnose.float64 import retarget, target_of, unwritten_nodes
 from glassengine.diagnose.reference import NUM_NOISE_RUNS
 from glassengine.diagnose.rounding import disturbed, noisy, rounds
-from glassengine.diagnose.ties import tied_choices
+from glassengine.diagnose.ties import chosen_along, is_unordered, tied_choices
 from glassengine.program.naming import is_tensor_node, op_name
 from glassengine.program.outputs import is_view, weight_only_nodes
 from glassengine.program.program import Program
 from glassengine.results import FLAGGED
 
-_OF_ROWS = frozenset({ATTENTION, "softmax", "_softmax", "log_softmax", "_log_softmax", "logsumexp"})
 # Operands of these are usually read from memory, so that what was dumped is what was used.
 _FROM_MEMORY = PRODUCTS | CONVOLUTIONS | {ATTENTION}
 _COMPUTED_AGAIN = POINTWISE | MOVES | CASTS
@@ -131,7 +131,7 @@ class Replay:
             args, kwargs = torch.fx.node.map_arg((op.args, dict(op.kwargs)), self._value)
         except _NoCounterpart:
             return None
-        if any(_is_broken(value) for value in pytree.tree_leaves((args, kwargs))):
+        if any(is_broken(value) for value in pytree.tree_leaves((args, kwargs))):
             # What kernels make of NaN is their own affair: the op that made it is the guilty one.
             return None
         try:
@@ -145,6 +145,8 @@ class Replay:
             return None
         if not candidate.is_floating_point() or not exact.is_floating_point():
             return Replayed(self._exactly(op, exact_args, exact, candidate, native, valid), exact)
+        if self._compiled and is_unordered(op):
+            return self._in_any_order(node, op, call, candidate, native, args, kwargs, valid)
         operation = Operation(op_name(op), call, exact_args, exact_kwargs, exact)
         found = self._judged(node, op, operation, candidate, native, args, kwargs, valid)
         if self._compiled and found.verdict in FLAGGED and found.rho is not None:
@@ -157,6 +159,32 @@ class Replay:
                 if judged.verdict not in FLAGGED:
                     return Replayed(judged, other.exact)
         return Replayed(found, exact)
+
+    def _in_any_order(
+        self,
+        node: Node,
+        op: Node,
+        call: Callable[..., Any],
+        candidate: torch.Tensor,
+        native: torch.Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        valid: torch.Tensor | None,
+    ) -> Replayed:
+        """Judge the values that an op chose, sorted; what lies below another order is as below a tie."""
+        dim = chosen_along(op, args)
+
+        def in_order(*args: Any, **kwargs: Any) -> torch.Tensor:
+            value: torch.Tensor = call(*args, **kwargs)
+            return value.sort(dim).values
+
+        exact_args, exact_kwargs = pytree.tree_map(retarget, (args, kwargs))
+        operation = Operation(op_name(op), in_order, exact_args, exact_kwargs, in_order(*exact_args, **exact_kwargs))
+        ours, theirs = (side.sort(dim) for side in (native, candidate))
+        found = self._judged(node, op, operation, theirs.values, ours.values, args, kwargs, valid)
+        if found.verdict not in FLAGGED and not torch.equal(ours.indices, theirs.indices):
+            found = dataclasses.replace(found, verdict="rounding", reason=TIE, is_tie=True)
+        return Replayed(found, call(*exact_args, **exact_kwargs))
 
     def _on_what_inputs_were_made_of(self, op: Node, call: Callable[..., Any], depth: int) -> Operation | None:
         """Return the op on inputs that are computed again, up to `depth` ops back; None where there are none such."""
@@ -200,7 +228,7 @@ class Replay:
         valid: torch.Tensor | None,
     ) -> Judgement:
         roundoff = self._roundoff(op, candidate)
-        broken = _newly_broken(operation, candidate, valid if node.name in self._unwritten else None)
+        broken = num_newly_broken(operation, candidate, valid if node.name in self._unwritten else None)
         if broken:
             return Judgement("wrong", None, None, f"{broken} values are not finite though all inputs are")
 
@@ -345,26 +373,6 @@ class _NoCounterpart(Exception):
 
 def _is_finer(dtype: torch.dtype, other: torch.dtype) -> bool:
     return dtype.is_floating_point and unit_roundoff(dtype) < unit_roundoff(other)
-
-
-def _is_broken(value: Any) -> bool:
-    """Whether there is a NaN or a positive infinity (masks hold negative ones)."""
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not value.numel():
-        return False
-    return not bool(value.amax() < math.inf)
-
-
-def _newly_broken(operation: Operation, candidate: torch.Tensor, written: torch.Tensor | None) -> int:
-    """Number of NaN and infinities that the op made of finite inputs; padding counts: what comes later reads it.
-
-    A row of padding that may see nothing has a softmax of its own in every kernel, and memory that nobody has written
-    holds anything.
-    """
-    if operation.name in _OF_ROWS or is_finite(candidate):
-        return 0
-    largest = torch.finfo(candidate.dtype).max / 2
-    broken = ~candidate.isfinite() & operation.exact.isfinite() & (operation.exact.abs() < largest)
-    return int((broken if written is None else broken & written).sum())
 
 
 def _called(node: Node) -> tuple[Node, Callable[..., Any]]:

@@ -10,6 +10,20 @@ from torch.fx import Node
 from glassengine.program.naming import op_name
 
 
+def is_unordered(op: Node) -> bool:
+    """Whether the op chooses the largest values in any order that it likes."""
+    if op_name(op) != "topk":
+        return False
+    ordered: Any = op.kwargs.get("sorted", op.args[4] if len(op.args) > 4 else True)
+    return not ordered
+
+
+def chosen_along(op: Node, args: tuple[Any, ...]) -> Any:
+    """Return the dimension along which an op chooses."""
+    at = 2 if op_name(op) == "topk" else 1
+    return args[at] if len(args) > at else -1
+
+
 def tied_choices(
     op: Node, args: tuple[Any, ...], exact: torch.Tensor, candidate: torch.Tensor, u_in: float
 ) -> torch.Tensor | None:
@@ -17,7 +31,7 @@ def tied_choices(
     name = op_name(op)
     if name in ("topk", "argmax", "argmin", "max", "min", "sort", "argsort") and isinstance(args[0], torch.Tensor):
         values = args[0]
-        dim = args[2] if name == "topk" and len(args) > 2 else args[1] if name != "topk" and len(args) > 1 else -1
+        dim = chosen_along(op, args)
         if not isinstance(dim, int) or not values.is_floating_point() or values.dim() == 0:
             return None
         keep = exact.dim() == values.dim()
@@ -25,7 +39,12 @@ def tied_choices(
         if bool(((theirs < 0) | (theirs >= values.shape[dim])).any()):
             return None
         a, b = values.gather(dim, ours), values.gather(dim, theirs)
-        tied = (a - b).abs() <= 2 * u_in * (a.abs() + b.abs())
+        if is_unordered(op):
+            a, b = (side.sort(dim, descending=True).values for side in (a, b))
+        tied = (a == b) | ((a - b).abs() <= 2 * u_in * (a.abs() + b.abs()))
+        if is_unordered(op):
+            distinct = (theirs.sort(dim).values.diff(dim=dim) != 0).all(dim, keepdim=True)
+            tied = (tied.all(dim, keepdim=True) & distinct).expand(tied.shape)
         return tied if keep else tied.squeeze(dim)
     if name in ("eq", "ne", "lt", "le", "gt", "ge"):
         a, b = (v if isinstance(v, torch.Tensor) else torch.tensor(v) for v in args[:2])

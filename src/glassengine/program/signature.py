@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import re
 import warnings
@@ -63,15 +64,25 @@ def result_names(exported: Any) -> list[str]:
     return [re.sub(r"\W+", ".", path).strip(".") or "output" for path in paths]
 
 
+def _print_nothing(*_: object, **__: object) -> None:
+    pass
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep the exporter's deprecation noise, and its own traceback of what it raises anyway, off the user's screen."""
+    """Keep the exporter's deprecation noise off the user's screen, and what it prints of errors that it raises anyway.
+
+    That is a traceback, and all of the graph until then, hundreds of lines.
+    """
     tracing = logging.getLogger("torch._subclasses.fake_tensor")
     was = tracing.disabled
+    exporter = importlib.import_module("torch.export._trace").__dict__
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tracing.disabled = True
+        exporter["print"] = _print_nothing
         try:
             yield
         finally:
             tracing.disabled = was
+            exporter.pop("print", None)
