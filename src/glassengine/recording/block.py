@@ -23,6 +23,7 @@ class Repeat:
 
     Attributes:
         seens: What they are.
+        descriptions: Theirs.
         same_as: As in `Block`.
         what: Rank, and the reason for which they are only measured, or None.
         nbytes: Size of the block.
@@ -30,10 +31,11 @@ class Repeat:
             earlier tensor whose bytes those are, or -1.
     """
 
-    __slots__ = ("items", "nbytes", "same_as", "seens", "what")
+    __slots__ = ("descriptions", "items", "nbytes", "same_as", "seens", "what")
 
     def __init__(self, block: Block) -> None:
         self.seens = tuple(block.seens)
+        self.descriptions = tuple(seen.description for seen in self.seens)
         self.same_as = tuple(block.same_as)
         self.what = (block.what[1], block.what[3])
         self.nbytes = block.end - block.position
@@ -116,7 +118,9 @@ class Block:
 
     @property
     def descriptions(self) -> tuple[Description, ...]:
-        """Descriptions of the tensors."""
+        """Descriptions of the tensors; the same object in every step that goes alike."""
+        if self._repeat is not None:
+            return self._repeat.descriptions
         return tuple(seen.description for seen in self.seens)
 
     def has_room(self, seen: Seen) -> bool:
