@@ -14,6 +14,7 @@ from glassengine.diagnose.reference import ReferenceRun
 from glassengine.diagnose.rounding import rounds
 from glassengine.diagnose.sides import empty_caches
 from glassengine.program import Program, export_program, load_model
+from glassengine.program.export import export_module
 from glassengine.testing import models
 
 
@@ -114,3 +115,25 @@ def test_which_ops_round(program: Program) -> None:
     assert by_op["linear"] and by_op["mul"] and by_op["rsqrt"]
     for name in ("view", "transpose", "cat", "neg", "embedding", "index_copy", "expand", "clone"):
         assert not by_op.get(name, False), name
+
+
+class Steps(torch.nn.Module):
+    """What a state space model makes of small steps."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.softplus(x).cumsum(-1) * 3
+
+
+@pytest.mark.parametrize(("factor", "is_rounding"), [(1.0, True), (1.001, False)])
+def test_an_exponential_written_out_is_rounding(factor: float, is_rounding: bool) -> None:
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)) - 6
+    program = export_module(Steps().eval(), {"x": x})
+    lanes, found = ReferenceRun(program), {}
+    lanes.step({"x": x}, lambda node, value: found.__setitem__(node.name, value), lambda n, v: None)
+    softplus, cumsum, last = (node.name for node in program.graph.nodes if node.op == "call_function")
+    # Of small results this has few digits left: 1 + exp(x) is rounded.
+    steps = torch.log(1 + torch.exp(x)) * factor
+    values = {softplus: steps, cumsum: steps.cumsum(-1), last: steps.cumsum(-1) * 3}
+    verdicts = {name: found[name].judge(value).verdict for name, value in values.items()}
+    assert (set(verdicts.values()) == {"rounding"}) == is_rounding, verdicts
+    assert is_rounding or "wrong" in verdicts.values()

@@ -70,8 +70,11 @@ UNDEFINED = _names("empty empty_like empty_permuted empty_strided new_empty new_
 # Inside of these, errors are relative to the argument, not to the result: 1 + tanh and 1 + erf cancel, and arguments
 # of sines are reduced.
 RELATIVE_TO_ARGUMENT = _names("celu cos elu erfc expm1 gelu log1p mish selu silu sin softplus tan tanhshrink")
-OF_ABSOLUTE_ERROR = frozenset({"erf"})
-"""Pointwise ops that runtimes compute as polynomials fitted to an absolute error (OpenVINO: up to 5e-7)."""
+OF_ABSOLUTE_ERROR = frozenset({"erf", "softplus"})
+"""Pointwise ops that runtimes compute to an absolute error: as fitted polynomials, or log(1 + exp(x)).
+
+OpenVINO: up to 5e-7.
+"""
 OF_SEVERAL_STEPS = _names("addcdiv addcmul lerp")
 """Pointwise ops that may be written out, with a result rounded on the way."""
 

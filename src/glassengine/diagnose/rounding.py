@@ -21,6 +21,7 @@ from glassengine.compare.operation import (
     CASTS,
     FLOAT32_SUMS,
     MOVES,
+    OF_ABSOLUTE_ERROR,
     SUMS,
     U_ACCUMULATE,
     Accumulation,
@@ -116,6 +117,8 @@ def _accumulation(
 ) -> torch.Tensor | None:
     """Half-width of uniform noise for the internal sums of an op (broadcasts against its result), None without sums."""
     op = op_name(node)
+    if op in OF_ABSOLUTE_ERROR:
+        return torch.full_like(value, 6 * U_ACCUMULATE)
     if op == ATTENTION:
         return _attention(args, kwargs, max(u, how.u_operands), how.u_sums)
     if op in SUMS or op in _ROOTS:
