@@ -39,9 +39,9 @@ def test_every_cell_is_a_number_or_a_limitation(table: dict[Cell, str], page: st
     limitations = (root / "LIMITATIONS.md").read_text(encoding="utf-8")
     known = {limit.number for limit in LIMITATIONS}
     for cell, text in table.items():
-        # An empty cell has not been checked yet, which the page says.
-        assert text.isdecimal() or text in known or not text, (cell, text)
-    assert sum(bool(text) for text in table.values()) > len(table) // 2
+        # An empty cell has not been checked yet, which the page says; in float32 every family must be.
+        assert text.isdecimal() or text in known or (not text and cell[2] != "float32"), (cell, text)
+    assert sum(not text for text in table.values()) < 5
     for limit in LIMITATIONS:
         assert f"**{limit.number}**" in limitations
 
@@ -49,8 +49,7 @@ def test_every_cell_is_a_number_or_a_limitation(table: dict[Cell, str], page: st
 def test_every_cell_of_the_op_sites_is_a_number(page: str) -> None:
     table = conformance_table.read(tables.within(page, "op sites"))
     assert table.keys() == set(conformance_table.CELLS)
-    # An empty cell has not been filled yet, which the page says.
-    assert all(text.isdecimal() for text in table.values() if text)
+    assert all(text.isdecimal() for text in table.values()), table
 
 
 @pytest.mark.parametrize("cell", [CHEAP[TODAY % len(CHEAP)]], ids="/".join)
