@@ -202,6 +202,7 @@ def test_what_is_given_and_nothing_else_reaches_generate(
     always = {
         "input_ids",
         "inputs",
+        "images",
         "tokenizer",
         "debug",
         "on_step",
