@@ -83,7 +83,7 @@ class Above(nn.Module):
         return {"above": x > 0, "more": x + 1}
 
 
-class AtLeast(nn.Module):
+class NotBelow(nn.Module):
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"above": x >= 0, "more": x + 1}
 
@@ -91,7 +91,7 @@ class AtLeast(nn.Module):
 def test_of_bools_it_says_how_many_differ_and_where(tmp_path: Path) -> None:
     inputs = torch.tensor([[1.0, -2.0, 0.0], [0.0, 3.0, -1.0]])
     torch.save({"x": inputs}, tmp_path / "x.pt")
-    result = glass.check(Above(), candidate=AtLeast(), inputs=str(tmp_path / "x.pt"))
+    result = glass.check(Above(), candidate=NotBelow(), inputs=str(tmp_path / "x.pt"))
     expected = "2 of 6 torch.bool elements differ; first at [0, 2]: 1 for 0"
     assert expected in " ".join("\n".join(screen(result)).split())
     # Another case in which it is right does not make the error 0.

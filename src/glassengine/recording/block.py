@@ -22,7 +22,7 @@ class Repeat:
     """The tensors of a block, in order, as a later block may expect them.
 
     Attributes:
-        seens: What they are.
+        known: What they are.
         descriptions: Theirs.
         same_as: As in `Block`.
         what: Rank, and the reason for which they are only measured, or None.
@@ -31,11 +31,11 @@ class Repeat:
             earlier tensor whose bytes those are, or -1.
     """
 
-    __slots__ = ("descriptions", "items", "nbytes", "same_as", "seens", "what")
+    __slots__ = ("descriptions", "items", "known", "nbytes", "same_as", "what")
 
     def __init__(self, block: Block) -> None:
-        self.seens = tuple(block.seens)
-        self.descriptions = tuple(seen.description for seen in self.seens)
+        self.known = tuple(block.known)
+        self.descriptions = tuple(seen.description for seen in self.known)
         self.same_as = tuple(block.same_as)
         self.what = (block.what[1], block.what[3])
         self.nbytes = block.end - block.position
@@ -43,7 +43,7 @@ class Repeat:
         starts: list[int] = []
         self.items: list[tuple[str, torch.Size, torch.dtype, int, int, int]] = []
         start = 0
-        for index, seen in enumerate(self.seens):
+        for index, seen in enumerate(self.known):
             original = originals.get(index, -1)
             starts.append(start if original < 0 else starts[original])
             start += seen.room if original < 0 else 0
@@ -65,7 +65,7 @@ class Block:
         repeat: What is expected, if anything is.
 
     Attributes:
-        seens: The tensors.
+        known: The tensors.
         same_as: (index, index of an earlier one) of tensors that have the bytes of an earlier one.
     """
 
@@ -82,10 +82,10 @@ class Block:
         "_ring",
         "_step",
         "end",
+        "known",
         "limit",
         "position",
         "same_as",
-        "seens",
         "what",
     )
 
@@ -95,7 +95,7 @@ class Block:
         self.what = what
         self.position = self.end = self._next = position
         self.limit = limit
-        self.seens: list[Seen] = []
+        self.known: list[Seen] = []
         self.same_as: list[tuple[int, int]] = []
         self._step, self._rank, _, self._reason = what
         self._header_room = _HEADER_BYTES
@@ -112,7 +112,7 @@ class Block:
     def of_one(cls, seen: Seen, what: tuple[int, int, bool, str | None], ring: Ring, position: int) -> Block:
         """Return the block of a tensor whose bytes are in the ring already."""
         block = cls(what, ring, position, position + seen.room, None)
-        block.seens.append(seen)
+        block.known.append(seen)
         block.end = position + seen.nbytes
         return block
 
@@ -121,7 +121,7 @@ class Block:
         """Descriptions of the tensors; the same object in every step that goes alike."""
         if self._repeat is not None:
             return self._repeat.descriptions
-        return tuple(seen.description for seen in self.seens)
+        return tuple(seen.description for seen in self.known)
 
     def has_room(self, seen: Seen) -> bool:
         """Return whether a tensor that is not expected can be the next one.
@@ -148,17 +148,17 @@ class Block:
         index, copied, size, kind = self._places.get(address, _NOWHERE)
         is_same = size == nbytes and (kind == dtype or self._reason is None)
         if is_same and self._ring.has(copied, address, nbytes):
-            room -= self.seens[index].description.most_header_bytes
-            self.same_as += ((len(self.seens), index),)
-            self.seens += (seen,)
+            room -= self.known[index].description.most_header_bytes
+            self.same_as += ((len(self.known), index),)
+            self.known += (seen,)
             self._header_room = room
             return
         if not address:
             require_memory(tensor)
         position = self._next
         self._ring.copy(position, address, nbytes)
-        self._places[address] = (len(self.seens), position, nbytes, dtype)
-        self.seens += (seen,)
+        self._places[address] = (len(self.known), position, nbytes, dtype)
+        self.known += (seen,)
         self._header_room = room
         self.end = position + nbytes
         self._next = position + seen.room
@@ -195,26 +195,26 @@ class Block:
         """Append no more."""
         repeat = self._repeat
         if repeat is not None and len(self._addresses) == len(repeat.items):
-            self.seens, self.same_as = list(repeat.seens), list(repeat.same_as)
+            self.known, self.same_as = list(repeat.known), list(repeat.same_as)
             self.end = self.position + repeat.nbytes
         elif repeat is not None:
             self._expect_nothing(repeat)
-        elif self.seens and not self.what[2]:
-            self.seens[0].repeat = Repeat(self)
+        elif self.known and not self.what[2]:
+            self.known[0].repeat = Repeat(self)
 
     def _expect_nothing(self, repeat: Repeat) -> None:
         """Become what a block would be that had been filled without expecting anything."""
         count, end, after = len(self._addresses), self.position, self.position
         places, room = {}, _HEADER_BYTES
-        for index, (address, seen, item) in enumerate(zip(self._addresses, repeat.seens, repeat.items, strict=False)):
+        for index, (address, seen, item) in enumerate(zip(self._addresses, repeat.known, repeat.items, strict=False)):
             _, _, _, nbytes, start, original = item
             room -= seen.description.most_header_bytes
             if original < 0:
                 places[address] = (index, self.position + start, nbytes, seen.description.dtype)
                 end, after = self.position + start + nbytes, self.position + start + seen.room
             else:
-                room -= repeat.seens[original].description.most_header_bytes
-        seens, same_as = list(repeat.seens[:count]), [pair for pair in repeat.same_as if pair[0] < count]
+                room -= repeat.known[original].description.most_header_bytes
+        known, same_as = list(repeat.known[:count]), [pair for pair in repeat.same_as if pair[0] < count]
         self._repeat, self._items, self._addresses = None, [], []
-        self.seens, self.same_as, self._places, self._header_room = seens, same_as, places, room
+        self.known, self.same_as, self._places, self._header_room = known, same_as, places, room
         self.end, self._next = end, after

@@ -213,7 +213,7 @@ class BackgroundWriter:
             self._block = None
             block.finish()
             self._ring.shorten(block.limit, block.end)
-            if block.seens:
+            if block.known:
                 self._queue.append(block)
 
     def leave_out(self, item: LeftOut) -> None:
