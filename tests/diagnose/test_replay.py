@@ -358,3 +358,16 @@ def test_what_is_chosen_in_any_order(change: Callable[..., torch.Tensor], verdic
         found = replay.judge(node, change(values[node.name], [2, 0, 1]), None)
         assert found is not None and found.judgement.verdict == verdict, (node, found)
         assert found.judgement.is_tie == (verdict == "rounding")
+
+
+def test_an_input_that_does_not_fit_what_it_was_made_of_is_judged_where_it_is_made() -> None:
+    x, y = torch.randn(8, 64).bfloat16(), torch.randn(8, 64).bfloat16()
+    program, values = _fused(x, y)
+    names = [node.name for node in program.graph.nodes if is_tensor_node(node)]
+    cut = {name: value[:4] if name != names[0] else value for name, value in values.items()}
+    cut[names[-1]] = cut[names[-1]] * 1.5
+    replay = Replay(program, compiled=True)
+    replay.begin_step({"x": x, "y": y}, cut)
+    last = next(node for node in program.graph.nodes if node.name == names[-1])
+    found = replay.judge(last, cut[last.name], None)
+    assert found is not None and found.judgement.verdict == "wrong"

@@ -145,14 +145,14 @@ class Replay:
             return None
         if not candidate.is_floating_point() or not exact.is_floating_point():
             return Replayed(self._exactly(op, exact_args, exact, candidate, native, valid), exact)
-        if self._compiled and is_unordered(op):
-            return self._in_any_order(node, op, call, candidate, native, args, kwargs, valid)
         operation = Operation(op_name(op), call, exact_args, exact_kwargs, exact)
+        if self._compiled and is_unordered(op):
+            return self._in_any_order(node, op, operation, candidate, native, args, kwargs, valid)
         found = self._judged(node, op, operation, candidate, native, args, kwargs, valid)
         if self._compiled and found.verdict in FLAGGED and found.rho is not None:
             for depth in range(1, _MOST_COMPUTED_AGAIN + 1):
                 other = self._on_what_inputs_were_made_of(op, call, depth)
-                if other is None:
+                if other is None or other.exact.shape != candidate.shape:
                     break
                 rounded = other.exact.to(candidate.dtype)
                 judged = self._judged(node, op, other, candidate, rounded, other.args, other.kwargs, valid)
@@ -164,7 +164,7 @@ class Replay:
         self,
         node: Node,
         op: Node,
-        call: Callable[..., Any],
+        operation: Operation,
         candidate: torch.Tensor,
         native: torch.Tensor,
         args: tuple[Any, ...],
@@ -172,19 +172,18 @@ class Replay:
         valid: torch.Tensor | None,
     ) -> Replayed:
         """Judge the values that an op chose, sorted; what lies below another order is as below a tie."""
-        dim = chosen_along(op, args)
+        dim = chosen_along(op)
 
         def in_order(*args: Any, **kwargs: Any) -> torch.Tensor:
-            value: torch.Tensor = call(*args, **kwargs)
+            value: torch.Tensor = operation.target(*args, **kwargs)
             return value.sort(dim).values
 
-        exact_args, exact_kwargs = pytree.tree_map(retarget, (args, kwargs))
-        operation = Operation(op_name(op), in_order, exact_args, exact_kwargs, in_order(*exact_args, **exact_kwargs))
+        ordered = dataclasses.replace(operation, target=in_order, exact=operation.exact.sort(dim).values)
         ours, theirs = (side.sort(dim) for side in (native, candidate))
-        found = self._judged(node, op, operation, theirs.values, ours.values, args, kwargs, valid)
+        found = self._judged(node, op, ordered, theirs.values, ours.values, args, kwargs, valid)
         if found.verdict not in FLAGGED and not torch.equal(ours.indices, theirs.indices):
             found = dataclasses.replace(found, verdict="rounding", reason=TIE, is_tie=True)
-        return Replayed(found, call(*exact_args, **exact_kwargs))
+        return Replayed(found, operation.exact)
 
     def _on_what_inputs_were_made_of(self, op: Node, call: Callable[..., Any], depth: int) -> Operation | None:
         """Return the op on inputs that are computed again, up to `depth` ops back; None where there are none such."""
@@ -199,7 +198,10 @@ class Replay:
             (op.args, dict(op.kwargs)), lambda source: again.get(source.name, self._value(source))
         )
         args, kwargs = pytree.tree_map(retarget, (args, kwargs))
-        return Operation(op_name(op), call, args, kwargs, call(*args, **kwargs))
+        try:
+            return Operation(op_name(op), call, args, kwargs, call(*args, **kwargs))
+        except (RuntimeError, IndexError, ValueError):
+            return None  # what the candidate made an input of does not fit the input
 
     def _again(self, node: Node, depth: int) -> torch.Tensor | None:
         """Return an observed value in float64, computed once more; None where it is as it was observed."""

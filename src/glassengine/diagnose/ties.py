@@ -18,10 +18,11 @@ def is_unordered(op: Node) -> bool:
     return not ordered
 
 
-def chosen_along(op: Node, args: tuple[Any, ...]) -> Any:
-    """Return the dimension along which an op chooses."""
+def chosen_along(op: Node) -> Any:
+    """Return the dimension along which an op chooses; None where it chooses one element of all."""
     at = 2 if op_name(op) == "topk" else 1
-    return args[at] if len(args) > at else -1
+    given = op.args[at] if len(op.args) > at else op.kwargs.get("dim")
+    return -1 if given is None and op_name(op) not in ("argmax", "argmin") else given
 
 
 def tied_choices(
@@ -31,7 +32,8 @@ def tied_choices(
     name = op_name(op)
     if name in ("topk", "argmax", "argmin", "max", "min", "sort", "argsort") and isinstance(args[0], torch.Tensor):
         values = args[0]
-        dim = chosen_along(op, args)
+        dim = chosen_along(op)
+        dim = -1 if dim is None else dim
         if not isinstance(dim, int) or not values.is_floating_point() or values.dim() == 0:
             return None
         keep = exact.dim() == values.dim()

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from glassengine.compare.operation import CASTS, LARGEST, MOVES, POINTWISE, RANDOM, STEPS, UNDEFINED
 from glassengine.compare.verdict import SUSPICIOUS, unit_roundoff
+from glassengine.diagnose.ties import chosen_along
 from glassengine.program.naming import op_name
 
 _SAME = 2.0**-10
@@ -152,9 +153,7 @@ def _ranked_otherwise(node: Node, name: str, values: Sequence[Tensor], other: An
     Values of which one hangs on a tie (`hangs`) are taken for close, all that are compared with it.
     """
     exact = values[0]
-    at, position = node.kwargs.get("dim"), 2 if name == "topk" else 1
-    if at is None:
-        at = node.args[position] if len(node.args) > position else None if name in ("argmax", "argmin") else -1
+    at = chosen_along(node)
     indices = other[1] if isinstance(other, (tuple, list)) else other
     if not isinstance(at, int) or not isinstance(indices, Tensor) or _is_float(indices) or exact.shape[at] < 2:
         return other  # of all elements at once, say: runs that differ are seen all the same
