@@ -10,6 +10,10 @@ from torch.fx import Node
 from glassengine.program.naming import op_name
 
 
+RANKINGS = frozenset({"topk", "argmax", "argmin", "max", "min", "sort", "argsort"})
+COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+
+
 def is_unordered(op: Node) -> bool:
     """Whether the op chooses the largest values in any order that it likes."""
     if op_name(op) != "topk":
@@ -30,7 +34,7 @@ def tied_choices(
 ) -> torch.Tensor | None:
     """Return where another choice is legal, for ops that choose by comparing floating values; None for other ops."""
     name = op_name(op)
-    if name in ("topk", "argmax", "argmin", "max", "min", "sort", "argsort") and isinstance(args[0], torch.Tensor):
+    if name in RANKINGS and isinstance(args[0], torch.Tensor):
         values = args[0]
         dim = chosen_along(op)
         dim = -1 if dim is None else dim
@@ -48,7 +52,7 @@ def tied_choices(
             distinct = (theirs.sort(dim).values.diff(dim=dim) != 0).all(dim, keepdim=True)
             tied = (tied.all(dim, keepdim=True) & distinct).expand(tied.shape)
         return tied if keep else tied.squeeze(dim)
-    if name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    if name in COMPARISONS:
         a, b = (v if isinstance(v, torch.Tensor) else torch.tensor(v) for v in args[:2])
         if a.is_floating_point() or b.is_floating_point():
             tied = (a - b).abs() <= 2 * u_in * (a.abs() + b.abs())

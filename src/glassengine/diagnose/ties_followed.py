@@ -22,14 +22,12 @@ from torch.utils import _pytree as pytree
 
 from glassengine.compare.operation import CASTS, LARGEST, MOVES, POINTWISE, RANDOM, STEPS, UNDEFINED
 from glassengine.compare.verdict import SUSPICIOUS, unit_roundoff
-from glassengine.diagnose.ties import chosen_along
+from glassengine.diagnose.ties import COMPARISONS, RANKINGS, chosen_along
 from glassengine.program.naming import op_name
 
 _SAME = 2.0**-10
 """Of a unit roundoff: a difference that is no difference."""
 
-COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
-_RANKINGS = frozenset({"topk", "argmax", "argmin", "max", "min", "sort", "argsort"})
 _LOGIC = {"bitwise_and", "bitwise_or", "bitwise_not", "logical_and", "logical_or", "logical_not"}
 _REORDERING = {"index_copy", "index_put", "repeat_interleave"}
 _IN_PLACE = (MOVES | POINTWISE | STEPS | CASTS | COMPARISONS | _LOGIC) - LARGEST - _REORDERING
@@ -118,7 +116,7 @@ def _chosen_otherwise(
     if not sources or not isinstance(env[sources[0]][0], Tensor):
         return other
     values = env[sources[0]]
-    if name in _RANKINGS and _is_float(values[0]) and values[0].dim():
+    if name in RANKINGS and _is_float(values[0]) and values[0].dim():
         # Of several ties above, one may be turned over and another not: the choice is any.
         u = unit_roundoff(sources[0].meta["val"].dtype)
         hangs = _differs(others[sources[0]], values[0], _SAME * u) if sources[0] in others else None
