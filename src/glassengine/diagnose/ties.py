@@ -9,7 +9,6 @@ from torch.fx import Node
 
 from glassengine.program.naming import op_name
 
-
 RANKINGS = frozenset({"topk", "argmax", "argmin", "max", "min", "sort", "argsort"})
 COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 
