@@ -7,7 +7,6 @@ float64 is real: dtypes written into the graph (`.to(float32)`, `softmax(dtype=.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from glassengine.checksums import crc32
 from glassengine.compare.operation import FLOAT32_SUMS, Accumulation
 from glassengine.compare.undefined_casts import UndefinedCasts
 from glassengine.compare.verdict import Reference, smallest_precise, unit_roundoff
@@ -247,7 +247,7 @@ class ReferenceRun:
 
 def _generator(*key: object) -> torch.Generator:
     """Noise of one place; the same in every process, unlike `hash` of a string."""
-    return torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
+    return torch.Generator().manual_seed(crc32(repr(key).encode()))
 
 
 def _last_uses(program: Program) -> dict[Node, list[Node]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
+from glassengine.checksums import crc32
 from glassengine.errors import CorruptError, UnknownNameError, UsageError
 from glassengine.executable import snapshot_layout as layout
 from glassengine.executable.nonfinite import Origin
@@ -249,7 +249,7 @@ class Snapshot:
             if entry.file not in self._files:
                 self._files[entry.file] = TensorFile(_within(self.path, entry.file))
             stored = self._files[entry.file].read(entry.key)
-        if zlib.crc32(bytes_of(stored)) != entry.crc32:
+        if crc32(bytes_of(stored)) != entry.crc32:
             raise CorruptError(f"the bytes of {entry.name!r} are not what was written", got=f"{self.path / entry.file}")
         return stored
 

@@ -6,7 +6,6 @@ A file holds values in row-major order; what else a compiled graph depends on (s
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from glassengine.checksums import crc32
 from glassengine.errors import CorruptError
 from glassengine.recording.layout import STORED
 from glassengine.recording.shard import write_all
@@ -74,7 +74,7 @@ def write_tensors(
         size = 0
         for key, tensor in ordered:
             data = bytes_of(tensor.detach())
-            checksums[key] = zlib.crc32(data)
+            checksums[key] = crc32(data)
             waiting.append(data)
             size += data.nbytes
             if size >= _BATCH_BYTES:

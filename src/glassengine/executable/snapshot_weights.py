@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import zlib
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
+from glassengine.checksums import crc32
 from glassengine.executable.snapshot_layout import weights_file
 from glassengine.executable.snapshot_tensors import file_key, write_tensors
 from glassengine.recording.values import bytes_of
@@ -77,7 +77,7 @@ class SharedWeights:
             known = self._known.get(_identity(tensor))
             if known is None or known.home.path is None or known.version != _version(tensor):
                 continue
-            if name in constant or zlib.crc32(bytes_of(tensor.detach())) == known.place.crc32:
+            if name in constant or crc32(bytes_of(tensor.detach())) == known.place.crc32:
                 shared.setdefault((known.home.path, known.place.file), {})[name] = known
         found: dict[str, Place] = {}
         number = 0

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
-
+from glassengine.checksums import crc32
 from glassengine.recording.block import Block
 from glassengine.recording.items import Alias, Commit, Copied, Stored
 from glassengine.recording.layout import LeftOut, LightStatistics
@@ -51,7 +50,7 @@ class Drain:
         step, rank, _, reason = item.what
         descriptions, same_as = item.descriptions, tuple(item.same_as)
         if reason is None:
-            self._writer.store_block(descriptions, step, rank, data, zlib.crc32(data), same_as)
+            self._writer.store_block(descriptions, step, rank, data, crc32(data), same_as)
         else:
             self._writer.leave_out_block(descriptions, step, rank, data, reason, same_as)
 
@@ -59,7 +58,7 @@ class Drain:
         description = item.description
         data = self._ring.bytes_at(item.position, description.nbytes)
         if item.reason is None:
-            item.location = self._writer.store(description, item.step, item.rank, [data], zlib.crc32(data))
+            item.location = self._writer.store(description, item.step, item.rank, [data], crc32(data))
         else:
             item.statistics = light_of_bytes(data, description.dtype)
             self._leave_out(item, item.reason, item.statistics)

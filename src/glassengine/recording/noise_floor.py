@@ -11,7 +11,6 @@ An infinite mean square says that rounding alone changes what cannot be measured
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from glassengine.checksums import crc32
 from glassengine.errors import CorruptError, GlassError
 from glassengine.recording.layout import INDEX, Entry
 from glassengine.writing import aside
@@ -151,5 +151,5 @@ def _checksum(directory: Path) -> str:
     value = 0
     with (directory / INDEX).open("rb") as file:
         while block := file.read(1 << 20):
-            value = zlib.crc32(block, value)
+            value = crc32(block, value)
     return f"{value:08x}"

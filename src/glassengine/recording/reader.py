@@ -7,7 +7,6 @@ The directory may still be written to, or its writer may have been killed: what 
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -15,6 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from glassengine.checksums import crc32
 from glassengine.errors import CorruptError, UnknownNameError, UsageError
 from glassengine.recording import layout
 from glassengine.recording.layout import Entry, LeftOut, Location
@@ -182,7 +182,7 @@ class Recording:
         if (location.shard, offset) in self._verified:
             return self._shards.read(location.shard, location.offset, entry.nbytes)
         data = self._shards.read(location.shard, offset, size)
-        if zlib.crc32(data) != location.checksum:
+        if crc32(data) != location.checksum:
             raise CorruptError(
                 "recorded values are damaged",
                 got=f"{entry.site!r}, step {entry.step}, rank {entry.rank}: the checksum does not match",

@@ -11,13 +11,13 @@ import functools
 import json
 import math
 import struct
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from glassengine.checksums import crc32
 from glassengine.recording.layout import (
     ALIGNMENT,
     MAX_FRAME_BYTES,
@@ -46,7 +46,7 @@ def frame(payload: dict[str, Any]) -> bytes:
 def text_frame(text: str) -> bytes:
     """Return the bytes of one index frame, of a payload that is JSON text already."""
     data = text.encode()
-    return _FRAME.pack(len(data), zlib.crc32(data)) + data
+    return _FRAME.pack(len(data), crc32(data)) + data
 
 
 def read_frame(file: BinaryIO) -> dict[str, Any] | None:
@@ -66,7 +66,7 @@ def read_frame(file: BinaryIO) -> dict[str, Any] | None:
     text = file.read(length)
     if len(text) < length:
         raise ValueError("the file ends inside a record")
-    if zlib.crc32(text) != checksum:
+    if crc32(text) != checksum:
         raise ValueError("the checksum of a record does not match")
     try:
         payload = json.loads(text)

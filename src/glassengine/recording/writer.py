@@ -6,7 +6,6 @@ completed steps are readable, because nothing that was committed is ever written
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +13,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from glassengine.checksums import crc32
 from glassengine.errors import UsageError
 from glassengine.recording import layout, records
 from glassengine.recording.description import Description, Group
@@ -114,7 +114,7 @@ class RecordingWriter:
         self._begin(description, step, rank)
         tensor = tensor.detach()
         data = bytes_of(tensor)
-        checksum = zlib.crc32(data)
+        checksum = crc32(data)
         same = self._open[step].identities
         place = identity(tensor)
         original, location, _ = same.get(place, (None, None, None))
@@ -149,7 +149,7 @@ class RecordingWriter:
                 for data in pieces:
                     shard.append(data)
                     if checksum is None:
-                        found = zlib.crc32(data, found)
+                        found = crc32(data, found)
                         shard.flush()
             except BaseException:
                 shard.disown(offset)

@@ -17,7 +17,6 @@ import math
 import re
 import shutil
 import tempfile
-import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from glassengine import blocks
+from glassengine.checksums import crc32
 from glassengine.errors import UsageError
 from glassengine.recording.formats.debugger_file import FULL, OTHER_PORTS, SUMMARY
 from glassengine.recording.layout import Entry
@@ -126,7 +126,7 @@ class TreeWriter:
                 described["value"] = str(tensor).splitlines()
             if any("..." in line for line in described["value"]):
                 data: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-                described["crc32"] = f"{zlib.crc32(data):08x}"
+                described["crc32"] = f"{crc32(data):08x}"
         else:
             name = self._file_name(stem)
             save_file({"data": tensor.contiguous()}, aside / f"{name}.safetensors")
