@@ -18,6 +18,7 @@ import glassengine as glass
 from glassengine.recording.formats.export import FORMATS
 from glassengine.recording.layout import LeftOut, Sharding
 from glassengine.recording.reader import Recording
+from glassengine.recording.statistics import light_of_blocks
 from glassengine.recording.values import describe
 from glassengine.recording.writer import RecordingWriter
 
@@ -44,7 +45,9 @@ def recording(folder: Path) -> None:
             writer.write("b", step, torch.zeros(0), rank=1)
             writer.leave_out(LeftOut("c", step, 0, "values were not asked for", "float32", (2, 3)))
             writer.write("d", step, X, sharding=Sharding((4, 3), ("S(0)",), (2,), ("tensor",), (1,)))
-            writer.leave_out_block((describe("e", X), describe("f", X)), step, 0, memoryview(bytes(88)), "because")
+            group = writer.group((describe("e", X), describe("f", X)), 0)
+            (table,) = light_of_blocks(memoryview(bytes(88)), 1, group.kinds, group.columns)
+            writer.leave_out_block(group, step, "because", table)
             writer.commit(step, token_ids=[[1, 2, step]])
     opened = Recording.open(folder)
     for entry in opened.entries[:2]:

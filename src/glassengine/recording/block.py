@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from glassengine.recording.description import Description
+from glassengine.recording.layout import LightTable
 from glassengine.recording.ring import MEMCMP, MEMMOVE, Ring, require_memory
 from glassengine.recording.seen import Seen
 
@@ -67,6 +68,7 @@ class Block:
     Attributes:
         known: The tensors.
         same_as: (index, index of an earlier one) of tensors that have the bytes of an earlier one.
+        table: The statistics of those that are only measured, once the thread has them.
     """
 
     __slots__ = (
@@ -86,6 +88,7 @@ class Block:
         "limit",
         "position",
         "same_as",
+        "table",
         "what",
     )
 
@@ -97,6 +100,7 @@ class Block:
         self.limit = limit
         self.known: list[Seen] = []
         self.same_as: list[tuple[int, int]] = []
+        self.table: LightTable | None = None
         self._step, self._rank, _, self._reason = what
         self._header_room = _HEADER_BYTES
         self._ring = ring
@@ -122,6 +126,10 @@ class Block:
         if self._repeat is not None:
             return self._repeat.descriptions
         return tuple(seen.description for seen in self.known)
+
+    def goes_like(self, other: Block) -> bool:
+        """Return whether this finished block has the tensors, at the places, of another one that expected them too."""
+        return self._repeat is not None and self._repeat is other._repeat
 
     def has_room(self, seen: Seen) -> bool:
         """Return whether a tensor that is not expected can be the next one.

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from glassengine.checksums import crc32
 from glassengine.recording.block import Block
+from glassengine.recording.description import Group
 from glassengine.recording.items import Alias, Commit, Copied, Stored
-from glassengine.recording.layout import LeftOut, LightStatistics
+from glassengine.recording.layout import ALIGNMENT, LeftOut, LightStatistics
 from glassengine.recording.pinned import PinnedCopies
 from glassengine.recording.ring import Ring
-from glassengine.recording.statistics import light_of_bytes
+from glassengine.recording.statistics import light_of_blocks, light_of_bytes
 from glassengine.recording.writer import RecordingWriter
+
+# Small enough for a cache that the passes share.
+_MEASURED_BYTES = 4 << 20
 
 
 class Drain:
@@ -19,12 +25,14 @@ class Drain:
         writer: Gets them.
         ring: Where the bytes of tensors of the CPU are.
         pinned: Where copies from accelerators are given back.
+        queue: What comes after the item in hand; only looked at.
     """
 
-    def __init__(self, writer: RecordingWriter, ring: Ring, pinned: PinnedCopies) -> None:
+    def __init__(self, writer: RecordingWriter, ring: Ring, pinned: PinnedCopies, queue: Sequence[object]) -> None:
         self._writer = writer
         self._ring = ring
         self._pinned = pinned
+        self._queue = queue
 
     def put(self, item: Stored | Block | Alias | Copied | LeftOut | Commit) -> None:
         """Store or measure a tensor, several, or end a step.
@@ -46,13 +54,40 @@ class Drain:
             self._put_copied(item)
 
     def _put_block(self, item: Block) -> None:
-        data = self._ring.bytes_at(item.position, item.end - item.position)
         step, rank, _, reason = item.what
-        descriptions, same_as = item.descriptions, tuple(item.same_as)
+        group = self._writer.group(item.descriptions, rank, tuple(item.same_as))
         if reason is None:
-            self._writer.store_block(descriptions, step, rank, data, crc32(data), same_as)
+            data = self._ring.bytes_at(item.position, item.end - item.position)
+            self._writer.store_block(group, step, data, crc32(data))
         else:
-            self._writer.leave_out_block(descriptions, step, rank, data, reason, same_as)
+            if item.table is None:
+                self._measure(item, group)
+            assert item.table is not None
+            self._writer.leave_out_block(group, step, reason, item.table)
+
+    def _measure(self, item: Block, group: Group) -> None:
+        """Measure the tensors of a block, and with them those of the blocks behind it that go like it.
+
+        Every pass over an array lets go of the interpreter lock, and the model waits while it is handed over: fewer
+        and longer passes cost it less.
+        """
+        size = -(-(item.end - item.position) // ALIGNMENT) * ALIGNMENT
+        # Slots never wrap around the end of the ring, but the next one may begin at its beginning.
+        most = min(_MEASURED_BYTES, self._ring.num_bytes - item.position % self._ring.num_bytes) // size
+        alike = [item]
+        for place in range(len(self._queue)):
+            other = self._queue[place]
+            if isinstance(other, Commit):
+                continue
+            behind = alike[-1].position + size
+            if not isinstance(other, Block) or other.position != behind or not other.goes_like(item):
+                break
+            if len(alike) >= most:
+                break
+            alike.append(other)
+        data = self._ring.bytes_at(item.position, len(alike) * size)
+        for block, table in zip(alike, light_of_blocks(data, len(alike), group.kinds, group.columns), strict=True):
+            block.table = table
 
     def _put_stored(self, item: Stored) -> None:
         description = item.description

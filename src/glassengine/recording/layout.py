@@ -170,12 +170,6 @@ class LightTable:
     rows: np.typing.NDArray[np.float64]
     num_nonfinite: dict[int, int]
 
-    def take(self, columns: Sequence[int]) -> LightTable:
-        """Return the statistics of these tensors, by index, each as often as it is named."""
-        counts = self.num_nonfinite
-        found = {index: counts[column] for index, column in enumerate(columns) if column in counts} if counts else {}
-        return LightTable(self.rows[:, columns], found)
-
 
 @dataclass(frozen=True)
 class LeftOut:

@@ -234,8 +234,24 @@ def measured_frame(group: int, step: int, reason: str, table: LightTable) -> byt
         table: Their statistics.
     """
     rows = base64.b64encode(table.rows.astype("<f8", copy=False).tobytes()).decode()
-    what = {"kind": "measured", "group": group, "step": step, "reason": reason}
-    return frame({**what, "rows": rows, "num_nonfinite": list(table.num_nonfinite.items())})
+    counts = json.dumps(list(table.num_nonfinite.items())) if table.num_nonfinite else "[]"
+    return text_frame(
+        f'{{"kind":"measured","group":{group},"step":{step},"reason":{_text_of(reason)},"rows":"{rows}",'
+        f'"num_nonfinite":{counts}}}'
+    )
+
+
+def commit_frame(step: int, num_tensors: int, num_left_out: int, stopped: str | None) -> bytes:
+    """Return the index frame that completes a step; `stopped` is what ended it before it was through."""
+    return text_frame(
+        f'{{"kind":"commit","step":{step},"num_tensors":{num_tensors},"num_left_out":{num_left_out},'
+        f'"stopped":{_text_of(stopped)}}}'
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _text_of(value: str | None) -> str:
+    return json.dumps(value)
 
 
 def measured_from(payload: dict[str, Any], groups: Mapping[int, Sequence[Entry]]) -> list[LeftOut]:

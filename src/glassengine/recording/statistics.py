@@ -6,6 +6,7 @@ import functools
 import math
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ _NUMPY_DTYPES: dict[str, str] = {
     "bfloat16": "uint16",
 }
 MEASURED = frozenset(_NUMPY_DTYPES)
-"""torch dtype names that `light_of_bytes` and `light_of_block` know."""
+"""torch dtype names that `light_of_bytes` and `light_of_blocks` know."""
 _room = threading.local()
 _Array = np.typing.NDArray[Any]
 # A sum of squares below it may have lost some that float32 cannot hold.
@@ -147,35 +148,49 @@ def _sum_of_squares(flat: _Array) -> float:
     return total
 
 
-def light_of_block(data: memoryview, tensors: tuple[tuple[str, int], ...]) -> LightTable:
+def light_of_blocks(
+    data: memoryview, count: int, tensors: tuple[tuple[str, int], ...], columns: Sequence[int]
+) -> list[LightTable]:
     """Return min, max, norm and number of non-finite elements of small tensors that lie behind one another.
 
     Takes a few passes over all of them together.
 
     Args:
-        data: The bytes, as `layout.block_starts` says.
-        tensors: dtype name (one of `MEASURED`) and number of bytes (not 0) of each.
+        data: The bytes of `count` blocks of one size, a multiple of `layout.ALIGNMENT` where there are several; in each
+            the tensors lie as `layout.block_starts` says.
+        count: How many tables are returned.
+        tensors: dtype name (one of `MEASURED`) and number of bytes (not 0) of each tensor of a block.
+        columns: Which of them the columns of a table are.
     """
-    rows = np.empty((3, len(tensors)))
-    num_nonfinite: dict[int, int] = {}
+    rows = np.empty((count, 3, len(tensors)))
+    nonfinite: list[dict[int, int]] = [{} for _ in range(count)]
+    raw = np.frombuffer(data, np.uint8).reshape(count, -1)
     for name, mine, places in _places(tensors):
         dtype = np.dtype(_NUMPY_DTYPES[name])
         # Up to the end of the last one of them, which `reduceat` takes as given.
         first, bounds = int(places[0]), (places - places[0])[:-1]
-        values = np.frombuffer(data, dtype, int(places[-1]) - first, first * dtype.itemsize)
+        values = raw[:, first * dtype.itemsize : int(places[-1]) * dtype.itemsize].view(dtype)
         with np.errstate(all="ignore"):
             values = _computable(values, name)
-            rows[0, mine] = low = np.minimum.reduceat(values, bounds)[::2]
-            rows[1, mine] = high = np.maximum.reduceat(values, bounds)[::2]
-            squares = np.add.reduceat(np.multiply(values, values, out=_room_like(values)), bounds)[::2]
-            rows[2, mine] = np.sqrt(squares, dtype=np.float64)
-        for which in np.flatnonzero(~_is_sum(squares, low, high)).tolist():
+            rows[:, 0, mine] = low = np.minimum.reduceat(values, bounds, axis=1)[:, ::2]
+            rows[:, 1, mine] = high = np.maximum.reduceat(values, bounds, axis=1)[:, ::2]
+            squares = np.multiply(values, values, out=_room_like(values))
+            sums = np.add.reduceat(squares, bounds, axis=1)[:, ::2]
+            rows[:, 2, mine] = np.sqrt(sums, dtype=np.float64)
+        for block, which in np.argwhere(~_is_sum(sums, low, high)).tolist():
             index, start = mine[which], int(places[2 * which]) * dtype.itemsize
-            count = tensors[index][1] // dtype.itemsize
-            exact = _exact(torch.frombuffer(data, dtype=getattr(torch, name), count=count, offset=start))
-            rows[:, index] = (_or_nan(exact.min), _or_nan(exact.max), exact.norm)
-            num_nonfinite[index] = exact.num_nonfinite
-    return LightTable(rows, num_nonfinite)
+            flat = raw[block, start : start + tensors[index][1]]
+            exact = _exact(torch.frombuffer(flat.data, dtype=getattr(torch, name)))
+            rows[block, :, index] = (_or_nan(exact.min), _or_nan(exact.max), exact.norm)
+            nonfinite[block][index] = exact.num_nonfinite
+    chosen = rows[:, :, columns]
+    return [LightTable(table, _chosen(counts, columns)) for table, counts in zip(chosen, nonfinite, strict=True)]
+
+
+def _chosen(counts: dict[int, int], columns: Sequence[int]) -> dict[int, int]:
+    if not counts:
+        return counts
+    return {index: counts[column] for index, column in enumerate(columns) if column in counts}
 
 
 def _or_nan(value: float | None) -> float:
@@ -187,7 +202,7 @@ def _room_like(values: _Array) -> _Array:
     room: _Array | None = getattr(_room, "bytes", None)
     if room is None or room.nbytes < values.nbytes:
         room = _room.bytes = np.empty(values.nbytes, dtype=np.uint8)
-    return room[: values.nbytes].view(values.dtype)
+    return room[: values.nbytes].view(values.dtype).reshape(values.shape)
 
 
 @functools.lru_cache(maxsize=256)

@@ -70,13 +70,13 @@ class BackgroundWriter:
         self._ring = Ring(ring_bytes)
         self._ring.warm()
         self._pinned = PinnedCopies(ring_bytes)
-        self._drain = Drain(self._writer, self._ring, self._pinned)
         self._seen = SeenTensors()
         self._most_bytes = ring_bytes // _PIECES_OF_RING
         self._block_bytes = min(_BLOCK_BYTES, ring_bytes // (2 * _PIECES_OF_RING))
         self._lock = threading.Lock()
         self._block: Block | None = None
         self._queue: deque[Item | Piece | threading.Event | None] = deque()
+        self._drain = Drain(self._writer, self._ring, self._pinned, self._queue)
         self._wake = threading.Event()
         self._woken = 0.0
         # Whether a step has ended since the thread looked.

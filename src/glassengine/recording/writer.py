@@ -18,10 +18,9 @@ from glassengine.errors import UsageError
 from glassengine.recording import layout, records
 from glassengine.recording.description import Description, Group
 from glassengine.recording.directory import make_directory, manifest_of, open_index, reason_of, save_manifest
-from glassengine.recording.layout import LeftOut, Location, Sharding
+from glassengine.recording.layout import LeftOut, LightTable, Location, Sharding
 from glassengine.recording.open_step import EndedStep, OpenStep
 from glassengine.recording.shard import Shard, write_all
-from glassengine.recording.statistics import light_of_block
 from glassengine.recording.values import bytes_of, describe, identity
 
 SHARD_BYTES = 1 << 31
@@ -161,35 +160,43 @@ class RecordingWriter:
         self._note(description, step, rank, location)
         return location
 
-    def store_block(
-        self,
-        descriptions: tuple[Description, ...],
-        step: int,
-        rank: int,
-        data: memoryview,
-        checksum: int,
-        same_as: tuple[tuple[int, int], ...] = (),
-    ) -> None:
-        """Take the bytes of several small tensors that lie behind one another as `layout.block_starts` says.
+    def group(
+        self, descriptions: tuple[Description, ...], rank: int, same_as: tuple[tuple[int, int], ...] = ()
+    ) -> Group:
+        """Return what is written once about small tensors that may be seen in many steps.
 
         Args:
             descriptions: What the tensors are; each has at least one byte.
-            step: A step that is not committed.
             rank: Process that has them.
-            data: All their bytes, which must not change before `flush`.
+            same_as: Index of each tensor that is not written -> index of an earlier one, whose bytes it has.
+        """
+        key = (descriptions, rank, same_as)
+        group = self._groups.get(key)
+        if group is None:
+            while len(self._groups) >= _MAX_GROUPS:
+                del self._groups[next(iter(self._groups))]
+            group = self._groups[key] = Group(self._num_groups, *key)
+            self._num_groups += 1
+        return group
+
+    def store_block(self, group: Group, step: int, data: memoryview, checksum: int) -> None:
+        """Take the bytes of several small tensors that lie behind one another as `layout.block_starts` says.
+
+        Args:
+            group: What the tensors are.
+            step: A step that is not committed.
+            data: All bytes that are written, which must not change before `flush`.
             checksum: CRC-32 of `data`.
-            same_as: Index of each tensor that is not in `data` -> index of an earlier one, whose bytes it has.
 
         Raises:
             UsageError: The step is committed, or has one of the sites already;
                 or the file cannot be written: the message says what is safe.
         """
-        group = self._group(descriptions, rank, same_as)
         self._require_open()
-        opened = self._opened(descriptions[0].site, step)
-        if not opened.names.isdisjoint(group.names):
-            for description in descriptions:
-                self._begin(description, step, rank)
+        opened = self._opened(group.descriptions[0].site, step)
+        if not opened.is_new(group.names):
+            for description in group.descriptions:
+                self._begin(description, step, group.rank)
         try:
             shard = self._shard_for(group)
         except OSError as error:
@@ -197,8 +204,7 @@ class RecordingWriter:
         location = Location(shard.number, shard.align(), checksum)
         shard.append(data)
         shard.add_block(group, step, location)
-        opened.names |= group.names
-        opened.groups.append(group)
+        opened.add(group)
         opened.frames.append(group.block_frame(step, location))
 
     def alias(self, description: Description, step: int, rank: int, original: Description, location: Location) -> None:
@@ -227,23 +233,17 @@ class RecordingWriter:
         opened.frames.append(records.left_out_frame(item))
         opened.num_left_out += 1
 
-    def leave_out_block(
-        self,
-        descriptions: tuple[Description, ...],
-        step: int,
-        rank: int,
-        data: memoryview,
-        reason: str,
-        same_as: tuple[tuple[int, int], ...] = (),
-    ) -> None:
-        """Note tensors that are measured and not recorded; see `store_block`."""
+    def leave_out_block(self, group: Group, step: int, reason: str, table: LightTable) -> None:
+        """Note small tensors of an open step that are measured, as `table` says, and not recorded.
+
+        Raises:
+            UsageError: The step is committed.
+        """
         self._require_open()
-        opened = self._opened(descriptions[0].site, step)
-        group = self._group(descriptions, rank, same_as)
-        table = light_of_block(data, group.kinds).take(group.columns)
+        opened = self._opened(group.descriptions[0].site, step)
         opened.groups.append(group)
         opened.frames.append(records.measured_frame(group.number, step, reason, table))
-        opened.num_left_out += len(descriptions)
+        opened.num_left_out += len(group.descriptions)
 
     def commit(self, step: int, *, token_ids: Sequence[Sequence[int]] = (), stopped: str | None = None) -> None:
         """Complete `step`: from now on it survives the end of the process.
@@ -275,8 +275,7 @@ class RecordingWriter:
         new = {group.number: group for group in opened.groups if group.number not in self._described}
         frames = [group.frame() for group in new.values()]
         frames += [*opened.frames, *(records.frame(payload) for payload in records.token_payloads(token_ids))]
-        counts = {"num_tensors": len(opened.names), "num_left_out": opened.num_left_out}
-        frames.append(records.frame({"kind": "commit", "step": step, **counts, "stopped": stopped}))
+        frames.append(records.commit_frame(step, len(opened.names), opened.num_left_out, stopped))
         self._steps.add(step)
         self._described |= new.keys()
         self._ended.append(EndedStep(step, b"".join(frames), len(opened.names), token_ids, stopped))
@@ -335,17 +334,8 @@ class RecordingWriter:
 
     def _note(self, description: Description, step: int, rank: int, location: Location) -> None:
         opened = self._open[step]
-        opened.names.add((description.site, rank))
+        opened.add_name(description.site, rank)
         opened.frames.append(description.frame(step, rank, location))
-
-    def _group(self, *key: *_GroupKey) -> Group:
-        group = self._groups.get(key)
-        if group is None:
-            while len(self._groups) >= _MAX_GROUPS:
-                del self._groups[next(iter(self._groups))]
-            group = self._groups[key] = Group(self._num_groups, *key)
-            self._num_groups += 1
-        return group
 
     def _begin(self, description: Description, step: int, rank: int) -> OpenStep:
         """Open `step`, unless a tensor of that name cannot be part of it."""
