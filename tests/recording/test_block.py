@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,12 @@ from hypothesis import strategies as st
 
 from glassengine.capture.intake import Intake
 from glassengine.recording import block as block_module
+from glassengine.recording import drain, worker
 from glassengine.recording.block import Block
+from glassengine.recording.layout import LightTable
 from glassengine.recording.policy import Policy
 from glassengine.recording.reader import Recording
+from glassengine.recording.statistics import light, light_of_blocks
 from glassengine.recording.worker import BackgroundWriter
 
 RING = 1 << 20
@@ -228,3 +232,40 @@ def test_blocks_that_are_full(tmp_path: Path, again: Counter[bool]) -> None:
     writer.close()
     assert again[True] >= 40
     _check(tmp_path / "r", expected)
+
+
+def test_steps_that_go_alike_are_measured_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+
+    def counting(data: memoryview, count: int, *rest: Any) -> list[LightTable]:
+        counts.append(count)
+        return light_of_blocks(data, count, *rest)
+
+    monkeypatch.setattr(drain, "light_of_blocks", counting)
+    monkeypatch.setattr(worker, "_PERIOD_S", 1e9)
+    monkeypatch.setattr(worker, "_LOOK_S", 0.3)
+    # Small enough that slots go around its end several times.
+    writer = BackgroundWriter(tmp_path / "r", metadata={}, ring_bytes=RING)
+    intake = Intake(writer, Policy(values=False), 0)
+    expected: dict[tuple[str, int], torch.Tensor] = {}
+    generator = torch.Generator().manual_seed(0)
+    for step in range(120):
+        x = torch.randn(700, generator=generator)
+        if step % 7 == 3:
+            x[step] = float("nan")
+        if step == 60:
+            intake.take("only here", step, x)
+            expected["only here", step] = x
+        for site, tensor in {"a": x, "a again": x, "b": (x > 0), "c": x.bfloat16(), "d": (x * 1e-30).double()}.items():
+            intake.take(site, step, tensor)
+            expected[site, step] = tensor.clone()
+        intake.commit(step)
+    writer.close()
+    opened = Recording.open(tmp_path / "r")
+    assert opened.complete and {(item.site, item.step) for item in opened.left_out} == expected.keys()
+    for item in opened.left_out:
+        wanted = light(expected[item.site, item.step])
+        assert item.statistics is not None and item.statistics.num_nonfinite == wanted.num_nonfinite, item
+        assert (item.statistics.min, item.statistics.max) == (wanted.min, wanted.max), item
+        assert item.statistics.norm == pytest.approx(wanted.norm, rel=1e-5), item
+    assert max(counts) > 3 and sum(counts) == 120
