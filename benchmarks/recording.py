@@ -116,6 +116,7 @@ def _sustained(model: torch.nn.Module, ids: torch.Tensor, directory: Path) -> It
 def _small(model: torch.nn.Module, ids: torch.Tensor, directory: Path) -> Iterator[str]:
     times: dict[str, list[float]] = {}
     torch.set_num_threads(1)  # a second one makes so small a model slower
+    os.sync()  # what was written before would still be on its way to the disk, on one of a few processors
     for index in range(1 + ROUNDS):
         for name, options in (("values", {}), ("light statistics", {"values": False})):
             _timed(model, ids, 10)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from glassengine.checksums import crc32
+from glassengine.checksums import crc32, crc32_of_small
 from glassengine.recording.block import Block
 from glassengine.recording.description import Group
 from glassengine.recording.items import Alias, Commit, Copied, Stored
@@ -16,6 +16,7 @@ from glassengine.recording.writer import RecordingWriter
 
 # Small enough for a cache that the passes share.
 _MEASURED_BYTES = 4 << 20
+_SMALL_BYTES = 1 << 19
 
 
 class Drain:
@@ -58,7 +59,8 @@ class Drain:
         group = self._writer.group(item.descriptions, rank, tuple(item.same_as))
         if reason is None:
             data = self._ring.bytes_at(item.position, item.end - item.position)
-            self._writer.store_block(group, step, data, crc32(data))
+            checksum = crc32_of_small(data) if len(data) <= _SMALL_BYTES else crc32(data)
+            self._writer.store_block(group, step, data, checksum)
         else:
             if item.table is None:
                 self._measure(item, group)
