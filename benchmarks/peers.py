@@ -131,6 +131,9 @@ def _export_openvino(checkpoint: Path, work: Path) -> None:
     openvino.save_model(detokenizer, str(work / "openvino_detokenizer.xml"))
 
 
+_GGML_TYPE_BF16 = 30  # of ggml.h; not every version of the package names it
+
+
 def some_tokenizer() -> Any:
     """Return a tokenizer of four words: some runtimes want one, though they are given tokens."""
     import tokenizers
@@ -156,7 +159,7 @@ def llama_cpp(checkpoint: Path, work: Path, dtype: str, threads: int) -> Generat
         settings.n_ctx = batch * -(-(size + num_tokens) // 256) * 256
         settings.n_batch, settings.n_seq_max = batch * size, batch
         settings.n_threads = settings.n_threads_batch = threads
-        settings.type_k = settings.type_v = library.GGML_TYPE_F32 if dtype == "float32" else library.GGML_TYPE_BF16
+        settings.type_k = settings.type_v = {"float32": library.GGML_TYPE_F32, "bfloat16": _GGML_TYPE_BF16}[dtype]
         context = library.llama_init_from_model(model, settings)
         pieces = library.llama_batch_init(batch * size, 0, batch)
         last: list[int] = []

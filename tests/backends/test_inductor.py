@@ -154,6 +154,6 @@ def test_compiler_flags_are_options_of_an_engine(program: Program, monkeypatch: 
         seen.update(inductor_configs, in_effect=torch._inductor.config.max_fusion_size)
 
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile_)
-    monkeypatch.setattr(inductor, "write_io", lambda *_: None)
+    monkeypatch.setattr(inductor, "write_io", lambda *_, **options: None)
     BACKEND.build(program, Path())
     assert (seen["max_fusion_size"], seen["freezing"], seen["in_effect"]) == (3, False, 3)

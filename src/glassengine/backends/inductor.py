@@ -2,12 +2,14 @@
 
 Freezing packs the weights of linear layers and is what makes decoding at batch 1 fast on a CPU; it takes effect only
 under `torch.no_grad()`, elsewhere it is silently ignored. Frozen weights live inside the built library. Above
-`FREEZE_LIMIT_BYTES` the weights stay outside and are shared with the engine's weights file instead.
+`FREEZE_LIMIT_BYTES` the weights stay outside and are shared with the engine's weights file instead; steps of one token,
+which read all of them once, are compiled by themselves there (`one_row`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +23,7 @@ from glassengine.backends.compiler_flags import flags_in_effect, read_flags
 from glassengine.backends.devices import brought, device_of, moved
 from glassengine.backends.io import read_io, write_io
 from glassengine.backends.kernels import kernel_nodes, list_kernels
+from glassengine.backends.one_row import of_one_token, one_token_shapes
 from glassengine.backends.protocol import Availability, Capabilities, GraphFunction, Network, Run, Weights
 from glassengine.executable.cache import CompilerCache
 from glassengine.program.program import Program, copied_graph
@@ -29,6 +32,7 @@ from glassengine.torch_versions import donated
 FREEZE_LIMIT_BYTES = 2 << 30
 
 _PACKAGE = "model.pt2"
+_ONE_TOKEN = "one_token.pt2"
 
 
 class InductorBackend:
@@ -52,11 +56,21 @@ class InductorBackend:
     def build(self, program: Program, directory: Path) -> None:
         """Compile; no_grad, or freezing would be ignored."""
         options = self._choices(program)
-        with torch.no_grad(), _quiet(), flags_in_effect():
-            torch._inductor.aoti_compile_and_package(
-                moved(program, device_of(program)), package_path=str(directory / _PACKAGE), inductor_configs=options
-            )
-        write_io(program, directory)
+
+        def compile_package(exported: Any, name: str) -> None:
+            with torch.no_grad(), _quiet(), flags_in_effect():
+                torch._inductor.aoti_compile_and_package(
+                    exported, package_path=str(directory / name), inductor_configs=options
+                )
+
+        compile_package(moved(program, device_of(program)), _PACKAGE)
+        is_outside = not self.keeps_weights(program) and device_of(program) == "cpu"
+        # A profile takes the spans of kernels for those of one package.
+        has_spans = self.options(program)["cpp.enable_kernel_profile"]
+        shapes = one_token_shapes(program) if is_outside and not has_spans else {}
+        if shapes:
+            compile_package(of_one_token(program), _ONE_TOKEN)
+        write_io(program, directory, one_token=shapes)
 
     def load(self, directory: Path, weights: Weights | None) -> Run:
         """Load the package; inputs and outputs go through the flat C++ call, no pytree work per step.
@@ -66,18 +80,29 @@ class InductorBackend:
         """
         order = read_io(directory)
         require_device(order.device, "an engine that inductor built for --device cuda")
-        with _quiet():
-            package = torch._inductor.aoti_load_package(str(directory / _PACKAGE), run_single_threaded=False)
         constants: dict[str, torch.Tensor] = {}
-        if weights is not None:
-            constants = {name: weights[name].to(order.device) for name in package.get_constant_fqns()}
-            package.load_constants(constants, check_full_update=True, user_managed=True)
-        call = package.loader.run
+
+        def loaded(name: str) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+            with _quiet():
+                package = torch._inductor.aoti_load_package(str(directory / name), run_single_threaded=False)
+            if weights is not None:
+                own = package.get_constant_fqns()
+                constants.update({n: weights[n].to(order.device) for n in own if n not in constants})
+                package.load_constants({n: constants[n] for n in own}, check_full_update=True, user_managed=True)
+            run_flat: Callable[[list[torch.Tensor]], list[torch.Tensor]] = package.loader.run
+            return run_flat
+
+        call = loaded(_PACKAGE)
+        short_way = loaded(_ONE_TOKEN) if order.one_token else None
+        sizes = [(name, dim, size) for name, fixed in order.one_token.items() for dim, size in fixed.items()]
 
         def run(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             # The compiled code assumes the strides of contiguous tensors and does not check them.
             given = [inputs[name].contiguous() for name in order.inputs]
-            results = call(given)
+            if short_way is not None and all(inputs[name].shape[dim] == size for name, dim, size in sizes):
+                results = short_way(given)
+            else:
+                results = call(given)
             for name, tensor in zip(order.inputs, given, strict=True):
                 if name in order.caches and tensor is not inputs[name]:
                     inputs[name].copy_(tensor)
@@ -129,7 +154,11 @@ class InductorBackend:
 
     def network(self, program: Program, directory: Path) -> Network:
         """Return the kernels and library calls in the order of the generated code."""
-        return list_kernels(program, directory / _PACKAGE)
+        found = list_kernels(program, directory / _PACKAGE)
+        if not read_io(directory).one_token:
+            return found
+        note = f"{found.note} Steps of one token of one sequence run an executable of their own, {_ONE_TOKEN}."
+        return dataclasses.replace(found, note=note)
 
     def kernels(self, directory: Path) -> list[tuple[str, tuple[str, ...]]]:
         """Return the kernels in the order of execution, and what each computes."""

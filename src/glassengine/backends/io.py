@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from glassengine.backends.devices import device_of
@@ -18,19 +19,21 @@ _FILE = "io.json"
 class IOOrder:
     """Names in the order in which the executable takes and returns them; `caches` maps `past_*` to `present_*`.
 
-    `device` is what it was built for.
+    `device` is what it was built for; `one_token` are the sizes that inputs have in a step of one token, where an
+    executable of its own computes it: input -> dimension -> size.
     """
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     caches: dict[str, str]
     device: str = "cpu"
+    one_token: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
 
 
-def write_io(program: Program, directory: Path) -> IOOrder:
+def write_io(program: Program, directory: Path, *, one_token: Mapping[str, Mapping[int, int]] | None = None) -> IOOrder:
     """Write and return the order for `program` in the form that the executable has (mutated or functional)."""
     inputs = tuple(port.name for port in program.inputs)
-    order = IOOrder(inputs, tuple(result_names(program)), dict(program.caches), device_of(program))
+    order = IOOrder(inputs, tuple(result_names(program)), dict(program.caches), device_of(program), one_token or {})
     (directory / _FILE).write_text(json.dumps(vars(order)))
     return order
 
@@ -43,8 +46,13 @@ def read_io(directory: Path) -> IOOrder:
     """
     try:
         data = json.loads((directory / _FILE).read_text())
+        sizes = data.get("one_token", {}).items()
         return IOOrder(
-            tuple(data["inputs"]), tuple(data["outputs"]), dict(data["caches"]), str(data.get("device", "cpu"))
+            tuple(data["inputs"]),
+            tuple(data["outputs"]),
+            dict(data["caches"]),
+            str(data.get("device", "cpu")),
+            {name: {int(dim): int(size) for dim, size in fixed.items()} for name, fixed in sizes},
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptError(f"{_FILE} cannot be read", got=f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,108 @@
+"""Steps of one token of one sequence, compiled by themselves for a CPU.
+
+Such a step multiplies every weight by a single row. The libraries that multiply matrices read a weight that is not
+packed for them at half of the speed of memory; the loop over its rows that Inductor generates reads it at nearly all.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from glassengine.program.program import Program
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+# Inductor adds up longer rows in a way that is several times slower.
+_ROW_ELEMENTS = 2048
+_FIXED = {"batch": 1, "sequence": 1}
+# Any length but 1, which the exporter would take for a constant.
+_CACHE_LENGTH = 12
+
+
+def one_token_shapes(program: Program) -> dict[str, dict[int, int]]:
+    """Return input -> dimension -> size in a step of one token; empty where shapes do not say what that is."""
+    sizes = {size for port in program.inputs for size in port.shape if isinstance(size, str)}
+    # A program that keeps states takes one token in every step.
+    if program.layout is None or "batch" not in sizes or not sizes <= {*_FIXED, "cache"}:
+        return {}
+    found = {
+        port.name: {dim: _FIXED[size] for dim, size in enumerate(port.shape) if size in _FIXED}
+        for port in program.inputs
+    }
+    return {name: fixed for name, fixed in found.items() if fixed}
+
+
+def of_one_token(program: Program) -> ExportedProgram:
+    """Return the program for a batch of 1 and a sequence of 1, with products of one row in place of linear layers.
+
+    Args:
+        program: One that has `one_token_shapes`, on the CPU; it stays as it is.
+    """
+    exported = program.exported
+    tensors, dynamic = [], []
+    for port in program.inputs:
+        sizes = [size if isinstance(size, int) else _FIXED.get(size, _CACHE_LENGTH) for size in port.shape]
+        tensors.append(torch.zeros(sizes, dtype=getattr(torch, port.dtype)))
+        dynamic.append({dim: torch.export.Dim.DYNAMIC for dim, size in enumerate(port.shape) if size == "cache"})
+    args, kwargs = pytree.tree_unflatten(tensors, exported.call_spec.in_spec)
+    shapes = pytree.tree_unflatten(dynamic, exported.call_spec.in_spec)
+    module = exported.module(check_guards=False)
+    with torch.no_grad():
+        traced = torch.export.export(module, args, kwargs, dynamic_shapes=shapes[1] or shapes[0], strict=False)
+    found: ExportedProgram = traced.run_decompositions({})
+    for node in found.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default):
+        x, weight, *bias = node.args
+        if _is_row(x.meta["val"]) and weight.meta["val"].dtype in _FLOATS:
+            node.target, node.args = _row_product(), (x, weight, bias[0] if bias else None)
+    return found
+
+
+def _is_row(x: torch.Tensor) -> bool:
+    return all(isinstance(size, int) for size in x.shape) and math.prod(x.shape[:-1]) == 1
+
+
+@functools.cache
+def _row_product() -> Any:
+    """Return the operator x [..., K] (one row), weight [N, K], bias [N] or None -> [..., N], and tell Inductor of it.
+
+    Sums are float32, rounded once.
+    """
+    from torch._inductor import lowering
+
+    @torch.library.custom_op("glass::row_product", mutates_args=())
+    def row_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return torch.nn.functional.linear(x, weight, bias)
+
+    @row_product.register_fake
+    def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+    def lower(x: Any, weight: Any, bias: Any) -> Any:
+        aten, known = torch.ops.aten, lowering.lowerings
+        # What computes the row would otherwise be computed anew for every row of the weight.
+        x.realize()
+        rows, columns = map(int, weight.get_size())
+        part = math.gcd(columns, _ROW_ELEMENTS)
+        # Parts that are too short to fill the vectors of a processor are slower still.
+        parts = [columns // part, part] if columns > part >= 512 else [columns]
+        row, matrix = (
+            lowering.to_dtype(known[aten.view.default](tensor, sizes), torch.float32)
+            for tensor, sizes in ((x, parts), (weight, [rows, *parts]))
+        )
+        total = known[aten.mul.Tensor](matrix, row)
+        for _ in parts:
+            total = known[aten.sum.dim_IntList](total, [-1])
+        if bias is not None:
+            total = known[aten.add.Tensor](total, lowering.to_dtype(bias, torch.float32))
+        result = known[aten.view.default](lowering.to_dtype(total, weight.get_dtype()), [*x.get_size()[:-1], rows])
+        result.realize()
+        return result
+
+    operator = torch.ops.glass.row_product.default
+    lowering.register_lowering(operator, type_promotion_kind=None)(lower)
+    return operator
