@@ -1,12 +1,18 @@
 """`import glassengine.auto`: record every model that the rest of this process calls.
 
 The recordings are written into the directory that GLASS_RECORD_DIR names, or else into a new `glass-recording`; they
-are complete when the process ends in the ordinary way.
+are complete when the process ends in the ordinary way. A process that multiprocessing has spawned writes into a
+directory of its own in there, `SpawnProcess-1` and so on, or beside it where none is named; one that is forked records
+nothing.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import itertools
+import multiprocessing.util
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,14 +22,21 @@ from glassengine.capture.script import ScriptRecorder
 
 
 def _directory() -> Path:
-    named = environment.record_dir()
-    if named is not None:
-        return named
-    candidate, number = Path("glass-recording"), 1
-    while candidate.exists():
-        number += 1
-        candidate = Path(f"glass-recording-{number}")
-    return candidate
+    named, process = environment.record_dir(), multiprocessing.current_process().name
+    if process == "MainProcess":
+        return named or _new(Path("glass-recording"))
+    # A process that multiprocessing has spawned imports the script, and this module, once more.
+    return _new(Path("glass-recording") if named is None else named / re.sub(r"[^\w.-]", "_", process))
+
+
+def _new(wanted: Path) -> Path:
+    """Make a directory that no other process has, and return it."""
+    for number in itertools.count(1):
+        candidate = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+        with contextlib.suppress(FileExistsError):
+            candidate.mkdir(parents=True)
+            return candidate
+    raise AssertionError("there is always another number")
 
 
 def _start() -> ScriptRecorder:
@@ -41,7 +54,11 @@ def _start() -> ScriptRecorder:
         recorder.__exit__(type(what) if what else None, what, None)
 
     sys.excepthook = note
-    atexit.register(finish)
+    if multiprocessing.current_process().name == "MainProcess":
+        atexit.register(finish)
+    else:
+        # Such a process ends without what is registered there.
+        multiprocessing.util.Finalize(None, finish, exitpriority=0)
     return recorder
 
 

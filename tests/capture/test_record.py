@@ -166,8 +166,7 @@ def test_what_has_no_values_or_no_hooks(tmp_path: Path) -> None:
         with record(model, tmp_path / "mixed"):
             model(X)
     opened = Recording.open(tmp_path / "r")
-    assert opened.complete and {item.step for item in opened.left_out} == {0}
-    assert all("Error" in item.reason for item in opened.left_out)
+    assert opened.complete and not opened.left_out and torch.equal(opened.tensor(".:in[0]", 0), X)
     mixed = Recording.open(tmp_path / "mixed")
     assert mixed.sites() == [".:in[0]", "0:in[0]", "0", "."] and mixed.metadata["not_called"] == ["1"]
 
@@ -213,6 +212,26 @@ def test_nested_containers_and_dataclasses(tmp_path: Path) -> None:
     found = values(tmp_path / "r")
     assert list(found) == [".:in[0].a/b", ".:in.more[1][0]", ".:out.hidden", ".:out.pair[0]", ".:out.pair[1][0]"]
     assert torch.equal(found[".:out.hidden"], X + 1)
+
+
+class Padded:
+    """As in many detectors: a tensor with what belongs to it."""
+
+    def __init__(self, tensors: torch.Tensor) -> None:
+        self.tensors = tensors
+        self.sizes = [(1, 2)]
+
+
+def test_tensors_in_objects_of_classes_of_their_own(tmp_path: Path) -> None:
+    def run(self: Any, x: torch.Tensor) -> dict[str, Any]:
+        return {"padded": self.inner(Padded(x))}
+
+    model = Calls(run, inner=Calls(lambda self, padded: Padded(padded.tensors + 1)))
+    with record(model, tmp_path / "r"):
+        model(X)
+    found = values(tmp_path / "r")
+    assert list(found) == [".:in[0]", "inner:in[0].tensors", "inner:out.tensors", ".:out.padded.tensors"]
+    assert torch.equal(found["inner:out.tensors"], X + 1)
 
 
 def test_shared_modules_have_the_name_that_was_called(tmp_path: Path) -> None:
@@ -551,6 +570,21 @@ def test_gradients_of_activations_and_parameters(tmp_path: Path) -> None:
     assert torch.equal(values(tmp_path / "r", 0)["layers.0:grad_in[0]"], values(tmp_path / "r", 0)[".:grad_in[0]"])
 
 
+def test_gradients_leave_nothing_behind(tmp_path: Path) -> None:
+    model, leaf = Model(), X.clone().requires_grad_()
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    with record(model, tmp_path / "r", gradients=True, optimizer=optimizer) as recorder:
+        for _ in range(5):
+            model(leaf)["logits"].sum().backward()
+            optimizer.step()
+            assert len(leaf._backward_hooks or ()) == 3  # it is the input of the model, its first layer, and that one's
+        assert len(recorder._parameters._num_seen) == 1
+    assert not leaf._backward_hooks
+    opened = Recording.open(tmp_path / "r")
+    assert opened.complete and "num_late" not in opened.metadata
+    assert ".:grad_in[0]" in opened.sites(4) and "head.weight:state.momentum_buffer" in opened.sites(4)
+
+
 def test_gradients_that_come_too_late_are_counted(tmp_path: Path) -> None:
     model = Model()
     with record(model, tmp_path / "r", gradients=True):
@@ -675,6 +709,64 @@ def test_tensors_without_memory_are_left_out(tmp_path: Path, count: int, keep: b
     found = {item.site: item.reason for item in Recording.open(tmp_path / "r").left_out if item.step == 1}
     assert found.keys() == {".:in[0]", ".:in[1]"}
     assert all(reason.startswith("a tensor without memory") for reason in found.values())
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_what_torch_func_passes_around(tmp_path: Path, keep: bool) -> None:
+    def run(self: Any, x: torch.Tensor, mapped: bool) -> Any:
+        y = self.a(x)
+        return torch.vmap(self.b, 1, 1)(y.unsqueeze(1).expand(2, 3, 4)) if mapped else self.b(y)
+
+    model = Calls(run, a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    with record(model, tmp_path / "r", values=keep):
+        for mapped in (False, False, True, True):
+            out = model(X, mapped)
+        weights = dict(model.named_parameters())
+        loss = torch.func.grad(lambda w, x: torch.func.functional_call(model, w, (x, False)).sum())
+        torch.vmap(loss, (None, 0))(weights, X.unsqueeze(1))
+    opened = Recording.open(tmp_path / "r")
+    assert opened.complete and len(opened.steps) == 5
+    if keep:
+        assert not opened.left_out
+        for step in (2, 3):
+            torch.testing.assert_close(opened.tensor("b", step), out.movedim(1, 0))
+        torch.testing.assert_close(opened.tensor("b", 4), model.b(model.a(X.unsqueeze(1))))
+    else:
+        assert all(item.statistics is not None for item in opened.left_out) and len(opened.left_out) == 5 * 6
+        norm = next(item.statistics.norm for item in opened.left_out if (item.site, item.step) == ("b", 3))
+        assert norm == pytest.approx(float(out.detach().norm()), rel=1e-5)
+
+
+def test_sequences_of_different_lengths(tmp_path: Path) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    x, padding = torch.randn(2, 5, 8), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with record(model, tmp_path / "r"), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own
+        for _ in range(2):
+            out = model(x, src_key_padding_mask=padding)
+    opened = Recording.open(tmp_path / "r")
+    assert opened.tensor("layers.1:out.sizes", 1).tolist() == [[5, 8], [3, 8]]
+    assert torch.equal(opened.tensor("layers.1:out.values", 1), torch.cat([out[0], out[1, :3]]).flatten())
+
+
+def test_lazy_modules(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.LazyLinear(3), nn.ReLU())
+    with record(model, tmp_path / "r"):
+        first, second = model(X), model(2 * X)
+    opened = Recording.open(tmp_path / "r")
+    assert torch.equal(opened.tensor(".", 0), first) and torch.equal(opened.tensor("0:in[0]", 1), 2 * X)
+    assert torch.equal(opened.tensor(".", 1), second)
+
+
+def test_modules_that_come_while_it_is_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = Model()
+    with record(model, tmp_path / "r"):
+        model(X)
+        model.head = nn.Linear(4, 2)
+        model(X)
+    assert Recording.open(tmp_path / "r").metadata["not_seen"] == {"head": "came into the model while it was recorded"}
+    assert "not seen: head came into" in caplog.text and "compiled" not in caplog.text
 
 
 def test_sparse_gradients(tmp_path: Path) -> None:
@@ -820,7 +912,9 @@ def test_what_holds_one_module(tmp_path: Path) -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         return model(x)["logits"]
 
-    for number, target in enumerate((Pipeline(), function, model.forward)):
+    pipeline = Pipeline()
+    targets = (pipeline, function, model.forward, pipeline.__call__, lambda x: pipeline(x))
+    for number, target in enumerate(targets):
         with record(target, tmp_path / str(number)) as recorder:
             recorder.model(X)
         assert recorder.model is model and "head" in Recording.open(tmp_path / str(number)).sites()

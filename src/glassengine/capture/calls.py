@@ -53,6 +53,7 @@ class Forward:
         handled: The exception that was being handled when the outermost call began.
         leave: Undoes what was set up for the duration of the outermost call.
         alone: Modules that were called by themselves, outside of the model, in this step.
+        watched: Handles of hooks for gradients, to be removed when the step ends.
     """
 
     step: int
@@ -65,6 +66,7 @@ class Forward:
     handled: BaseException | None = None
     leave: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     alone: set[nn.Module] = field(default_factory=set)
+    watched: list[Any] = field(default_factory=list)
 
 
 class ModuleNames:
@@ -122,6 +124,10 @@ class ModuleNames:
         forward.num_calls[path] = num_calls + 1
         open_calls.append((known, where, False))
         return where
+
+    def newcomers(self) -> list[str]:
+        """Return the paths of the modules that the model has now and did not have."""
+        return [path for path, module in _walk(self.root) if module not in self.known]
 
     def log_aliases(self) -> None:
         """From now on notice by which name a shared module is looked up; undone by `stop_logging`."""

@@ -14,8 +14,11 @@ from glassengine.capture.intake import Intake
 from glassengine.sites import with_call
 
 
-def watch(tensor: Tensor, site: str, step: int, intake: Intake) -> None:
-    """Deliver the gradient of `tensor` as `site` when a backward computes it; the last one, if several do."""
+def watch(tensor: Tensor, site: str, step: int, intake: Intake) -> Any:
+    """Deliver the gradient of `tensor` as `site` when a backward computes it, and as `@1` the second one's.
+
+    Returns the handle that ends it, where nothing else will: a leaf outlives the graph of the step.
+    """
     seen = 0
 
     def arrived(gradient: Tensor) -> None:
@@ -24,7 +27,8 @@ def watch(tensor: Tensor, site: str, step: int, intake: Intake) -> None:
         intake.take(f"{with_call(path, seen)}{colon}{port}" if seen else site, step, gradient)
         seen += 1
 
-    tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
+    handle = tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
+    return handle if tensor.is_leaf else None
 
 
 class ParameterHooks:
@@ -55,7 +59,8 @@ class ParameterHooks:
         self._current_step = current_step
         self._gradients = gradients
         self._optimizer = optimizer
-        self._num_seen: Counter[tuple[int, str]] = Counter()
+        # Of each step that has not ended, how often what was delivered.
+        self._num_seen: dict[int, Counter[str]] = {}
         self._handles: list[Any] = []
 
     def attach(self) -> None:
@@ -94,6 +99,11 @@ class ParameterHooks:
                         self._deliver(step, name, f":state.{key}", value)
 
     def _deliver(self, step: int, name: str, port: str, tensor: Tensor) -> None:
-        call = self._num_seen[step, name + port]
-        self._num_seen[step, name + port] += 1
+        seen = self._num_seen.get(step)
+        if seen is None:
+            for ended in [known for known in self._num_seen if self._intake.has_ended(known)]:
+                del self._num_seen[ended]
+            seen = self._num_seen[step] = Counter()
+        call = seen[name + port]
+        seen[name + port] += 1
         self._intake.take(f"{with_call(name, call)}{port}", step, tensor)

@@ -11,8 +11,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._C import _DisableFuncTorch
+from torch._C._functorch import is_functorch_wrapped_tensor
 
-from glassengine.capture.parts import parts_of, port_of_part, sharding_of, waited
+from glassengine.capture.parts import parts_of, port_of_part, sharding_of, untransformed, waited
 from glassengine.recording.layout import LeftOut, Sharding
 from glassengine.recording.policy import NO_VALUES, OVER_BUDGET, Policy
 from glassengine.recording.statistics import light
@@ -80,9 +82,13 @@ class Intake:
         names = self._names.get(step)
         # The short ways of nearly all tensors; hooks run thousands of times a second.
         is_usual = type(tensor) is Tensor and not self._has_budget
-        if is_usual and names is not None and site not in names and self._again(site, step, tensor, self._rank):
-            names.add(site)
-            return
+        if is_usual and names is not None and site not in names:
+            try:
+                if self._again(site, step, tensor, self._rank):
+                    names.add(site)
+                    return
+            except Exception:  # one without shape or memory of its own, though its type is the usual one
+                is_usual = False
         wanted, keeps = self._known.get(site) or self._look(site)
         if not wanted:
             return
@@ -107,13 +113,20 @@ class Intake:
 
     def _take(self, site: str, step: int, tensor: Tensor, keeps: bool, axes: Mapping[str, int] | None) -> None:
         try:
-            if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_quantized:
+            if is_functorch_wrapped_tensor(tensor):
+                with _DisableFuncTorch():
+                    self._take(site, step, untransformed(tensor), keeps, None)
+            elif not _is_plain(tensor):
                 self._take_parts(site, step, tensor, keeps, axes)
             elif self._enter(site, step):
                 self._take_plain(site, step, tensor, keeps, axes)
         except Exception as error:
             _log.debug("%s is not recorded", site, exc_info=True)
             self._leave_out(site, step, f"{type(error).__name__}: {error}"[:500], None)
+
+    def has_ended(self, step: int) -> bool:
+        """Return whether `step` is complete: what comes for it is too late."""
+        return step in self._committed
 
     def commit(self, step: int, *, token_ids: Sequence[Sequence[int]] = (), stopped: str | None = None) -> None:
         """Complete `step`."""
@@ -173,7 +186,7 @@ class Intake:
         self, site: str, step: int, tensor: Any, keeps: bool, axes: Mapping[str, int] | None, sharding: Sharding
     ) -> None:
         local = waited(tensor.detach().to_local())
-        if type(local) not in _PLAIN or local.layout is not torch.strided or local.is_quantized:
+        if not _is_plain(local):
             self._leave_out(site, step, f"a {sharding} whose local part is not a plain tensor", None)
         elif self._enter(site, step):
             self._take_plain(site, step, local, keeps, axes, sharding)
@@ -186,3 +199,8 @@ class Intake:
             dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
             statistics = light(tensor) if measure else None
         self._writer.leave_out(LeftOut(site, step, self._rank, reason, dtype, shape, statistics))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    strided = tensor.layout is torch.strided
+    return type(tensor) in _PLAIN and strided and not (tensor.is_quantized or tensor.is_nested)

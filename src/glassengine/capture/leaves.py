@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,7 +22,8 @@ KV_AXES = {"batch": 0, "cache": 2}
 def tensors_in(port: str, tree: Any, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
     """Yield what `sites.port_leaves` yields, many times faster where the containers are the usual ones.
 
-    Mappings that torch does not know as containers are looked into as well.
+    Mappings that torch does not know as containers are looked into as well, and of other objects the attributes that
+    are tensors, as `.name`.
     """
     kind = type(tree)
     if kind in NO_TENSOR or depth > _MAX_DEPTH:
@@ -39,7 +41,21 @@ def tensors_in(port: str, tree: Any, depth: int = 0) -> Iterator[tuple[str, Tens
             if type(item) not in NO_TENSOR:
                 yield from tensors_in(f"{port}.{key}", item, depth + 1)
     else:
-        yield from port_leaves(port, tree)
+        is_container = False
+        for item in port_leaves(port, tree):
+            is_container = True
+            yield item
+        if not is_container:
+            yield from _attributes(port, tree)
+
+
+def _attributes(port: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that an object of a class of its own carries; a cache is dealt with once a step."""
+    if isinstance(value, (nn.Module, type, ModuleType)) or type(value).__name__.endswith("Cache"):
+        return
+    for name, item in list(getattr(value, "__dict__", {}).items()):
+        if isinstance(item, Tensor):
+            yield f"{port}.{name}", item
 
 
 class CacheSites:

@@ -130,7 +130,7 @@ class ModuleHooks:
                 if path == outer or outer == ROOT or path.startswith(f"{outer}."):
                     found[path] = f"runs inside of {kind}: that of {outer}"
                     break
-        return found
+        return found | dict.fromkeys(self.names.newcomers(), "came into the model while it was recorded")
 
     @property
     def is_open(self) -> bool:
@@ -282,7 +282,7 @@ class ModuleHooks:
                 self._intake.take(site, forward.step, tensor)
                 if self._gradients and tensor.requires_grad:
                     side = ":grad_in" if port == ":in" else ":grad_out"
-                    watch(tensor, where + side + name[len(port) :], forward.step, self._intake)
+                    self._watch(tensor, where + side + name[len(port) :], forward)
         except Exception as error:
             # A container of the user's that cannot be looked into; the model may never do so.
             self._intake.leave_out(where + port, forward.step, f"{type(error).__name__}: {error}"[:_MAX_REASON])
@@ -301,7 +301,12 @@ class ModuleHooks:
         site = tap_site(forward.open[-1][1], name)
         self._intake.take(site, forward.step, tensor)
         if self._gradients and tensor.requires_grad:
-            watch(tensor, f"{site}:grad_out", forward.step, self._intake)
+            self._watch(tensor, f"{site}:grad_out", forward)
+
+    def _watch(self, tensor: Tensor, site: str, forward: Forward) -> None:
+        handle = watch(tensor, site, forward.step, self._intake)
+        if handle is not None:
+            forward.watched.append(handle)
 
     def _end(self, forward: Forward, token_ids: list[list[int]], stopped: str | None) -> None:
         forward.leave.close()
@@ -319,6 +324,8 @@ class ModuleHooks:
 
     def _commit(self, forward: Forward, token_ids: list[list[int]], stopped: str | None) -> None:
         self._open.pop(forward.step, None)
+        for handle in forward.watched:
+            handle.remove()
         if forward.records:
             self._intake.commit(forward.step, token_ids=token_ids, stopped=stopped)
 

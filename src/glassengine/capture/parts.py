@@ -1,4 +1,4 @@
-"""What a tensor that is not plain consists of: sparse, quantised, distributed, wrapped."""
+"""What a tensor that is not plain consists of: sparse, quantised, nested, distributed, wrapped."""
 
 from __future__ import annotations
 
@@ -7,8 +7,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, maybe_get_bdim
 
 from glassengine.recording.layout import Sharding
+
+
+def untransformed(tensor: Tensor) -> Tensor:
+    """Return the values of what `torch.func` (vmap, grad, jvp) passes around, the mapped dimensions first.
+
+    To be called, and its result to be used, under `_DisableFuncTorch`.
+    """
+    while is_functorch_wrapped_tensor(tensor):
+        mapped = maybe_get_bdim(tensor)
+        tensor = get_unwrapped(tensor)
+        if mapped >= 0:
+            tensor = tensor.movedim(mapped, 0)
+    return tensor
 
 
 def sharding_of(tensor: Tensor) -> Sharding | None:
@@ -53,6 +67,10 @@ def parts_of(tensor: Tensor) -> list[tuple[str, Tensor]] | None:
         return [(f".{name}", getattr(tensor.detach(), name)()) for name in ("ccol_indices", "row_indices", "values")]
     if tensor.layout is not torch.strided and not hasattr(tensor, "__tensor_flatten__"):
         return None
+    if tensor.is_nested and not hasattr(tensor, "__tensor_flatten__"):
+        # Sequences of different lengths behind one another; not contiguous where it is transposed.
+        whole = tensor.detach().contiguous()
+        return [(".values", whole.values()), (".sizes", whole._nested_tensor_size())]
     if tensor.is_quantized:
         return [(".int_repr", tensor.int_repr()), *_quantization(tensor)]
     if hasattr(tensor, "__tensor_flatten__"):

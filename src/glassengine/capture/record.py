@@ -7,11 +7,12 @@ import logging
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from glassengine import environment
 from glassengine.capture.gradients import ParameterHooks
@@ -117,7 +118,8 @@ class Recorder:
             writer.metadata["not_seen"] = unseen
             path, why = next(iter(unseen.items()))
             what = f"{path} {why}" if len(unseen) == 1 else f"{len(unseen)} modules, e.g. {path}, which {why}"
-            _log.warning("not seen: %s; to see inside, record the model before it is compiled or scripted", what)
+            hint = "to see inside, record the model before it is compiled or scripted" if " inside " in why else ""
+            _log.warning("not seen: %s%s", what, f"; {hint}" if hint else "")
 
     @property
     def is_open(self) -> bool:
@@ -208,10 +210,13 @@ def module_of(target: object) -> nn.Module:
     """
     if isinstance(target, nn.Module):
         return target
-    held = [getattr(target, name, None) for name in ("__self__", "model", "module", "_model")]
+    held = [getattr(target, "__self__", None)]
     if inspect.isfunction(target):
         names = inspect.getclosurevars(target)
         held += [*names.nonlocals.values(), *names.globals.values()]
+    # What a method is bound to, or a function refers to, may be a pipeline in its turn.
+    holders = [item for item in (target, *held) if not isinstance(item, (nn.Module, ModuleType))]
+    held += [getattr(item, name, None) for item in holders for name in ("model", "module", "_model")]
     found = list(dict.fromkeys(item for item in held if isinstance(item, nn.Module)))
     if len(found) != 1:
         hint = "engine.generate(..., record=path)" if hasattr(target, "manifest") else "name the module that it calls"
@@ -230,7 +235,8 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
         "training": model.training,
         "dtype": None if floating is None else str(floating).removeprefix("torch."),
         "device": sorted({str(p.device) for p in parameters}),
-        "num_parameters": sum(p.numel() for p in parameters),
+        # Those of lazy modules have no size before the first call.
+        "num_parameters": sum(p.numel() for p in parameters if not is_lazy(p)),
         "modules": {name or ".": type(module).__name__ for name, module in model.named_modules()},
         "seed": torch.initial_seed(),
         "rank": _place()[0],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import runpy
 import sys
+import threading
 import traceback
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ def record_script(
     )
     status = 0
     try:
-        with recorder, _as_main(str(script), arguments):
+        with recorder, _as_main(str(script), arguments), _threads_ended():
             runpy.run_path(str(script), run_name="__main__")
     except SystemExit as ending:
         status = _status(ending)
@@ -93,6 +94,17 @@ def _as_main(script: str, arguments: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         sys.argv, sys.path[:], sys.modules["__main__"] = argv, path, main
+
+
+@contextlib.contextmanager
+def _threads_ended() -> Iterator[None]:
+    """Wait at the end for the threads that were begun meanwhile, as Python does before it exits: all but daemons."""
+    before = set(threading.enumerate())
+    try:
+        yield
+    finally:
+        while left := [thread for thread in set(threading.enumerate()) - before if not thread.daemon]:
+            left[0].join()
 
 
 def _status(ending: SystemExit) -> int:

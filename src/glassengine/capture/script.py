@@ -1,19 +1,24 @@
 """Record whatever an unmodified script runs: PyTorch modules, compiled ones included, and ONNX Runtime sessions.
 
 Each model gets a recording of its own, named after its class, in one directory. A model is a module that is called
-while no other is: its submodules are part of it. What is recorded of it is what `glass.record` records.
+while no other is: its submodules are part of it. What is recorded of it is what `glass.record` records. Processes that
+this one forks are not recorded.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.abc
 import importlib.machinery
+import inspect
 import logging
+import os
 import re
 import sys
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -69,11 +74,14 @@ class ScriptRecorder:
         }
         self._overwrite = overwrite
         self._lock = threading.RLock()
+        self._process = os.getpid()
+        # Of what is recorded, and of what is not: whether that lives on is the script's business.
         self._known: set[nn.Module] = set()
+        self._ignored: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._recorders: list[Recorder] = []
-        self._sessions: dict[Any, SessionRecording] = {}
+        self._sessions: dict[Any, SessionRecording | None] = {}
         self._names: dict[str, int] = {}
-        self._num_ignored = 0
+        self._num_ignored = self._num_bound = 0
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> ScriptRecorder:
@@ -91,6 +99,8 @@ class ScriptRecorder:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         self._undo.close()
+        if isinstance(error, SystemExit) and not error.code:
+            kind = error = None
         failures: list[GlassError] = []
         for recording in self._all():
             try:
@@ -99,6 +109,8 @@ class ScriptRecorder:
                 failures.append(failure)
         if self._num_ignored:
             _log.warning("%d more models were not recorded: at most %d are", self._num_ignored, MAX_MODELS)
+        if self._num_bound:
+            _log.warning("%d runs of ONNX Runtime with an IO binding were not recorded", self._num_bound)
         if failures and error is None:
             raise failures[0]
 
@@ -108,42 +120,80 @@ class ScriptRecorder:
         return [recording.path for recording in self._all()]
 
     def _all(self) -> list[Recorder | SessionRecording]:
-        return [*self._recorders, *self._sessions.values()]
+        return [*self._recorders, *filter(None, self._sessions.values())]
 
     def _before_call(self, module: nn.Module) -> None:
         if module in self._known or torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
             return
+        if module in self._ignored or os.getpid() != self._process:
+            return
         with self._lock:
             if any(recorder.is_open for recorder in self._recorders):
                 return  # made while its model runs
-            self._known.update(ModuleNames(module).known)
-            if isinstance(module, torch.jit.ScriptModule) or not self._has_room():
-                return
-            recorder = record(module, self._path(type(getattr(module, "_orig_mod", module)).__name__), **self._options)
-            recorder.__enter__()
-            self._recorders.append(recorder)
+            inside = ModuleNames(module).known
+            recorder = None if isinstance(module, torch.jit.ScriptModule) else self._begin(module)
+            if recorder is None:
+                self._ignored.update(inside)
+            else:
+                self._known.update(inside)
+                self._recorders.append(recorder)
+
+    def _begin(self, module: nn.Module) -> Recorder | None:
+        if not self._has_room():
+            return None
+        path = self._path(type(getattr(module, "_orig_mod", module)).__name__)
+        try:
+            return record(module, path, **self._options).__enter__()
+        except GlassError as error:
+            # The script would run without us.
+            _log.warning("%s is not recorded: %s", path.name, error)
+            return None
 
     def _patch_onnxruntime(self, onnxruntime: ModuleType) -> None:
         session = onnxruntime.InferenceSession
-        original = session.run
+        for name in ("run", "run_with_ort_values"):
+            self._patch(session, name, self._after_run)
+        self._patch(session, "run_with_iobinding", self._after_bound_run)
 
-        def run(this: Any, output_names: Any, input_feed: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-            results = original(this, output_names, input_feed, *args, **kwargs)
-            with self._lock:
-                recording = self._sessions.get(this)
-                if recording is None and self._has_room():
-                    stem = Path(getattr(this, "_model_path", None) or "session").stem
-                    recording = SessionRecording(this, self._path(stem), **self._options)
-                    self._sessions[this] = recording
-            if recording is not None:
-                recording.step(output_names, input_feed, results)
+    def _patch(self, session: Any, name: str, after: Callable[..., None]) -> None:
+        original = getattr(session, name)
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            results = original(*args, **kwargs)
+            if os.getpid() == self._process:
+                after(results, *signature.bind(*args, **kwargs).arguments.values())
             return results
 
-        session.run = run
-        self._undo.callback(setattr, session, "run", original)
+        setattr(session, name, run)
+        self._undo.callback(setattr, session, name, original)
+
+    def _after_run(
+        self, results: Sequence[Any], session: Any, output_names: Any, inputs: Mapping[str, Any], *_: Any
+    ) -> None:
+        with self._lock:
+            if session not in self._sessions:
+                self._sessions[session] = self._begin_session(session)
+            recording = self._sessions[session]
+        if recording is not None:
+            recording.step(output_names, inputs, results)
+
+    def _after_bound_run(self, *_: Any) -> None:
+        self._num_bound += 1
+
+    def _begin_session(self, session: Any) -> SessionRecording | None:
+        if not self._has_room():
+            return None
+        path = self._path(Path(getattr(session, "_model_path", None) or "session").stem)
+        try:
+            return SessionRecording(session, path, **self._options)
+        except GlassError as error:
+            _log.warning("%s is not recorded: %s", path.name, error)
+            return None
 
     def _has_room(self) -> bool:
-        if len(self._recorders) + len(self._sessions) < MAX_MODELS:
+        if len(self._all()) < MAX_MODELS:
             return True
         self._num_ignored += 1
         return False

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from glassengine import environment
@@ -72,7 +73,10 @@ class SessionRecording:
 
     def _take(self, site: str, step: int, value: Any) -> None:
         try:
-            tensor = torch.as_tensor(value)
+            array = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
+            # torch warns of an array that it could write to, and refuses one that runs backwards.
+            is_usual = array.flags.writeable and all(stride >= 0 for stride in array.strides)
+            tensor = torch.from_numpy(array if is_usual else array.copy())
         except (TypeError, ValueError, RuntimeError):
             self._intake.leave_out(site, step, f"a {type(value).__name__} of elements that are no numbers")
         else:

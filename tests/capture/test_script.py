@@ -1,0 +1,146 @@
+"""Recording an unmodified script: it runs as it would, whatever it does with processes, threads and models."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import warnings
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from glassengine.capture.script import MAX_MODELS, ScriptRecorder
+from glassengine.recording.reader import Recording
+
+NET = """\
+import sys, threading, time, torch, multiprocessing
+
+class Net(torch.nn.Linear):
+    pass
+
+torch.manual_seed(0)
+net = Net(2, 2).requires_grad_(False)
+
+def work(i):
+    return float((net if i % 2 else Net(2, 2).requires_grad_(False))(torch.ones(2)).sum())
+"""
+
+
+RECORD = ("-m", "glassengine.cli", "record", "-o", "out", "--")
+
+
+class Net(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+
+def run_net(
+    tmp_path: Path, *command: str, then: str, first: str = "", **variables: str
+) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "net.py").write_text(first + NET + textwrap.dedent(then))
+    return subprocess.run(
+        [sys.executable, *command, "net.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **variables},
+    )
+
+
+def test_forked_processes_run_as_they_would_and_threads_are_waited_for(tmp_path: Path) -> None:
+    then = """
+        def serve():
+            time.sleep(0.5)
+            net(torch.ones(2))
+
+        net(torch.ones(2))
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            assert len(pool.map(work, range(8), chunksize=1)) == 8
+        threading.Thread(target=serve).start()
+        sys.exit()
+    """
+    done = run_net(tmp_path, *RECORD, then=then)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["Net"]
+    opened = Recording.open(tmp_path / "out" / "Net")
+    assert opened.complete and opened.steps == [0, 1]
+
+
+def test_processes_that_import_the_script_again(tmp_path: Path) -> None:
+    then = """
+        if __name__ == "__main__":
+            child = multiprocessing.get_context("spawn").Process(target=work, args=(1,), name="worker")
+            child.start()
+            child.join()
+            net(torch.ones(2))
+            sys.exit(child.exitcode)
+    """
+    done = run_net(tmp_path, then=then, first="import glassengine.auto\n", GLASS_RECORD_DIR="here")
+    assert done.returncode == 0, done.stderr
+    for path in ("here/Net", "here/worker/Net"):
+        opened = Recording.open(tmp_path / path)
+        assert opened.complete and opened.steps == [0], path
+
+
+def test_models_that_are_not_recorded_are_not_kept_alive(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with ScriptRecorder(tmp_path / "out"):
+        nets = [Net() for _ in range(MAX_MODELS + 2)]
+        for net in nets:
+            net(torch.ones(1, 4))
+        last = weakref.ref(net)
+        del nets, net
+        gc.collect()
+        assert last() is None
+    assert "2 more models were not recorded" in caplog.text
+
+
+def test_a_directory_that_cannot_be_written_does_not_stop_the_script(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ScriptRecorder(tmp_path / "out") as recorder:
+        (tmp_path / "out" / "Net").write_text("in the way")
+        net = Net()
+        assert net(torch.ones(1, 4)).shape == net(torch.ones(1, 4)).shape
+    assert not recorder.recordings and caplog.text.count("Net is not recorded: ") == 1
+
+
+def test_every_way_to_run_a_session(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    onnx, onnxruntime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
+    helper, kind = onnx.helper, onnx.TensorProto.FLOAT
+    graph = helper.make_graph(
+        [helper.make_node("Add", ["x", "x"], ["y"]), helper.make_node("Neg", ["x"], ["z"])],
+        "double",
+        [helper.make_tensor_value_info("x", kind, ["n"])],
+        [helper.make_tensor_value_info("y", kind, ["n"]), helper.make_tensor_value_info("z", kind, ["n"])],
+    )
+    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    session = onnxruntime.InferenceSession(made.SerializeToString())
+    x = np.arange(3, dtype=np.float32)
+    x.setflags(write=False)
+    with ScriptRecorder(tmp_path / "out") as recorder, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        session.run(None, {"x": x})
+        session.run(["z"], input_feed={"x": x[::-1]})
+        session.run_with_ort_values(["y"], {"x": onnxruntime.OrtValue.ortvalue_from_numpy(x)})
+        binding = session.io_binding()
+        binding.bind_cpu_input("x", x)
+        binding.bind_output("y")
+        session.run_with_iobinding(binding)
+    assert "1 runs of ONNX Runtime with an IO binding were not recorded" in caplog.text
+    opened = Recording.open(recorder.recordings[0])
+    assert opened.complete and not opened.left_out
+    assert [opened.sites(step) for step in range(3)] == [
+        [".:in.x", ".:out.y", ".:out.z"],
+        [".:in.x", ".:out.z"],
+        [".:in.x", ".:out.y"],
+    ]
+    assert opened.tensor(".:in.x", 1).tolist() == [2, 1, 0] and opened.tensor(".:out.y", 2).tolist() == [0, 2, 4]
