@@ -156,6 +156,19 @@ def test_small_models_are_packed_and_need_none(
     assert compiled(program, tmp_path, monkeypatch) == ["model.pt2"]
 
 
+def test_a_build_goes_on_without_it(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(program: Program) -> Any:
+        raise RuntimeError("cannot be traced\nat all")
+
+    monkeypatch.setattr(inductor, "FREEZE_LIMIT_BYTES", 0)
+    monkeypatch.setattr(inductor, "of_one_token", fail)
+    with caplog.at_level("WARNING"):
+        assert compiled(program, tmp_path, monkeypatch) == ["model.pt2"]
+    assert "RuntimeError: cannot be traced" in caplog.text and "at all" not in caplog.text
+
+
 def test_a_module_has_no_step_of_one_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = torch.nn.Linear(3, 3).eval()
     plain = export_module(module, [{"input": torch.zeros(2, 3)}, {"input": torch.zeros(5, 3)}])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,6 +34,9 @@ FREEZE_LIMIT_BYTES = 2 << 30
 
 _PACKAGE = "model.pt2"
 _ONE_TOKEN = "one_token.pt2"
+_MAX_REASON = 300
+
+logger = logging.getLogger("glassengine")
 
 
 class InductorBackend:
@@ -69,7 +73,13 @@ class InductorBackend:
         has_spans = self.options(program)["cpp.enable_kernel_profile"]
         shapes = one_token_shapes(program) if is_outside and not has_spans else {}
         if shapes:
-            compile_package(of_one_token(program), _ONE_TOKEN)
+            try:
+                compile_package(of_one_token(program), _ONE_TOKEN)
+            except Exception as error:  # of the exporter or the compiler; the other executable takes every step
+                shapes = {}
+                (directory / _ONE_TOKEN).unlink(missing_ok=True)
+                reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:_MAX_REASON]
+                logger.warning("steps of one token have no executable of their own, and are slower: %s", reason)
         write_io(program, directory, one_token=shapes)
 
     def load(self, directory: Path, weights: Weights | None) -> Run:
