@@ -7,16 +7,19 @@ a step. A plain module gets its inputs, one step per dict.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from glassengine.engine.prompts import load_tokenizer
-from glassengine.errors import UsageError
+from glassengine.errors import IncomparableError, UsageError
 from glassengine.program import LoadedModel, load_inputs
+from glassengine.program.causal_lm import accepted
 from glassengine.program.image_text import first_constants, following_constants
 
 PROMPTS = (
@@ -155,6 +158,44 @@ def beside_tokens(inputs: Inputs) -> list[str]:
 def in_one_forward(inputs: Inputs) -> Inputs:
     """Return the inputs of a causal LM for forwards that nothing follows: no cache comes out of them."""
     return inputs if inputs is None or isinstance(inputs, str) else [{"use_cache": False, **step} for step in inputs]
+
+
+def taken_by(module: nn.Module, step: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments of a step for `module`: one that knows no cache is not told to use none."""
+    return {name: value for name, value in step.items() if name != "use_cache" or accepted(module, {name: value})}
+
+
+def tokens_in_one_forward(model: LoadedModel, port: nn.Module, inputs: Inputs) -> list[Mapping[str, Any]]:
+    """Return steps for a causal LM and a port of it that is a plain module: the prompts, and nothing that follows.
+
+    Args:
+        model: The causal LM; its tokenizer encodes text.
+        port: A module that takes `input_ids`. Where it takes no `attention_mask`, no batch with padding is made up.
+        inputs: As for `causal_cases`.
+
+    Raises:
+        IncomparableError: The port takes no `input_ids`.
+        UsageError: As for `causal_cases`.
+    """
+    known = accepted(port, dict.fromkeys(_OF_TOKENS))
+    if "input_ids" not in known:
+        raise IncomparableError(
+            "the two sides are different kinds of model",
+            got=f"a {type(port).__name__} that takes {', '.join(inspect.signature(port.forward).parameters)}",
+            expected="the baseline's input_ids (and attention_mask)",
+            hint="name the arguments of its forward as those of the baseline's",
+        )
+    if inputs is not None and not isinstance(inputs, str):
+        return list(in_one_forward(inputs) or ())
+    steps: list[Mapping[str, Any]] = []
+    for case in causal_cases(model, inputs, 0):
+        assert case.input_ids is not None and case.attention_mask is not None
+        of_case = {"input_ids": case.input_ids, "attention_mask": case.attention_mask, "use_cache": False}
+        if "attention_mask" in known:
+            steps.append(of_case)
+        elif bool(case.attention_mask.all()):
+            steps.append({name: value for name, value in of_case.items() if name != "attention_mask"})
+    return steps
 
 
 def causal_cases(model: LoadedModel, inputs: Inputs, steps: int) -> list[Case]:

@@ -16,7 +16,7 @@ from glassengine.backends import registry
 from glassengine.compare.operation import FLOAT32_SUMS, Accumulation
 from glassengine.compare.pairing import SitePair
 from glassengine.compare.tolerance import is_inexact
-from glassengine.diagnose.cases import Case, Inputs, causal_cases, module_cases
+from glassengine.diagnose.cases import Case, Inputs, causal_cases, module_cases, taken_by
 from glassengine.diagnose.counterparts import pair_programs
 from glassengine.diagnose.hidden_slots import hides_by_numbers
 from glassengine.diagnose.op_by_op import RUNG, op_by_op
@@ -212,16 +212,14 @@ def _arguments(model: LoadedModel, inputs: Inputs) -> Sequence[Mapping[str, Any]
 
 def add_model(climb: Climb, candidate: LoadedModel, inputs: Inputs, progress: Progress) -> torch.dtype:
     """Another model or port: op by op through its own export, and untouched at module outputs."""
-    if candidate.kind != climb.baseline.kind:
-        raise IncomparableError(
-            "the two sides are different kinds of model", got=candidate.kind, expected=climb.baseline.kind
-        )
     known = weights_of(climb.program)
     own = dict(candidate.module.state_dict(keep_vars=True)) | dict(candidate.module.named_buffers())
     # A program has no weights that it does not use, and a tied one under one name: what only one side names is no news.
     climb.weights = compare_weights(known, {name: tensor for name, tensor in own.items() if name in known})
     progress("exporting the candidate")
-    given = _arguments(candidate, inputs) if candidate.kind == "module" else None
+    given = None
+    if candidate.kind == "module":
+        given = [taken_by(candidate.module, step) for step in _arguments(candidate, inputs)]
     try:
         program = export_program(candidate, inputs=given)
     except UsageError as error:

@@ -25,7 +25,7 @@ from glassengine.compare.maps import load_map
 from glassengine.compare.operation import ACCUMULATIONS, Accumulation
 from glassengine.compare.verdict import unit_roundoff
 from glassengine.diagnose.bisect_release import bisect_release
-from glassengine.diagnose.cases import Case, beside_tokens, in_one_forward, read_inputs
+from glassengine.diagnose.cases import Case, beside_tokens, in_one_forward, read_inputs, tokens_in_one_forward
 from glassengine.diagnose.climb import (
     Climb,
     Progress,
@@ -173,6 +173,16 @@ def check(
         more = [name for name in more if name != PIXELS]
     if more:
         model, given = replace(model, kind="module", decoding=""), in_one_forward(given)
+    without_decoding = f"given {', '.join(more)} beside tokens, the model is judged as a plain module" if more else None
+    other = None
+    if candidate is not None and engine is None and record is None:
+        progress("loading the candidate")
+        other = replace(load_model(candidate, dtype=dtype, **options), decoding="")
+        if model.kind == "causal_lm" and other.kind == "module":
+            given = tokens_in_one_forward(model, other.module, given)
+            model, without_decoding = replace(model, kind="module"), "the candidate is a plain module"
+        elif model.kind == "module" and other.kind == "causal_lm":
+            given, other = in_one_forward(given), replace(other, kind="module")
     parts = _parts(engine, 2 if model.has_encoder else 1)
     with ExitStack() as stack:
         stack.enter_context(threads_for(model.module))
@@ -186,9 +196,8 @@ def check(
             climbs = [start(model, given, steps, stack, progress, case)]
         if model.kind == "causal_lm" and (reason := model.metadata.get(WITHOUT_IMAGES)):
             climbs[0].skipped.append(Skipped("images", "both", f"judged from text alone: {reason}"))
-        if more:
-            why = f"given {', '.join(more)} beside tokens, the model is judged as a plain module, without a decode loop"
-            climbs[0].skipped.append(Skipped("decode steps", "both", why))
+        if without_decoding is not None:
+            climbs[0].skipped.append(Skipped("decode steps", "both", f"{without_decoding}, without a decode loop"))
         results = []
         for climb, part in zip(climbs, parts, strict=True):
             climb.accumulation = _accumulation(accumulation)
@@ -199,9 +208,7 @@ def check(
             elif record is not None:
                 tensors = RecordedTensors(record, climb.program, load_map(map) if map else None)
                 coarsest = add_record(climb, tensors)
-            elif candidate is not None:
-                other = replace(load_model(candidate, dtype=dtype, **options), decoding="")
-                other = replace(other, kind="module") if more and other.kind == "causal_lm" else other
+            elif other is not None:
                 coarsest = add_model(climb, other, given, progress)
             else:
                 # Passes are those of the last program, as when an engine is built.

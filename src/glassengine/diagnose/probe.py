@@ -31,14 +31,18 @@ class ProbeStep:
 
 
 def probe(program: Program, cases: Sequence[Case]) -> list[ProbeStep]:
-    """Run the first steps of the first case; of a causal LM, two rows without padding and a decode step."""
+    """Run two steps of the first case: of a causal LM, two rows without padding and a decode step.
+
+    Of a plain module the two with the most elements: a batch of one has shapes in common that a larger one has not.
+    """
     steps: list[ProbeStep] = []
     caches: dict[str, torch.Tensor] = {}
     inputs: Any = None
     case = _short(cases[0])
+    largest = sorted(case.steps, key=_num_elements, reverse=True)
     for number in range(min(NUM_STEPS, case.num_steps)):
         if case.input_ids is None:
-            inputs = case.steps[number]
+            inputs = largest[number]
         else:
             inputs = StepInputs.first(case) if number == 0 else inputs.following(case.input_ids[:, 0])
         named = inputs.named() if isinstance(inputs, StepInputs) else named_inputs(inputs)
@@ -55,6 +59,10 @@ def probe(program: Program, cases: Sequence[Case]) -> list[ProbeStep]:
         steps.append(ProbeStep(given, values))
         caches = {past: outputs[present] for past, present in program.caches.items()}
     return steps
+
+
+def _num_elements(step: Mapping[str, Any]) -> int:
+    return sum(tensor.numel() for tensor in named_inputs(step).values())
 
 
 def _short(case: Case) -> Case:

@@ -17,10 +17,11 @@ from torch.utils import _pytree as pytree
 
 from glassengine.checksums import crc32
 from glassengine.compare.operation import FLOAT32_SUMS, Accumulation
-from glassengine.compare.undefined_casts import UndefinedCasts
+from glassengine.compare.undefined_casts import Undefined, UndefinedCasts
 from glassengine.compare.verdict import Reference, smallest_precise, unit_roundoff
 from glassengine.diagnose.exact_product import ExactProduct, is_product
 from glassengine.diagnose.float64 import double, retarget, target_of
+from glassengine.diagnose.hidden_rows import HiddenRows
 from glassengine.diagnose.rounding import disturbed, noisy, rounded, rounds
 from glassengine.diagnose.ties_followed import TiesFollowed
 from glassengine.program.naming import is_tensor_node
@@ -94,7 +95,9 @@ class ReferenceRun:
         """
         generators = [_generator(self._seed, self._steps, lane) for lane in self._lanes]
         env: dict[Node, list[Any]] = {}
-        casts = UndefinedCasts()
+        undefined: list[Undefined] = [UndefinedCasts()]
+        if self._program.layout is None:  # else the masks of the inputs say which rows are padding
+            undefined.append(HiddenRows())
         ties = TiesFollowed(partial(self._again, env))
         names = {port.node: port.name for port in self._program.inputs}
         for node in self._program.graph.nodes:
@@ -106,12 +109,14 @@ class ReferenceRun:
                 env[node] = [getattr(self._program.exported.graph_module, str(node.target))] * len(self._lanes)
             elif node.op == "call_function" and "_assert" not in str(node.target):
                 env[node] = self._evaluate(node, env, generators)
-                casts.visit(node, env[node][1], lambda source: env[source][1])
+                for one in undefined:
+                    one.visit(node, env[node][1], lambda source: env[source][1])
                 ties.visit(node, env)
                 if is_tensor_node(node):
-                    counted, undefined = valid(node, env[node][0]), casts.of(node.name)
-                    if undefined is not None:
-                        counted = ~undefined if counted is None else counted & ~undefined
+                    counted = valid(node, env[node][0])
+                    for left_out in (one.of(node.name) for one in undefined):
+                        if left_out is not None:
+                            counted = ~left_out if counted is None else counted & ~left_out
                     tied = ties.of(node, env[node][0], self._dtype(node, env[node][0]))
                     forced = yield node, self._reference(node, env[node], counted, tied)
                     if forced is not None:

@@ -13,7 +13,7 @@ from torch import nn
 from glassengine.capture.hooks import observing
 from glassengine.capture.interpreter import run_program
 from glassengine.compare.pairing import SitePair
-from glassengine.diagnose.cases import Case, StepInputs
+from glassengine.diagnose.cases import Case, StepInputs, taken_by
 from glassengine.diagnose.hidden_slots import with_largest
 from glassengine.diagnose.regions import RegionReplay
 from glassengine.diagnose.replay import Replay
@@ -152,7 +152,7 @@ class ModuleSide:
 
     def forward(self, inputs: Mapping[str, Any]) -> None:
         """Run a forward that nothing follows."""
-        self.module(**inputs)
+        self.module(**taken_by(self.module, inputs))
 
     def decode(self, inputs: StepInputs, seen: int) -> tuple[torch.Tensor, Any]:
         """Run one step with transformers' own cache.
