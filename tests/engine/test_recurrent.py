@@ -51,6 +51,17 @@ def test_padding_leaves_no_trace(engine: glass.Engine) -> None:
         assert torch.equal(padded[name], session.debug_buffers[name]), name
 
 
+def test_slots_that_are_empty_yet_hold_no_token(engine: glass.Engine) -> None:
+    session = engine.session(1, 5, debug=True)
+    masks = [
+        session.debug_buffers["attention_mask"][0].tolist()
+        for _ in session.prefill_steps(torch.tensor([[5, 6, 7]]), torch.tensor([[0, 1, 1]]))
+    ]
+    session.decode(torch.tensor([8]))
+    masks.append(session.debug_buffers["attention_mask"][0].tolist())
+    assert masks == [[0, 0, 0, 0, 0], [0, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0, 1, 1, 1, 0]]
+
+
 def test_states_are_debug_buffers(engine: glass.Engine) -> None:
     session = engine.session(2, 9, debug=True, keep_steps=9)
     session.prefill(torch.tensor(PROMPT))

@@ -145,10 +145,10 @@ class Session:
                 got=f"pieces of {chunk} tokens",
                 hint="leave out --prefill-chunk",
             )
-        self._begin(input_ids, attention_mask)
+        mask = self._begin(input_ids, attention_mask)
         if not self.one_token and chunk is not None and chunk < input_ids.shape[1]:
             return self._prefill_pieces(input_ids, chunk, keep or bool(self._names))
-        steps = self._prompt_steps(input_ids)
+        steps = self._prompt_steps(input_ids, mask)
         logits = next(steps)
         for _ in range(1, input_ids.shape[1] if self.one_token else 1):
             if on_step is not None:
@@ -173,11 +173,11 @@ class Session:
         Raises:
             UsageError: As `prefill`.
         """
-        self._begin(input_ids, attention_mask)
-        return self._prompt_steps(input_ids)
+        mask = self._begin(input_ids, attention_mask)
+        return self._prompt_steps(input_ids, mask)
 
-    def _begin(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
-        """Check the prompts; lay out mask and positions."""
+    def _begin(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        """Check the prompts; lay out mask and positions. Return the mask of the prompts, [B, S]."""
         if self.step >= 0:
             raise UsageError("a session is prefilled once", got=f"step {self.step}", hint="make a new session")
         rows = [self._token_row(input_ids, None)]
@@ -188,15 +188,22 @@ class Session:
         refuse(self.engine.manifest.name, rows)
         new = input_ids.shape[1]
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(torch.int64)
-        self._mask[:, :new] = mask
+        if not self.one_token:
+            self._mask[:, :new] = mask
         real = (mask.cumsum(-1) - 1).clamp_(min=0)
         self._positions[:, :new] = real
         # From here on every slot holds a token.
         self._positions[:, new:] = real[:, -1:] + torch.arange(1, self._length - new + 1)
+        return mask
 
-    def _prompt_steps(self, input_ids: torch.Tensor) -> Iterator[torch.Tensor]:
+    def _prompt_steps(self, input_ids: torch.Tensor, mask: torch.Tensor) -> Iterator[torch.Tensor]:
         """Run the prompts whole, or a token a step: padding as well, which leaves no trace in the states."""
-        for tokens in torch.split(input_ids, 1, dim=1) if self.one_token else (input_ids,):
+        if not self.one_token:
+            yield self._step(input_ids)
+            return
+        for tokens, holds_token in zip(input_ids.split(1, dim=1), mask.unbind(1), strict=True):
+            # A slot that is still empty holds no token, whatever will come into it.
+            self._mask[:, self.position] = holds_token
             yield self._step(tokens)
 
     def decode(self, tokens: torch.Tensor) -> torch.Tensor:
