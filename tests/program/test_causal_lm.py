@@ -210,3 +210,45 @@ def test_a_model_with_a_cache_of_another_kind_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(cache_utils, "DynamicLayer", KeepsItsOwnWay)
     with pytest.raises(UsageError, match=r"cache of an unknown kind\n.*KeepsItsOwnWay[\s\S]*plain module"):
         export_causal_lm(models.llama())
+
+
+_TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+_RECURRENT_GEMMA = {
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 64,
+    "lru_width": 32,
+    "block_types": ["recurrent", "attention"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "got"),
+    [
+        (
+            "Rwkv",
+            {"attention_hidden_size": 32, "intermediate_size": 64},
+            "RwkvForCausalLM filled no cache in layers 0, 1",
+        ),
+        ("RecurrentGemma", _RECURRENT_GEMMA, "RecurrentGemmaForCausalLM filled no cache in layers 0$"),
+        ("xLSTM", {"num_blocks": 2, "num_heads": 2}, "AttributeError: .*rnn_state"),
+    ],
+)
+def test_a_model_that_keeps_its_values_elsewhere_is_refused(name: str, settings: dict[str, Any], got: str) -> None:
+    model = models.from_config(f"{name}ForCausalLM", f"{name}Config", {**_TINY, **settings})
+    with pytest.raises(UsageError, match=rf"(?m)cache of an unknown kind\n.*{got}") as raised:
+        export_causal_lm(model)
+    assert "glass build MODEL --inputs FILE" in str(raised.value)
+
+
+def test_a_model_that_raises_without_a_cache_too_is_not_said_to_have_another_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = models.llama()
+
+    def planted(*args: object, **kwargs: object) -> None:
+        raise ValueError("planted")
+
+    monkeypatch.setattr(model.model.layers[1].mlp, "forward", planted)
+    with pytest.raises(ValueError, match="planted"):
+        export_causal_lm(model)

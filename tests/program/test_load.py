@@ -110,6 +110,12 @@ def test_a_file_of_another_kind_is_no_model(tmp_path: Path) -> None:
         load_model(tmp_path / "weights.bin")
 
 
+def test_a_limit_below_one_is_none() -> None:
+    # XLNet has no positions of its own, and says -1.
+    assert "max_position_embeddings" not in load_model(models.llama(max_position_embeddings=-1)).metadata
+    assert load_model(models.llama(max_position_embeddings=99)).metadata["max_position_embeddings"] == 99
+
+
 def test_unknown_dtype(checkpoint: Checkpoint) -> None:
     with pytest.raises(UnknownNameError, match=r"unknown dtype 'bfloat'[\s\S]*bfloat16"):
         load_model(checkpoint("llama"), dtype="bfloat")

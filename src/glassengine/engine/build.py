@@ -24,6 +24,7 @@ from glassengine import environment
 from glassengine.backends.protocol import Backend
 from glassengine.backends.registry import choose_backend, choose_device
 from glassengine.engine import files, outputs
+from glassengine.engine.agreement import require_agreement
 from glassengine.engine.artifacts import ArtifactWriter
 from glassengine.engine.describe import Settings
 from glassengine.engine.engine import Engine, load
@@ -218,6 +219,8 @@ def build(
             settings = _without_images(settings, reason)
         if dry_run:
             return plan_build(program, target or Path(tempfile.gettempdir()), settings, encoder=encoder)
+        if program.kind == "causal_lm" and encoder is None and loaded.stored is None and not passes:
+            require_agreement(loaded, program, settings.max_seq_len)
         more: dict[str, Any] = {"encoder": encoder, "encoder_artifacts": encoder_writer, "progress": progress}
         if target is not None:
             return _build(program, target, settings, loaded, writer, **more)

@@ -30,6 +30,7 @@ from transformers.cache_utils import (
 )
 
 from glassengine.errors import UsageError
+from glassengine.program.raised import described
 from glassengine.program.states import State, state_layers, states_of
 
 USER_MODULE = "user"
@@ -205,19 +206,35 @@ def probe_layout(model: nn.Module, *, has_values: bool = True) -> KVLayout:
     device = next(model.parameters()).device
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))  # type: ignore[operator, union-attr]
     shapes_only = contextlib.nullcontext() if has_values else FakeTensorMode(allow_non_fake_inputs=True)
+    ids = torch.zeros((1, 2), dtype=torch.int64, device=device)
+    arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     with torch.no_grad(), exportable_experts(model), shapes_only:
-        ids = torch.zeros((1, 2), dtype=torch.int64, device=device)
-        arguments = {"input_ids": ids, "attention_mask": torch.ones_like(ids), cache_argument(model): cache}
-        model(**arguments, use_cache=True)
-    odd = {type(layer).__name__ for layer in cache.layers if not _is_known(layer)}
-    if odd or not cache.layers:
-        raise UsageError(
-            "this model has a cache of an unknown kind",
-            got=", ".join(sorted(odd)) or f"{type(model).__name__} filled no cache",
-            expected="decoder-only models whose layers keep keys and values, or convolution and recurrent states",
-            hint="build it as a plain module: glass build file.py:factory --inputs FILE",
+        try:
+            model(**arguments, **{cache_argument(model): cache}, use_cache=True)
+        except Exception as error:
+            model(**arguments, use_cache=False)  # what raises without a cache too is no matter of the cache
+            raise _unknown_cache(described(error)) from error
+    if odd := {type(layer).__name__ for layer in cache.layers if not _is_known(layer)}:
+        raise _unknown_cache(", ".join(sorted(odd)))
+    states = states_of(cache.layers)
+    filled = {int(state.name.rsplit("_", 1)[1]) for state in states}
+    filled |= {index for index, layer in enumerate(cache.layers) if getattr(layer, "keys", None) is not None}
+    empty = [str(index) for index in range(len(cache.layers)) if index not in filled]
+    if empty or not cache.layers:
+        # Values of its own, in the module or in another argument, would be lost between steps.
+        raise _unknown_cache(
+            f"{type(model).__name__} filled no cache" + (f" in layers {', '.join(empty)}" if empty else "")
         )
-    return KVLayout(tuple(_sizes(layer) for layer in cache.layers), states_of(cache.layers))
+    return KVLayout(tuple(_sizes(layer) for layer in cache.layers), states)
+
+
+def _unknown_cache(got: str) -> UsageError:
+    return UsageError(
+        "this model has a cache of an unknown kind",
+        got=got,
+        expected="decoder-only models whose layers keep keys and values, or convolution and recurrent states",
+        hint="build it as a plain module: glass build MODEL --inputs FILE",
+    )
 
 
 def _is_known(layer: Any) -> bool:

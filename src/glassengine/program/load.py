@@ -149,7 +149,9 @@ def load_model(
     metadata |= {} if quantization is None else {"quantization": quantization}
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
     for key, names in _LIMITS.items():
-        value = next((found for name in names if isinstance(found := getattr(text, name, None), int)), None)
+        # XLNet says -1 where there is no limit.
+        found = (getattr(text, name, None) for name in names)
+        value = next((value for value in found if isinstance(value, int) and value > 0), None)
         metadata |= {} if value is None else {key: value}
     is_causal, decoding = _is_causal_lm(module), ""
     if is_causal and keeps_states(module):
