@@ -104,3 +104,17 @@ def test_an_image_comes_as_tensors(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["run", str(engine.directory), "--inputs", str(tmp_path / "image.pt"), "-q"]) == 0
     assert "logits float32[1, 10]" in capsys.readouterr().out
     assert main(["run", str(engine.directory), "--input-text", "a"]) == 2
+
+
+class ReadsANumber(torch.nn.Module):
+    """Its graph has a number that it reads from a tensor, of which no bounds are known."""
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        return x + shift.sum().item()
+
+
+def test_numbers_that_a_graph_reads_from_tensors_are_no_sizes(tmp_path: Path) -> None:
+    inputs = [{"x": torch.ones(size, 3), "shift": torch.tensor([size, 1])} for size in (2, 4)]
+    engine = glass.build(ReadsANumber(), tmp_path / "engine", inputs=inputs, backend="eager")
+    assert [low for low, _ in engine.manifest.ranges.values()] == [2]
+    assert torch.equal(engine(**inputs[1])["output"], torch.full((4, 3), 6.0))

@@ -108,8 +108,14 @@ def refuse_bfloat16(program: Program, capabilities: Capabilities) -> None:
                 "the runtimes of ONNX have no bfloat16 kernels for the CPU",
                 got=f"{node.name}: bfloat16",
                 expected=capabilities.dtypes,
-                hint="--dtype float32",
+                hint=_hint_of_bfloat16(program),
             )
+
+
+def _hint_of_bfloat16(program: Program) -> str:
+    if program.metadata.get("dtype") == "bfloat16":
+        return "--dtype float32"
+    return "the model's own code computes that, whatever its weights are: another --backend"
 
 
 def _refuse_dropout(functional: Program) -> None:

@@ -113,11 +113,14 @@ def _results(program: Program) -> tuple[TensorEntry, ...]:
 
 def _ranges(program: Program) -> dict[str, tuple[int, int | None]]:
     """Ranges of the dynamic sizes of a plain module."""
+    # The tracer knows more symbols: values that the graph reads from tensors, which may have no bounds at all.
+    sizes = {size for port in program.inputs for size in port.shape if isinstance(size, str)}
     limit = sys.maxsize // 2
     smallest = program.metadata.get(SMALLEST, {})
     found = {}
     for symbol, bounds in program.exported.range_constraints.items():
-        upper = bounds.upper
-        lower = smallest.get(str(symbol), int(bounds.lower))
-        found[str(symbol)] = (lower, int(upper) if upper.is_finite and upper < limit else None)
+        if str(symbol) in sizes:
+            upper = bounds.upper
+            lower = smallest.get(str(symbol), int(bounds.lower))
+            found[str(symbol)] = (lower, int(upper) if upper.is_finite and upper < limit else None)
     return found

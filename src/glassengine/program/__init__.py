@@ -8,7 +8,7 @@ from typing import Any
 
 from glassengine.errors import UsageError
 from glassengine.program import image_text
-from glassengine.program.example_inputs import encoder_inputs, example_inputs
+from glassengine.program.example_inputs import encoder_inputs, example_inputs, said_of_made_up
 from glassengine.program.export import export_causal_lm, export_module
 from glassengine.program.export_two import export_encoder_decoder, export_image_text
 from glassengine.program.listing import OnStage, stage_of
@@ -96,9 +96,10 @@ def _exported(
         program = _stored(model.stored, passes)
     elif model.decoding == "encoder_decoder" and inputs is None:
         given = encoder_inputs(model.module, model.directory)
-        encoder, program = export_encoder_decoder(
-            model.module, given, metadata=model.metadata, on_stage=on_stage, on_encoder_stage=on_encoder_stage
-        )
+        with said_of_made_up(model.module, given):
+            encoder, program = export_encoder_decoder(
+                model.module, given, metadata=model.metadata, on_stage=on_stage, on_encoder_stage=on_encoder_stage
+            )
         if on_encoder_stage is not None:
             on_encoder_stage(stage_of(encoder, "functional"))
         earlier = (encoder,)
@@ -110,7 +111,8 @@ def _exported(
     else:
         if inputs is None:
             inputs = example_inputs(model.module, model.directory)
-        program = export_module(model.module, inputs, metadata=model.metadata, on_stage=on_stage)
+        with said_of_made_up(model.module, inputs):
+            program = export_module(model.module, inputs, metadata=model.metadata, on_stage=on_stage)
     return earlier, program
 
 

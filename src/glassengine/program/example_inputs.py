@@ -9,9 +9,10 @@ Shape legend: B batch, S tokens, C channels, H and W height and width of an imag
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 """Inputs that a tokenizer makes."""
 
 
-def example_inputs(module: nn.Module, directory: str | None = None) -> list[dict[str, Any]]:
+def example_inputs(module: nn.Module, directory: str | None = None) -> MadeUp:
     """Return steps of keyword arguments for `module.forward`.
 
     Args:
@@ -47,12 +48,15 @@ def example_inputs(module: nn.Module, directory: str | None = None) -> list[dict
     if not isinstance(module, PreTrainedModel):
         raise _needs_inputs(name, "its inputs are known to its author alone")
     parameters = inspect.signature(module.forward).parameters
-    steps = []
+    steps = MadeUp()
     # A recurrence is unrolled, token by token.
     sizes = [(batch, SIZES[0][1]) for batch, _ in SIZES] if keeps_states(module) else SIZES
     for seed, (batch, tokens) in enumerate(sizes):
         maker = _Maker(module, directory, batch, torch.Generator().manual_seed(seed))
-        step = {key: make(maker, tokens) for key, make in _MAKERS.items() if _takes(module, key, parameters)}
+        try:
+            step = {key: make(maker, tokens) for key, make in _MAKERS.items() if _takes(module, key, parameters)}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise _needs_inputs(name, f"its configuration does not say their sizes ({error})") from error
         missing = [
             key
             for key, parameter in parameters.items()
@@ -67,12 +71,40 @@ def example_inputs(module: nn.Module, directory: str | None = None) -> list[dict
     return steps
 
 
-def encoder_inputs(module: nn.Module, directory: str | None = None) -> list[dict[str, Any]]:
+def encoder_inputs(module: nn.Module, directory: str | None = None) -> MadeUp:
     """Return steps of keyword arguments for the encoder of an encoder-decoder; as `example_inputs`."""
     others = ("decoder_input_ids", "use_cache")
-    return [
-        {key: value for key, value in step.items() if key not in others} for step in example_inputs(module, directory)
-    ]
+    steps = example_inputs(module, directory)
+    return MadeUp({key: value for key, value in step.items() if key not in others} for step in steps)
+
+
+class MadeUp(list[dict[str, Any]]):
+    """Steps that nobody gave."""
+
+
+@contextlib.contextmanager
+def said_of_made_up(module: nn.Module, steps: object) -> Iterator[None]:
+    """Say of a module that cannot be traced with made-up inputs that it may be for others.
+
+    Args:
+        module: What is exported.
+        steps: Its inputs; of others than `MadeUp` nothing is said.
+
+    Raises:
+        UsageError: It cannot be traced.
+    """
+    try:
+        yield
+    except UsageError as error:
+        if not isinstance(steps, MadeUp) or error.__cause__ is None:
+            raise
+        shapes = (f"{key} {list(value.shape)}" for key, value in steps[0].items() if isinstance(value, torch.Tensor))
+        raise UsageError(
+            error.what,
+            got=error.got,
+            expected=f"a forward for inputs like those that were made up: {', '.join(shapes)}",
+            hint="--inputs file.py:factory, which returns a dict of keyword arguments; one dict keeps its sizes",
+        ) from error
 
 
 def _needs_inputs(name: str, reason: str) -> UsageError:
@@ -134,14 +166,21 @@ class _Maker:
         height, width = (size, size) if isinstance(size, int) else size
         return self._drawn(channels, int(height), int(width))
 
-    def features(self, _: int) -> torch.Tensor:
-        """[B, M, F] of a spectrogram; the length that the positions of the encoder are made for."""
-        config = self._module.config
+    def features(self, tokens: int) -> torch.Tensor:
+        """[B, M, F] of a spectrogram, of the length that the positions of the encoder are made for, or [B, F, M]."""
+        config: Any = self._module.config
+        if hasattr(config, "input_feat_per_channel"):
+            return self._drawn(8 * tokens, int(config.input_feat_per_channel) * int(config.input_channels))
+        if hasattr(config, "feature_projection_input_dim"):
+            return self._drawn(8 * tokens, int(config.feature_projection_input_dim))
         return self._drawn(int(config.num_mel_bins), 2 * int(config.max_source_positions))
 
     def samples(self, tokens: int) -> torch.Tensor:
-        """[B, samples] of sound."""
-        return self._drawn(400 * tokens)
+        """[B, samples] of sound; [B, F, M] where the model takes a spectrogram by this name."""
+        config: Any = self._module.config
+        if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):
+            return self._drawn(int(config.max_length), int(config.num_mel_bins))
+        return self._drawn(1600 + 400 * tokens)  # enough for the convolutions before the first frame
 
     def _drawn(self, *shape: int) -> torch.Tensor:
         return torch.randn((self._batch, *shape), generator=self._generator).to(self._module.dtype)

@@ -203,9 +203,12 @@ def traced_program(
         raise
     except Exception as error:
         where = source_of(error)
+        traced = getattr(module, prefix) if prefix else module
+        # What follows the first paragraph is advice to those who work on torch.
+        reason = str(error).split("\n\n")[0]
         raise UsageError(
-            f"torch.export cannot trace {type(module).__name__}" + (f" at {where}" if where else ""),
-            got=f"{type(error).__name__}: {error}",
+            f"torch.export cannot trace {type(traced).__name__}" + (f" at {where}" if where else ""),
+            got=f"{type(error).__name__}: {reason}",
         ) from error
     return named_program(
         exported,
