@@ -186,7 +186,7 @@ def tokens_in_one_forward(model: LoadedModel, port: nn.Module, inputs: Inputs) -
             hint="name the arguments of its forward as those of the baseline's",
         )
     if inputs is not None and not isinstance(inputs, str):
-        return list(in_one_forward(inputs) or ())
+        return [{"use_cache": False, **step} for step in inputs]
     steps: list[Mapping[str, Any]] = []
     for case in causal_cases(model, inputs, 0):
         assert case.input_ids is not None and case.attention_mask is not None
