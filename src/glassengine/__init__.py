@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from glassengine.frontends.eager_debug import eager_debug as eager_debug
     from glassengine.program import sites as sites
     from glassengine.program.artifacts import compare_artifacts as compare_artifacts
+    from glassengine.recording.dump import Dump as Dump
+    from glassengine.recording.dump import open_dump as open_dump
     from glassengine.recording.formats.export import export as export
     from glassengine.recording.reader import Recording as Recording
     from glassengine.spans import Trace as Trace
@@ -70,6 +72,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "BackendError": "glassengine.errors",
     "CorruptError": "glassengine.errors",
+    "Dump": "glassengine.recording.dump",
     "GlassError": "glassengine.errors",
     "IncomparableError": "glassengine.errors",
     "NetworkOutputs": "glassengine.taps",
@@ -102,6 +105,7 @@ _PUBLIC = {
     "metrics_report": "glassengine.executable.metrics",
     "model_addition_debugger_context": "glassengine.capture.model_debugger",
     "named_network_outputs": "glassengine.capture.hooks",
+    "open_dump": "glassengine.recording.dump",
     "profile": "glassengine.executable.profile",
     "read_metrics": "glassengine.executable.metrics_reader",
     "read_profiles": "glassengine.executable.profile_files",

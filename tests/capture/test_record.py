@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import signal
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ import glassengine as glass
 from glassengine import taps
 from glassengine.capture.record import record
 from glassengine.errors import GlassError, UnknownNameError, UsageError
+from glassengine.recording import block
 from glassengine.recording.reader import Recording
 from glassengine.testing.models import llama
 
@@ -387,6 +389,60 @@ def test_an_interruption_within_a_hook(tmp_path: Path, last: str, monkeypatch: p
         model(X)
     assert Recording.open(tmp_path / "left").stopped == {0: "KeyboardInterrupt"}
     assert is_clean(model)
+
+
+class Late(Exception):
+    pass
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("place", ["put", "put_again", "container"])
+def test_a_signal_handler_that_raises_within_a_hook(
+    tmp_path: Path, place: str, keep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(*_: object) -> None:
+        raise Late("too long")
+
+    armed = False
+
+    class Slow(block.Block):
+        def put(self, *given: Any) -> None:
+            super().put(*given)
+            if armed and place == "put":
+                signal.raise_signal(signal.SIGUSR1)
+
+        def put_again(self, *given: Any) -> bool:
+            done = super().put_again(*given)
+            if armed and place == "put_again" and done:
+                signal.raise_signal(signal.SIGUSR1)
+            return done
+
+    class Items(dict[str, Any]):
+        def items(self) -> Any:
+            if armed and place == "container":
+                signal.raise_signal(signal.SIGUSR1)
+            return super().items()
+
+    monkeypatch.setattr("glassengine.recording.worker.Block", Slow)
+    model = Calls(lambda self, x: Items(y=self.fc(x)), fc=nn.Linear(4, 4))
+    before = signal.signal(signal.SIGUSR1, late)
+    try:
+        with record(model, tmp_path / "r", values=keep):
+            model(X)
+            model(X)
+            armed = True
+            with pytest.raises(Late):
+                model(torch.ones(3, 4) if place == "put" else X)
+            armed = False
+            out = model(X)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    opened = Recording.open(tmp_path / "r")
+    assert not opened.complete and opened.steps == [0, 1, 2, 3] and list(opened.stopped) == [2]
+    if keep:
+        assert torch.equal(opened.tensor(".:out.y", 3), out["y"])
+    else:
+        assert {item.site for item in opened.left_out if item.step == 3} == {".:in[0]", "fc:in[0]", "fc", ".:out.y"}
 
 
 def test_a_model_that_calls_itself(tmp_path: Path) -> None:

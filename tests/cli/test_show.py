@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -127,3 +128,48 @@ def test_modules_that_were_not_seen_are_counted(tmp_path: Path, capsys: pytest.C
         writer.commit(0)
     assert main(["show", str(tmp_path / "r")]) == 0
     assert "2 modules not seen: runs inside of compiled code: that of ." in capsys.readouterr().out
+
+
+def test_dumps_of_other_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"model": {"fc": torch.tensor([[1.0, 3.0]])}, "epoch": 3}, tmp_path / "dump.pt")
+    assert main(["show", str(tmp_path / "dump.pt")]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [":out", "float32[1,2]", "1", "2", "3", "1.414", "0", "0"] in lines
+    assert any(line[-3:] == ["a", "tensor:", "int"] for line in lines)
+    assert main(["show", str(tmp_path / "dump.pt"), "fc", "--values"]) == 0
+    assert "tensor([[1., 3.]])" in capsys.readouterr().out
+    assert main(["show", str(tmp_path / "dump.pt"), "nothing"]) == 2
+    assert "model.fc" in capsys.readouterr().err
+
+
+def test_all_ranks_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in range(2):
+        with RecordingWriter(tmp_path / f"rank{rank}", metadata={}) as writer:
+            writer.write("fc", 0, torch.tensor([float(rank)]), rank=rank)
+            writer.commit(0)
+    assert main(["show", str(tmp_path), "fc", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["complete"] and [(item["rank"], item["max"]) for item in document["tensors"]] == [
+        (0, 0.0),
+        (1, 1.0),
+    ]
+
+
+def test_a_directory_of_several_recordings_says_so(
+    recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(recording, tmp_path / "Net")
+    assert main(["show", str(tmp_path)]) == 2
+    assert f"one of the recordings in it: {tmp_path / 'Net'}" in " ".join(capsys.readouterr().err.split())
+
+
+def test_names_do_not_move_the_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "fc:out.\x1b[2J\u202e\udc80\n"
+    with RecordingWriter(tmp_path / "r", metadata={"modules": {"fc": "\x1b]0;x\x07"}}) as writer:
+        writer.write(name, 0, torch.ones(1))
+        writer.leave_out(layout.LeftOut(name + "2", 0, 0, "first\nsecond \x1b[1m"))
+        writer.commit(0)
+    for flags in ([], ["*"], ["*", "--values"]):
+        assert main(["show", str(tmp_path / "r"), *flags]) == 0
+        shown = capsys.readouterr().out
+        assert "\x1b" not in shown and "\u202e" not in shown and "\\x1b[2J\\u202e\\udc80\\n" in shown

@@ -1,6 +1,7 @@
 """Takes tensors of any kind from a running model and hands to the recording what its policy asks for.
 
-Nothing here raises into the model: a tensor that cannot be recorded is noted with the reason.
+Nothing here raises into the model but what its own signal handlers do: a tensor that cannot be recorded is noted with
+the reason.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch._C import _DisableFuncTorch
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from glassengine.capture.interruption import is_interruption
 from glassengine.capture.parts import parts_of, port_of_part, sharding_of, untransformed, waited
 from glassengine.recording.layout import LeftOut, Sharding
 from glassengine.recording.policy import NO_VALUES, OVER_BUDGET, Policy
@@ -87,7 +89,10 @@ class Intake:
                 if self._again(site, step, tensor, self._rank):
                     names.add(site)
                     return
-            except Exception:  # one without shape or memory of its own, though its type is the usual one
+            except Exception as error:
+                if is_interruption(error):
+                    raise
+                # One without shape or memory of its own, though its type is the usual one.
                 is_usual = False
         wanted, keeps = self._known.get(site) or self._look(site)
         if not wanted:
@@ -103,7 +108,9 @@ class Intake:
                 if self._writer.measure(site, step, tensor, rank=self._rank, reason=NO_VALUES):
                     names.add(site)
                     return
-            except Exception:
+            except Exception as error:
+                if is_interruption(error):
+                    raise
                 _log.debug("%s takes the long way", site, exc_info=True)
         self._take(site, step, tensor, keeps, axes)
 
@@ -121,6 +128,8 @@ class Intake:
             elif self._enter(site, step):
                 self._take_plain(site, step, tensor, keeps, axes)
         except Exception as error:
+            if is_interruption(error):
+                raise
             _log.debug("%s is not recorded", site, exc_info=True)
             self._leave_out(site, step, f"{type(error).__name__}: {error}"[:500], None)
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from glassengine.capture.calls import Forward, Known, ModuleNames
 from glassengine.capture.gradients import watch
 from glassengine.capture.intake import Intake
+from glassengine.capture.interruption import is_interruption
 from glassengine.capture.leaves import KV_AXES, NO_TENSOR, CacheSites, tensors_in
 from glassengine.capture.observed_call import ObservedCall, num_running, out_of_reach, why_unseen
 from glassengine.capture.steps import Steps
@@ -284,6 +285,8 @@ class ModuleHooks:
                     side = ":grad_in" if port == ":in" else ":grad_out"
                     self._watch(tensor, where + side + name[len(port) :], forward)
         except Exception as error:
+            if is_interruption(error):
+                raise
             # A container of the user's that cannot be looked into; the model may never do so.
             self._intake.leave_out(where + port, forward.step, f"{type(error).__name__}: {error}"[:_MAX_REASON])
 
@@ -293,6 +296,8 @@ class ModuleHooks:
             for site, tensor in self._caches.tensors(kwargs, parts):
                 self._intake.take(site, forward.step, tensor, axes=KV_AXES if tensor.dim() == 4 else None)
         except Exception as error:
+            if is_interruption(error):
+                raise
             self._intake.leave_out(".:kv", forward.step, f"{type(error).__name__}: {error}"[:_MAX_REASON])
 
     def _tap(self, forward: Forward, name: str, tensor: Tensor) -> None:

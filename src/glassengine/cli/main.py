@@ -25,7 +25,7 @@ COMMANDS = {
     "sites": "List the names of a model's, engine's or recording's tensors, without building.",
     "run": "Generate text with an engine, or run it once where it does not generate; print or record its tensors.",
     "record": "Record every tensor of a model, or of whatever a script runs.",
-    "show": "Show the tensors of a recording and their statistics.",
+    "show": "Show the tensors of a recording, or of a dump, and their statistics.",
     "compare": "Compare recordings, tensor files or dumps, tensor by tensor; or engines, or build artifacts.",
     "check": "Find the first op where an engine, pass or port goes wrong.",
     "profile": "Show where the time of a profile went, or take one of a program that runs.",

@@ -1,4 +1,4 @@
-"""`glass show`: the tensors of a recording and their statistics."""
+"""`glass show`: the tensors of a recording, or of what another program wrote, and their statistics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from glassengine.errors import UsageError
 
 
 def command(
-    recording: Annotated[str, typer.Argument(help="Directory of a recording.", show_default=False)],
+    recording: Annotated[
+        str, typer.Argument(metavar="RECORDING|DUMP", help="A recording, or what compare reads.", show_default=False)
+    ],
     pattern: Annotated[
         str | None, typer.Argument(help="Show only these sites: name, glob or re:.", show_default=False)
     ] = None,
@@ -36,7 +38,7 @@ def command(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace exported files that exist.")] = False,
 ) -> int:
-    """Show the tensors of a recording and their statistics."""
+    """Show the tensors of a recording, or of a dump, and their statistics."""
     if export is not None:
         if rank is not None or nonfinite or values or full or json or len(step or ()) > 1:
             got = "--rank, --nonfinite, --values, --full, --json or several --step"
@@ -52,7 +54,7 @@ def command(
     from glassengine.report import terminal_recording
     from glassengine.report.terminal_compare import recording as table
 
-    opened = glass.Recording.open(recording)
+    opened = glass.open_dump(recording)
     wanted = set(step or ())
     missing = sorted(wanted - set(opened.steps))
     if missing:
@@ -68,7 +70,7 @@ def command(
     left_out = [item for item in found_left_out if shown(item)]
     if values or full:
         for entry in entries:
-            title = f"step {entry.step}, rank {entry.rank}, {entry.site}: {entry.describe()}"
+            title = f"step {entry.step}, rank {entry.rank}, {_printable(entry.site)}: {entry.describe()}"
             out.print(terminal_recording.values(opened.tensor(entry), title, full=full))
         return 0
     rows = []
@@ -83,34 +85,47 @@ def command(
         write_json(_document(opened, rows, left_out), "-")
         return 0
     if pattern is not None:
-        cells = ((entry.step, entry.rank, entry.site, found) for entry, found in rows)
+        cells = ((entry.step, entry.rank, _printable(entry.site), found) for entry, found in rows)
         out.print(table(cells, complete=opened.complete, reason=opened.incomplete_because))
         for entry, _ in rows:
             if entry.sharding is not None:
-                out.print(f"step {entry.step}, rank {entry.rank}, {entry.site}: {entry.sharding}")
-        for item in left_out:
+                out.print(f"step {entry.step}, rank {entry.rank}, {_printable(entry.site)}: {entry.sharding}")
+        for item in map(_as_shown, left_out):
             out.print(f"step {item.step}, rank {item.rank}, {item.site}: not recorded: {item.reason}")
         return 0
     if not opened.complete:
-        out.print(f"incomplete: {opened.incomplete_because}")
-    all_rows = [terminal_recording.Row(entry, found) for entry, found in rows]
-    out.print(
-        terminal_recording.tree(
-            [*all_rows, *map(terminal_recording.Row, left_out)], _modules(opened.metadata.get("modules"))
-        )
-    )
+        out.print(f"incomplete: {_printable(str(opened.incomplete_because))}")
+    if not rows and not left_out:
+        out.print("no tensors")
+    all_rows = [terminal_recording.Row(_as_shown(entry), found) for entry, found in rows]
+    all_rows += [terminal_recording.Row(_as_shown(item)) for item in left_out]
+    out.print(terminal_recording.tree(all_rows, _modules(opened.metadata.get("modules"))))
     num_shards = sum(entry.sharding is not None for entry, _ in rows)
     if num_shards:
         out.print(f"{num_shards} shards of distributed tensors; what the whole of each is, with PATTERN or --json")
     for reason, count in _unseen(opened.metadata.get("not_seen")).items():
-        out.print(f"{count} module{'' if count == 1 else 's'} not seen: {reason}")
+        out.print(f"{count} module{'' if count == 1 else 's'} not seen: {_printable(reason)}")
     if not settings.quiet and len(opened.steps) > len(wanted):
         err.print(f"{len(wanted)} of {len(opened.steps)} steps; others with --step, all of one site with PATTERN")
     return 0
 
 
+def _printable(text: str) -> str:
+    """Return `text` with escapes in place of what would move the cursor, turn the direction or break the line."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def _as_shown(tensor: Any) -> Any:
+    changed = {"site": _printable(tensor.site)}
+    if hasattr(tensor, "reason"):
+        # What torch or the model said may have several lines.
+        changed["reason"] = "; ".join(_printable(line.strip()) for line in tensor.reason.splitlines())
+    return dataclasses.replace(tensor, **changed)
+
+
 def _modules(known: Any) -> dict[str, str]:
-    return {str(path): str(name) for path, name in known.items()} if isinstance(known, dict) else {}
+    items = known.items() if isinstance(known, dict) else ()
+    return {_printable(str(path)): _printable(str(name)) for path, name in items}
 
 
 def _unseen(known: Any) -> Counter[str]:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glassengine.recording.flag import Flag
+
 
 class PinnedCopies:
     """Hands out copies under a limit of memory.
@@ -25,7 +27,7 @@ class PinnedCopies:
         self._most_bytes = most_bytes
         self._in_flight = 0
         self._lock = threading.Lock()
-        self._has_room = threading.Event()
+        self._has_room = Flag()
 
     @staticmethod
     def takes(tensor: Tensor) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-import threading
 from collections.abc import Callable, Iterator
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from glassengine import blocks
 from glassengine.errors import UsageError
+from glassengine.recording.flag import Flag
 from glassengine.recording.layout import ALIGNMENT
 from glassengine.recording.values import has_no_memory
 
@@ -51,7 +51,7 @@ class Ring:
         self._tail = 0
         self._skipped = self._skipped_to = 0
         self._populated = 0
-        self._has_room = threading.Event()
+        self._has_room = Flag()
 
     def reserve(self, num_bytes: int, on_wait: Callable[[], None]) -> int:
         """Return the position of a new slot of at most `num_bytes` of the ring's size.
@@ -147,6 +147,11 @@ class Ring:
         start = position % self.num_bytes
         slot = self._tensor[start : start + num_bytes].view(tensor.dtype).view(tensor.shape)
         slot.copy_(tensor.detach())
+
+    def give_back(self) -> None:
+        """Give the memory back to the system now: whoever refers to the ring may be collected much later."""
+        with contextlib.suppress(OSError, AttributeError):
+            self._memory.madvise(mmap.MADV_REMOVE)
 
     def warm(self, num_bytes: int = WARM_BYTES) -> None:
         """Map the first pages now: the first copy into a page that is not mapped takes ten times as long."""

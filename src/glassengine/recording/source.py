@@ -108,9 +108,11 @@ def _open_directory(path: Path) -> TensorSource:
     if holds_arrays(path):
         return NpyFolder(path)
     there = sorted(item.name for item in path.iterdir())
+    recordings = sorted(str(manifest.parent) for manifest in path.glob(f"*/{MANIFEST}"))
     raise UsageError(
         "the directory holds no tensors that can be read",
         got=f"{path}: {', '.join(there[:5]) or 'nothing'}{', ...' if len(there) > 5 else ''}",
         expected=f"a recording ({MANIFEST}), step files (step0.pt, ...), arrays (<name>-step0.npy, ...) or a dump of "
         "transformers, msprobe or SGLang",
+        hint=f"one of the recordings in it: {', '.join(recordings[:8])}" if recordings else None,
     )

@@ -22,6 +22,7 @@ from glassengine import blocks
 from glassengine.errors import GlassError
 from glassengine.recording.block import Block
 from glassengine.recording.drain import Drain
+from glassengine.recording.flag import Flag
 from glassengine.recording.items import Alias, Commit, Copied, Item, Piece, Stored, Streamed
 from glassengine.recording.layout import LeftOut, Sharding
 from glassengine.recording.pinned import PinnedCopies
@@ -75,9 +76,9 @@ class BackgroundWriter:
         self._block_bytes = min(_BLOCK_BYTES, ring_bytes // (2 * _PIECES_OF_RING))
         self._lock = threading.Lock()
         self._block: Block | None = None
-        self._queue: deque[Item | Piece | threading.Event | None] = deque()
+        self._queue: deque[Item | Piece | Flag | None] = deque()
         self._drain = Drain(self._writer, self._ring, self._pinned, self._queue)
-        self._wake = threading.Event()
+        self._wake = Flag()
         self._woken = 0.0
         # Whether a step has ended since the thread looked.
         self._has_ended = False
@@ -232,7 +233,7 @@ class BackgroundWriter:
 
     def wait(self) -> None:
         """Wait until all that was given so far is in the file, or has failed to get there."""
-        done = threading.Event()
+        done = Flag()
         with self._lock:
             self._publish()
             self._queue.append(done)
@@ -254,6 +255,7 @@ class BackgroundWriter:
             self._queue.append(None)
         self._wake.set()
         self._thread.join()
+        self._ring.give_back()
         if self._failure is None and self._queue:
             self._failure = self._died()
         if self._failure is not None:
@@ -299,7 +301,6 @@ class BackgroundWriter:
         while True:
             if not self._wake.wait(_LOOK_S) and not self._has_ended:
                 continue  # nothing that is not in an ended step would be kept: leave the model alone
-            self._wake.clear()
             self._has_ended = False
             self._woken = time.monotonic()
             end = num_bytes = 0
@@ -308,7 +309,7 @@ class BackgroundWriter:
                 if item is None:
                     self._flush(end)
                     return
-                if isinstance(item, threading.Event):
+                if isinstance(item, Flag):
                     self._flush(end)
                     item.set()
                     continue
@@ -350,7 +351,6 @@ class BackgroundWriter:
         while True:
             while not self._queue:
                 self._wake.wait()
-                self._wake.clear()
             piece = self._queue.popleft()
             assert isinstance(piece, Piece)
             if not piece.num_bytes:
