@@ -16,7 +16,9 @@ import pytest
 import torch
 from torch import nn
 
+from glassengine.capture.record import record
 from glassengine.capture.script import MAX_MODELS, ScriptRecorder
+from glassengine.errors import GlassError
 from glassengine.recording.reader import Recording
 
 NET = """\
@@ -91,6 +93,19 @@ def test_processes_that_import_the_script_again(tmp_path: Path) -> None:
         assert opened.complete and opened.steps == [0], path
 
 
+def test_a_script_that_changes_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with ScriptRecorder("out"), record(Net(), "own", values=["."]) as recorder:
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        Net()(torch.ones(1, 4))
+        recorder.model(torch.ones(1, 4))
+    assert not list((tmp_path / "elsewhere").iterdir())
+    for path in ("out/Net", "own"):
+        opened = Recording.open(tmp_path / path)
+        assert opened.complete and opened.tensor(".", 0).shape == (1, 4)
+
+
 def test_models_that_are_not_recorded_are_not_kept_alive(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with ScriptRecorder(tmp_path / "out"):
         nets = [Net() for _ in range(MAX_MODELS + 2)]
@@ -106,7 +121,8 @@ def test_models_that_are_not_recorded_are_not_kept_alive(tmp_path: Path, caplog:
 def test_a_directory_that_cannot_be_written_does_not_stop_the_script(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with ScriptRecorder(tmp_path / "out") as recorder:
+    recorder = ScriptRecorder(tmp_path / "out")
+    with pytest.raises(GlassError), recorder:
         (tmp_path / "out" / "Net").write_text("in the way")
         net = Net()
         assert net(torch.ones(1, 4)).shape == net(torch.ones(1, 4)).shape

@@ -64,7 +64,8 @@ class ScriptRecorder:
         byte_budget: int | None = None,
         overwrite: bool = False,
     ) -> None:
-        self.directory = Path(directory)
+        # Scripts change the working directory.
+        self.directory = Path(directory).absolute()
         self._options: dict[str, Any] = {
             "sites": sites,
             "values": values,
@@ -82,6 +83,7 @@ class ScriptRecorder:
         self._sessions: dict[Any, SessionRecording | None] = {}
         self._names: dict[str, int] = {}
         self._num_ignored = self._num_bound = 0
+        self._failures: list[GlassError] = []
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> ScriptRecorder:
@@ -101,7 +103,7 @@ class ScriptRecorder:
         self._undo.close()
         if isinstance(error, SystemExit) and not error.code:
             kind = error = None
-        failures: list[GlassError] = []
+        failures = self._failures
         for recording in self._all():
             try:
                 recording.__exit__(kind, error, trace)
@@ -145,9 +147,13 @@ class ScriptRecorder:
         try:
             return record(module, path, **self._options).__enter__()
         except GlassError as error:
-            # The script would run without us.
-            _log.warning("%s is not recorded: %s", path.name, error)
+            self._cannot_record(path, error)
             return None
+
+    def _cannot_record(self, path: Path, error: GlassError) -> None:
+        # The script would run without us.
+        self._failures.append(error)
+        _log.warning("%s is not recorded: %s", path.name, error)
 
     def _patch_onnxruntime(self, onnxruntime: ModuleType) -> None:
         session = onnxruntime.InferenceSession
@@ -189,7 +195,7 @@ class ScriptRecorder:
         try:
             return SessionRecording(session, path, **self._options)
         except GlassError as error:
-            _log.warning("%s is not recorded: %s", path.name, error)
+            self._cannot_record(path, error)
             return None
 
     def _has_room(self) -> bool:

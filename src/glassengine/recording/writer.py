@@ -45,7 +45,8 @@ class RecordingWriter:
     """
 
     def __init__(self, path: str | Path, *, metadata: Mapping[str, Any], overwrite: bool = False) -> None:
-        self.path = Path(path)
+        # Files are opened later, too, and the program may change its working directory.
+        self.path = Path(path).absolute()
         self.metadata = dict(metadata)
         self._steps: set[int] = set()
         self._open: dict[int, OpenStep] = {}
