@@ -18,6 +18,7 @@ from glassengine.program import export_program, load_model
 from glassengine.program.export import export_module
 from glassengine.program.naming import is_tensor_node, op_name
 from glassengine.program.program import Program
+from glassengine.results import FLAGGED
 from glassengine.testing import corpus
 from glassengine.testing.corpus import Bench
 from glassengine.testing.variations import VARIATIONS, VariedSide
@@ -371,3 +372,41 @@ def test_an_input_that_does_not_fit_what_it_was_made_of_is_judged_where_it_is_ma
     last = next(node for node in program.graph.nodes if node.name == names[-1])
     found = replay.judge(last, cut[last.name], None)
     assert found is not None and found.judgement.verdict == "wrong"
+
+
+class ReadsFolded(nn.Module):
+    """Positions that are made of weights alone, repeated for each row, and a copy of a weight as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.project = nn.Linear(256, 16)
+        self.table = nn.Parameter(torch.randn(12, 256))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        rows = x.shape[0]
+        return self.project(self.table).repeat(rows, 1) + x[:, :1].repeat(12, 16), self.table[:, :3].repeat(rows, 1)
+
+
+@pytest.mark.parametrize(
+    ("index", "change", "is_wrong"),
+    [
+        (0, lambda value: value + 1e-7 * torch.randn(value.shape), False),  # a sum in another order
+        (0, lambda value: value + 4e-5 * torch.randn(value.shape), True),
+        (0, lambda value: value.roll(1, 1), True),
+        (2, lambda value: value + 4e-7 * torch.randn(value.shape), True),  # nothing was rounded
+    ],
+)
+def test_what_compilers_fold_is_rounded_by_their_kernels(
+    index: int, change: Callable[[torch.Tensor], torch.Tensor], is_wrong: bool
+) -> None:
+    x = torch.randn(3, 4)
+    program = export_module(ReadsFolded().eval(), [{"x": x}, {"x": x[:2]}])
+    values: dict[str, torch.Tensor] = {}
+    run_program(program, {"x": x}, lambda node, value: values.update({node.name: value}))
+    node = [node for node in program.graph.nodes if op_name(node) == "repeat"][index]
+    replay = Replay(program, compiled=True)
+    replay.begin_step({"x": x}, {})
+    found = replay.judge(node, change(values[node.name]), None)
+    assert found is not None
+    assert (found.judgement.verdict in FLAGGED) is is_wrong

@@ -42,6 +42,7 @@ from glassengine.compare.operation import (
 from glassengine.compare.verdict import TIE, Judgement, Reference, smallest_precise, unit_roundoff
 from glassengine.diagnose.broken import is_broken, num_newly_broken
 from glassengine.diagnose.float64 import retarget, target_of, unwritten_nodes
+from glassengine.diagnose.folded import Folded
 from glassengine.diagnose.reference import NUM_NOISE_RUNS
 from glassengine.diagnose.rounding import disturbed, noisy, rounds
 from glassengine.diagnose.ties import chosen_along, is_unordered, tied_choices
@@ -103,6 +104,7 @@ class Replay:
         self._constants: dict[str, Any] = {}
         self._inputs = {port.name: port.node for port in program.inputs}
         self._generator = torch.Generator().manual_seed(seed)
+        self._folded = Folded(program, self._generator)
         self._relative_floors: dict[str, float] = {}
         self._values: dict[str, Any] = {}
 
@@ -151,13 +153,16 @@ class Replay:
         found = self._judged(node, op, operation, candidate, native, args, kwargs, valid)
         if self._compiled and found.verdict in FLAGGED and found.rho is not None:
             for depth in range(1, _MOST_COMPUTED_AGAIN + 1):
-                other = self._on_what_inputs_were_made_of(op, call, depth)
-                if other is None or other.exact.shape != candidate.shape:
+                made = self._on_what_inputs_were_made_of(op, call, depth)
+                if made is None or made.exact.shape != candidate.shape:
                     break
-                rounded = other.exact.to(candidate.dtype)
-                judged = self._judged(node, op, other, candidate, rounded, other.args, other.kwargs, valid)
+                rounded = made.exact.to(candidate.dtype)
+                judged = self._judged(node, op, made, candidate, rounded, made.args, made.kwargs, valid)
                 if judged.verdict not in FLAGGED:
-                    return Replayed(judged, other.exact)
+                    return Replayed(judged, made.exact)
+            other = self._folded.judge(op, call, self._value, candidate, native, valid, self._roundoff(op, candidate))
+            if other is not None and other[0].verdict not in FLAGGED:
+                return Replayed(*other)
         return Replayed(found, exact)
 
     def _in_any_order(
