@@ -113,7 +113,7 @@ def refuse_bfloat16(program: Program, capabilities: Capabilities) -> None:
 
 
 def _hint_of_bfloat16(program: Program) -> str:
-    if program.metadata.get("dtype") == "bfloat16":
+    if any(weight.dtype is torch.bfloat16 for weight in program.weights().values()):
         return "--dtype float32"
     return "the model's own code computes that, whatever its weights are: another --backend"
 

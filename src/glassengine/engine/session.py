@@ -201,7 +201,7 @@ class Session:
         if not self.one_token:
             yield self._step(input_ids)
             return
-        for tokens, holds_token in zip(input_ids.split(1, dim=1), mask.unbind(1), strict=True):
+        for tokens, holds_token in zip(torch.split(input_ids, 1, dim=1), mask.unbind(1), strict=True):
             # A slot that is still empty holds no token, whatever will come into it.
             self._mask[:, self.position] = holds_token
             yield self._step(tokens)
