@@ -105,3 +105,29 @@ def test_an_input_rounded_is_not_the_result(inputs: str) -> None:
 def test_written_with_other_ops_is_no_mistake(inputs: str) -> None:
     result = judged(Scores(capped), Scores(lambda x: (x * 0.25).tanh() + (x * 0.25).tanh() * 3), inputs)
     assert result.ok and not result.origins
+
+
+class Sum(nn.Module):
+    """Three terms that are added in one order or another, twice, and a norm between."""
+
+    def __init__(self, *, in_order: bool, epsilon: float = 1e-5) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.side, self.dropout = nn.Linear(12, 12), nn.Linear(12, 12), nn.Dropout(0.1)
+        self.in_order, self.epsilon = in_order, epsilon
+
+    def block(self, x: Tensor, normal: Tensor) -> Tensor:
+        side = self.side(normal).sigmoid()
+        if self.in_order:
+            return self.dropout(self.up(normal)) + side + x
+        return x + self.up(normal.transpose(1, 2).transpose(1, 2)) + side
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(x, x)
+        return self.block(x, nn.functional.layer_norm(x, (12,), eps=self.epsilon))
+
+
+def test_a_sum_in_another_order_takes_no_blame_for_what_is_wrong_elsewhere(inputs: str) -> None:
+    assert judged(Sum(in_order=True), Sum(in_order=False), inputs).ok
+    result = judged(Sum(in_order=True), Sum(in_order=False, epsilon=0.1), inputs)
+    assert [origin.site for origin in result.origins if origin.rung == "candidate"] == ["./layer_norm.0"]

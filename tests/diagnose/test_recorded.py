@@ -64,6 +64,22 @@ def test_a_recording_of_modules_is_judged_by_segments(tmp_path: Path, baseline: 
         assert [(d.step, d.site) for d in result.origins] == [(0, "model.layers.1.mlp.down_proj")]
 
 
+@pytest.mark.parametrize("kind", ["right", "wrong"])
+def test_a_dump_of_another_dtype_is_judged_by_it(tmp_path: Path, baseline: nn.Module, kind: str) -> None:
+    """A foreign file says of its tensors alone in which dtype the other program computed."""
+    model = models.llama() if kind == "right" else wrong_llama()
+    ids = torch.tensor([PROMPTS[1]])
+    with glass.record(model.bfloat16(), tmp_path / "recording"):
+        model(ids, use_cache=False)
+    glass.export(tmp_path / "recording", tmp_path / "dump.pt")
+    torch.save({"input_ids": ids}, tmp_path / "ids.pt")
+    found = glass.check(baseline, candidate=tmp_path / "dump.pt", inputs=str(tmp_path / "ids.pt"), min_coverage=0.5)
+    assert found.ok == (kind == "right"), found.not_ok_because
+    if kind == "wrong":
+        assert found.first_divergence is not None
+        assert found.first_divergence.site.startswith("model.layers.1.mlp.down_proj")
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -261,9 +262,12 @@ def _skip_unpaired(climb: Climb, program: Program, pairs: Mapping[str, SitePair]
 
 
 def add_record(climb: Climb, tensors: RecordedTensors) -> torch.dtype | None:
-    """A record of another run; returns its dtype where it says so."""
+    """A record of another run; returns its dtype: what it says, else that of most of its floating tensors."""
     known = str(tensors.source.metadata.get("dtype"))
-    dtype: torch.dtype | None = getattr(torch, known) if is_inexact(known) else None
+    if not is_inexact(known):
+        floating = Counter(entry.dtype for entry in tensors.source.entries if is_inexact(entry.dtype))
+        known = floating.most_common(1)[0][0] if floating else known
+    dtype: torch.dtype | None = getattr(torch, known, None)
     if "op" in tensors.kinds:
         replay = Replay(climb.program, compiled=True, dtype=dtype, accumulation=climb.accumulation)
         climb.add(RecordedOps(tensors, climb.program, replay))

@@ -10,7 +10,7 @@
 
 A node that is passed over keeps its prediction, so that what is below it is predicted from the last tensors that both
 sides have: a region, judged where it ends (see `regions`). A tensor that only what comes next speaks for is a
-counterpart too: there the error is. Results of the programs are counterparts by name, whatever they hold.
+counterpart too: there the error is. Results of the programs are counterparts by name or order, whatever they hold.
 
 Predictions are compared loosely, as far as rounding within a region can go; the verdict has its own, fine measure.
 """
@@ -33,6 +33,7 @@ from glassengine.diagnose.between import origin_of, passes_on, region_of, rounde
 from glassengine.diagnose.candidate_tensors import CandidateTensors, Values, shapes_of
 from glassengine.diagnose.cases import Case
 from glassengine.diagnose.float64 import retarget, target_of
+from glassengine.diagnose.paired_results import paired_results
 from glassengine.diagnose.probe import ProbeStep, probe
 from glassengine.program.naming import is_tensor_node, op_name
 from glassengine.program.outputs import is_view
@@ -81,7 +82,7 @@ class Counterparts:
         self._values: dict[str, Values] = {}
         self._found: dict[str, str] = {}
         self._roundoff: dict[str, float] = {}
-        self._results = {node: candidate.output_nodes.get(name) for name, node in baseline.output_nodes.items()}
+        self._results = paired_results(baseline, candidate)
         self._num_tried = 0
         self._ports = ports(baseline), ports(candidate)
         self.pairs: dict[str, SitePair] = {}
@@ -207,17 +208,18 @@ class Counterparts:
     def _contradicting(self, node: Node, predicted: Values, proposed: str | None) -> str | None:
         """Return the tensor that what is below `node` follows from, if it does not follow from the prediction."""
         below = self._below(node)
-        without, limit = self._first_to_follow(below, {node.name: predicted}), _AHEAD
-        if without is not None:
-            limit = without
+        without, explained = self._first_to_follow(below, {node.name: predicted})
+        limit = _AHEAD if without is None else without
         tried: Iterable[str] = (
             self._to_try(node, predicted, proposed) if without != 0 else [proposed] if proposed else []
         )
         for name in tried:
             if self._num_tried > _MOST_TRIED:
                 return None
-            followed = self._first_to_follow(below[: limit + 1], {node.name: self._tensors.values(name)}, instead=name)
-            if followed is None:
+            values = {node.name: self._tensors.values(name)}
+            followed, by = self._first_to_follow(below[: limit + 1], values, instead=name)
+            # What follows from the prediction as well (of three terms, added in another order) does not contradict it.
+            if followed is None or (by == explained and not self._has_same_inputs(node, name)):
                 continue
             # An op that reads the same on both sides and makes something else is wrong, even if that drowns below.
             if without is None or followed < without or (name == proposed and self._has_same_inputs(node, name)):
@@ -262,8 +264,10 @@ class Counterparts:
             push(following)
         return found
 
-    def _first_to_follow(self, below: Sequence[Node], env: dict[str, Values], instead: str | None = None) -> int | None:
-        """Return the index of the first op below that the candidate has a counterpart of.
+    def _first_to_follow(
+        self, below: Sequence[Node], env: dict[str, Values], instead: str | None = None
+    ) -> tuple[int | None, str | None]:
+        """Return the index of the first op below that the candidate has a counterpart of, and which that is.
 
         With the tensor `instead` in the place of the node it must be one that computes: every tensor can be moved.
         """
@@ -280,9 +284,9 @@ class Counterparts:
             moves = op_name(node) in MOVES or is_view(node)
             if instead is not None and (moves or op_name(node) == "_to_copy"):
                 continue
-            if self._close(node, predicted, instead):
-                return index
-        return None
+            if close := self._close(node, predicted, instead):
+                return index, close[0]
+        return None, None
 
     def _predict(self, node: Node, env: dict[str, Values]) -> Values:
         """Return the value of a node in each step, in float64."""
