@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,3 +50,27 @@ def test_a_weight_that_no_prompt_reaches_is_suspicious(llama: nn.Module, token_i
     assert result.weights.compared > 10
     strict = check(llama, candidate=candidate, inputs=token_ids, steps=0, fail_on="suspicious")
     assert not strict.ok and strict.not_ok_because == "weights differ"
+
+
+class Normed(nn.Module):
+    """A convolution and a batch norm, which the exporter to ONNX folds into its weights."""
+
+    def __init__(self, epsilon: float = 1e-5) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6, eps=epsilon)
+        self.norm.running_mean.normal_()  # type: ignore[union-attr]
+        self.norm.running_var.uniform_(0.02, 0.1)  # type: ignore[union-attr]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.norm(self.conv(x)))
+
+
+def test_weights_that_a_norm_was_folded_into_are_judged_by_what_they_make(tmp_path: Path) -> None:
+    x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    torch.save({"x": x}, tmp_path / "x.pt")
+    torch.onnx.export(Normed().eval(), (x,), tmp_path / "folded.onnx", dynamo=True, input_names=["x"], verbose=False)
+    given = {"candidate": tmp_path / "folded.onnx", "inputs": str(tmp_path / "x.pt")}
+    right = check(Normed().eval(), fail_on="suspicious", **given)
+    assert right.ok and right.weights is not None and "conv.weight" in right.weights.different
+    assert not check(Normed(epsilon=1e-3).eval(), **given).ok

@@ -32,6 +32,8 @@ from glassengine.results import (
 )
 
 _TOO_LITTLE = "only"
+_LAYERS = frozenset({"conv1d", "conv2d", "conv3d", "convolution", "linear"})
+"""Ops into whose weights compilers fold what follows."""
 
 
 def conclude(
@@ -67,12 +69,12 @@ def conclude(
     if not pairs:
         raise IncomparableError("nothing was compared", expected="sites that both sides have")
     verdict = worst(pair.verdict for pair in pairs)
-    if weights is not None and weights.different:
-        # No tensor of these inputs may depend on it (the embedding of another token), but it is there.
-        verdict = worst([verdict, "suspicious"])
     main = next(
         (s for s in scores if s.side.guarantee == "judged op by op" and not s.side.rung.startswith("pass ")), scores[-1]
     )
+    if weights is not None and set(weights.different) - _folded(main, program):
+        # No tensor of these inputs may depend on it (the embedding of another token), but it is there.
+        verdict = worst([verdict, "suspicious"])
     coverage = _coverage(main, program)
     if isinstance(main.side, EngineSide) and main.side.guarantee != "judged op by op":
         # Nobody looked at the ops: results alone are a small share of what there is.
@@ -110,6 +112,17 @@ def conclude(
         weights=weights,
         written_differently=tuple(_written_differently(program, scores)),
     )
+
+
+def _folded(score: Score, program: Program) -> set[str]:
+    """Weights of layers that the side has only together with what is below them (a batch norm), judged as one."""
+    inside = covered(program, score.judged_nodes)
+    names = program.weight_names()
+    return {
+        names[node.name]
+        for node in program.graph.nodes
+        if node.name in names and node.users and all(u.name in inside and op_name(u) in _LAYERS for u in node.users)
+    }
 
 
 def _rung(score: Score, program: Program, divergences: Sequence[Divergence], severity: Severity | None) -> Rung:

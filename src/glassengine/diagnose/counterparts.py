@@ -12,7 +12,7 @@ A node that is passed over keeps its prediction, so that what is below it is pre
 sides have: a region, judged where it ends (see `regions`). A tensor that only what comes next speaks for is a
 counterpart too: there the error is. Results of the programs are counterparts by name or order, whatever they hold.
 
-Predictions are compared loosely, as far as rounding within a region can go; the verdict has its own, fine measure.
+Predictions are compared loosely, as far as rounding within a region goes; the verdict has a finer measure.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from glassengine.diagnose.between import origin_of, passes_on, region_of, rounde
 from glassengine.diagnose.candidate_tensors import CandidateTensors, Values, shapes_of
 from glassengine.diagnose.cases import Case
 from glassengine.diagnose.float64 import retarget, target_of
-from glassengine.diagnose.paired_results import paired_results
+from glassengine.diagnose.paired_results import paired_results, ports
 from glassengine.diagnose.probe import ProbeStep, probe
 from glassengine.program.naming import is_tensor_node, op_name
 from glassengine.program.outputs import is_view
@@ -209,7 +209,6 @@ class Counterparts:
         """Return the tensor that what is below `node` follows from, if it does not follow from the prediction."""
         below = self._below(node)
         without, explained = self._first_to_follow(below, {node.name: predicted})
-        limit = _AHEAD if without is None else without
         tried: Iterable[str] = (
             self._to_try(node, predicted, proposed) if without != 0 else [proposed] if proposed else []
         )
@@ -217,7 +216,9 @@ class Counterparts:
             if self._num_tried > _MOST_TRIED:
                 return None
             values = {node.name: self._tensors.values(name)}
-            followed, by = self._first_to_follow(below[: limit + 1], values, instead=name)
+            followed, by = self._first_to_follow(
+                below[: _AHEAD if without is None else without + 1], values, instead=name
+            )
             # What follows from the prediction as well (of three terms, added in another order) does not contradict it.
             if followed is None or (by == explained and not self._has_same_inputs(node, name)):
                 continue
@@ -267,9 +268,9 @@ class Counterparts:
     def _first_to_follow(
         self, below: Sequence[Node], env: dict[str, Values], instead: str | None = None
     ) -> tuple[int | None, str | None]:
-        """Return the index of the first op below that the candidate has a counterpart of, and which that is.
+        """Return the index of the first op below that the candidate has a counterpart of, and that counterpart.
 
-        With the tensor `instead` in the place of the node it must be one that computes: every tensor can be moved.
+        With the tensor `instead` in place of the node it must be one that computes: every tensor can be moved.
         """
         for index, node in enumerate(below):
             self._num_tried += 1
@@ -350,11 +351,6 @@ class Counterparts:
     def _unit(self, node: Node, name: str) -> float:
         """Unit roundoff of the coarser of `node`, with its region, and the candidate's tensor."""
         return max(self._roundoff[node.name], self._tensors.unit(name))
-
-
-def ports(program: Program) -> dict[str, str]:
-    """Return placeholder -> name of the input."""
-    return {port.node: port.name for port in program.inputs}
 
 
 def reads_the_same(

@@ -21,3 +21,8 @@ def paired_results(baseline: Program, candidate: Program) -> dict[str, str]:
     if len(ours) == len(theirs):
         found |= dict(zip(ours, theirs, strict=True))
     return found
+
+
+def ports(program: Program) -> dict[str, str]:
+    """Return placeholder -> name of the input."""
+    return {port.node: port.name for port in program.inputs}
