@@ -916,6 +916,19 @@ def test_parts_that_are_called_alone_belong_to_the_next_step(tmp_path: Path) -> 
     assert torch.equal(opened.tensor("encoder:in[0]", 3), X + 1)
 
 
+def test_forward_called_directly_is_said_to_pass_by(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = Model()
+    with record(model, tmp_path / "r", steps=iter([0, 1])):
+        model.forward(X)
+        model.forward(X)
+    assert "model.forward(...) passes by" in caplog.text
+    assert Recording.open(tmp_path / "r").steps == [0, 1] and "head" in Recording.open(tmp_path / "r").sites(1)
+    caplog.clear()
+    with record(model, tmp_path / "called"):
+        model(X)
+    assert not caplog.text
+
+
 def test_selection(tmp_path: Path) -> None:
     model = Model()
     with record(model, tmp_path / "r", sites=["layers.*.fc", "head*"], values=["head"], steps=range(1, 3)):
@@ -983,8 +996,12 @@ def test_misuse(tmp_path: Path) -> None:
             record(target, tmp_path / "r")
     with pytest.raises(UsageError, match="not a list of patterns"):
         record(Model(), tmp_path / "r", sites="head")
-    with pytest.raises(UsageError, match="negative"):
-        record(Model(), tmp_path / "r", byte_budget=-1)
+    for budget in (-1, "5G", float("nan")):
+        with pytest.raises(UsageError, match="not a byte budget"):
+            record(Model(), tmp_path / "r", byte_budget=budget)
+    for steps in (5, "0-3", [0.5], ["1"]):
+        with pytest.raises(UsageError, match=r"(?s)steps is not a collection.*range\(5\)"):
+            record(Model(), tmp_path / "r", steps=steps)
     assert not (tmp_path / "r").exists()
     with record(Model(), tmp_path / "once") as recorder, pytest.raises(UsageError, match="entered twice"):
         recorder.__enter__()

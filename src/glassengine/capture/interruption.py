@@ -13,6 +13,8 @@ def is_interruption(error: BaseException) -> bool:
     """
     if not isinstance(error, Exception):
         return True
+    if isinstance(error, RecursionError):
+        return False  # nor is there room to look
     handlers = {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
     trace = error.__traceback__ if handlers else None
     while trace is not None:

@@ -21,6 +21,7 @@ from glassengine.capture.module_hooks import ModuleHooks
 from glassengine.errors import GlassError, UnknownNameError, UsageError
 from glassengine.recording.policy import Policy
 from glassengine.recording.worker import BackgroundWriter
+from glassengine.sites import ROOT
 
 _log = logging.getLogger(__name__)
 
@@ -96,7 +97,12 @@ class Recorder:
                     "what torch.compile returned",
                     self.path,
                 )
-            writer.metadata["not_called"] = self._hooks.not_called()
+            writer.metadata["not_called"] = not_called = self._hooks.not_called()
+            if self._hooks.steps.num_begun and ROOT in not_called:
+                _log.warning(
+                    "the model itself was not called, only modules inside of it: its own inputs and results are not "
+                    "recorded; model.forward(...) passes by whoever observes model(...)"
+                )
             self._note_unseen(writer)
             if self._intake.num_late:
                 writer.metadata["num_late"] = self._intake.num_late

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Collection, Sequence
 
@@ -22,7 +23,7 @@ class Policy:
         byte_budget: Most bytes of values; None for no limit. A tensor that does not fit leaves its statistics.
 
     Raises:
-        UsageError: A pattern is no valid regular expression, or the budget is negative.
+        UsageError: A pattern is no valid regular expression, the budget is negative, or an argument of another kind.
     """
 
     def __init__(
@@ -33,11 +34,11 @@ class Policy:
         steps: Collection[int] | None = None,
         byte_budget: int | None = None,
     ) -> None:
-        if byte_budget is not None and byte_budget < 0:
-            raise UsageError("the byte budget is negative", got=str(byte_budget), expected="bytes, from 0 on")
+        if byte_budget is not None and not (isinstance(byte_budget, int | float) and byte_budget >= 0):
+            raise UsageError("not a byte budget", got=repr(byte_budget), expected="a number of bytes, from 0 on")
         self._sites = None if sites is None else _patterns("sites", sites)
         self._values = values if isinstance(values, bool) else _patterns("values", values)
-        self._steps = steps
+        self._steps = None if steps is None else _step_numbers(steps)
         self._left = byte_budget
         self._lock = threading.Lock()
         self._known: dict[str, tuple[bool, bool]] = {}
@@ -92,6 +93,16 @@ class Policy:
         found = [pattern for pattern in patterns if matches(pattern, site)]
         self._matched.update(found)
         return bool(found)
+
+
+def _step_numbers(steps: Collection[int]) -> Collection[int]:
+    if isinstance(steps, range):
+        return steps
+    try:
+        return frozenset(map(operator.index, steps))
+    except TypeError:
+        what = "steps is not a collection of step numbers"
+        raise UsageError(what, got=repr(steps), hint="the first five: steps=range(5)") from None
 
 
 def _patterns(name: str, patterns: Sequence[str]) -> tuple[str, ...]:
