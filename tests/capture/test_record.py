@@ -660,7 +660,9 @@ def test_wrappers_are_no_part_of_a_name(tmp_path: Path) -> None:
         wrapped(X)["logits"].sum().backward()
     with record(model, tmp_path / "plain", gradients=True):
         model(X)["logits"].sum().backward()
-    assert Recording.open(tmp_path / "r").sites() == Recording.open(tmp_path / "plain").sites()
+    found, plain = Recording.open(tmp_path / "r"), Recording.open(tmp_path / "plain")
+    assert found.sites() == plain.sites() and found.metadata["modules"] == plain.metadata["modules"]
+    assert found.metadata["modules"]["layers.0.fc"] == "Linear" and found.metadata["class"].endswith("DataParallel")
 
 
 def test_parameters_and_state_after_a_step_of_the_optimizer(tmp_path: Path) -> None:

@@ -146,6 +146,8 @@ def test_all_ranks_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     for rank in range(2):
         with RecordingWriter(tmp_path / f"rank{rank}", metadata={}) as writer:
             writer.write("fc", 0, torch.tensor([float(rank)]), rank=rank)
+            light = layout.LightStatistics(-1.0, 7.0 + rank, 9.0, 0)
+            writer.leave_out(layout.LeftOut("fc2", 0, rank, "values were not asked for", "float32", (2,), light))
             writer.commit(0)
     assert main(["show", str(tmp_path), "fc", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -153,6 +155,9 @@ def test_all_ranks_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (0, 0.0),
         (1, 1.0),
     ]
+    assert main(["show", str(tmp_path), "--rank", "1"]) == 0
+    lines = [line.split()[:4] for line in capsys.readouterr().out.splitlines()]
+    assert [":out", "float32[2]", "-1", "-"] in lines and ["step", "0,", "rank", "1"] in lines
 
 
 def test_a_directory_of_several_recordings_says_so(

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from glassengine import environment
+from glassengine.capture.calls import ModuleNames
 from glassengine.capture.gradients import ParameterHooks
 from glassengine.capture.intake import Intake
 from glassengine.capture.module_hooks import ModuleHooks
@@ -243,7 +244,10 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
         "device": sorted({str(p.device) for p in parameters}),
         # Those of lazy modules have no size before the first call.
         "num_parameters": sum(p.numel() for p in parameters if not is_lazy(p)),
-        "modules": {name or ".": type(module).__name__ for name, module in model.named_modules()},
+        # Of a wrapper and what it wraps the latter; the former is the class above.
+        "modules": {
+            path: type(module).__name__ for module, known in ModuleNames(model).known.items() for path in known.paths
+        },
         "seed": torch.initial_seed(),
         "rank": _place()[0],
         "float32_matmul_precision": torch.get_float32_matmul_precision(),

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from glassengine.errors import UnknownNameError
 from glassengine.recording.layout import MANIFEST, Entry, LeftOut
+from glassengine.recording.ranks import RankRecordings
 from glassengine.recording.reader import Recording
 from glassengine.recording.source import TensorSource, open_source
 from glassengine.recording.statistics import summarize
@@ -35,7 +36,11 @@ class Dump:
         self.complete = source.complete
         self.incomplete_because = None if source.complete else "a rank is missing, or its recording is incomplete"
         self.entries = source.entries
-        self.left_out = tuple(LeftOut(item.site, item.step or 0, 0, item.reason) for item in source.skipped)
+        self.left_out = (
+            source.left_out
+            if isinstance(source, RankRecordings)
+            else tuple(LeftOut(item.site, item.step or 0, 0, item.reason) for item in source.skipped)
+        )
         self.steps = sorted({entry.step for entry in self.entries} | {item.step for item in self.left_out})
         self.stopped: dict[int, str] = {}
         self._source = source

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from glassengine.recording.layout import MANIFEST, Entry
+from glassengine.recording.layout import MANIFEST, Entry, LeftOut
 from glassengine.recording.reader import Recording
 from glassengine.results import Skipped
 
@@ -28,7 +28,8 @@ class RankRecordings:
             "num_ranks" is how many recordings there are.
         complete: Whether each of them is, and none is missing from the first to the last.
         entries: The tensors in order of step and rank.
-        skipped: What was seen and has no values.
+        left_out: What was seen and has no values.
+        skipped: The same in the words of a comparison.
 
     Raises:
         CorruptError: A recording is damaged.
@@ -51,10 +52,14 @@ class RankRecordings:
             for entry in recording.entries
         ]
         self.entries: tuple[Entry, ...] = tuple(sorted(found, key=lambda entry: (entry.step, entry.rank)))
-        self.skipped: tuple[Skipped, ...] = tuple(
-            dataclasses.replace(item, reason=f"{item.reason} (rank {rank})")
+        left_out = [
+            dataclasses.replace(item, rank=rank)
             for rank, recording in self._recordings.items()
-            for item in recording.skipped
+            for item in recording.left_out
+        ]
+        self.left_out: tuple[LeftOut, ...] = tuple(sorted(left_out, key=lambda item: (item.step, item.rank)))
+        self.skipped: tuple[Skipped, ...] = tuple(
+            Skipped(item.site, "both", f"{item.reason} (rank {item.rank})", item.step) for item in self.left_out
         )
         # A recording may have been made as rank 0 of a run that its process knew nothing about.
         self._own = {
