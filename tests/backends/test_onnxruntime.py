@@ -19,6 +19,7 @@ from glassengine.backends.onnxruntime import OnnxRuntimeBackend
 from glassengine.errors import BackendError, GlassError
 from glassengine.executable.executable import load_executable
 from glassengine.program.export import export_causal_lm, export_module
+from glassengine.program.outputs import add_outputs
 from glassengine.program.program import Program
 from glassengine.testing import conformance, models
 
@@ -155,6 +156,57 @@ def test_attention(tmp_path: Path, heads: int, groups: int, mask: str | None, se
         data = inputs(*sizes)
         (actual,) = run(data).values()
         torch.testing.assert_close(actual, _Attention(**settings)(**data), rtol=1e-5, atol=1e-5)
+
+
+def test_complex_values_are_complex(tmp_path: Path) -> None:
+    class Spectrum(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.fft.fft(x, dim=-1).real
+
+    x = torch.randn(2, 8)
+    program = export_module(Spectrum(), {"x": x})
+    node = next(
+        node.name for node in program.graph.nodes if node.op == "call_function" and node.meta["val"].is_complex()
+    )
+    program = add_outputs(program, [node])
+    BACKEND.build(program, tmp_path)
+    results = BACKEND.load(tmp_path, None)({"x": x})
+    torch.testing.assert_close(results[f"dbg.{node}"], torch.fft.fft(x, dim=-1))
+    torch.testing.assert_close(results["output"], torch.fft.fft(x, dim=-1).real)
+
+
+def test_parts_of_an_op_that_the_converter_takes_apart(tmp_path: Path) -> None:
+    class Grid(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows, columns = torch.meshgrid(x, x + 1, indexing="ij")
+            return rows * columns
+
+    x = torch.randn(3)
+    program = export_module(Grid(), {"x": x})
+    parts = [node.name for node in program.graph.nodes if "getitem" in node.name]
+    program = add_outputs(program, parts)
+    BACKEND.build(program, tmp_path)
+    results = BACKEND.load(tmp_path, None)({"x": x})
+    expected = torch.meshgrid(x, x + 1, indexing="ij")
+    assert [torch.equal(results[f"dbg.{part}"], value) for part, value in zip(parts, expected, strict=True)] == [
+        True
+    ] * 2
+    # The program is as it was.
+    assert set(program.output_nodes.values()) >= set(parts)
+    assert {spec.arg.name for spec in program.exported.graph_signature.output_specs} >= set(parts)
+
+
+def test_what_onnx_cannot_express_has_one_reason(tmp_path: Path) -> None:
+    class Turns(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.view_as_real(torch.view_as_complex(x).unsqueeze(1))
+
+    program = export_module(Turns(), {"x": torch.randn(2, 3, 2)})
+    with pytest.raises(
+        BackendError, match=r"cannot be converted to ONNX\n.*unsqueeze.*complex.*\n.*--backend"
+    ) as raised:
+        BACKEND.build(program, tmp_path)
+    assert "\x1b" not in str(raised.value)
 
 
 def test_attention_with_dropout_is_refused(tmp_path: Path) -> None:

@@ -176,6 +176,7 @@ def test_bytes_of_dynamic_sizes(exported: Exported) -> None:
         ("batch**2", 4),
         ("-batch + sequence", 3),
         ("unheard_of*batch", 2),
+        ("sequence//(unheard_of - 1)", 1),
         ("__import__('os').getpid()", 1),  # text from a file is never evaluated as Python
     ],
 )

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import json
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from glassengine.backends.io import write_io
 from glassengine.backends.onnx_export import MODEL_FILE, export_onnx, refuse_bfloat16
@@ -17,6 +21,7 @@ from glassengine.program.outputs import functional_form
 from glassengine.program.program import OnnxGraph, Program
 
 _CONVERTER = ("onnx", "onnxscript")
+_COMPLEX_FILE = "complex.json"
 
 
 class OnnxBackend(ABC):
@@ -60,6 +65,7 @@ class OnnxBackend(ABC):
             refuse_bfloat16(program, self.capabilities)
         export_onnx(program, directory)
         write_io(functional_form(program), directory)
+        _write_complex(program, directory)
         if program.onnx is not None:
             self._require_taken(program.onnx, directory)
 
@@ -69,7 +75,7 @@ class OnnxBackend(ABC):
         Raises:
             BackendError: The runtime is not installed.
         """
-        return self._open(self._runtime(), directory)
+        return _with_complex(self._open(self._runtime(), directory), directory)
 
     def network(self, program: Program, directory: Path) -> Network:
         """Return the ONNX graph; its layers are called like the nodes whose values they yield."""
@@ -118,3 +124,24 @@ class OnnxBackend(ABC):
     @abstractmethod
     def _optimized(self, directory: Path, program: Program, network: Network) -> Network | None:
         """Return the layers that the runtime makes of `network`; None where it does not tell."""
+
+
+def _write_complex(program: Program, directory: Path) -> None:
+    """Write the names of complex results: ONNX has none, and gives real and imaginary parts in a last dimension."""
+    values = {name: program.node(node).meta["val"] for name, node in program.output_nodes.items()}
+    names = [name for name, value in values.items() if isinstance(value, torch.Tensor) and value.is_complex()]
+    if names and program.onnx is None:
+        (directory / _COMPLEX_FILE).write_text(json.dumps(names), encoding="utf-8")
+
+
+def _with_complex(run: Run, directory: Path) -> Run:
+    path = directory / _COMPLEX_FILE
+    if not path.is_file():
+        return run
+    names = frozenset(json.loads(path.read_text(encoding="utf-8")))
+
+    def run_with_complex(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        results = run(inputs)
+        return {name: torch.view_as_complex(value) if name in names else value for name, value in results.items()}
+
+    return run_with_complex

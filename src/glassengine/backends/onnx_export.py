@@ -16,12 +16,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import TensorArgument
 
 from glassengine.backends.onnx_network import mark_nodes, name_layers
 from glassengine.backends.protocol import Capabilities
@@ -29,7 +33,7 @@ from glassengine.errors import BackendError
 from glassengine.program.onnx.file import fill
 from glassengine.program.onnx.session import with_outputs
 from glassengine.program.outputs import functional_form, result_names
-from glassengine.program.program import OnnxGraph, Program
+from glassengine.program.program import OnnxGraph, Program, rebuilt
 
 MODEL_FILE = "model.onnx"
 IN_PLACE_KEY = "glassengine.in_place"
@@ -62,9 +66,9 @@ def export_onnx(program: Program, directory: Path) -> None:
     # A state that is written in place has one name as input and as result; ONNX has one name space.
     updated = {name: f"updated:{name}" if name in inputs else name for name in result_names(functional)}
     outputs = list(updated.values())
-    with torch.no_grad(), _quiet():
+    with torch.no_grad(), _quiet(), _one_reason():
         converted = torch.onnx.export(
-            functional.exported,
+            _without_parts(functional.exported),
             dynamo=True,
             input_names=inputs,
             # Renamed below: a result may be called like an inner value ("linear"), and ONNX has one name space.
@@ -83,6 +87,45 @@ def export_onnx(program: Program, directory: Path) -> None:
     converted.model.metadata_props[IN_PLACE_KEY] = " ".join(in_place_caches(graph, caches))
     with _quiet():
         converted.save(directory / MODEL_FILE, external_data=True)
+
+
+def _without_parts(exported: ExportedProgram) -> ExportedProgram:
+    """Return `exported`, whose graph is changed, with copies for outputs that are one of several results of an op.
+
+    The converter takes some such ops (meshgrid) apart, and then looks in vain for what the output was called.
+    """
+    graph, specs = exported.graph, list(exported.graph_signature.output_specs)
+    (last,) = graph.find_nodes(op="output")
+    nodes = {node.name: node for node in last.all_input_nodes}
+    for index, spec in enumerate(specs):
+        part = nodes.get(spec.arg.name)
+        if part is not None and part.target is operator.getitem:
+            with graph.inserting_before(last):
+                copied = graph.call_function(torch.ops.aten.clone.default, (part,))
+            copied.meta = dict(part.meta)
+            last.replace_input_with(part, copied)
+            specs[index] = replace(spec, arg=TensorArgument(name=copied.name))
+    signature = exported.module_call_graph[0].signature
+    assert signature is not None
+    return rebuilt(exported, graph, specs, out_spec=signature.out_spec)
+
+
+@contextlib.contextmanager
+def _one_reason() -> Iterator[None]:
+    """Tell why a conversion failed: the first error of a chain, without the advice to those who work on torch."""
+    try:
+        yield
+    except BackendError:
+        raise
+    except Exception as error:
+        first: BaseException = error
+        while first.__cause__ is not None:
+            first = first.__cause__
+        raise BackendError(
+            "the program cannot be converted to ONNX",
+            got=f"{type(first).__name__}: {str(first).strip().splitlines()[0] if str(first) else ''}",
+            hint="another one with --backend, eager or inductor",
+        ) from error
 
 
 def _write_source(source: OnnxGraph, nodes: Sequence[str], directory: Path) -> None:

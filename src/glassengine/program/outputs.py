@@ -285,6 +285,8 @@ def _size(expression: str, sizes: Mapping[str, int]) -> int:
 
     try:
         return value(ast.parse(expression, mode="eval").body)
+    except ZeroDivisionError:
+        return 1  # by an unknown symbol less itself, say
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return 1  # in an ONNX file a size may be called anything
 
