@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import glassengine as glass
 from glassengine.compare.verdict import TIED
+from glassengine.diagnose import check
 from glassengine.results import Comparison
 from glassengine.testing import models
 
@@ -204,3 +206,29 @@ def test_what_a_tie_was_dropped_from_is_judged(tmp_path: Any, kind: type[Buckets
         found += [pair for pair in result.pairs if pair.rung == UNTOUCHED]
     assert [(pair.site, pair.verdict) for pair in found] == [("back", "wrong"), ("back", "rounding")]
     assert found[1].reason == (f"{num_tied} of 640 elements: {TIED}" if num_tied else None)
+
+
+class Counted(nn.Module):
+    """Attention over tokens to which the sizes of the groups that a choice makes are added: all hangs on the choice."""
+
+    def __init__(self, *, tiled: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.query, self.pair = nn.Linear(8, 3, bias=False), nn.Linear(8, 16), nn.Linear(8, 16)
+        self.gate.weight.data[1] = self.gate.weight.data[0]  # nobody can tell these two apart
+        self.tiled = tiled
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sizes = torch.bincount(self.gate(x).argmax(-1).flatten(), minlength=3)
+        x = x + 0.1 * sizes.float().std()
+        query, key, value = self.query(x), *self.pair(x).chunk(2, -1)
+        query, key, value = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in (query, key, value))
+        key, value = (p.repeat(1, 2, 1, 1) if self.tiled else p.repeat_interleave(2, 1) for p in (key, value))
+        return nn.functional.scaled_dot_product_attention(query, key, value)
+
+
+def test_a_tie_above_hides_no_mistake_of_an_op(tmp_path: Path) -> None:
+    torch.save({"x": torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))}, tmp_path / "x.pt")
+    inputs = str(tmp_path / "x.pt")
+    assert check(Counted().eval(), candidate=Counted().eval(), inputs=inputs).ok
+    assert not check(Counted().eval(), candidate=Counted(tiled=True).eval(), inputs=inputs).ok

@@ -220,6 +220,19 @@ class Reference:
         verdict = "rounding" if not is_beyond else "wrong" if rho >= INTRODUCED_WRONG else "suspicious"
         return dataclasses.replace(found, verdict=verdict, rho=rho, beta=beta)
 
+    def distance(self, candidate: torch.Tensor) -> float | None:
+        """Return the RMS of the error over every valid element, tied ones too; None where shapes or kinds differ."""
+        if candidate.shape != self.exact.shape or not (
+            candidate.is_floating_point() and self.exact.is_floating_point()
+        ):
+            return None
+        return _rms(candidate.double() - self.exact, self.valid)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether all elements are tied, so that no candidate is judged by any."""
+        return self._tied is not None and bool(self._tied.all())
+
     def has_outliers(self, candidate: torch.Tensor) -> bool:
         """Whether an element is so far from P that its error may be beyond a bound that rho does not see.
 

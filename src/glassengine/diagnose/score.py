@@ -155,7 +155,7 @@ class Score:
         if replayed is None:
             return _Judged(tensor, accumulated, None, is_clean=is_clean)
         local = replayed.judgement
-        if local.verdict in FLAGGED and _is_compensated(local, accumulated):
+        if local.verdict in FLAGGED and _is_compensated(local, accumulated, reference, tensor):
             return _Judged(tensor, accumulated, None, is_clean=is_clean, contradicts=is_clean)
         inherited = _inherited(replayed.predicted, reference)
         if local.verdict not in FLAGGED:
@@ -267,14 +267,16 @@ def _figures(baseline: torch.Tensor, candidate: torch.Tensor) -> Figures | None:
     return measure(baseline, candidate, rtol=allowed.rtol, atol=allowed.atol)
 
 
-def _is_compensated(local: Judgement, accumulated: Judgement) -> bool:
+def _is_compensated(local: Judgement, accumulated: Judgement, reference: Reference, tensor: torch.Tensor) -> bool:
     """Whether the op was only fed and written another way (a scale moved into its input, say).
 
     An error that the op really introduced is in its result; here the result is closer to the baseline than that.
     """
-    if local.rms_error is None or accumulated.rms_error is None:
+    # Where everything hangs on a tie, no error was counted; a candidate that chose as the baseline did has none.
+    of_result = reference.distance(tensor) if reference.is_silent else accumulated.rms_error
+    if local.rms_error is None or of_result is None:
         return False
-    return local.rms_error > _COMPENSATED * accumulated.rms_error
+    return local.rms_error > _COMPENSATED * of_result
 
 
 def _padding_differs(tensor: torch.Tensor, reference: Reference) -> bool:
