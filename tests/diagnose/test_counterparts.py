@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from glassengine.diagnose import check
+from glassengine.diagnose.between import sibling_of
+from glassengine.program.export import export_module
 from glassengine.results import Comparison
 
 Step = Callable[[Tensor], Tensor]
@@ -131,3 +133,18 @@ def test_a_sum_in_another_order_takes_no_blame_for_what_is_wrong_elsewhere(input
     assert judged(Sum(in_order=True), Sum(in_order=False), inputs).ok
     result = judged(Sum(in_order=True), Sum(in_order=False, epsilon=0.1), inputs)
     assert [origin.site for origin in result.origins if origin.rung == "candidate"] == ["./layer_norm.0"]
+
+
+class Largest(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        values, places = x.topk(2)
+        return values * 2, places + 1
+
+
+def test_indices_go_with_the_values_that_they_are_the_places_of() -> None:
+    program = export_module(Largest(), {"x": torch.randn(3, 5)})
+    nodes = {node.name: node for node in program.graph.nodes}
+    values, places = (name for name in nodes if name.startswith("getitem"))
+    assert sibling_of(nodes[places], {values: values}, nodes) == places
+    assert sibling_of(nodes[places], {}, nodes) is None, "nothing is known of the op"
+    assert sibling_of(nodes["mul"], {values: values}, nodes) is None, "an op of one result"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 from torch.fx import Node
@@ -54,3 +54,23 @@ def rounded_to(node: Node) -> set[torch.dtype]:
     own = node.meta["val"].dtype
     casts = {user.meta["val"].dtype for user in node.users if op_name(user) in CASTS}
     return {dtype for dtype in casts if dtype.is_floating_point and unit_roundoff(dtype) > unit_roundoff(own)}
+
+
+def sibling_of(node: Node, found: Mapping[str, str], theirs: Mapping[str, Node]) -> str | None:
+    """Return the candidate's counterpart of one result of an op by that of another: indices beside the values chosen.
+
+    Args:
+        node: Of the baseline.
+        found: Node of the baseline -> counterpart.
+        theirs: The candidate's nodes by name.
+    """
+    if op_name(node) != "getitem":
+        return None
+    op = node.all_input_nodes[0]
+    for beside in op.users:
+        known = theirs.get(found.get(beside.name, ""))
+        if known is None or op_name(known) != "getitem" or known.all_input_nodes[0].target is not op.target:
+            continue
+        of_both = (user for user in known.all_input_nodes[0].users if op_name(user) == "getitem")
+        return next((user.name for user in of_both if user.args[1] == node.args[1] and user.name in theirs), None)
+    return None

@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 from glassengine.compare.operation import CASTS, MOVES, RANDOM, UNDEFINED
 from glassengine.compare.pairing import SitePair, pair_sites
 from glassengine.compare.verdict import unit_roundoff
-from glassengine.diagnose.between import origin_of, passes_on, region_of, rounded_to
+from glassengine.diagnose.between import origin_of, passes_on, region_of, rounded_to, sibling_of
 from glassengine.diagnose.candidate_tensors import CandidateTensors, Values, shapes_of
 from glassengine.diagnose.cases import Case
 from glassengine.diagnose.float64 import retarget, target_of
@@ -116,8 +116,10 @@ class Counterparts:
             return result
         if not all(value.is_floating_point() for value in predicted):
             # Integers and masks are too alike for their values to say which is which.
-            agrees = proposed is not None and self._tensors.distance(proposed, predicted) == 0
-            return proposed if agrees or self._has_same_inputs(node, proposed) else None
+            known = proposed or sibling_of(node, self._found, self._tensors.nodes)
+            is_free = known is not None and known not in self._tensors.taken
+            agrees = is_free and self._tensors.distance(str(known), predicted) == 0
+            return known if agrees or self._has_same_inputs(node, proposed) else None
         return self._closest(node, predicted) or self._contradicting(node, predicted, proposed)
 
     def _proposal(self, node: Node) -> str | None:
