@@ -445,6 +445,22 @@ def test_a_signal_handler_that_raises_within_a_hook(
         assert {item.site for item in opened.left_out if item.step == 3} == {".:in[0]", "fc:in[0]", "fc", ".:out.y"}
 
 
+@pytest.mark.parametrize("place", ["glassengine.recording.worker.Ring.warm", "threading.Thread.start"])
+def test_an_interruption_before_it_begins(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    model = Model()
+    with monkeypatch.context() as patch:
+        patch.setattr(place, interrupted)
+        with pytest.raises(KeyboardInterrupt), record(model, tmp_path / "r"):
+            pass
+    assert is_clean(model)
+    with record(model, tmp_path / "r", overwrite=True):
+        model(X)
+    assert Recording.open(tmp_path / "r").complete
+
+
 def test_a_model_that_calls_itself(tmp_path: Path) -> None:
     model = Calls(lambda self, x, n: self(self.fc(x), n - 1) if n else x, fc=nn.Linear(4, 4))
     with record(model, tmp_path / "r"):

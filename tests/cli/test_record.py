@@ -106,6 +106,22 @@ def test_mistakes(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        ('{"input": torch.ones(1, 2), "mask": None}', ["not the arguments of the model", "'mask'", "expected: input"]),
+        ('{"input": torch.ones(1, 5)}', ["the model raised on its inputs, in 0", "cannot be multiplied"]),
+    ],
+)
+def test_inputs_that_the_model_does_not_take(
+    factories: Path, tmp_path: Path, inputs: str, said: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    factories.write_text(f"{FACTORIES}\ndef wrong():\n    return {inputs}\n")
+    assert main(["record", f"{factories}:model", "--inputs", f"{factories}:wrong", "-o", str(tmp_path / "r")]) == 2
+    shown = capsys.readouterr().err
+    assert all(text in shown for text in said) and "bug" not in shown
+
+
 def test_targets_that_cannot_be_recorded(factories: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["record", f"{factories}:model"]) == 2
     assert "--inputs" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from glassengine.capture.module_hooks import ModuleHooks
 from glassengine.capture.record import own_directory, record
 from glassengine.errors import UsageError
 from glassengine.program.load import LoadedModel, load_inputs, load_model
+from glassengine.program.raised import forward_errors
 from glassengine.recording.layout import LeftOut, Sharding
 from glassengine.recording.policy import Policy
 from glassengine.results import Result
@@ -181,6 +183,7 @@ def _run(
     The token behind the last forced one is the model's own choice: nothing is made of it any more.
     """
     module: Any = loaded.module
+    what = "the model raised on its inputs, in"
     generates = max_new_tokens is not None or (forced is not None and any(tokens.shape[1] for tokens in forced))
     if generates and not hasattr(module, "generate"):
         raise UsageError("only a model that generates can", got=loaded.spec, hint="leave out --max-new-tokens")
@@ -188,7 +191,8 @@ def _run(
     with torch.no_grad():
         for number, batch in enumerate(batches):
             if not generates:
-                module(**batch)
+                with forward_errors(module, what):
+                    _call(module, batch)
                 made.append(torch.empty((0, 0), dtype=torch.int64))
                 continue
             options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
@@ -201,8 +205,22 @@ def _run(
                 # What ended one of the runs does not end the other: both make the same steps.
                 options |= {"max_new_tokens": min(num, max_new_tokens or num), "eos_token_id": None}
                 options["logits_processor"] = [_Forced(tokens, size)]
-            made.append(module.generate(**batch, **options)[:, size:])
+            with forward_errors(module, what):
+                made.append(module.generate(**batch, **options)[:, size:])
     return made
+
+
+def _call(module: torch.nn.Module, batch: Mapping[str, Any]) -> None:
+    try:
+        module(**batch)
+    except TypeError as error:
+        try:
+            inspect.signature(module.forward).bind(**batch)
+        except TypeError as wrong:
+            got = f"{type(module).__name__}.forward {wrong}"
+            expected = ", ".join(inspect.signature(module.forward).parameters)
+            raise UsageError("the inputs are not the arguments of the model", got=got, expected=expected) from error
+        raise
 
 
 @dataclass(frozen=True)

@@ -67,9 +67,10 @@ class BackgroundWriter:
         self, path: str | Path, *, metadata: Mapping[str, Any], overwrite: bool = False, ring_bytes: int = RING_BYTES
     ) -> None:
         assert ring_bytes >= 2 * _PIECES_OF_RING * MIN_SHARED_BYTES, "a block would not hold a small tensor"
-        self._writer = RecordingWriter(path, metadata=metadata, overwrite=overwrite)
+        # Takes longest, and is interrupted most: nothing is on disk yet.
         self._ring = Ring(ring_bytes)
         self._ring.warm()
+        self._writer = RecordingWriter(path, metadata=metadata, overwrite=overwrite)
         self._pinned = PinnedCopies(ring_bytes)
         self._seen = SeenTensors()
         self._most_bytes = ring_bytes // _PIECES_OF_RING
@@ -86,7 +87,13 @@ class BackgroundWriter:
         # Address and size of large tensors -> what was last stored from there.
         self._recent: dict[tuple[int, int], Stored] = {}
         self._thread = threading.Thread(target=self._work, name="glassengine-recording", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self._queue.append(None)  # it may have begun
+            self._wake.set()
+            self._writer.close("it never began")
+            raise
 
     @property
     def path(self) -> Path:
