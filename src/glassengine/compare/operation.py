@@ -52,6 +52,9 @@ POINTWISE = _names(
 STEPS = _names("ceil floor round trunc")
 """Ops that jump: an argument on the other side of a step is another number."""
 
+COUNTS = frozenset({"histc"})
+"""Ops that count: a whole number, and exact, though its dtype is a floating one."""
+
 UNBOUNDED = _names("digamma erfinv lgamma polygamma")
 """Ops without a rounding bound: at most suspicious. So is an op of no class at all."""
 

@@ -82,6 +82,7 @@ class Judgement:
         reason: Set when something other than rho and beta decided.
         beta: Error over the rounding bound, of the worst element; None where no bound was asked for or is known.
         is_tie: The op chose otherwise among values that rounding cannot tell apart.
+        is_empty: No element counted: all are left out, and the tensor was not judged.
     """
 
     verdict: Verdict
@@ -90,6 +91,7 @@ class Judgement:
     reason: str | None = None
     beta: float | None = None
     is_tie: bool = False
+    is_empty: bool = False
 
 
 class Reference:
@@ -103,6 +105,7 @@ class Reference:
         valid: Bool mask that broadcasts against the tensor, or None when every element counts.
         tied: Bool mask in the shape of the tensor: elements of which another value is legal, as something above chose
             among values that rounding cannot tell apart. None where there are none.
+        left_out: Why `valid` leaves elements out that are no padding; empty where it leaves none.
         relative_floor: Largest rms(D) / rms(P) seen for this site so far; keeps short decode rows from a lucky floor.
         remember: Told of that when the floor is measured, which is when it is first needed.
 
@@ -120,6 +123,7 @@ class Reference:
         dtype: torch.dtype,
         valid: torch.Tensor | None,
         tied: torch.Tensor | None = None,
+        left_out: Sequence[str] = (),
         relative_floor: float = 0.0,
         remember: Callable[[float], None] | None = None,
     ) -> None:
@@ -128,6 +132,7 @@ class Reference:
         self._noisy = noisy
         self.valid = valid.expand(exact.shape) if valid is not None else None
         self._tied = tied
+        self.left_out = left_out
         self._dtype = dtype
         self._relative_floor = relative_floor
         self._remember = remember
@@ -282,7 +287,8 @@ class Reference:
         for floor, by_index in zip(self._floor, means.by_axis, strict=True):
             ratios = torch.where(by_index > 0, by_index / floor, 0.0)
             ratio = max(ratio, float(ratios.max()) if ratios.numel() else 0.0)
-        return Judgement("rounding", ratio**0.5, mean**0.5)
+        is_empty = self._judged is not None and not bool(self._judged.any())
+        return Judgement("rounding", ratio**0.5, mean**0.5, is_empty=is_empty)
 
     def _counted(self) -> torch.Tensor | None:
         """Elements that enter the statistics: valid, not tied and not special; None means all."""

@@ -82,9 +82,11 @@ def conclude(
         coverage = len(ops & main.judged_nodes) / len(ops) if ops else 1.0
     first = _first(origins, order, [score.side.rung for score in scores])
     reason = _not_ok_because(verdict, first, fail_on, coverage, min_coverage, severity)
+    left_out = [item for score in scores for item in score.left_out.values()]
     all_skipped = [
         *skipped,
-        *_unobserved(main, program, skipped),
+        *left_out,
+        *_unobserved(main, program, [*skipped, *left_out]),
         *_reordered(scores, program),
         *_without_value(program),
     ]
@@ -202,7 +204,11 @@ def _coverage(score: Score, program: Program) -> float:
 def _covered(score: Score, program: Program) -> dict[str, set[str]]:
     """Return the ops inside of regions that were judged at their ends: node -> ends."""
     own = score.side.replay if isinstance(score.side, ProgramSide) else None
-    return covered(program, score.judged_nodes) if isinstance(own, RegionReplay) else {}
+    if not isinstance(own, RegionReplay):
+        return {}
+    # A region ends where the candidate has a tensor, though none of its elements counts.
+    inside = covered(program, score.judged_nodes | score.empty_nodes)
+    return {node: ends for node, ends in inside.items() if ends <= score.judged_nodes}
 
 
 def _within_regions(score: Score, program: Program) -> Iterator[Pair]:

@@ -27,6 +27,8 @@ _MASK = 3
 class HiddenRows(Undefined):
     """What hangs on rows of attention that see no key."""
 
+    reason = "rows of attention that see no key, and what hangs on them"
+
     def begin(self, node: Node, value: torch.Tensor, value_of: Callable[[Node], Any]) -> torch.Tensor | None:
         """Return the rows that see no key."""
         name = op_name(node)

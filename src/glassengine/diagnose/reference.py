@@ -7,7 +7,7 @@ float64 is real: dtypes written into the graph (`.to(float32)`, `softmax(dtype=.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -114,11 +114,11 @@ class ReferenceRun:
                 ties.visit(node, env)
                 if is_tensor_node(node):
                     counted = valid(node, env[node][0])
-                    for left_out in (one.of(node.name) for one in undefined):
-                        if left_out is not None:
-                            counted = ~left_out if counted is None else counted & ~left_out
+                    left_out = {one.reason: mask for one in undefined if (mask := one.of(node.name)) is not None}
+                    for mask in left_out.values():
+                        counted = ~mask if counted is None else counted & ~mask
                     tied = ties.of(node, env[node][0], self._dtype(node, env[node][0]))
-                    forced = yield node, self._reference(node, env[node], counted, tied)
+                    forced = yield node, self._reference(node, env[node], counted, tied, list(left_out))
                     if forced is not None:
                         ties.settle(node)
                         own = env[node][1].dtype
@@ -233,7 +233,12 @@ class ReferenceRun:
         return max((own, self._coarsest), key=lambda dtype: torch.finfo(dtype).eps)
 
     def _reference(
-        self, node: Node, lanes: list[Any], valid: torch.Tensor | None, tied: torch.Tensor | None
+        self,
+        node: Node,
+        lanes: list[Any],
+        valid: torch.Tensor | None,
+        tied: torch.Tensor | None,
+        left_out: Sequence[str],
     ) -> Reference:
         reference = Reference(
             lanes[0],
@@ -242,6 +247,7 @@ class ReferenceRun:
             dtype=self._dtype(node, lanes[0]),
             valid=valid,
             tied=tied,
+            left_out=left_out,
             relative_floor=self.relative_floors.get(node.name, 0.0),
             remember=partial(self.relative_floors.__setitem__, node.name),
         )

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from glassengine.compare.operation import (
     ATTENTION,
     CASTS,
+    COUNTS,
     FLOAT32_SUMS,
     MOVES,
     OF_ABSOLUTE_ERROR,
@@ -40,7 +41,7 @@ _ROOTS = frozenset({"var", "std", "norm", "linalg_vector_norm", "logsumexp"})
 
 def rounds(node: Node) -> bool:
     """Whether the op of `node` rounds its result."""
-    if is_view(node) or op_name(node) in MOVES:
+    if is_view(node) or op_name(node) in MOVES | COUNTS:
         return False
     if op_name(node) in CASTS:
         source = node.args[0].meta["val"].dtype  # type: ignore[union-attr]

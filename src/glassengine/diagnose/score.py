@@ -14,7 +14,7 @@ from glassengine.compare.hints import tensor_hints, weight_hints
 from glassengine.compare.measure import measure
 from glassengine.compare.operation import RANDOM, UNDEFINED
 from glassengine.compare.tolerance import tolerance
-from glassengine.compare.verdict import TIE, Judgement, Reference, is_finite
+from glassengine.compare.verdict import TIE, TIED, Judgement, Reference, is_finite
 from glassengine.diagnose.cases import Case
 from glassengine.diagnose.evidence import EvidenceBox
 from glassengine.diagnose.origins import OriginTracker
@@ -26,7 +26,7 @@ from glassengine.diagnose.written import program_of, written_differently
 from glassengine.program.naming import is_tensor_node, op_name
 from glassengine.program.outputs import weight_only_nodes
 from glassengine.program.program import Program
-from glassengine.results import FLAGGED, VERDICTS, Divergence, Figures, Hint, Pair, worst
+from glassengine.results import FLAGGED, VERDICTS, Divergence, Figures, Hint, Pair, Skipped, worst
 
 _COMPENSATED = 3.0
 
@@ -50,13 +50,20 @@ class _Judged:
 
 @dataclass
 class Score:
-    """What one side did over all cases."""
+    """What one side did over all cases.
+
+    Attributes:
+        empty_nodes: Nodes of which every element was left out in some step.
+        left_out: What was not judged, or not all of it, by site and reason; the first step counts.
+    """
 
     side: Side
     program: Program
     pairs: list[Pair] = field(default_factory=list)
     divergences: dict[str, Divergence] = field(default_factory=dict)
     judged_nodes: set[str] = field(default_factory=set)
+    empty_nodes: set[str] = field(default_factory=set)
+    left_out: dict[tuple[str, str], Skipped] = field(default_factory=dict)
     evidence: EvidenceBox | None = None
     _tracker: OriginTracker | None = None
     _num_seen: int = 0
@@ -117,6 +124,9 @@ class Score:
         assert visited.verdict is not None
         if visited.verdict == "rounding" and judged.local is not None:
             judgement = judged.local
+        self._leave_out(node, observed, judgement, reference, step)
+        if judgement.is_empty:
+            return is_tied
         self.judged_nodes.add(node.name)
         flagged = visited.verdict in FLAGGED
         self.pairs.append(
@@ -155,6 +165,8 @@ class Score:
         if replayed is None:
             return _Judged(tensor, accumulated, None, is_clean=is_clean)
         local = replayed.judgement
+        if local.is_empty and accumulated.verdict not in FLAGGED:
+            return _Judged(tensor, accumulated, None, is_clean=is_clean)
         if local.verdict in FLAGGED and _is_compensated(local, accumulated, reference, tensor):
             return _Judged(tensor, accumulated, None, is_clean=is_clean, contradicts=is_clean)
         inherited = _inherited(replayed.predicted, reference)
@@ -182,6 +194,16 @@ class Score:
 
     def _several(self, node: Node) -> bool:
         return len(self.side.observed(node.name)) > 1
+
+    def _leave_out(self, node: Node, observed: Observed, judgement: Judgement, reference: Reference, step: int) -> None:
+        """List a tensor that is not judged, or not all of it, but for padding and ties that the pair tells of."""
+        reasons = [f"in part: {reason}" for reason in reference.left_out]
+        if judgement.is_empty:
+            self.empty_nodes.add(node.name)
+            reasons = [f"all of it: {reason}" for reason in reference.left_out or [TIED]]
+        for reason in reasons:
+            site = self._site(node, observed)
+            self.left_out.setdefault((site, reason), Skipped(site, "both", reason, step=step, rung=self.side.rung))
 
     def end_case(self) -> None:
         """Give every divergence the worst verdict of what it caused."""
