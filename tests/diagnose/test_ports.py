@@ -147,8 +147,8 @@ def with_wide_residual(model: nn.Module) -> nn.Module:
     """Let layers hand on float32, and everything inside of them compute in the model's dtype."""
     dtype = next(model.parameters()).dtype
 
-    def in_dtype(own: Callable[..., Any], x: torch.Tensor, *args: Any) -> Any:
-        return own(x.to(dtype), *args)
+    def in_dtype(own: Callable[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return own(x.to(dtype), *args, **kwargs)
 
     def widened(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         made = own(*args, **kwargs)
