@@ -62,7 +62,7 @@ class WithoutMask(Port):
 
 def test_a_plain_port_is_judged_in_one_forward_of_the_prompts() -> None:
     torch.set_num_threads(1)
-    own = models.llama()
+    own = models.llama(num_hidden_layers=1)
     found = check(own, candidate=WithMask(own))
     assert found.ok and found.verdict == "rounding" and found.coverage == 1.0
     assert {pair.step for pair in found.pairs} == {0, 1, 2}, "each prompt alone, and both padded"
@@ -71,7 +71,7 @@ def test_a_plain_port_is_judged_in_one_forward_of_the_prompts() -> None:
 
 def test_a_mistake_in_a_plain_port_is_found_in_both_directions() -> None:
     torch.set_num_threads(1)
-    own = models.llama()
+    own = models.llama(num_hidden_layers=1)
     found = check(own, candidate=WithoutMask(own, base=77.0))
     assert not found.ok and found.first_divergence is not None
     assert {pair.step for pair in found.pairs} == {0, 1}, "no padding where no mask is taken"
