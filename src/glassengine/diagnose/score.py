@@ -200,7 +200,8 @@ class Score:
         reasons = [f"in part: {reason}" for reason in reference.left_out]
         if judgement.is_empty:
             self.empty_nodes.add(node.name)
-            reasons = [f"all of it: {reason}" for reason in reference.left_out or [TIED]]
+            is_padding = reference.valid is not None and not bool(reference.valid.any())
+            reasons = [f"all of it: {r}" for r in reference.left_out or ["padding" if is_padding else TIED]]
         for reason in reasons:
             site = self._site(node, observed)
             self.left_out.setdefault((site, reason), Skipped(site, "both", reason, step=step, rung=self.side.rung))
