@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -108,6 +109,7 @@ def command(
 
 
 def _script(target: list[str], output_dir: str, policy: dict[str, Any], json: bool) -> int:
+    absolute = Path(output_dir).absolute()
     result = glass.record_script(target[0], target[1:], path=output_dir, **policy)
     sys.stdout.flush()
     # The script's own output is on stdout; what is ours goes beside it.
@@ -115,7 +117,9 @@ def _script(target: list[str], output_dir: str, policy: dict[str, Any], json: bo
         write_json({"schema_version": 1, "ok": result.ok, **result.to_dict()}, "-")
     elif not settings.quiet:
         for path in result.recordings:
-            err.print(f"recorded {path}: glass show {path}")
+            # As it was named: the directory that the script has changed to is not the one of the shell.
+            named = Path(output_dir) / Path(path).relative_to(absolute)
+            err.print(f"recorded {named}: glass show {named}")
         if not result.recordings:
             err.print("nothing was recorded: the script called no model")
     return result.status
