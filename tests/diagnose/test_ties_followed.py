@@ -302,3 +302,23 @@ def test_what_hangs_on_a_tie_as_a_whole_is_not_covered(tokens: str) -> None:
     assert whole == {"back", "./mul.0"}, "of the modules of the untouched candidate, and of its program"
     assert not found.ok and found.too_little and found.coverage < 0.1
     assert not any("./" in pair.site for pair in found.pairs), "nothing is said of what was not judged"
+
+
+class Grouped(nn.Module):
+    """The kernel for products of the rows of each expert, which knows no float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices = nn.Parameter(torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(1)).bfloat16())
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        return nn.functional.grouped_mm(x, self.matrices, offs=ends) * 2
+
+
+def test_grouped_products_in_half_precision(tmp_path: Path) -> None:
+    x = torch.randn(12, 16, generator=torch.Generator().manual_seed(2)).bfloat16()
+    torch.save({"x": x, "ends": torch.tensor([5, 5, 12], dtype=torch.int32)}, tmp_path / "x.pt")
+    other = Grouped()
+    other.matrices.data[2] *= 1.1
+    assert check(Grouped().eval(), candidate=Grouped().eval(), inputs=str(tmp_path / "x.pt")).ok
+    assert not check(Grouped().eval(), candidate=other.eval(), inputs=str(tmp_path / "x.pt")).ok

@@ -30,8 +30,11 @@ def retarget(value: Any) -> Any:
 def target_of(node: Node) -> Any:
     """Return what to call for `node` in float64.
 
-    Another kernel's memory layout may not allow a strict view, and memory that nobody has written is NaN.
+    Another kernel's memory layout may not allow a strict view, memory that nobody has written is NaN, and products of
+    the rows of each expert with its matrix have no kernel in float64.
     """
+    if op_name(node) == "_grouped_mm":
+        return partial(_grouped, node.target)
     if node.target is torch.ops.aten.view.default:
         return torch.ops.aten.reshape.default
     return partial(_unwritten, node.target) if op_name(node) in UNDEFINED else node.target
@@ -45,6 +48,19 @@ def unwritten_nodes(graph: Graph) -> set[str]:
         if moves or op_name(node) in UNDEFINED:
             found.add(node.name)
     return found
+
+
+def _grouped(target: Any, rows: torch.Tensor, matrices: torch.Tensor, ends: Any = None, *rest: Any) -> torch.Tensor:
+    """Multiply rows [T, I] by matrices [E, I, O]; expert e has the rows up to ends[e]."""
+    if rows.dtype is not torch.float64 or ends is None or (rows.dim(), matrices.dim()) != (2, 3):
+        result: torch.Tensor = target(rows, matrices, ends, *rest)
+        return result
+    result = rows.new_zeros(len(rows), matrices.shape[-1])
+    start = 0
+    for end, matrix in zip(ends.tolist(), matrices, strict=True):
+        result[start:end] = rows[start:end] @ matrix
+        start = end
+    return result
 
 
 def _unwritten(target: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
