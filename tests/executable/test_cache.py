@@ -23,6 +23,7 @@ import torch
 from glassengine import environment
 from glassengine.errors import UsageError
 from glassengine.executable import cache as cache_module
+from glassengine.executable import cache_store
 from glassengine.executable.cache import Compiled, Work, compiled
 from glassengine.executable.cache_key import Parts
 from glassengine.executable.cache_report import examine_cache
@@ -492,6 +493,25 @@ for round in range(8):
 found = metrics().counters
 print(found.get("PersistentCacheHit", 0) + found["PersistentCacheMiss"], found.get("PersistentCacheCorrupt", 0))
 """
+
+
+def test_an_entry_that_is_replaced_while_it_is_read_is_not_damaged(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Compiler(1.0).run()
+    read, failures = cache_store._read_manifest, iter([True])
+
+    def vanishing(path: Path) -> Any:
+        if next(failures, False):
+            raise FileNotFoundError(path)
+        return read(path)
+
+    monkeypatch.setattr(cache_store, "_read_manifest", vanishing)
+    before = dict(metrics().counters)
+    Compiler(1.0).run()
+    found = metrics().counters
+    assert found["PersistentCacheHit"] == before.get("PersistentCacheHit", 0) + 1
+    assert found.get("PersistentCacheCorrupt", 0) == before.get("PersistentCacheCorrupt", 0)
 
 
 def test_two_processes_write_at_once(directory: Path, tmp_path: Path) -> None:

@@ -118,14 +118,17 @@ class Store:
         Raises:
             CorruptError: The entry is damaged.
         """
+        damage: CorruptError | None = None
         for _ in range(_TRIES):
-            entry = self.root / key
+            # What is missing belonged to an entry that another process has removed, unless it goes on missing.
+            entry, damage = self.root / key, None
             try:
                 manifest = _read_manifest(entry / _MANIFEST)
             except FileNotFoundError:
                 if not entry.is_dir():
                     return None
-                raise CorruptError(f"cache entry {key} has no manifest") from None
+                damage = CorruptError(f"cache entry {key} has no manifest")
+                continue
             if digest(manifest.parts) != key or manifest.key != key:
                 raise CorruptError(f"cache entry {key} is of another key", got=manifest.key)
             try:
@@ -133,11 +136,13 @@ class Store:
                     _copy_checked(entry / _FILES / name, target / name, size, checksum)
             except FileNotFoundError as error:
                 if (entry / _MANIFEST).exists():
-                    raise CorruptError(f"cache entry {key} lacks a file", got=Path(error.filename).name) from None
+                    damage = CorruptError(f"cache entry {key} lacks a file", got=Path(error.filename).name)
                 continue
             with contextlib.suppress(OSError), (entry / _USES).open("ab") as uses:
                 uses.write(b".")
             return manifest
+        if damage is not None:
+            raise damage
         return None
 
     def put(self, manifest: Manifest, source: Path) -> None:
