@@ -159,8 +159,10 @@ def test_small_models_are_packed_and_need_none(
 def test_a_build_goes_on_without_it(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    message = "cannot be traced\nat all"
+
     def fail(program: Program) -> Any:
-        raise RuntimeError("cannot be traced\nat all")
+        raise RuntimeError(message)
 
     monkeypatch.setattr(inductor, "FREEZE_LIMIT_BYTES", 0)
     monkeypatch.setattr(inductor, "of_one_token", fail)

@@ -28,6 +28,7 @@ from glassengine.backends.one_row import of_one_token, one_token_shapes
 from glassengine.backends.protocol import Availability, Capabilities, GraphFunction, Network, Run, Weights
 from glassengine.executable.cache import CompilerCache
 from glassengine.program.program import Program, copied_graph
+from glassengine.program.raised import described
 from glassengine.torch_versions import donated
 
 FREEZE_LIMIT_BYTES = 2 << 30
@@ -78,8 +79,8 @@ class InductorBackend:
             except Exception as error:  # of the exporter or the compiler; the other executable takes every step
                 shapes = {}
                 (directory / _ONE_TOKEN).unlink(missing_ok=True)
-                reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:_MAX_REASON]
-                logger.warning("steps of one token have no executable of their own, and are slower: %s", reason)
+                what = "steps of one token have no executable of their own, and are slower: %s"
+                logger.warning(what, described(error)[:_MAX_REASON])
         write_io(program, directory, one_token=shapes)
 
     def load(self, directory: Path, weights: Weights | None) -> Run:

@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from glassengine.program.program import Program
+from glassengine.program.signature import quiet
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Inductor adds up longer rows in a way that is several times slower.
@@ -52,9 +53,9 @@ def of_one_token(program: Program) -> ExportedProgram:
     args, kwargs = pytree.tree_unflatten(tensors, exported.call_spec.in_spec)
     shapes = pytree.tree_unflatten(dynamic, exported.call_spec.in_spec)
     module = exported.module(check_guards=False)
-    with torch.no_grad():
+    with torch.no_grad(), quiet():
         traced = torch.export.export(module, args, kwargs, dynamic_shapes=shapes[1] or shapes[0], strict=False)
-    found: ExportedProgram = traced.run_decompositions({})
+        found: ExportedProgram = traced.run_decompositions({})
     for node in found.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default):
         x, weight, *bias = node.args
         if _is_row(x.meta["val"]) and weight.meta["val"].dtype in _FLOATS:
