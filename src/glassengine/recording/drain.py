@@ -8,7 +8,7 @@ from glassengine.checksums import crc32, crc32_of_small
 from glassengine.recording.block import Block
 from glassengine.recording.description import Group
 from glassengine.recording.items import Alias, Commit, Copied, Stored
-from glassengine.recording.layout import ALIGNMENT, LeftOut, LightStatistics
+from glassengine.recording.layout import LeftOut, LightStatistics, aligned
 from glassengine.recording.pinned import PinnedCopies
 from glassengine.recording.ring import Ring
 from glassengine.recording.statistics import light_of_blocks, light_of_bytes
@@ -73,7 +73,7 @@ class Drain:
         Every pass over an array lets go of the interpreter lock, and the model waits while it is handed over: fewer
         and longer passes cost it less.
         """
-        size = -(-(item.end - item.position) // ALIGNMENT) * ALIGNMENT
+        size = aligned(item.end - item.position)
         # Slots never wrap around the end of the ring, but the next one may begin at its beginning.
         most = min(_MEASURED_BYTES, self._ring.num_bytes - item.position % self._ring.num_bytes) // size
         alike = [item]

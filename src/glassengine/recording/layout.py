@@ -199,11 +199,16 @@ def shard_name(number: int, *, sealed: bool) -> str:
     return f"shard-{number:05d}.{'safetensors' if sealed else 'part'}"
 
 
+def aligned(size: int) -> int:
+    """Return the next multiple of `ALIGNMENT` that is at least `size`."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
 def block_starts(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Return where tensors of these sizes begin in a block, each aligned, and the size of the block."""
     starts, end = [], 0
     for size in sizes:
-        starts.append(-(-end // ALIGNMENT) * ALIGNMENT)
+        starts.append(aligned(end))
         end = starts[-1] + size
     return starts, end
 

@@ -31,6 +31,7 @@ from glassengine.recording.layout import (
     LightTable,
     Location,
     Sharding,
+    aligned,
     num_bytes,
 )
 
@@ -157,7 +158,7 @@ def group_from(payload: dict[str, Any]) -> list[Entry]:
         original = tensor.get("same_as")
         if original is not None and (not _is_size(original) or original not in written):
             raise ValueError("a tensor of a group has the bytes of none before it")
-        start = -(-end // ALIGNMENT) * ALIGNMENT if original is None else written[original]
+        start = aligned(end) if original is None else written[original]
         place = {"step": 0, "rank": rank, "shard": 0, "offset": start, "checksum": 0}
         found.append(entry_from({**tensor, **place}))
         if not found[-1].nbytes:

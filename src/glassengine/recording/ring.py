@@ -13,7 +13,7 @@ from torch import Tensor
 from glassengine import blocks
 from glassengine.errors import UsageError
 from glassengine.recording.flag import Flag
-from glassengine.recording.layout import ALIGNMENT
+from glassengine.recording.layout import aligned
 from glassengine.recording.values import has_no_memory
 
 # Unlike ctypes.memmove these keep the interpreter lock: handing it over costs more than a small copy.
@@ -60,7 +60,7 @@ class Ring:
             num_bytes: Size of the slot; at most the ring's.
             on_wait: Called again and again while there is no room; may raise.
         """
-        rounded = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        rounded = aligned(num_bytes)
         start, tail = self._head, self._tail
         is_mapped = start % self.num_bytes + rounded <= self._populated
         if start != tail and is_mapped and start + rounded - tail <= self.num_bytes:
@@ -95,11 +95,11 @@ class Ring:
     def shorten(self, end: int, wanted_end: int) -> None:
         """Give back what of the last slot, which ends at position `end`, lies behind `wanted_end`."""
         if self._head == end:
-            self._head = -(-wanted_end // ALIGNMENT) * ALIGNMENT
+            self._head = aligned(wanted_end)
 
     def release(self, end: int) -> None:
         """Give back every slot that ends at position `end` or before."""
-        self._tail = max(self._tail, -(-end // ALIGNMENT) * ALIGNMENT)
+        self._tail = max(self._tail, aligned(end))
         self._has_room.set()
 
     @property

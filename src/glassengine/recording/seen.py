@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from glassengine.recording.description import Description
-from glassengine.recording.layout import ALIGNMENT, Sharding
+from glassengine.recording.layout import Sharding, aligned
 from glassengine.recording.statistics import MEASURED
 from glassengine.recording.values import describe
 
@@ -88,7 +88,7 @@ class SeenTensors:
                 tensor.dtype,
                 tensor.shape,
                 nbytes,
-                room=-(-nbytes // ALIGNMENT) * ALIGNMENT,
+                room=aligned(nbytes),
                 is_small=0 < nbytes < MIN_SHARED_BYTES,
                 # A single element may be one that is to be negated when it is read.
                 is_simple=not tensor.dtype.is_complex and nbytes > tensor.itemsize,

@@ -12,7 +12,7 @@ from io import FileIO
 from pathlib import Path
 
 from glassengine.recording.description import Description, Group, pad_entry
-from glassengine.recording.layout import ALIGNMENT, Location, shard_name
+from glassengine.recording.layout import ALIGNMENT, Location, aligned, shard_name
 
 _MAX_BUFFERS = 1000  # of one call of writev; the limit of Linux is 1024
 _ZEROS = bytes(ALIGNMENT)
@@ -55,7 +55,7 @@ class Shard:
 
     def align(self) -> int:
         """Fill up to the next aligned offset and return it."""
-        offset = -(-self.size // ALIGNMENT) * ALIGNMENT
+        offset = aligned(self.size)
         if offset > self.size:
             self._waiting.append(_ZEROS[: offset - self.size])
             self._pad(self.size, offset)
