@@ -151,9 +151,9 @@ def test_small_models_are_packed_and_need_none(
     assert compiled(program, tmp_path, monkeypatch) == ["model.pt2"]
     monkeypatch.setattr(inductor, "FREEZE_LIMIT_BYTES", 0)
     assert compiled(program, tmp_path, monkeypatch) == ["model.pt2", "one_token.pt2"]
-    # A profile names kernels in the order of one package.
-    monkeypatch.setattr(torch._inductor.config.cpp, "enable_kernel_profile", True)
-    assert compiled(program, tmp_path, monkeypatch) == ["model.pt2"]
+    # A profile names kernels in the order of one package. (pytest's setattr would not put torch's settings back.)
+    with torch._inductor.config.patch("cpp.enable_kernel_profile", True):
+        assert compiled(program, tmp_path, monkeypatch) == ["model.pt2"]
 
 
 def test_a_build_goes_on_without_it(

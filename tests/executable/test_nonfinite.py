@@ -475,16 +475,19 @@ def test_compiled_backward_graphs_do_not_overwrite_what_was_saved_for_them(
     told = inductor.get_donated_idxs
     monkeypatch.setattr(inductor, "get_donated_idxs", lambda: donated.append(told()) or donated[-1])
     monkeypatch.setenv("GLASS_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(torch._inductor.config, "fx_graph_cache", False)
-    monkeypatch.setattr(torch._functorch.config, "enable_autograd_cache", False)
     linear = torch.nn.Linear(64, 64)
 
     def loss(x: Tensor) -> Tensor:
         return torch.nn.functional.gelu(linear(x)).sin().sum()
 
-    torch.compiler.reset()
-    torch.compile(loss, backend="glass", options={"backend": "inductor"})(torch.randn(32, 64)).backward()
-    assert len(donated) >= 2 and not any(donated)
-    torch.compiler.reset()
-    torch.compile(loss, backend="inductor")(torch.randn(32, 64)).backward()
+    # (pytest's setattr would not put torch's settings back.)
+    with (
+        torch._inductor.config.patch("fx_graph_cache", False),
+        torch._functorch.config.patch("enable_autograd_cache", False),
+    ):
+        torch.compiler.reset()
+        torch.compile(loss, backend="glass", options={"backend": "inductor"})(torch.randn(32, 64)).backward()
+        assert len(donated) >= 2 and not any(donated)
+        torch.compiler.reset()
+        torch.compile(loss, backend="inductor")(torch.randn(32, 64)).backward()
     assert any(donated), "this would not notice"
