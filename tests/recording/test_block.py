@@ -19,6 +19,7 @@ from glassengine.recording.block import Block
 from glassengine.recording.layout import LightTable
 from glassengine.recording.policy import Policy
 from glassengine.recording.reader import Recording
+from glassengine.recording.seen import SeenTensors
 from glassengine.recording.statistics import light, light_of_blocks
 from glassengine.recording.worker import BackgroundWriter
 
@@ -75,7 +76,8 @@ def test_any_order_and_kind(data: st.DataObject, tmp_path_factory: pytest.TempPa
     writer = BackgroundWriter(path, metadata={}, ring_bytes=RING)
     intake = Intake(writer, Policy(), 0)
     expected = {}
-    shared = torch.zeros(8)
+    size = data.draw(st.sampled_from([8, 20_000]))  # in a block, and by itself
+    shared = torch.zeros(size)
     kinds = st.sampled_from(["fresh", "shared", "changed behind", "strided", "integers", "scalar", "empty", "longer"])
     usual = data.draw(st.lists(kinds, min_size=1, max_size=8))
     for step in range(data.draw(st.integers(3, 6))):
@@ -90,18 +92,54 @@ def test_any_order_and_kind(data: st.DataObject, tmp_path_factory: pytest.TempPa
             if kind == "changed behind":
                 shared.data[3] = data.draw(st.integers(-5, 5))  # no counter and no address tells
             tensor = {
-                "fresh": torch.full((8,), float(step * 10 + number)),
-                "strided": torch.arange(16.0)[::2] + step,
-                "integers": torch.arange(8) + step,
+                "fresh": torch.full((size,), float(step * 10 + number)),
+                "strided": torch.arange(2.0 * size)[::2] + step,
+                "integers": torch.arange(size) + step,
                 "scalar": torch.tensor(float(step)),
                 "empty": torch.empty(0),
-                "longer": torch.full((9 + step,), float(number)),
+                "longer": torch.full((size + 1 + step,), float(number)),
             }.get(kind, shared)
             intake.take(f"s{number}", step, tensor)
             expected[f"s{number}", step] = tensor.clone()
         intake.commit(step)
     writer.close()
     _check(path, expected)
+
+
+@pytest.mark.parametrize("values", [True, False])
+def test_large_ones_are_expected_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: bool) -> None:
+    looked: list[str] = []
+    look = SeenTensors.look
+
+    def counting(self: SeenTensors, site: str, *args: Any) -> Any:
+        looked.append(site)
+        return look(self, site, *args)
+
+    monkeypatch.setattr(SeenTensors, "look", counting)
+    writer = BackgroundWriter(tmp_path / "r", metadata={})
+    intake = Intake(writer, Policy(values=values), 0)
+    expected = {}
+    for step in range(4):
+        x = torch.full((200, 200), float(step))
+        tensors = {"a": x, "b:in[0]": x, "c": x + 1, "d": x.half() if step == 2 else x}
+        for site, tensor in tensors.items():
+            if site == "c":
+                x.data[3, 5] = 7  # no counter and no address tells
+            intake.take(site, step, tensor)
+            expected[site, step] = tensor.clone()
+        intake.commit(step)
+    writer.close()
+    # The first one of each step, and what changed its type.
+    assert looked == ["a", "b:in[0]", "c", "d", "a", "a", "d", "a", "d"]
+    if values:
+        opened = _check(tmp_path / "r", expected)
+        assert all(opened.entry("a", s).location == opened.entry("b:in[0]", s).location for s in range(4))
+        assert all(opened.entry("a", s).location != opened.entry("d", s).location for s in range(4))
+    else:
+        left_out = Recording.open(tmp_path / "r").left_out
+        assert {(item.site, item.step): item.statistics for item in left_out} == {
+            place: light(tensor) for place, tensor in expected.items()
+        }
 
 
 def test_what_is_equal_by_chance_once_is_proved_again(tmp_path: Path, again: Counter[bool]) -> None:

@@ -40,8 +40,8 @@ class Ring:
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self._memory = mmap.mmap(-1, num_bytes)
-        # Large pages are mapped many at a time; a kernel without them refuses.
+        self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # Large pages are mapped many at a time (of shared memory the kernel makes none); one without them refuses.
         with contextlib.suppress(OSError, AttributeError):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
@@ -112,17 +112,6 @@ class Ring:
         start = position % self.num_bytes
         return self.view[start : start + num_bytes]
 
-    def fill(self, position: int, tensor: Tensor, num_bytes: int) -> None:
-        """Copy the values of a dense CPU tensor that is contiguous into a slot.
-
-        Raises:
-            UsageError: Its storage was freed, or never made.
-        """
-        source = tensor.data_ptr()
-        if not source and num_bytes:
-            require_memory(tensor)
-        self.copy(position, source, num_bytes)
-
     def address_of(self, position: int) -> int:
         """Return where a slot lies in this process."""
         return self._address + position % self.num_bytes
@@ -136,11 +125,9 @@ class Ring:
         """Return whether a slot that is not given back has the bytes at an address of this process."""
         return not MEMCMP(self.address_of(position), address, num_bytes)
 
-    def holds(self, position: int, tensor: Tensor, num_bytes: int) -> bool:
-        """Return whether an earlier slot, given back or not, still has the bytes of a contiguous CPU tensor."""
-        if self._head - position > self.num_bytes:
-            return False
-        return self.has(position, tensor.data_ptr(), num_bytes)
+    def holds(self, position: int, address: int, num_bytes: int) -> bool:
+        """Return whether an earlier slot, given back or not, still has the bytes at an address of this process."""
+        return self._head - position <= self.num_bytes and self.has(position, address, num_bytes)
 
     def fill_from(self, position: int, tensor: Tensor, num_bytes: int) -> None:
         """Copy the values of a dense tensor into a slot in row-major order, whatever its strides and device."""
@@ -151,7 +138,7 @@ class Ring:
     def give_back(self) -> None:
         """Give the memory back to the system now: whoever refers to the ring may be collected much later."""
         with contextlib.suppress(OSError, AttributeError):
-            self._memory.madvise(mmap.MADV_REMOVE)
+            self._memory.madvise(mmap.MADV_DONTNEED)
 
     def warm(self, num_bytes: int = WARM_BYTES) -> None:
         """Map the first pages now: the first copy into a page that is not mapped takes ten times as long."""
@@ -163,6 +150,14 @@ class Ring:
                 self._populated = self.num_bytes
                 return
             self._populated += step
+
+
+def lies_flat(tensor: Tensor) -> bool:
+    """Return whether the elements are on the CPU behind one another, in row-major order.
+
+    Looks at attributes only: methods of torch that compute let go of the interpreter lock.
+    """
+    return tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()
 
 
 def require_memory(tensor: Tensor) -> None:

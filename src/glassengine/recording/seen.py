@@ -28,7 +28,8 @@ class Seen:
 
     `nbytes` are those of its values, `room` what they take in the ring. `is_small` says that such tensors are written
     in blocks, `is_simple` that their bytes are the values if they are contiguous and on the CPU, and
-    `is_measured` that the thread knows to compute light statistics of them.
+    `is_measured` that the thread knows to compute light statistics of them. `is_expected` says that one that is not
+    small was taken, only measured if there is a `reason`, and that the next one like it may be taken likewise.
     """
 
     description: Description
@@ -41,6 +42,8 @@ class Seen:
     is_measured: bool
     sharding: Sharding | None
     repeat: Repeat | None = None
+    is_expected: bool = False
+    reason: str | None = None
 
 
 class SeenTensors:

@@ -26,7 +26,7 @@ from glassengine.recording.flag import Flag
 from glassengine.recording.items import Alias, Commit, Copied, Item, Piece, Stored, Streamed
 from glassengine.recording.layout import LeftOut, Sharding
 from glassengine.recording.pinned import PinnedCopies
-from glassengine.recording.ring import Ring, pieces_of, require_memory
+from glassengine.recording.ring import Ring, lies_flat, pieces_of, require_memory
 from glassengine.recording.seen import MIN_SHARED_BYTES, Seen, SeenTensors
 from glassengine.recording.writer import RecordingWriter
 
@@ -114,7 +114,15 @@ class BackgroundWriter:
         """Take the tensor as in an earlier step, written or measured, if the one before it was followed by it there."""
         with self._lock:
             block = self._block
-            return block is not None and block.put_again(site, step, tensor, rank)
+            if block is not None and block.put_again(site, step, tensor, rank):
+                return True
+            seen = self._seen.last.get(site)
+            if seen is None or not seen.is_expected or seen.size != tensor.shape or seen.dtype is not tensor.dtype:
+                return False
+            if not lies_flat(tensor):
+                return False
+            self._put_large(seen, step, tensor, rank)
+            return True
 
     def write(
         self,
@@ -152,8 +160,7 @@ class BackgroundWriter:
         return True
 
     def _take(self, seen: Seen, step: int, tensor: Tensor, rank: int, is_new: bool, reason: str | None) -> None:
-        # Attributes only: methods of torch that compute let go of the interpreter lock.
-        plain = seen.is_simple and tensor.is_cpu and tensor.is_contiguous()
+        plain = seen.is_simple and lies_flat(tensor)
         if plain and seen.is_small:
             # The short way of most tensors of a small model.
             self._put_small(seen, tensor, (step, rank, is_new, reason))
@@ -170,32 +177,41 @@ class BackgroundWriter:
             if nbytes > self._most_bytes:
                 self._stream(Streamed(description, step, rank), tensor)
                 return
-            if plain and nbytes >= MIN_SHARED_BYTES:
-                # What one module returns another one is given: found by its address, proved by its bytes.
-                original = self._recent.get((tensor.data_ptr(), nbytes))
-                if (
-                    original is not None
-                    and original.step == step
-                    and original.reason is reason
-                    and (reason is None or original.description.dtype == description.dtype)
-                    and ring.holds(original.position, tensor, nbytes)
-                ):
-                    self._publish()
-                    self._queue.append(Alias(description, step, rank, original))
-                    return
+            if plain:
+                seen.reason, seen.is_expected = reason, seen.sharding is None
+                self._put_large(seen, step, tensor, rank)
+                return
             self._publish()
             position = ring.reserve(nbytes, self._on_wait)
-            if plain:
-                ring.fill(position, tensor, nbytes)
-            else:
-                ring.fill_from(position, tensor, nbytes)
+            ring.fill_from(position, tensor, nbytes)
             if seen.is_small:
                 self._queue.append(Block.of_one(seen, (step, rank, is_new, reason), ring, position))
             else:
-                stored = Stored(description, step, rank, position, reason)
-                self._queue.append(stored)
-                if plain and nbytes:
-                    self._recent[tensor.data_ptr(), nbytes] = stored
+                self._queue.append(Stored(description, step, rank, position, reason))
+        self._wake_if_half_full()
+
+    def _put_large(self, seen: Seen, step: int, tensor: Tensor, rank: int) -> None:
+        """Take a contiguous tensor of the CPU that is not small; called with the lock."""
+        description, nbytes, reason, ring = seen.description, seen.nbytes, seen.reason, self._ring
+        address = tensor.data_ptr()
+        if not address:
+            require_memory(tensor)
+        self._publish()
+        # What one module returns another one is given: found by its address, proved by its bytes.
+        original = self._recent.get((address, nbytes))
+        if (
+            original is not None
+            and original.step == step
+            and original.reason is reason
+            and (reason is None or original.description.dtype == description.dtype)
+            and ring.holds(original.position, address, nbytes)
+        ):
+            self._queue.append(Alias(description, step, rank, original))
+            return
+        position = ring.reserve(nbytes, self._on_wait)
+        ring.copy(position, address, nbytes)
+        stored = self._recent[address, nbytes] = Stored(description, step, rank, position, reason)
+        self._queue.append(stored)
         self._wake_if_half_full()
 
     def _put_small(self, seen: Seen, tensor: Tensor, what: tuple[int, int, bool, str | None]) -> None:
