@@ -155,6 +155,37 @@ def test_an_unmodified_script(tmp_path: Path) -> None:
     assert compiled.sites() == [".:in.x", "."] and compiled.tensor(".").shape == (3, 2)
 
 
+@pytest.mark.parametrize("module", ["package", "package.tools.run", "train"])
+def test_a_module(tmp_path: Path, module: str) -> None:
+    ending = "print(sys.argv[0], __spec__.name, __package__)"
+    script = textwrap.dedent(SCRIPT).replace("{ending}", ending)
+    tools = tmp_path / "package" / "tools"
+    tools.mkdir(parents=True)
+    (tmp_path / "package" / "helper.py").write_text("import sys")
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "package" / "__main__.py").write_text("from .helper import sys\n" + script)
+    (tools / "run.py").write_text("from ..helper import sys\n" + script)
+    python = run_script(tmp_path, "-m", module, "2", "--flag", ending=ending)
+    done = run_script(
+        tmp_path, "-m", "glassengine.cli", "record", "-o", "out", "--", "-m", module, "2", "--flag", ending=ending
+    )
+    assert (done.returncode, done.stdout) == (python.returncode, python.stdout) == (0, python.stdout), done.stderr
+    assert "['2', '--flag'] __main__\n" in done.stdout
+    assert Recording.open(tmp_path / "out" / "Net").sites() == [".:in.x", "fc:in[0]", "fc", "."]
+
+
+@pytest.mark.parametrize("module", ["no_such", "no_such.module", "tests_without_main", "..", "torch._C"])
+def test_modules_that_cannot_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], module: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tests_without_main").mkdir()
+    assert main(["record", "--", "-m", module]) == 2
+    assert "no such module to run" in capsys.readouterr().err and not (tmp_path / "glass-recording").exists()
+    assert main(["record", "--", "-m"]) == 2
+    assert "no module is named" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("ending", "status"), [("raise KeyError('planted')", 1), ("sys.exit(7)", 7)])
 def test_a_script_ends_as_it_would(tmp_path: Path, ending: str, status: int) -> None:
     done = run_script(tmp_path, "-m", "glassengine.cli", "record", "-o", "out", "--", "train.py", "1", ending=ending)

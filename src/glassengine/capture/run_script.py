@@ -1,8 +1,9 @@
-"""Run a Python script as `python script.py ARGS` would, and record the models it calls."""
+"""Run Python code as `python script.py ARGS` or `python -m module ARGS` would, and record the models it calls."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import runpy
 import sys
 import threading
@@ -39,6 +40,7 @@ def record_script(
     arguments: Sequence[str] = (),
     *,
     path: str | Path,
+    is_module: bool = False,
     sites: Sequence[str] | None = None,
     values: bool | Sequence[str] = True,
     steps: Collection[int] | None = None,
@@ -48,9 +50,10 @@ def record_script(
     """Run a script in this process and record every model it calls.
 
     Args:
-        script: A Python file.
+        script: A Python file, or with `is_module` the name of a module or of a package with a `__main__`.
         arguments: Its command line.
         path: Directory that gets one recording per model; new or empty.
+        is_module: Look for `script` where Python looks for modules, the current directory first.
         sites: As for `record`.
         values: As for `record`.
         steps: As for `record`; counted for each model.
@@ -61,39 +64,72 @@ def record_script(
         UsageError: There is no such script, or the directory is not empty.
         GlassError: Not everything could be written.
     """
-    if not Path(script).is_file():
-        raise UsageError("there is no such script", got=str(script), hint="glass record -o DIR -- script.py ARGS")
-    recorder = ScriptRecorder(
-        path, sites=sites, values=values, steps=steps, byte_budget=byte_budget, overwrite=overwrite
-    )
     status = 0
-    try:
-        with recorder, _as_main(str(script), arguments), _threads_ended():
-            runpy.run_path(str(script), run_name="__main__")
-    except SystemExit as ending:
-        status = _status(ending)
-    except Exception as error:
-        if not _is_of_script(error, str(script)):
-            raise
-        # As Python itself would, without the frames that are ours.
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename != str(script):
-            trace = trace.tb_next
-        traceback.print_exception(type(error), error, trace)
-        status = 1
+    with _import_path(str(Path.cwd() if is_module else Path(script).resolve().parent)):
+        file = _file_of(str(script)) if is_module else str(script)
+        if not Path(file).is_file():
+            raise UsageError("there is no such script", got=file, hint="glass record -o DIR -- script.py ARGS")
+        recorder = ScriptRecorder(
+            path, sites=sites, values=values, steps=steps, byte_budget=byte_budget, overwrite=overwrite
+        )
+        try:
+            with recorder, _as_main(file, arguments), _threads_ended():
+                if is_module:
+                    runpy.run_module(str(script), run_name="__main__", alter_sys=True)
+                else:
+                    runpy.run_path(file, run_name="__main__")
+        except SystemExit as ending:
+            status = _status(ending)
+        except Exception as error:
+            if not _is_of_script(error, file):
+                raise
+            # As Python itself would, without the frames that are ours.
+            trace = error.__traceback__
+            while trace is not None and trace.tb_frame.f_code.co_filename != file:
+                trace = trace.tb_next
+            traceback.print_exception(type(error), error, trace)
+            status = 1
     return RecordedScript(status, tuple(map(str, recorder.recordings)))
+
+
+def _file_of(module: str) -> str:
+    """Return the file that `python -m` would run.
+
+    Raises:
+        UsageError: There is none.
+    """
+    try:
+        spec = importlib.util.find_spec(module)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{module}.__main__")
+    except (ImportError, ValueError):  # one of the packages around it is missing, or the name is none
+        spec = None
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        expected = "a module, or a package with a __main__, in this directory or installed"
+        raise UsageError("there is no such module to run", got=module, expected=expected)
+    return spec.origin
+
+
+@contextlib.contextmanager
+def _import_path(directory: str) -> Iterator[None]:
+    """Have modules be looked for in a directory first."""
+    path = list(sys.path)
+    sys.path.insert(0, directory)
+    try:
+        yield
+    finally:
+        sys.path[:] = path
 
 
 @contextlib.contextmanager
 def _as_main(script: str, arguments: Sequence[str]) -> Iterator[None]:
-    """Give the script the command line and the import path it would have."""
-    argv, path, main = sys.argv, list(sys.path), sys.modules["__main__"]
+    """Give the script the command line it would have."""
+    argv, main = sys.argv, sys.modules["__main__"]
     sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).resolve().parent))
     try:
         yield
     finally:
-        sys.argv, sys.path[:], sys.modules["__main__"] = argv, path, main
+        sys.argv, sys.modules["__main__"] = argv, main
 
 
 @contextlib.contextmanager

@@ -19,7 +19,11 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 def command(
     target: Annotated[
         list[str],
-        typer.Argument(metavar="TARGET | [--] script.py ARGS...", help="A model, or a script.", show_default=False),
+        typer.Argument(
+            metavar="TARGET | [--] script.py ARGS... | -- -m module ARGS...",
+            help="A model, or a script.",
+            show_default=False,
+        ),
     ],
     output_dir: Annotated[
         str, typer.Option("--output-dir", "-o", metavar="DIR", help="Directory of the recording, or recordings.")
@@ -73,7 +77,7 @@ def command(
         "byte_budget": _size(byte_budget),
         "overwrite": overwrite,
     }
-    if target[0].endswith(".py"):
+    if target[0].endswith(".py") or target[0] == "-m":
         given = (inputs, max_new_tokens, tokens_of, device)
         if any(option is not None for option in given) or dry_run or noise_floor:
             got = "--inputs, --max-new-tokens, --tokens-of, --device, --noise-floor or --dry-run"
@@ -109,8 +113,12 @@ def command(
 
 
 def _script(target: list[str], output_dir: str, policy: dict[str, Any], json: bool) -> int:
+    if target == ["-m"]:
+        raise UsageError("no module is named", got="-m", hint="glass record -o DIR -- -m module ARGS...")
     absolute = Path(output_dir).absolute()
-    result = glass.record_script(target[0], target[1:], path=output_dir, **policy)
+    is_module = target[0] == "-m"
+    script, *arguments = target[1:] if is_module else target
+    result = glass.record_script(script, arguments, path=output_dir, is_module=is_module, **policy)
     sys.stdout.flush()
     # The script's own output is on stdout; what is ours goes beside it.
     if json:
