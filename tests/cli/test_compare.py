@@ -339,3 +339,15 @@ def test_other_weights_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "the weights are not the same" in capsys.readouterr().out
     assert glass("compare", x, recorded(tmp_path / "z", model_fingerprint="1", **facts)) == 0
     assert "the weights are not" not in capsys.readouterr().out
+
+
+def test_names_of_others_cannot_control_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "fc\x1b[2J\u202eout\x07"
+    for side, value in (("x", 1.0), ("y", 2.0)):
+        torch.save({name: torch.full((4,), value)}, tmp_path / f"{side}.pt")
+    assert glass("compare", tmp_path / "x.pt", tmp_path / "y.pt") == 1
+    assert glass("compare", tmp_path / "x.pt", tmp_path / "y.pt", "--show-only", name + "s") == 2
+    shown = capsys.readouterr()
+    for text in (shown.out, shown.err):
+        assert "fc\\x1b[2J\\u202eout" in text
+        assert not set(text) & set(name) - set("fc[2Jout")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from glassengine.capture.record import record as record_model
 from glassengine.compare import compare
 from glassengine.errors import IncomparableError, UnknownNameError, UsageError
 from glassengine.recording.writer import RecordingWriter
@@ -167,6 +168,14 @@ def test_nothing_to_compare_is_an_error(tmp_path: Path) -> None:
     torch.save({"ids": torch.arange(3)}, tmp_path / "i.pt")
     with pytest.raises(IncomparableError, match="nothing to compare"):
         compare(tmp_path / "i.pt", tmp_path / "i.pt", floating_point_only=True)
+
+
+def test_recordings_without_values_say_so(tmp_path: Path) -> None:
+    for name in ("x", "y"):
+        with record_model(torch.nn.ReLU(), tmp_path / name, values=False) as recorder:
+            recorder.model(torch.ones(2))
+    with pytest.raises(IncomparableError, match=r"2 without values(.|\n)*hint: record values, without --no-values"):
+        compare(tmp_path / "x", tmp_path / "y")
 
 
 def test_other_tokens_are_incomparable(tmp_path: Path) -> None:

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
+from glassengine.cli.console import SafeConsole
 from glassengine.environment import in_ci, is_dumb_terminal
 
 # Site names and tensors are full of square brackets: nothing printed is markup, and no long line is folded.
-out = Console(markup=False, highlight=False, emoji=False, soft_wrap=True)
-err = Console(markup=False, highlight=False, emoji=False, soft_wrap=True, stderr=True)
+out = SafeConsole(markup=False, highlight=False, emoji=False, soft_wrap=True)
+err = SafeConsole(markup=False, highlight=False, emoji=False, soft_wrap=True, stderr=True)
 _NO_COLOR = out.no_color  # what the variable NO_COLOR says
 
 _PANEL = "Global options"

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 import glassengine as glass
+from glassengine.cli.console import printable
 from glassengine.cli.options import err, out, progress, settings, write_json
 from glassengine.errors import UsageError
 
@@ -70,7 +71,7 @@ def command(
     left_out = [item for item in found_left_out if shown(item)]
     if values or full:
         for entry in entries:
-            title = f"step {entry.step}, rank {entry.rank}, {_printable(entry.site)}: {entry.describe()}"
+            title = f"step {entry.step}, rank {entry.rank}, {printable(entry.site)}: {entry.describe()}"
             out.print(terminal_recording.values(opened.tensor(entry), title, full=full))
         return 0
     rows = []
@@ -85,16 +86,16 @@ def command(
         write_json(_document(opened, rows, left_out), "-")
         return 0
     if pattern is not None:
-        cells = ((entry.step, entry.rank, _printable(entry.site), found) for entry, found in rows)
+        cells = ((entry.step, entry.rank, printable(entry.site), found) for entry, found in rows)
         out.print(table(cells, complete=opened.complete, reason=opened.incomplete_because))
         for entry, _ in rows:
             if entry.sharding is not None:
-                out.print(f"step {entry.step}, rank {entry.rank}, {_printable(entry.site)}: {entry.sharding}")
+                out.print(f"step {entry.step}, rank {entry.rank}, {printable(entry.site)}: {entry.sharding}")
         for item in map(_as_shown, left_out):
             out.print(f"step {item.step}, rank {item.rank}, {item.site}: not recorded: {item.reason}")
         return 0
     if not opened.complete:
-        out.print(f"incomplete: {_printable(str(opened.incomplete_because))}")
+        out.print(f"incomplete: {printable(str(opened.incomplete_because))}")
     if not rows and not left_out:
         out.print("no tensors")
     all_rows = [terminal_recording.Row(_as_shown(entry), found) for entry, found in rows]
@@ -104,28 +105,23 @@ def command(
     if num_shards:
         out.print(f"{num_shards} shards of distributed tensors; what the whole of each is, with PATTERN or --json")
     for reason, count in _unseen(opened.metadata.get("not_seen")).items():
-        out.print(f"{count} module{'' if count == 1 else 's'} not seen: {_printable(reason)}")
+        out.print(f"{count} module{'' if count == 1 else 's'} not seen: {printable(reason)}")
     if not settings.quiet and len(opened.steps) > len(wanted):
         err.print(f"{len(wanted)} of {len(opened.steps)} steps; others with --step, all of one site with PATTERN")
     return 0
 
 
-def _printable(text: str) -> str:
-    """Return `text` with escapes in place of what would move the cursor, turn the direction or break the line."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
 def _as_shown(tensor: Any) -> Any:
-    changed = {"site": _printable(tensor.site)}
+    changed = {"site": printable(tensor.site)}
     if hasattr(tensor, "reason"):
         # What torch or the model said may have several lines.
-        changed["reason"] = "; ".join(_printable(line.strip()) for line in tensor.reason.splitlines())
+        changed["reason"] = "; ".join(printable(line.strip()) for line in tensor.reason.splitlines())
     return dataclasses.replace(tensor, **changed)
 
 
 def _modules(known: Any) -> dict[str, str]:
     items = known.items() if isinstance(known, dict) else ()
-    return {_printable(str(path)): _printable(str(name)) for path, name in items}
+    return {printable(str(path)): printable(str(name)) for path, name in items}
 
 
 def _unseen(known: Any) -> Counter[str]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from glassengine.errors import IncomparableError, UnknownNameError, UsageError
+from glassengine.recording.policy import NO_VALUES
 from glassengine.recording.source import TensorSource
 from glassengine.results import VERDICTS
 from glassengine.sites import matches
@@ -63,11 +64,13 @@ def nothing_to_compare(left: TensorSource, right: TensorSource) -> IncomparableE
     def describe(side: TensorSource) -> str:
         steps = sorted({entry.step for entry in side.entries})
         some = ", ".join(entry.site for entry in side.entries[:3])
-        return f"{side.path}: {len(side.entries)} tensors, steps {steps[:5]}, {some or 'none'}"
+        without = f", {len(side.skipped)} without values ({side.skipped[0].reason})" if side.skipped else ""
+        return f"{side.path}: {len(side.entries)} tensors, steps {steps[:5]}, {some or 'none'}{without}"
 
+    without_values = any(not side.entries and NO_VALUES in {item.reason for item in side.skipped} for side in (left, right))
     return IncomparableError(
         "there is nothing to compare: no tensor of the baseline has a partner in the candidate",
         got=f"baseline: {describe(left)}; candidate: {describe(right)}",
         expected="the same name, step and rank on both sides",
-        hint="say which names belong together: --map FILE",
+        hint="record values, without --no-values" if without_values else "say which names belong together: --map FILE",
     )

@@ -1,0 +1,30 @@
+"""A console for text that others wrote: names in dumps and messages of models reach the terminal as text only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+
+def printable(text: str, also: str = "") -> str:
+    """Return `text` with escapes in place of what would move the cursor, turn the direction or break the line.
+
+    Args:
+        text: Anything.
+        also: Characters to keep besides those that can be printed.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in also else ascii(c)[1:-1] for c in text)
+
+
+class SafeConsole(Console):
+    """Prints escapes in place of control characters, whatever they are part of; lines and tabs stay."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Yield the segments of something; those that rich itself controls the terminal with stay as they are."""
+        for segment in super().render(renderable, options):
+            text = segment.text if segment.control else printable(segment.text, also="\n\t")
+            yield segment if text == segment.text else Segment(text, segment.style)
