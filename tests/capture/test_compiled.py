@@ -117,6 +117,8 @@ def test_a_model_that_is_compiled_again_meanwhile_keeps_its_new_call(tmp_path: P
         model.compile(backend="eager")
         again = model.__dict__["_compiled_call_impl"]
     assert model.__dict__["_compiled_call_impl"] is again
+    not_seen = Recording.open(tmp_path / "r").metadata["not_seen"]
+    assert not_seen["."] == "was compiled while it was recorded, and not seen from then on"
 
 
 def test_two_recordings_that_end_in_any_order(tmp_path: Path) -> None:

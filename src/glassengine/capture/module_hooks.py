@@ -80,7 +80,8 @@ class ModuleHooks:
         self._open: dict[int, Forward] = {}
         self._held: dict[int, tuple[Forward, list[list[int]]]] = {}
         self._forks = _Forks.count
-        self._handles: list[Any] = []
+        self._handles: dict[str, ObservedCall] = {}
+        self._replaced: list[str] = []
         self._insides = frozenset(inside for module in self.names.known for inside in out_of_reach(module))
 
     def attach(self) -> None:
@@ -88,11 +89,13 @@ class ModuleHooks:
         self.names.log_aliases()
         for module, known in self.names.known.items():
             if module not in self._insides:
-                self._handles.append(ObservedCall(module, *self._observers(known)))
+                self._handles[known.paths[0]] = ObservedCall(module, *self._observers(known))
 
     def detach(self) -> None:
         """Observe no more."""
-        for handle in self._handles:
+        for path, handle in self._handles.items():
+            if handle.was_replaced:
+                self._replaced.append(path)
             handle.remove()
         self._handles.clear()
         self.names.stop_logging()
@@ -131,6 +134,7 @@ class ModuleHooks:
                 if path == outer or outer == ROOT or path.startswith(f"{outer}."):
                     found[path] = f"runs inside of {kind}: that of {outer}"
                     break
+        found |= dict.fromkeys(self._replaced, "was compiled while it was recorded, and not seen from then on")
         return found | dict.fromkeys(self.names.newcomers(), "came into the model while it was recorded")
 
     @property

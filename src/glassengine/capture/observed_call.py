@@ -102,6 +102,11 @@ class ObservedCall:
         self._call = call
         call.observers += (self,)
 
+    @property
+    def was_replaced(self) -> bool:
+        """Whether `module.compile()` was called meanwhile: nothing sees its calls any more."""
+        return self._call.module.__dict__.get(_CALL) is not self._call
+
     def remove(self) -> None:
         """Observe no more; the module gets its own call back unless it has been compiled meanwhile."""
         call = self._call

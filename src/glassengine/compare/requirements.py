@@ -67,7 +67,8 @@ def nothing_to_compare(left: TensorSource, right: TensorSource) -> IncomparableE
         without = f", {len(side.skipped)} without values ({side.skipped[0].reason})" if side.skipped else ""
         return f"{side.path}: {len(side.entries)} tensors, steps {steps[:5]}, {some or 'none'}{without}"
 
-    without_values = any(not side.entries and NO_VALUES in {item.reason for item in side.skipped} for side in (left, right))
+    empty = [side for side in (left, right) if not side.entries]
+    without_values = any(item.reason == NO_VALUES for side in empty for item in side.skipped)
     return IncomparableError(
         "there is nothing to compare: no tensor of the baseline has a partner in the candidate",
         got=f"baseline: {describe(left)}; candidate: {describe(right)}",
