@@ -22,6 +22,7 @@ from glassengine import environment
 from glassengine.accelerators import require_device
 from glassengine.backends.compiler_flags import flags_in_effect, read_flags
 from glassengine.backends.devices import brought, device_of, moved
+from glassengine.backends.grouped_queries import with_grouped_queries
 from glassengine.backends.io import read_io, write_io
 from glassengine.backends.kernels import kernel_nodes, list_kernels
 from glassengine.backends.one_row import of_one_token, one_token_shapes
@@ -68,14 +69,14 @@ class InductorBackend:
                     exported, package_path=str(directory / name), inductor_configs=options
                 )
 
-        compile_package(moved(program, device_of(program)), _PACKAGE)
+        compile_package(with_grouped_queries(moved(program, device_of(program))), _PACKAGE)
         is_outside = not self.keeps_weights(program) and device_of(program) == "cpu"
         # A profile takes the spans of kernels for those of one package.
         has_spans = self.options(program)["cpp.enable_kernel_profile"]
         shapes = one_token_shapes(program) if is_outside and not has_spans else {}
         if shapes:
             try:
-                compile_package(of_one_token(program), _ONE_TOKEN)
+                compile_package(with_grouped_queries(of_one_token(program)), _ONE_TOKEN)
             except Exception as error:  # of the exporter or the compiler; the other executable takes every step
                 shapes = {}
                 (directory / _ONE_TOKEN).unlink(missing_ok=True)

@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from glassengine.backends.grouped_queries import node_of
 from glassengine.backends.protocol import Layer, Network, NetworkTensor
 from glassengine.errors import BackendError
 from glassengine.program.listing import list_nodes, stage_of
@@ -44,7 +45,7 @@ def list_kernels(program: Program, package: Path) -> Network:
     layers: list[Layer] = []
     given: set[str] = set()
     for name, entry in table.items():
-        nodes = tuple(sorted({node for node in entry["pre_grad_nodes"] if node in order}, key=order.__getitem__))
+        nodes = tuple(sorted({node for node in _nodes(entry) if node in order}, key=order.__getitem__))
         inside = set(nodes)
         entering = {source for node in nodes for source in lines[node].inputs if source not in inside}
         leaving = [n for n in nodes if n not in given and not {user.name for user in graph_nodes[n].users} <= inside]
@@ -73,7 +74,11 @@ def kernel_nodes(package: Path) -> list[tuple[str, tuple[str, ...]]]:
     A package has such spans where it was built with TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE=1.
     """
     table, _ = _read(package)
-    return [(name.partition(":")[0], tuple(entry["pre_grad_nodes"])) for name, entry in (table or {}).items()]
+    return [(name.partition(":")[0], _nodes(entry)) for name, entry in (table or {}).items()]
+
+
+def _nodes(entry: Mapping[str, list[str]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(map(node_of, entry["pre_grad_nodes"])))
 
 
 def _read(package: Path) -> tuple[Mapping[str, Mapping[str, list[str]]] | None, dict[str, str]]:
