@@ -138,7 +138,7 @@ def _repeated(node: Node) -> tuple[Node, int] | None:
 def _is_whole(node: Node) -> bool:
     given = dict(zip(("start", "end", "step"), node.args[2:], strict=False))
     is_cut = given.get("start") not in (None, 0) or given.get("end") not in (None, sys.maxsize)
-    return not is_cut and given.get("step", 1) == 1
+    return not is_cut and given.get("step") in (None, 1)
 
 
 def _fits(mask: Node, query: Node) -> bool:
