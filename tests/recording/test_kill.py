@@ -35,6 +35,8 @@ class Model(nn.Module):
         return torch.full((3,), -step)
 
 model = Model()
+# What starts the tests may ignore interruptions, and whatever it starts with it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 """
 
 # One process that has imported everything makes a child for each moment; imports would take most of the time.
