@@ -69,8 +69,9 @@ class InductorBackend:
                     exported, package_path=str(directory / name), inductor_configs=options
                 )
 
-        compile_package(with_grouped_queries(moved(program, device_of(program))), _PACKAGE)
-        is_outside = not self.keeps_weights(program) and device_of(program) == "cpu"
+        exported, is_on_cpu = moved(program, device_of(program)), device_of(program) == "cpu"
+        compile_package(with_grouped_queries(exported) if is_on_cpu else exported, _PACKAGE)
+        is_outside = is_on_cpu and not self.keeps_weights(program)
         # A profile takes the spans of kernels for those of one package.
         has_spans = self.options(program)["cpp.enable_kernel_profile"]
         shapes = one_token_shapes(program) if is_outside and not has_spans else {}
