@@ -166,6 +166,11 @@ class BackgroundWriter:
             self._put_small(seen, tensor, (step, rank, is_new, reason))
             return
         description, nbytes, ring = seen.description, seen.nbytes, self._ring
+        if plain and nbytes <= self._most_bytes:
+            with self._lock:
+                seen.reason, seen.is_expected = reason, seen.sharding is None
+                self._put_large(seen, step, tensor, rank)
+            return
         require_memory(tensor)
         if nbytes and not tensor.is_cpu and self._pinned.takes(tensor):
             data, ready = self._pinned.take(tensor, nbytes, self._on_wait_unlocked)
@@ -176,10 +181,6 @@ class BackgroundWriter:
         with self._lock:
             if nbytes > self._most_bytes:
                 self._stream(Streamed(description, step, rank), tensor)
-                return
-            if plain:
-                seen.reason, seen.is_expected = reason, seen.sharding is None
-                self._put_large(seen, step, tensor, rank)
                 return
             self._publish()
             position = ring.reserve(nbytes, self._on_wait)
