@@ -182,6 +182,10 @@ def test_modules_that_cannot_run(
     (tmp_path / "tests_without_main").mkdir()
     assert main(["record", "--", "-m", module]) == 2
     assert "no such module to run" in capsys.readouterr().err and not (tmp_path / "glass-recording").exists()
+    (tmp_path / "tests_without_main" / "broken").mkdir()
+    (tmp_path / "tests_without_main" / "broken" / "__init__.py").write_text("raise RuntimeError('planted')")
+    assert main(["record", "--", "-m", "tests_without_main.broken.run"]) == 2
+    assert "RuntimeError: planted" in capsys.readouterr().err
     assert main(["record", "--", "-m"]) == 2
     assert "no module is named" in capsys.readouterr().err
 

@@ -102,8 +102,9 @@ def _file_of(module: str) -> str:
         spec = importlib.util.find_spec(module)
         if spec is not None and spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{module}.__main__")
-    except (ImportError, ValueError):  # one of the packages around it is missing, or the name is none
-        spec = None
+    except Exception as error:  # of the packages around it, which this imports: one is missing, or raises
+        got = f"{module}: {type(error).__name__}: {error}"
+        raise UsageError("there is no such module to run", got=got, hint=f"python -c 'import {module}'") from error
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         expected = "a module, or a package with a __main__, in this directory or installed"
         raise UsageError("there is no such module to run", got=module, expected=expected)
