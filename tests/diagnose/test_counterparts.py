@@ -135,6 +135,33 @@ def test_a_sum_in_another_order_takes_no_blame_for_what_is_wrong_elsewhere(input
     assert [origin.site for origin in result.origins if origin.rung == "candidate"] == ["./layer_norm.0"]
 
 
+class Positions(nn.Module):
+    """Norms, written out or as one op, and positions that each of two layers makes for itself."""
+
+    def __init__(self, *, is_one_op: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(12, 12), nn.Linear(12, 12)])
+        self.is_one_op = is_one_op
+
+    def norm(self, x: Tensor) -> Tensor:
+        if self.is_one_op:
+            return nn.functional.rms_norm(x, (12,), eps=1e-6)
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            positions = torch.arange(9).expand(2, 9)[..., None].float()
+            x = x + layer(self.norm(x)) * torch.cos(positions)
+        return x
+
+
+def test_a_small_number_added_to_what_is_made_twice_tells_nothing(inputs: str) -> None:
+    """An epsilon added to the positions makes the positions of the other layer: these are no mean of squares."""
+    result = judged(Positions(is_one_op=False), Positions(is_one_op=True), inputs)
+    assert result.ok and not result.origins, result.first_divergence
+
+
 class Largest(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         values, places = x.topk(2)

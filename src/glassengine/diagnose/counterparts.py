@@ -163,7 +163,7 @@ class Counterparts:
                 # What goes in, rounded: too coarse to show that the op is not in it.
                 continue
             distance = self._tensors.distance(name, predicted)
-            if distance <= max(_ROUNDINGS * self._unit(node, name), _LEAST):
+            if distance <= self._allowed(node, name):
                 handicap = 1 if pair is not None and pair.candidate.node == name else _CLOSER
                 other_dtype = theirs.meta["val"].dtype is not own
                 least = 2 * self._unit(node, name)
@@ -272,7 +272,8 @@ class Counterparts:
     ) -> tuple[int | None, str | None]:
         """Return the index of the first op below that the candidate has a counterpart of, and that counterpart.
 
-        With the tensor `instead` in place of the node it must be one that computes: every tensor can be moved.
+        With the tensor `instead` in place of the node it must be one that computes, and changes it: every tensor can be
+        moved, and to one that is made twice a small number can be added.
         """
         for index, node in enumerate(below):
             self._num_tried += 1
@@ -284,8 +285,8 @@ class Counterparts:
             if not is_tensor_node(node) or not all(value.is_floating_point() for value in predicted):
                 continue
             self._roundoff.setdefault(node.name, self._roundoff_of(node))
-            moves = op_name(node) in MOVES or is_view(node)
-            if instead is not None and (moves or op_name(node) == "_to_copy"):
+            keeps = op_name(node) in MOVES or is_view(node) or op_name(node) == "_to_copy"
+            if instead is not None and (keeps or self._is_near(node, instead, predicted)):
                 continue
             if close := self._close(node, predicted, instead):
                 return index, close[0]
@@ -349,6 +350,16 @@ class Counterparts:
         if counterpart is None:
             return False
         return reads_the_same(node, self._tensors.nodes[counterpart], self._found, self._ports)
+
+    def _is_near(self, node: Node, name: str, predicted: Values) -> bool:
+        """Whether a tensor is what is predicted of `node` up to rounding."""
+        if shapes_of(self._tensors.values(name)) != shapes_of(predicted):
+            return False
+        return self._tensors.distance(name, predicted) <= self._allowed(node, name)
+
+    def _allowed(self, node: Node, name: str) -> float:
+        """How far a tensor may be from what is predicted of `node`."""
+        return max(_ROUNDINGS * self._unit(node, name), _LEAST)
 
     def _unit(self, node: Node, name: str) -> float:
         """Unit roundoff of the coarser of `node`, with its region, and the candidate's tensor."""
