@@ -23,7 +23,7 @@ import glassengine as glass
 from glassengine import taps
 from glassengine.capture.record import record
 from glassengine.errors import GlassError, UnknownNameError, UsageError
-from glassengine.recording import block
+from glassengine.recording import block, passage
 from glassengine.recording.reader import Recording
 from glassengine.testing.models import llama
 
@@ -396,7 +396,7 @@ class Late(Exception):
 
 
 @pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize("place", ["put", "put_again", "container"])
+@pytest.mark.parametrize("place", ["put", "take", "container"])
 def test_a_signal_handler_that_raises_within_a_hook(
     tmp_path: Path, place: str, keep: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -405,15 +405,16 @@ def test_a_signal_handler_that_raises_within_a_hook(
 
     armed = False
 
-    class Slow(block.Block):
+    class SlowBlock(block.OpenBlock):
         def put(self, *given: Any) -> None:
             super().put(*given)
             if armed and place == "put":
                 signal.raise_signal(signal.SIGUSR1)
 
-        def put_again(self, *given: Any) -> bool:
-            done = super().put_again(*given)
-            if armed and place == "put_again" and done:
+    class SlowRepetition(passage.Repetition):
+        def take(self, *given: Any) -> bool:
+            done = super().take(*given)
+            if armed and place == "take" and done:
                 signal.raise_signal(signal.SIGUSR1)
             return done
 
@@ -423,7 +424,8 @@ def test_a_signal_handler_that_raises_within_a_hook(
                 signal.raise_signal(signal.SIGUSR1)
             return super().items()
 
-    monkeypatch.setattr("glassengine.recording.worker.Block", Slow)
+    monkeypatch.setattr("glassengine.recording.worker.OpenBlock", SlowBlock)
+    monkeypatch.setattr("glassengine.recording.worker.Repetition", SlowRepetition)
     model = Calls(lambda self, x: Items(y=self.fc(x)), fc=nn.Linear(4, 4))
     before = signal.signal(signal.SIGUSR1, late)
     try:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from glassengine.checksums import crc32, crc32_of_small
-from glassengine.recording.block import Block
 from glassengine.recording.description import Group
-from glassengine.recording.items import Alias, Commit, Copied, Stored
+from glassengine.recording.items import Alias, Block, Commit, Copied, Stored
 from glassengine.recording.layout import LeftOut, LightStatistics, aligned
 from glassengine.recording.pinned import PinnedCopies
 from glassengine.recording.ring import Ring
@@ -55,8 +54,8 @@ class Drain:
             self._put_copied(item)
 
     def _put_block(self, item: Block) -> None:
-        step, rank, _, reason = item.what
-        group = self._writer.group(item.descriptions, rank, tuple(item.same_as))
+        step, reason = item.step, item.reason
+        group = self._writer.group(item.descriptions, item.rank, item.same_as)
         if reason is None:
             data = self._ring.bytes_at(item.position, item.end - item.position)
             checksum = crc32_of_small(data) if len(data) <= _SMALL_BYTES else crc32(data)

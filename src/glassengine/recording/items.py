@@ -8,9 +8,48 @@ from typing import Any
 
 from torch import Tensor
 
-from glassengine.recording.block import Block
 from glassengine.recording.description import Description
-from glassengine.recording.layout import LeftOut, LightStatistics, Location
+from glassengine.recording.layout import LeftOut, LightStatistics, LightTable, Location
+from glassengine.recording.seen import Seen
+
+
+@dataclass(slots=True)
+class Block:
+    """Small tensors of one step that lie behind one another in the ring.
+
+    With a `reason` they are only measured, and not written for that reason; `table` is what was found. `descriptions`
+    are those of the `known` tensors, the same object in every step that goes alike. `same_as` has (index, index of an
+    earlier one) of tensors that have the bytes of an earlier one. `template` is the block of an earlier step that this
+    one repeats, if it does so wholly.
+    """
+
+    known: tuple[Seen, ...]
+    descriptions: tuple[Description, ...]
+    same_as: tuple[tuple[int, int], ...]
+    step: int
+    rank: int
+    position: int
+    end: int
+    reason: str | None
+    template: Block | None = None
+    table: LightTable | None = None
+
+    def again(self, step: int, position: int, most: int) -> Block:
+        """Return the block of another step whose tensors, or the first `most`, are like these."""
+        if most >= len(self.known):
+            end = position + self.end - self.position
+            return Block(self.known, self.descriptions, self.same_as, step, self.rank, position, end, self.reason, self)
+        known = self.known[:most]
+        same_as = tuple(pair for pair in self.same_as if pair[0] < most)
+        equal = {index for index, _ in same_as}
+        rooms = [seen for index, seen in enumerate(known) if index not in equal]
+        end = position + sum(seen.room for seen in rooms[:-1]) + rooms[-1].nbytes
+        descriptions = self.descriptions[:most]
+        return Block(known, descriptions, same_as, step, self.rank, position, end, self.reason)
+
+    def goes_like(self, other: Block) -> bool:
+        """Return whether this block has the tensors, at the places, of another one that repeats the same one."""
+        return self.template is not None and self.template is other.template
 
 
 @dataclass(slots=True)
@@ -20,7 +59,7 @@ class Stored:
     With a `reason` it is only measured, and not written for that reason; `statistics` is what was found.
     """
 
-    description: Description
+    seen: Seen
     step: int
     rank: int
     position: int
@@ -29,9 +68,14 @@ class Stored:
     statistics: LightStatistics | None = None
 
     @property
+    def description(self) -> Description:
+        """What the tensor is."""
+        return self.seen.description
+
+    @property
     def end(self) -> int:
         """Where it ends in the ring."""
-        return self.position + self.description.nbytes
+        return self.position + self.seen.nbytes
 
 
 @dataclass(slots=True)
@@ -50,10 +94,15 @@ class Copied:
 class Alias:
     """A tensor that has the bytes, and the reason, of another one of its step."""
 
-    description: Description
+    seen: Seen
     step: int
     rank: int
     original: Stored
+
+    @property
+    def description(self) -> Description:
+        """What the tensor is."""
+        return self.seen.description
 
 
 @dataclass(slots=True)

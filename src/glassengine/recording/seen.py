@@ -15,7 +15,7 @@ from glassengine.recording.statistics import MEASURED
 from glassengine.recording.values import describe
 
 if TYPE_CHECKING:
-    from glassengine.recording.block import Repeat
+    from glassengine.recording.passage import Passage
 
 # Smaller tensors are written in blocks, and stored again rather than searched for.
 MIN_SHARED_BYTES = 1 << 16
@@ -28,8 +28,8 @@ class Seen:
 
     `nbytes` are those of its values, `room` what they take in the ring. `is_small` says that such tensors are written
     in blocks, `is_simple` that their bytes are the values if they are contiguous and on the CPU, and
-    `is_measured` that the thread knows to compute light statistics of them. `is_expected` says that one that is not
-    small was taken, only measured if there is a `reason`, and that the next one like it may be taken likewise.
+    `is_measured` that the thread knows to compute light statistics of them. `passage` is what followed it, if that is
+    known.
     """
 
     description: Description
@@ -41,9 +41,7 @@ class Seen:
     is_simple: bool
     is_measured: bool
     sharding: Sharding | None
-    repeat: Repeat | None = None
-    is_expected: bool = False
-    reason: str | None = None
+    passage: Passage | None = None
 
 
 class SeenTensors:

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from glassengine import blocks
 from glassengine.errors import GlassError
-from glassengine.recording.block import Block
+from glassengine.recording.block import OpenBlock
 from glassengine.recording.drain import Drain
 from glassengine.recording.flag import Flag
-from glassengine.recording.items import Alias, Commit, Copied, Item, Piece, Stored, Streamed
+from glassengine.recording.items import Alias, Block, Commit, Copied, Item, Piece, Stored, Streamed
 from glassengine.recording.layout import LeftOut, Sharding
+from glassengine.recording.passage import Lesson, Repetition, learn
 from glassengine.recording.pinned import PinnedCopies
 from glassengine.recording.ring import Ring, lies_flat, pieces_of, require_memory
 from glassengine.recording.seen import MIN_SHARED_BYTES, Seen, SeenTensors
@@ -41,7 +42,6 @@ _LOOK_S = 0.1
 # Written at once; what a disk has no room for any more takes the steps of one such batch with it.
 _WRITE_BYTES = 4 << 20
 _BLOCK_BYTES = 1 << 20
-_NOWHERE = (0, 0, 0, "")
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +76,10 @@ class BackgroundWriter:
         self._most_bytes = ring_bytes // _PIECES_OF_RING
         self._block_bytes = min(_BLOCK_BYTES, ring_bytes // (2 * _PIECES_OF_RING))
         self._lock = threading.Lock()
-        self._block: Block | None = None
+        # Of what the model hands over just now one at most: small tensors, or what comes as it did before.
+        self._block: OpenBlock | None = None
+        self._repetition: Repetition | None = None
+        self._lesson = Lesson(self._most_bytes // 2)
         self._queue: deque[Item | Piece | Flag | None] = deque()
         self._drain = Drain(self._writer, self._ring, self._pinned, self._queue)
         self._wake = Flag()
@@ -113,16 +116,8 @@ class BackgroundWriter:
     def again(self, site: str, step: int, tensor: Tensor, rank: int) -> bool:
         """Take the tensor as in an earlier step, written or measured, if the one before it was followed by it there."""
         with self._lock:
-            block = self._block
-            if block is not None and block.put_again(site, step, tensor, rank):
-                return True
-            seen = self._seen.last.get(site)
-            if seen is None or not seen.is_expected or seen.size != tensor.shape or seen.dtype is not tensor.dtype:
-                return False
-            if not lies_flat(tensor):
-                return False
-            self._put_large(seen, step, tensor, rank)
-            return True
+            repetition = self._repetition
+            return repetition is not None and repetition.take(site, step, tensor, rank)
 
     def write(
         self,
@@ -160,16 +155,10 @@ class BackgroundWriter:
         return True
 
     def _take(self, seen: Seen, step: int, tensor: Tensor, rank: int, is_new: bool, reason: str | None) -> None:
-        plain = seen.is_simple and lies_flat(tensor)
-        if plain and seen.is_small:
-            # The short way of most tensors of a small model.
-            self._put_small(seen, tensor, (step, rank, is_new, reason))
-            return
         description, nbytes, ring = seen.description, seen.nbytes, self._ring
-        if plain and nbytes <= self._most_bytes:
+        if seen.is_simple and nbytes <= self._most_bytes and lies_flat(tensor):
             with self._lock:
-                seen.reason, seen.is_expected = reason, seen.sharding is None
-                self._put_large(seen, step, tensor, rank)
+                self._put(seen, tensor, (step, rank, is_new, reason))
             return
         require_memory(tensor)
         if nbytes and not tensor.is_cpu and self._pinned.takes(tensor):
@@ -179,67 +168,113 @@ class BackgroundWriter:
                 self._queue.append(Copied(description, step, rank, data, ready, reason))
             return
         with self._lock:
+            self._publish()
             if nbytes > self._most_bytes:
                 self._stream(Streamed(description, step, rank), tensor)
                 return
-            self._publish()
             position = ring.reserve(nbytes, self._on_wait)
             ring.fill_from(position, tensor, nbytes)
             if seen.is_small:
-                self._queue.append(Block.of_one(seen, (step, rank, is_new, reason), ring, position))
+                known, end = (seen,), position + nbytes
+                self._queue.append(Block(known, (description,), (), step, rank, position, end, reason))
             else:
-                self._queue.append(Stored(description, step, rank, position, reason))
+                self._queue.append(Stored(seen, step, rank, position, reason))
         self._wake_if_half_full()
 
-    def _put_large(self, seen: Seen, step: int, tensor: Tensor, rank: int) -> None:
-        """Take a contiguous tensor of the CPU that is not small; called with the lock."""
-        description, nbytes, reason, ring = seen.description, seen.nbytes, seen.reason, self._ring
+    def _put(self, seen: Seen, tensor: Tensor, what: tuple[int, int, bool, str | None]) -> None:
+        """Take a contiguous tensor of the CPU; called with the lock."""
+        step, rank, _, reason = what
+        site = seen.description.site
+        repetition = self._repetition
+        if repetition is not None:
+            if seen.sharding is None and repetition.has_reason(reason) and repetition.take(site, step, tensor, rank):
+                return
+            self._end_repetition(is_other=repetition.step == step and repetition.passage.rank == rank)
+        passage = seen.passage
+        if passage is not None and passage.rank == rank and passage.reasons[0] == reason:
+            self._publish()
+            position = self._ring.reserve(passage.nbytes, self._on_wait)
+            self._wake_if_half_full()
+            repetition = self._repetition = Repetition(passage, step, self._ring, position)
+            if repetition.take(site, step, tensor, rank):
+                return
+            self._end_repetition(is_other=False)
+        if seen.is_small:
+            self._put_small(seen, tensor, what)
+        else:
+            self._put_large(seen, tensor, what)
+
+    def _put_small(self, seen: Seen, tensor: Tensor, what: tuple[int, int, bool, str | None]) -> None:
+        block = self._block
+        if block is None or block.what != what or not block.has_room(seen):
+            self._end_block()
+            position = self._ring.reserve(self._block_bytes, self._on_wait)
+            self._wake_if_half_full()
+            block = self._block = OpenBlock(what, self._ring, position, position + self._block_bytes)
+        block.put(seen, tensor)
+
+    def _put_large(self, seen: Seen, tensor: Tensor, what: tuple[int, int, bool, str | None]) -> None:
+        step, rank, is_new, reason = what
+        nbytes, dtype, ring = seen.nbytes, seen.description.dtype, self._ring
         address = tensor.data_ptr()
         if not address:
             require_memory(tensor)
-        self._publish()
+        self._end_block()
         # What one module returns another one is given: found by its address, proved by its bytes.
         original = self._recent.get((address, nbytes))
         if (
             original is not None
             and original.step == step
-            and original.reason is reason
-            and (reason is None or original.description.dtype == description.dtype)
+            and original.reason == reason
+            and (reason is None or original.description.dtype == dtype)
             and ring.holds(original.position, address, nbytes)
         ):
-            self._queue.append(Alias(description, step, rank, original))
-            return
-        position = ring.reserve(nbytes, self._on_wait)
-        ring.copy(position, address, nbytes)
-        stored = self._recent[address, nbytes] = Stored(description, step, rank, position, reason)
-        self._queue.append(stored)
+            item: Alias | Stored = Alias(seen, step, rank, original)
+        else:
+            position = ring.reserve(nbytes, self._on_wait)
+            ring.copy(position, address, nbytes)
+            item = self._recent[address, nbytes] = Stored(seen, step, rank, position, reason)
+        self._queue.append(item)
+        self._lesson.add(item, is_new)
         self._wake_if_half_full()
-
-    def _put_small(self, seen: Seen, tensor: Tensor, what: tuple[int, int, bool, str | None]) -> None:
-        with self._lock:
-            block = self._block
-            if block is None or block.what != what or not block.has_room(seen):
-                self._publish()
-                position = self._ring.reserve(self._block_bytes, self._on_wait)
-                limit = position + self._block_bytes
-                self._wake_if_half_full()
-                block = self._block = Block(what, self._ring, position, limit, seen.repeat)
-            if not block.put_again(seen.description.site, what[0], tensor, what[1]):
-                block.put(seen, tensor)
 
     def _wake_if_half_full(self) -> None:
         if 2 * self._ring.in_use > self._ring.num_bytes:
             self._wake.set()
 
     def _publish(self) -> None:
-        """Hand the current block to the thread; called with the lock."""
+        """Hand to the thread what is held back; called with the lock. What comes next is not learned with it."""
+        self._end_block()
+        if self._repetition is not None:
+            self._end_repetition(is_other=False)
+        self._lesson.end()
+
+    def _end_block(self) -> None:
         block = self._block
-        if block is not None:
-            self._block = None
-            block.finish()
-            self._ring.shorten(block.limit, block.end)
-            if block.known:
-                self._queue.append(block)
+        if block is None:
+            return
+        item = block.finish()
+        items = [item] if item.known else []
+        # An interruption comes before these two or behind them, so that nothing is lost and nothing comes twice.
+        self._block = None
+        self._queue.extend(items)
+        self._ring.shorten(block.limit, item.end)
+        if items:
+            self._lesson.add(item, block.what[2])
+
+    def _end_repetition(self, *, is_other: bool) -> None:
+        """Hand over what has come; `is_other` if something else came next, which is to be expected from now on."""
+        repetition = self._repetition
+        assert repetition is not None
+        end, items, addresses = repetition.end()
+        self._repetition = None  # as in `_end_block`
+        self._queue.extend(items)
+        self._ring.shorten(repetition.position + repetition.passage.nbytes, end)
+        for item, address in zip(items, addresses, strict=True):
+            if isinstance(item, Stored):
+                self._recent[address, item.seen.nbytes] = item
+        if is_other and not repetition.is_over:
+            learn(items)
 
     def leave_out(self, item: LeftOut) -> None:
         """Note a tensor whose values are not recorded."""
@@ -291,7 +326,6 @@ class BackgroundWriter:
 
     def _stream(self, item: Streamed, tensor: Tensor) -> None:
         most = self._most_bytes // blocks.BLOCK_ELEMENTS * blocks.BLOCK_ELEMENTS
-        self._publish()
         self._queue.append(item)
         last = Piece(0, 0, cut=True)
         try:
@@ -311,7 +345,7 @@ class BackgroundWriter:
             self._on_wait()
 
     def _on_wait(self) -> None:
-        self._publish()
+        self._end_block()
         self._wake.set()
         if not self._thread.is_alive():
             raise self._died()

@@ -1,4 +1,4 @@
-"""Blocks of small tensors: the values are right whether a step goes like an earlier one or not."""
+"""What is expected: the values are right whether a step goes like an earlier one or not."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from glassengine.capture.intake import Intake
-from glassengine.recording import block as block_module
-from glassengine.recording import drain, worker
-from glassengine.recording.block import Block
-from glassengine.recording.layout import LightTable
+from glassengine.recording import drain, passage, worker
+from glassengine.recording.layout import LightTable, Sharding
+from glassengine.recording.passage import Repetition
 from glassengine.recording.policy import Policy
 from glassengine.recording.reader import Recording
 from glassengine.recording.seen import SeenTensors
@@ -30,14 +29,14 @@ RING = 1 << 20
 def again(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
     """How many tensors were, and were not, the ones that were expected."""
     counted: Counter[bool] = Counter()
-    put_again = Block.put_again
+    take = Repetition.take
 
-    def counting(self: Block, site: str, step: int, tensor: torch.Tensor, rank: int) -> bool:
-        found = put_again(self, site, step, tensor, rank)
+    def counting(self: Repetition, site: str, step: int, tensor: torch.Tensor, rank: int) -> bool:
+        found = take(self, site, step, tensor, rank)
         counted[found] += 1
         return found
 
-    monkeypatch.setattr(Block, "put_again", counting)
+    monkeypatch.setattr(Repetition, "take", counting)
     return counted
 
 
@@ -63,8 +62,8 @@ def test_steps_that_go_alike_are_expected(tmp_path: Path, again: Counter[bool]) 
             expected[site, step] = tensor.clone()
         intake.commit(step)
     writer.close()
-    # Seen in the first, remembered in the second: from the third step on all come as they did.
-    assert again[True] == 4 * 4
+    # Learned in the first: from the second step on all come as they did.
+    assert again[True] == 5 * 4
     opened = _check(tmp_path / "r", expected)
     assert all(opened.entry("a", s).location == opened.entry("b:in[0]", s).location for s in range(6))
 
@@ -73,7 +72,7 @@ def test_steps_that_go_alike_are_expected(tmp_path: Path, again: Counter[bool]) 
 @given(data=st.data())
 def test_any_order_and_kind(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("any") / "r"
-    writer = BackgroundWriter(path, metadata={}, ring_bytes=RING)
+    writer = BackgroundWriter(path, metadata={}, ring_bytes=data.draw(st.sampled_from([RING, 8 * RING])))
     intake = Intake(writer, Policy(), 0)
     expected = {}
     size = data.draw(st.sampled_from([8, 20_000]))  # in a block, and by itself
@@ -161,6 +160,38 @@ def test_what_is_equal_by_chance_once_is_proved_again(tmp_path: Path, again: Cou
     assert same == [True] * 5 + [False] * 3
 
 
+@pytest.mark.parametrize("size", [8, 20_000])
+def test_steps_that_change_are_learned_anew(tmp_path: Path, again: Counter[bool], size: int) -> None:
+    writer = BackgroundWriter(tmp_path / "r", metadata={})
+    intake = Intake(writer, Policy(), 0)
+    expected, found = {}, []
+    for step in range(8):
+        before = again[True]
+        for number, site in enumerate("abcd"):
+            tensor = torch.full((size + (site == "c" and step >= 3),), 10.0 * step + number)
+            intake.take(site, step, tensor)
+            expected[site, step] = tensor
+        intake.commit(step)
+        found.append(again[True] - before)
+    writer.close()
+    _check(tmp_path / "r", expected)
+    assert found == [0, 4, 4, 2, 2, 4, 4, 4]
+
+
+def test_parts_of_distributed_tensors_are_looked_at(tmp_path: Path, again: Counter[bool]) -> None:
+    writer = BackgroundWriter(tmp_path / "r", metadata={})
+    sharding = Sharding((8,), ("S(0)",), (2,), ("tp",), (0,))
+    for step in range(4):
+        for site, how in (("a", sharding), ("b", None), ("c", None)):
+            tensor = torch.ones(4 if site == "a" else 20_000)
+            writer.write(site, step, tensor, sharding=None if step == 3 else how)
+        writer.commit(step)
+    writer.close()
+    entries = Recording.open(tmp_path / "r").entries
+    assert [entry.step for entry in entries if entry.sharding is not None] == [0, 1, 2]
+    assert again[True] and {entry.site for entry in entries if entry.sharding is not None} == {"a"}
+
+
 def test_a_site_that_comes_twice_is_told_however_it_came(tmp_path: Path, again: Counter[bool]) -> None:
     writer = BackgroundWriter(tmp_path / "r", metadata={})
     intake = Intake(writer, Policy(), 0)
@@ -170,7 +201,7 @@ def test_a_site_that_comes_twice_is_told_however_it_came(tmp_path: Path, again: 
         intake.commit(step)
     writer.close()
     opened = Recording.open(tmp_path / "r")
-    assert again[True] == 4 and opened.complete and len(opened.entries) == 8
+    assert again[True] == 3 * 2 and opened.complete and len(opened.entries) == 8
     assert [item.reason for item in opened.left_out] == ["the step has another tensor of that name"] * 4
 
 
@@ -237,7 +268,7 @@ def test_a_copy_that_is_interrupted_loses_one_tensor(tmp_path: Path, monkeypatch
     writer = BackgroundWriter(tmp_path / "r", metadata={})
     intake = Intake(writer, Policy(), 0)
     expected = {}
-    move = block_module.MEMMOVE
+    move = passage.MEMMOVE
 
     def interrupted(*_: int) -> None:
         raise KeyboardInterrupt
@@ -246,10 +277,10 @@ def test_a_copy_that_is_interrupted_loses_one_tensor(tmp_path: Path, monkeypatch
         for site in ("a", "b", "c"):
             tensor = torch.full((4,), float(step))
             if (site, step) == ("b", 3):
-                monkeypatch.setattr(block_module, "MEMMOVE", interrupted)
+                monkeypatch.setattr(passage, "MEMMOVE", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     intake.take(site, step, tensor)
-                monkeypatch.setattr(block_module, "MEMMOVE", move)
+                monkeypatch.setattr(passage, "MEMMOVE", move)
                 continue
             expected[site, step] = tensor
             intake.take(site, step, tensor)
@@ -306,4 +337,5 @@ def test_steps_that_go_alike_are_measured_together(tmp_path: Path, monkeypatch: 
         assert item.statistics is not None and item.statistics.num_nonfinite == wanted.num_nonfinite, item
         assert (item.statistics.min, item.statistics.max) == (wanted.min, wanted.max), item
         assert item.statistics.norm == pytest.approx(wanted.norm, rel=1e-5), item
-    assert max(counts) > 3 and sum(counts) == 120
+    # What came before the usual ones is a block of its own.
+    assert max(counts) > 3 and sum(counts) == 120 + 1
