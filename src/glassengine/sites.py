@@ -190,7 +190,7 @@ def port_leaves(port: str, tree: Any) -> Iterator[tuple[str, Any]]:
     from torch.utils import _pytree as pytree
 
     for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
-        where = port + "".join(_port_key(key) for key in path)
+        where = port + "".join(port_key(key) for key in path)
         if isinstance(leaf, torch.Tensor):
             yield where, leaf
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
@@ -198,7 +198,8 @@ def port_leaves(port: str, tree: Any) -> Iterator[tuple[str, Any]]:
             yield from port_leaves(where, {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)})
 
 
-def _port_key(key: Any) -> str:
+def port_key(key: Any) -> str:
+    """Return what an entry of a container, a key of torch's pytrees, adds to a port."""
     if hasattr(key, "idx"):
         return f"[{key.idx}]"
     return f".{key.key if hasattr(key, 'key') else key.name}"

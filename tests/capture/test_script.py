@@ -7,16 +7,20 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 import warnings
 import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from glassengine.capture.record import record
+from glassengine.capture import script
+from glassengine.capture.record import Recorder, record
 from glassengine.capture.script import MAX_MODELS, ScriptRecorder
 from glassengine.errors import GlassError
 from glassengine.recording.reader import Recording
@@ -116,6 +120,23 @@ def test_models_that_are_not_recorded_are_not_kept_alive(tmp_path: Path, caplog:
         gc.collect()
         assert last() is None
     assert "2 more models were not recorded" in caplog.text
+
+
+def test_threads_that_begin_with_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slowly(*args: Any, **kwargs: Any) -> Recorder:
+        time.sleep(0.2)
+        return record(*args, **kwargs)
+
+    monkeypatch.setattr(script, "record", slowly)
+    net = Net()
+    with ScriptRecorder(tmp_path / "out") as recorder:
+        threads = [threading.Thread(target=net, args=(torch.ones(1, 4),)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [path.name for path in recorder.recordings] == ["Net"]
+    assert Recording.open(recorder.recordings[0]).steps == [0, 1, 2]
 
 
 def test_a_directory_that_cannot_be_written_does_not_stop_the_script(

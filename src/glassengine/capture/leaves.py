@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from glassengine.sites import port_leaves
+from glassengine.sites import port_key
 
 NO_TENSOR = frozenset({type(None), bool, int, float, complex, str, bytes})
 """Types of what is passed to modules most often and holds no tensor."""
@@ -19,11 +21,11 @@ KV_AXES = {"batch": 0, "cache": 2}
 """Dimensions of a key or value cache, [batch, head, position, channel]."""
 
 
-def tensors_in(port: str, tree: Any, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+def tensors_in(port: str, tree: Any, depth: int = 0, caches: list[Any] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield what `sites.port_leaves` yields, many times faster where the containers are the usual ones.
 
     Mappings that torch does not know as containers are looked into as well, and of other objects the attributes that
-    are tensors, as `.name`.
+    are tensors, as `.name`. Key/value caches are not: they are dealt with once a step, and added to `caches`.
     """
     kind = type(tree)
     if kind in NO_TENSOR or depth > _MAX_DEPTH:
@@ -35,23 +37,38 @@ def tensors_in(port: str, tree: Any, depth: int = 0) -> Iterator[tuple[str, Tens
             if type(item) is Tensor:
                 yield f"{port}[{index}]", item
             elif type(item) not in NO_TENSOR:
-                yield from tensors_in(f"{port}[{index}]", item, depth + 1)
+                yield from tensors_in(f"{port}[{index}]", item, depth + 1, caches)
     elif isinstance(tree, Mapping):
         for key, item in tree.items():
             if type(item) not in NO_TENSOR:
-                yield from tensors_in(f"{port}.{key}", item, depth + 1)
+                yield from tensors_in(f"{port}.{key}", item, depth + 1, caches)
     else:
-        is_container = False
-        for item in port_leaves(port, tree):
-            is_container = True
-            yield item
-        if not is_container:
+        layers = _layers_of(tree)
+        if layers is not None and caches is not None:
+            caches.append(tree)
+        if _are_of_cache(layers):
+            return
+        entries = _entries(tree)
+        if entries is None:
             yield from _attributes(port, tree)
+        else:
+            for key, item in entries:
+                yield from tensors_in(port + key, item, depth + 1, caches)
+
+
+def _entries(tree: Any) -> list[tuple[str, Any]] | None:
+    """Return the entries of another container, by what each adds to a port; None if it is none."""
+    if not pytree.tree_is_leaf(tree):
+        found = pytree.tree_flatten_with_path(tree, is_leaf=lambda item: item is not tree)[0]
+        return [("".join(map(port_key, path)), item) for path, item in found]
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return [(f".{field.name}", getattr(tree, field.name)) for field in dataclasses.fields(tree)]
+    return None
 
 
 def _attributes(port: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that an object of a class of its own carries; a cache is dealt with once a step."""
-    if isinstance(value, (nn.Module, type, ModuleType)) or type(value).__name__.endswith("Cache"):
+    """Yield the tensors that an object of a class of its own carries."""
+    if isinstance(value, (nn.Module, type, ModuleType)):
         return
     for name, item in list(getattr(value, "__dict__", {}).items()):
         if isinstance(item, Tensor):
@@ -76,32 +93,32 @@ class CacheSites:
             if isinstance(index, int):
                 self._paths.setdefault(index, []).append(path)
 
-    def tensors(self, *containers: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield (site, tensor) of every cache that is a value of one of `containers` (mappings or objects).
+    def tensors(self, cache: Any, where: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
+        """Yield (site, tensor) of a cache; nothing of what is none.
 
         The tensors are live. A cache with layers of another kind than keys and values (states of a convolution, of a
         recurrence) gives these by their own names.
-        """
-        seen: set[int] = set()
-        for container in containers:
-            values = container.values() if isinstance(container, Mapping) else [container]
-            for cache in values:
-                if id(cache) not in seen and _is_cache(cache):
-                    seen.add(id(cache))
-                    yield from self._of(cache)
 
-    def _of(self, cache: Any) -> Iterator[tuple[str, Tensor]]:
+        Args:
+            cache: What was passed around.
+            where: Paths of the modules that got it: of several layers of a number, those are meant.
+        """
+        if _are_of_cache(_layers_of(cache)):
+            yield from self._of(cache, where)
+
+    def _of(self, cache: Any, where: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         crossed = getattr(cache, "cross_attention_cache", None)
         if crossed is not None:
-            yield from self._layers(cache.self_attention_cache, "", 0)
-            yield from self._layers(crossed, "cross_", 1)
+            yield from self._layers(cache.self_attention_cache, where, "", 0)
+            yield from self._layers(crossed, where, "cross_", 1)
         else:
-            yield from self._layers(cache, "", 0)
+            yield from self._layers(cache, where, "", 0)
 
-    def _layers(self, cache: Any, prefix: str, which: int) -> Iterator[tuple[str, Tensor]]:
+    def _layers(self, cache: Any, where: Collection[str], prefix: str, which: int) -> Iterator[tuple[str, Tensor]]:
         for index, layer in enumerate(cache.layers):
             # The innermost module of a layer that knows its number is the attention itself.
-            paths = self._paths.get(index, [])
+            numbered = self._paths.get(index, [])
+            paths = [path for path in numbered if path in where] or numbered
             inner = [path for path in paths if not any(other.startswith(f"{path}.") for other in paths)]
             path = inner[min(which, len(inner) - 1)] if inner else f"past_key_values.{index}"
             for name, value in vars(layer).items():
@@ -112,10 +129,12 @@ class CacheSites:
                         yield path + port, tensor
 
 
-def _is_cache(value: Any) -> bool:
-    layers = getattr(value, "layers", None)
-    if isinstance(value, nn.Module):
-        return False
-    if getattr(value, "self_attention_cache", None) is not None:
-        return _is_cache(value.self_attention_cache)
-    return isinstance(layers, list) and bool(layers) and type(layers[0]).__name__.endswith("Layer")
+def _layers_of(value: Any) -> list[Any] | None:
+    """Return the layers of what may be a cache: one that is empty has none yet."""
+    own = getattr(value, "self_attention_cache", None)
+    layers = getattr(value if own is None else own, "layers", None)
+    return layers if isinstance(layers, list) and not isinstance(value, nn.Module) else None
+
+
+def _are_of_cache(layers: list[Any] | None) -> bool:
+    return layers is not None and bool(layers) and type(layers[0]).__name__.endswith("Layer")

@@ -242,7 +242,7 @@ class ModuleHooks:
             self._end(forward, [], f"{type(error).__name__}: {error}"[:_MAX_REASON].removesuffix(": "))
         elif known.is_root:
             if forward.records:
-                self._deliver_caches(forward, kwargs, result)
+                self._deliver_caches(forward)
             self._end(forward, self._token_ids(args, kwargs), None)
         forward.in_call = False
 
@@ -270,6 +270,7 @@ class ModuleHooks:
         return forward
 
     def _deliver(self, forward: Forward, where: str, port: str, tree: Any) -> None:
+        caches: list[Any] = []
         try:
             if type(tree) is dict and not self._gradients:
                 # The short way of keyword arguments.
@@ -279,30 +280,33 @@ class ModuleHooks:
                     if kind is Tensor:
                         take(f"{where}{port}.{key}", step, item)
                     elif kind not in NO_TENSOR:
-                        for name, tensor in tensors_in(f"{port}.{key}", item):
+                        for name, tensor in tensors_in(f"{port}.{key}", item, caches=caches):
                             take(where + name, step, tensor)
-                return
-            for name, tensor in tensors_in(port, tree):
-                site = where if name == ":out" else where + name
-                self._intake.take(site, forward.step, tensor)
-                if self._gradients and tensor.requires_grad:
-                    side = ":grad_in" if port == ":in" else ":grad_out"
-                    self._watch(tensor, where + side + name[len(port) :], forward)
+            else:
+                for name, tensor in tensors_in(port, tree, caches=caches):
+                    site = where if name == ":out" else where + name
+                    self._intake.take(site, forward.step, tensor)
+                    if self._gradients and tensor.requires_grad:
+                        side = ":grad_in" if port == ":in" else ":grad_out"
+                        self._watch(tensor, where + side + name[len(port) :], forward)
         except Exception as error:
             if is_interruption(error):
                 raise
             # A container of the user's that cannot be looked into; the model may never do so.
             self._intake.leave_out(where + port, forward.step, f"{type(error).__name__}: {error}"[:_MAX_REASON])
+        for cache in caches:
+            forward.caches.setdefault(id(cache), (cache, set()))[1].add(where.partition("@")[0])
 
-    def _deliver_caches(self, forward: Forward, kwargs: Any, result: Any) -> None:
-        parts = result if not isinstance(result, (tuple, list)) else dict(enumerate(result))
+    def _deliver_caches(self, forward: Forward) -> None:
         try:
-            for site, tensor in self._caches.tensors(kwargs, parts):
-                self._intake.take(site, forward.step, tensor, axes=KV_AXES if tensor.dim() == 4 else None)
+            for cache, where in forward.caches.values():
+                for site, tensor in self._caches.tensors(cache, where):
+                    self._intake.take(site, forward.step, tensor, axes=KV_AXES if tensor.dim() == 4 else None)
         except Exception as error:
             if is_interruption(error):
                 raise
             self._intake.leave_out(".:kv", forward.step, f"{type(error).__name__}: {error}"[:_MAX_REASON])
+        forward.caches.clear()
 
     def _tap(self, forward: Forward, name: str, tensor: Tensor) -> None:
         if not forward.open or not forward.records or torch.compiler.is_compiling():

@@ -130,6 +130,8 @@ class ScriptRecorder:
         if module in self._ignored or os.getpid() != self._process:
             return
         with self._lock:
+            if module in self._known or module in self._ignored:
+                return  # since another thread called it first
             if any(recorder.is_open for recorder in self._recorders):
                 return  # made while its model runs
             inside = ModuleNames(module).known
