@@ -2,7 +2,8 @@
 
 Every round runs each contestant once, so that what else the machine does falls on all of them alike; ratios are the
 median of the rounds' ratios. *Burst*: one forward whose tensors fit the ring, in an opened recording; what the thread
-needs afterwards to bring them to disk is shown as the drain. *Sustained*: forwards back to back, until the last byte is
+needs afterwards to bring them to disk is shown as the drain. Beside each recorded forward, before or behind it, runs a
+plain one of a model that has the same weights and no hooks. *Sustained*: forwards back to back, until the last byte is
 in the file, against the larger of the plain forwards and the time that writing as many bytes takes on this disk, which
 is measured in the same round.
 """
@@ -10,6 +11,7 @@ is measured in the same round.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import statistics
 import tempfile
@@ -27,6 +29,7 @@ LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 ROUNDS = 9
 BURST_ROUNDS = 20
+STEPS_OF_A_ROUND = 2
 SUSTAINED_STEPS = 60
 SMALL_STEPS = 100
 
@@ -60,16 +63,18 @@ def _timed(model: torch.nn.Module, ids: torch.Tensor, count: int = 1) -> float:
     return time.perf_counter() - start
 
 
-def _third_of(model: torch.nn.Module, ids: torch.Tensor) -> float:
-    _timed(model, ids, 2)
-    return _timed(model, ids)
-
-
 def _single(model: torch.nn.Module, ids: torch.Tensor, directory: Path) -> Iterator[str]:
     times: dict[str, list[float]] = {}
+    weights = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    without_hooks = copy.deepcopy(model, weights)
 
     def note(name: str, seconds: float) -> None:
         times.setdefault(name, []).append(seconds)
+
+    def after_two_plain(contestant: torch.nn.Module) -> float:
+        """Time a forward that follows on others: the first one after a pause is slower, recorded or not."""
+        _timed(without_hooks, ids, 2)
+        return _timed(contestant, ids)
 
     plain = "plain forward"
     contestants = [("burst, values", {}), ("burst, light statistics", {"values": False})]
@@ -77,20 +82,22 @@ def _single(model: torch.nn.Module, ids: torch.Tensor, directory: Path) -> Itera
         path = directory / f"burst{index}"
         # In turns, because one leaves more behind for the disk than the other.
         for name, options in contestants if index % 2 else reversed(contestants):
-            # What is timed follows on two forwards: the first one after a pause is slower, recorded or not.
-            forwards = [_third_of(model, ids) for _ in range(2)]
-            recorded, drains = [], []
-            with glass.record(model, path, overwrite=True, steps={2, 5, 8}, **options) as recorder:
-                for _ in range(3):
-                    recorded.append(_third_of(model, ids))
+            forwards, recorded, drains = [], [], []
+            with glass.record(model, path, overwrite=True, **options) as recorder:
+                for step in range(1 + STEPS_OF_A_ROUND):
+                    if step % 2:
+                        forwards.append(after_two_plain(without_hooks))
+                    recorded.append(after_two_plain(model))
                     start = time.perf_counter()
                     recorder.wait()
                     drains.append(time.perf_counter() - start)
+                    if not step % 2:
+                        forwards.append(after_two_plain(without_hooks))
             if index:
-                note(plain, statistics.mean(forwards))
                 # In the first of its steps a recording learns what there is.
+                note(plain, statistics.mean(forwards[1:]))
                 note(name, statistics.mean(recorded[1:]))
-                note(f"{name}: ratio", statistics.mean(recorded[1:]) / statistics.mean(forwards))
+                note(f"{name}: ratio", statistics.mean(recorded[1:]) / statistics.mean(forwards[1:]))
                 note(f"{name}: drain", statistics.mean(drains[1:]))
         if index and index <= 3:
             for name, seconds in _peers(model, ids, directory / f"peer{index}"):
