@@ -108,3 +108,33 @@ def test_each_cache_belongs_to_the_layers_that_were_given_it(tmp_path: Path) -> 
         for layer in (0, 1):
             kept = opened.tensor(f"{name}.model.layers.{layer}.self_attn:kv.value", 0)
             assert torch.equal(kept, cache.layers[layer].values)
+
+
+def test_caches_of_parts_that_are_called_alone(tmp_path: Path) -> None:
+    from transformers import DynamicCache
+
+    model, cache = Wrapper(_given).eval(), DynamicCache()
+    inner: Any = model.model
+    by_hand = inner.model
+    with record(model, tmp_path / "r", sites=["*:kv.key"]), torch.no_grad():
+        for _ in range(2):
+            inner(IDS, past_key_values=cache)
+        model(IDS, cache)  # of the same step as the second call of a part of it
+        hidden = by_hand.embed_tokens(IDS)
+        positions = by_hand.rotary_emb(hidden, torch.arange(3)[None])
+        for layer in by_hand.layers:
+            hidden = layer(hidden, position_embeddings=positions, past_key_values=cache)
+    opened = Recording.open(tmp_path / "r")
+    first, second = (f"model.model.layers.{layer}.self_attn" for layer in (0, 1))
+    sites = [(entry.step, entry.site, entry.shape[2]) for entry in opened.entries]
+    assert sites == [
+        (0, f"{first}:kv.key", 3),
+        (0, f"{second}:kv.key", 3),
+        (1, f"{first}:kv.key", 6),
+        (1, f"{second}:kv.key", 6),
+        (1, f"{first}@1:kv.key", 9),
+        (1, f"{second}@1:kv.key", 9),
+        (2, f"{first}:kv.key", 12),
+        (2, f"{second}:kv.key", 12),
+    ]
+    assert not opened.left_out

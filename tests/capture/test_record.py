@@ -659,7 +659,7 @@ def test_gradients_leave_nothing_behind(tmp_path: Path) -> None:
     assert ".:grad_in[0]" in opened.sites(4) and "head.weight:state.momentum_buffer" in opened.sites(4)
 
 
-def test_gradients_that_come_too_late_are_counted(tmp_path: Path) -> None:
+def test_gradients_that_come_too_late_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = Model()
     with record(model, tmp_path / "r", gradients=True):
         first = model(X)["logits"].sum()
@@ -667,6 +667,7 @@ def test_gradients_that_come_too_late_are_counted(tmp_path: Path) -> None:
         first.backward()
     opened = Recording.open(tmp_path / "r")
     assert opened.complete and opened.metadata["num_late"] == 11
+    assert "11 tensors came too late, after the step they belong to" in caplog.text
     # What is accumulated into parameters belongs to the step that is open.
     assert not any(":grad" in site for site in opened.sites(0)) and "head.weight:grad" in opened.sites(1)
 

@@ -93,8 +93,8 @@ class CacheSites:
             if isinstance(index, int):
                 self._paths.setdefault(index, []).append(path)
 
-    def tensors(self, cache: Any, where: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
-        """Yield (site, tensor) of a cache; nothing of what is none.
+    def tensors(self, cache: Any, where: Collection[str], *, whole: bool) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield (path, port, tensor) of a cache; nothing of what is none.
 
         The tensors are live. A cache with layers of another kind than keys and values (states of a convolution, of a
         recurrence) gives these by their own names.
@@ -102,23 +102,26 @@ class CacheSites:
         Args:
             cache: What was passed around.
             where: Paths of the modules that got it: of several layers of a number, those are meant.
+            whole: Also give what no layer is known to have got.
         """
-        if _are_of_cache(_layers_of(cache)):
-            yield from self._of(cache, where)
-
-    def _of(self, cache: Any, where: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        if not _are_of_cache(_layers_of(cache)):
+            return
         crossed = getattr(cache, "cross_attention_cache", None)
+        own = cache if crossed is None else cache.self_attention_cache
+        yield from self._layers(own, where, whole, "", 0)
         if crossed is not None:
-            yield from self._layers(cache.self_attention_cache, where, "", 0)
-            yield from self._layers(crossed, where, "cross_", 1)
-        else:
-            yield from self._layers(cache, where, "", 0)
+            yield from self._layers(crossed, where, whole, "cross_", 1)
 
-    def _layers(self, cache: Any, where: Collection[str], prefix: str, which: int) -> Iterator[tuple[str, Tensor]]:
+    def _layers(
+        self, cache: Any, where: Collection[str], whole: bool, prefix: str, which: int
+    ) -> Iterator[tuple[str, str, Tensor]]:
         for index, layer in enumerate(cache.layers):
             # The innermost module of a layer that knows its number is the attention itself.
             numbered = self._paths.get(index, [])
-            paths = [path for path in numbered if path in where] or numbered
+            paths = [path for path in numbered if path in where]
+            if not paths and not whole:
+                continue
+            paths = paths or numbered
             inner = [path for path in paths if not any(other.startswith(f"{path}.") for other in paths)]
             path = inner[min(which, len(inner) - 1)] if inner else f"past_key_values.{index}"
             for name, value in vars(layer).items():
@@ -126,7 +129,7 @@ class CacheSites:
                 # A recurrent layer keeps its states in dicts, by number.
                 for port, tensor in tensors_in(f":kv.{prefix}{key}", value):
                     if tensor.dim() >= 2:
-                        yield path + port, tensor
+                        yield path, port, tensor
 
 
 def _layers_of(value: Any) -> list[Any] | None:

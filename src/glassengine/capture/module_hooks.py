@@ -27,7 +27,7 @@ from glassengine.capture.leaves import KV_AXES, NO_TENSOR, CacheSites, tensors_i
 from glassengine.capture.observed_call import ObservedCall, num_running, out_of_reach, why_unseen
 from glassengine.capture.steps import Steps
 from glassengine.recording.policy import Policy
-from glassengine.sites import ROOT, tap_site
+from glassengine.sites import ROOT, tap_site, with_call
 from glassengine.taps import tap_sink
 
 _MAX_REASON = 300
@@ -240,10 +240,10 @@ class ModuleHooks:
         forward.leave.close()
         if failed:
             self._end(forward, [], f"{type(error).__name__}: {error}"[:_MAX_REASON].removesuffix(": "))
-        elif known.is_root:
-            if forward.records:
-                self._deliver_caches(forward)
-            self._end(forward, self._token_ids(args, kwargs), None)
+        else:
+            self._deliver_caches(forward, whole=known.is_root)
+            if known.is_root:
+                self._end(forward, self._token_ids(args, kwargs), None)
         forward.in_call = False
 
     def _outermost(self, known: Known, forward: Forward | None) -> Forward:
@@ -297,10 +297,13 @@ class ModuleHooks:
         for cache in caches:
             forward.caches.setdefault(id(cache), (cache, set()))[1].add(where.partition("@")[0])
 
-    def _deliver_caches(self, forward: Forward) -> None:
+    def _deliver_caches(self, forward: Forward, *, whole: bool) -> None:
         try:
             for cache, where in forward.caches.values():
-                for site, tensor in self._caches.tensors(cache, where):
+                for path, port, tensor in self._caches.tensors(cache, where, whole=whole):
+                    num_calls = forward.num_calls.get(path + port, 0)
+                    forward.num_calls[path + port] = num_calls + 1
+                    site = with_call(path, num_calls) + port
                     self._intake.take(site, forward.step, tensor, axes=KV_AXES if tensor.dim() == 4 else None)
         except Exception as error:
             if is_interruption(error):

@@ -107,6 +107,11 @@ class Recorder:
             self._note_unseen(writer)
             if self._intake.num_late:
                 writer.metadata["num_late"] = self._intake.num_late
+                _log.warning(
+                    "%d tensors came too late, after the step they belong to: a step ends when the next forward "
+                    "begins; to see the gradients of each, call backward between the forwards",
+                    self._intake.num_late,
+                )
             unmatched = self._policy.unmatched()
             if unmatched and self._hooks.steps.num_begun:
                 writer.metadata["unmatched_patterns"] = unmatched
