@@ -78,6 +78,51 @@ def test_a_mistake_in_a_plain_port_is_found_in_both_directions() -> None:
     assert not any(pair.verdict == "wrong" and "embed" in pair.site for pair in found.pairs)
 
 
+class WithAlternatePairs(WithMask):
+    def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        angle = positions[..., None, None].float() * self.base ** (-torch.arange(0, 16, 2).float() / 16)
+        a, b = x[..., 0::2], x[..., 1::2]
+        turned = torch.stack([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1).flatten(-2)
+        return turned.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+class WithPositionsOfTheMask(WithMask):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        seen = torch.ones(2 * input_ids.shape[1:], dtype=torch.bool).tril() & attention_mask[:, None].bool()
+        return self.run(input_ids, seen, (attention_mask.cumsum(-1) - 1).clamp(min=0))
+
+
+def test_queries_and_keys_that_are_rotated_wrong_together_are_the_first_that_is_wrong() -> None:
+    """An attention follows from neither of them alone; the line is that of the helper, and not of the forward."""
+    torch.set_num_threads(1)
+    own = models.llama(num_hidden_layers=1)
+    first = check(own, candidate=WithAlternatePairs(own)).first_divergence
+    assert first is not None and first.site == "model.layers.0.self_attn/add.0"
+    assert first.source is not None and "q_embed = (q * cos)" in first.source
+    assert first.candidate_source is not None and "torch.stack([a * angle.cos()" in first.candidate_source
+
+
+def test_positions_that_begin_behind_the_padding_are_no_mistake() -> None:
+    torch.set_num_threads(1)
+    own = models.llama(num_hidden_layers=1)
+    found = check(own, candidate=WithPositionsOfTheMask(own))
+    assert found.ok and found.verdict == "rounding" and found.coverage == 1.0
+
+
+class WithWrongSum(WithMask):
+    def run(self, ids: Tensor, seen: Tensor, positions: Tensor) -> Tensor:
+        return super().run(ids, seen & (torch.arange(seen.shape[-1]) != 2), positions)
+
+
+def test_a_region_that_ends_in_a_view_is_named_by_what_computes() -> None:
+    torch.set_num_threads(1)
+    own = models.llama(num_hidden_layers=1)
+    first = check(own, candidate=WithWrongSum(own)).first_divergence
+    assert first is not None and first.site == "model.layers.0.self_attn/scaled_dot_product_attention.0"
+    assert first.candidate_site == "./einsum.1"
+    assert first.candidate_source is not None and "bkgst,btkd->bskgd" in first.candidate_source
+
+
 def test_a_module_that_takes_no_tokens_is_refused_with_what_it_takes() -> None:
     try:
         check(models.llama(), candidate=models.vision())

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from glassengine.diagnose.cases import module_cases
-from glassengine.diagnose.counterparts import pair_programs
+from glassengine.diagnose.pair_programs import pair_programs
 from glassengine.diagnose.regions import covered
 from glassengine.program import Program, export_program, load_model
 

@@ -34,6 +34,7 @@ class CandidateTensors:
 
     def __init__(self, program: Program, steps: Sequence[ProbeStep]) -> None:
         self._steps = steps
+        self._num_unpadded = sum(step.real is None for step in steps)
         everywhere = [node for node in program.graph.nodes if all(node.name in step.values for step in steps)]
         self.nodes: dict[str, Node] = {node.name: node for node in everywhere if is_tensor_node(node)}
         self.order = {node.name: place for place, node in enumerate(program.graph.nodes)}
@@ -62,12 +63,18 @@ class CandidateTensors:
                 continue
             if name not in self._sizes:
                 self._sizes[name] = [_size(value) for value in self.values(name)]
-            if all(abs(a - b) <= 0.2 * max(a, b) for a, b in zip(sizes, self._sizes[name], strict=True)):
+            both = list(zip(sizes, self._sizes[name], strict=True))[: self._num_unpadded]
+            if all(abs(a - b) <= 0.2 * max(a, b) for a, b in both):
                 yield name
 
-    def distance(self, name: str, predicted: Values) -> float:
-        """Return the largest distance of any step: rms(tensor - predicted) / rms(predicted), infinite across masks."""
-        return max(_distance(theirs, ours) for theirs, ours in zip(self.values(name), predicted, strict=True))
+    def distance(self, name: str, predicted: Values, *, beside_padding: bool = True) -> float:
+        """Return the largest distance of any step: rms(tensor - predicted) / rms(predicted), infinite across masks.
+
+        What stands in padding counts for nothing; without `beside_padding` steps that have some do not count at all.
+        """
+        each = list(zip(self.values(name), predicted, (step.real for step in self._steps), strict=True))
+        each = each if beside_padding else each[: self._num_unpadded]
+        return max(_distance(*_real(theirs, ours, real)) for theirs, ours, real in each)
 
 
 def shapes_of(values: Values) -> tuple[Any, ...]:
@@ -95,6 +102,18 @@ def _size(value: torch.Tensor) -> float:
     wide = value.double()
     wide = torch.where(_special(wide), 0.0, wide)
     return float(wide.square().mean().sqrt()) if wide.numel() else 0.0
+
+
+def _real(theirs: torch.Tensor, ours: torch.Tensor, real: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two tensors of one shape with zeros in padding, along every axis as long as the text."""
+    if real is None or theirs.shape != ours.shape or not theirs.dim() or theirs.shape[0] != real.shape[0]:
+        return theirs, ours
+    for axis in range(1, theirs.dim()):
+        if theirs.shape[axis] == real.shape[1]:
+            kept = real.reshape(real.shape[0], *(real.shape[1] if i == axis else 1 for i in range(1, theirs.dim())))
+            zero = theirs.new_zeros(()), ours.new_zeros(())
+            theirs, ours = torch.where(kept, theirs, zero[0]), torch.where(kept, ours, zero[1])
+    return theirs, ours
 
 
 def _distance(candidate: torch.Tensor, predicted: torch.Tensor) -> float:

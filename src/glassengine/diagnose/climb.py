@@ -18,9 +18,9 @@ from glassengine.compare.operation import FLOAT32_SUMS, Accumulation
 from glassengine.compare.pairing import SitePair
 from glassengine.compare.tolerance import is_inexact
 from glassengine.diagnose.cases import Case, Inputs, causal_cases, module_cases, taken_by
-from glassengine.diagnose.counterparts import pair_programs
 from glassengine.diagnose.hidden_slots import hides_by_numbers
 from glassengine.diagnose.op_by_op import RUNG, op_by_op
+from glassengine.diagnose.pair_programs import pair_programs
 from glassengine.diagnose.recorded import RUNG as RECORD
 from glassengine.diagnose.recorded import RecordedOps, RecordedTensors, module_side
 from glassengine.diagnose.regions import RegionReplay, covered

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from glassengine.compare.operation import RANDOM, UNDEFINED
+from glassengine.diagnose.between import origin_of
 from glassengine.diagnose.regions import RegionReplay, covered
 from glassengine.diagnose.score import Score, float_nodes
 from glassengine.diagnose.severity import Severity
@@ -30,6 +31,7 @@ from glassengine.results import (
     counts_of,
     worst,
 )
+from glassengine.sites import Site
 
 _TOO_LITTLE = "only"
 _LAYERS = frozenset({"conv1d", "conv2d", "conv3d", "convolution", "linear"})
@@ -62,6 +64,7 @@ def conclude(
         found = sorted(score.divergences.values(), key=lambda d: (d.step, order[d.node or ""]))
         found = [_with_observer_effect(divergence, verdicts) for divergence in found]
         found = [_with_ops_left_out(score, program, divergence) for divergence in found]
+        found = [_at_what_computes(score, program, divergence) for divergence in found]
         found = [dataclasses.replace(d, candidate_source=_source_there(score, d)) for d in found]
         origins += found
         rungs.append(_rung(score, program, found, severity.get(score.side.rung)))
@@ -179,6 +182,26 @@ def _with_ops_left_out(score: Score, program: Program, divergence: Divergence) -
     # The two ops are no counterparts then, and how they are written says nothing.
     others = tuple(hint for hint in divergence.hints if hint.kind != "argument")
     return dataclasses.replace(divergence, hints=(Hint("ops", text, 1.0), *others))
+
+
+def _at_what_computes(score: Score, program: Program, divergence: Divergence) -> Divergence:
+    """Name the ops that compute where a region ends in views: what a view passes on, it did not make."""
+    side = score.side
+    if not isinstance(side, ProgramSide) or divergence.node is None or divergence.node not in side.pairs:
+        return divergence
+    counterpart = side.pairs[divergence.node].candidate.node
+    own = _origin(program, divergence.node, side.pairs)
+    there = _origin(side.program, counterpart, {pair.candidate.node for pair in side.pairs.values()})
+    if own is not None and own.node != divergence.node:
+        divergence = dataclasses.replace(divergence, site=own.name, source=own.source)
+    if there is not None and there.node != counterpart:
+        divergence = dataclasses.replace(divergence, candidate_site=there.name)
+    return divergence
+
+
+def _origin(program: Program, name: str, known: Collection[str]) -> Site | None:
+    node = origin_of(next(node for node in program.graph.nodes if node.name == name), known)
+    return next((site for site in program.sites.by_node.get(node.name, ()) if site.kind == "op"), None)
 
 
 def _source_there(score: Score, divergence: Divergence) -> str | None:

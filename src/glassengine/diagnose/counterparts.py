@@ -17,9 +17,8 @@ Predictions are compared loosely, as far as rounding within a region goes; the v
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,12 +28,20 @@ from torch.utils import _pytree as pytree
 from glassengine.compare.operation import CASTS, MOVES, RANDOM, UNDEFINED
 from glassengine.compare.pairing import SitePair, pair_sites
 from glassengine.compare.verdict import unit_roundoff
-from glassengine.diagnose.between import origin_of, passes_on, region_of, rounded_to, sibling_of
+from glassengine.diagnose.between import (
+    next_below,
+    origin_of,
+    partners_of,
+    passes_on,
+    reads_the_same,
+    region_of,
+    rounded_to,
+    sibling_of,
+)
 from glassengine.diagnose.candidate_tensors import CandidateTensors, Values, shapes_of
-from glassengine.diagnose.cases import Case
 from glassengine.diagnose.float64 import retarget, target_of
 from glassengine.diagnose.paired_results import paired_results, ports
-from glassengine.diagnose.probe import ProbeStep, probe
+from glassengine.diagnose.probe import ProbeStep
 from glassengine.program.naming import is_tensor_node, op_name
 from glassengine.program.outputs import is_view
 from glassengine.program.program import Program
@@ -50,6 +57,8 @@ _TELLING = 2
 """A tensor and the prediction are told apart by an op below that follows this many times closer from one of them."""
 _AHEAD = 12
 """How many ops below a node are asked whether they follow from it."""
+_AHEAD_OF_TWO = 6
+"""The same below an op of whose inputs two are tried at once."""
 _TRIALS = 8
 """How many tensors of the candidate are tried in the place of one that has no counterpart."""
 _MOST_TRIED = 20_000
@@ -75,7 +84,6 @@ class Counterparts:
     def __init__(self, baseline: Program, candidate: Program, steps: Sequence[ProbeStep]) -> None:
         self._baseline, self._candidate, self._steps = baseline, candidate, steps
         self._weights = baseline.weights()
-        self._nodes = {node.name: node for node in baseline.graph.nodes}
         self._order = {node.name: index for index, node in enumerate(baseline.graph.nodes)}
         self._tensors = CandidateTensors(candidate, steps)
         self._proposed = {pair.baseline.node: pair for pair in pair_sites(baseline, candidate)[0]}
@@ -140,10 +148,12 @@ class Counterparts:
         goes_on = isinstance(source, Node) and any(op_name(user) not in CASTS for user in source.users)
         return source.name if goes_on and isinstance(source, Node) and source.name in close else found
 
-    def _close(self, node: Node, predicted: Values, instead: str | None = None) -> list[str]:
+    def _close(
+        self, node: Node, predicted: Values, instead: Sequence[str] = (), *, beside_padding: bool = True
+    ) -> list[str]:
         """Return the tensors that are the prediction up to rounding and nobody's counterpart yet, best first.
 
-        `instead` is a tensor that takes the place of an input: neither it nor what it is made of can be made of it.
+        `instead` are tensors that take the place of inputs: neither they nor what they are made of can be made of them.
         """
         ranked = []
         own = node.meta["val"].dtype
@@ -151,7 +161,7 @@ class Counterparts:
         pair = self._proposed.get(node.name)
         inputs = [self._found[source.name] for source in node.all_input_nodes if source.name in self._found]
         made_of = 0
-        for name in [*inputs, *([instead] if instead else [])]:
+        for name in [*inputs, *instead]:
             made_of |= self._tensors.ancestors[name]
         computes = not passes_on(node)
         for name in self._tensors.alike(predicted, made_of):
@@ -162,7 +172,7 @@ class Counterparts:
             if computes and origin_of(theirs).name in inputs:
                 # What goes in, rounded: too coarse to show that the op is not in it.
                 continue
-            distance = self._tensors.distance(name, predicted)
+            distance = self._tensors.distance(name, predicted, beside_padding=beside_padding)
             if distance <= self._allowed(node, name):
                 handicap = 1 if pair is not None and pair.candidate.node == name else _CLOSER
                 other_dtype = theirs.meta["val"].dtype is not own
@@ -181,7 +191,7 @@ class Counterparts:
         predictions: dict[str, Values] = {node.name: predicted}
         replaced: dict[str, Values] = {node.name: self._tensors.values(name)}
         made_of = self._tensors.ancestors[name]
-        for below in self._below(node):
+        for below in next_below(node, self._order, _AHEAD):
             without = self._nearest(below, predictions, 1 << self._tensors.order[name])
             of_it = self._nearest(below, replaced, made_of)
             if without * _TELLING < of_it:
@@ -201,7 +211,7 @@ class Counterparts:
             return math.inf
         return min(
             (
-                max(self._tensors.distance(name, predicted), self._tensors.unit(name))
+                max(self._tensors.distance(name, predicted, beside_padding=False), self._tensors.unit(name))
                 for name in self._tensors.alike(predicted, besides)
             ),
             default=math.inf,
@@ -209,7 +219,7 @@ class Counterparts:
 
     def _contradicting(self, node: Node, predicted: Values, proposed: str | None) -> str | None:
         """Return the tensor that what is below `node` follows from, if it does not follow from the prediction."""
-        below = self._below(node)
+        below = next_below(node, self._order, _AHEAD)
         without, explained = self._first_to_follow(below, {node.name: predicted})
         tried: Iterable[str] = (
             self._to_try(node, predicted, proposed) if without != 0 else [proposed] if proposed else []
@@ -219,7 +229,7 @@ class Counterparts:
                 return None
             values = {node.name: self._tensors.values(name)}
             followed, by = self._first_to_follow(
-                below[: _AHEAD if without is None else without + 1], values, instead=name
+                below[: _AHEAD if without is None else without + 1], values, instead=(name,)
             )
             # What follows from the prediction as well (of three terms, added in another order) does not contradict it.
             if followed is None or (by == explained and not self._has_same_inputs(node, name)):
@@ -227,7 +237,37 @@ class Counterparts:
             # An op that reads the same on both sides and makes something else is wrong, even if that drowns below.
             if without is None or followed < without or (name == proposed and self._has_same_inputs(node, name)):
                 return name
+        return self._contradicting_with_partner(node, predicted, proposed) if without is None else None
+
+    def _contradicting_with_partner(self, node: Node, predicted: Values, proposed: str | None) -> str | None:
+        """Return the tensor that, with another one for a node passed over before, an op that reads both follows from.
+
+        Queries and keys that are rotated wrong are so together, and an attention follows from neither of them alone.
+        """
+        for op, other in partners_of(node):
+            if other.name in self._found or other.name not in self._values:
+                continue
+            below = [op, *next_below(op, self._order, _AHEAD)][:_AHEAD_OF_TWO]
+            of_other = list(self._to_try(other, self._values[other.name], self._proposal(other)))
+            for name in self._to_try(node, predicted, proposed):
+                for beside in of_other:
+                    if name == beside or self._num_tried > _MOST_TRIED:
+                        continue
+                    values = {node.name: self._tensors.values(name), other.name: self._tensors.values(beside)}
+                    env = self._passed_on(other, values)
+                    if self._first_to_follow(below, env, instead=(name, beside))[0] is not None:
+                        self._settle(other, beside)
+                        self._values.update(self._passed_on(other, {other.name: self._values[other.name]}))
+                        return name
         return None
+
+    def _passed_on(self, node: Node, env: dict[str, Values]) -> dict[str, Values]:
+        """Return `env` with what was predicted of the views of `node`, predicted anew."""
+        for user in node.users:
+            if passes_on(user) and user.name in self._values:
+                env[user.name] = self._predict(user, env)
+                self._passed_on(user, env)
+        return env
 
     def _to_try(self, node: Node, predicted: Values, proposed: str | None) -> Iterator[str]:
         shapes = shapes_of(predicted)
@@ -248,31 +288,12 @@ class Counterparts:
             if shapes_of(values) == shapes and all(value.is_floating_point() for value in values):
                 yield name
 
-    def _below(self, node: Node) -> list[Node]:
-        """Return the nearest ops below `node` in the order of the graph."""
-        found: list[Node] = []
-        seen = {node.name}
-        waiting: list[tuple[int, str]] = []
-
-        def push(of: Node) -> None:
-            for user in of.users:
-                if user.op == "call_function" and user.name not in seen and "_assert" not in str(user.target):
-                    seen.add(user.name)
-                    heapq.heappush(waiting, (self._order[user.name], user.name))
-
-        push(node)
-        while waiting and len(found) < _AHEAD:
-            following = self._nodes[heapq.heappop(waiting)[1]]
-            found.append(following)
-            push(following)
-        return found
-
     def _first_to_follow(
-        self, below: Sequence[Node], env: dict[str, Values], instead: str | None = None
+        self, below: Sequence[Node], env: dict[str, Values], instead: Sequence[str] = ()
     ) -> tuple[int | None, str | None]:
         """Return the index of the first op below that the candidate has a counterpart of, and that counterpart.
 
-        With the tensor `instead` in place of the node it must be one that computes, and changes it: every tensor can be
+        With the tensors `instead` in place of nodes it must be one that computes, and changes them: every tensor can be
         moved, and to one that is made twice a small number can be added.
         """
         for index, node in enumerate(below):
@@ -286,9 +307,9 @@ class Counterparts:
                 continue
             self._roundoff.setdefault(node.name, self._roundoff_of(node))
             keeps = op_name(node) in MOVES or is_view(node) or op_name(node) == "_to_copy"
-            if instead is not None and (keeps or self._is_near(node, instead, predicted)):
+            if instead and (keeps or any(self._is_near(node, name, predicted) for name in instead)):
                 continue
-            if close := self._close(node, predicted, instead):
+            if close := self._close(node, predicted, instead, beside_padding=False):
                 return index, close[0]
         return None, None
 
@@ -355,7 +376,7 @@ class Counterparts:
         """Whether a tensor is what is predicted of `node` up to rounding."""
         if shapes_of(self._tensors.values(name)) != shapes_of(predicted):
             return False
-        return self._tensors.distance(name, predicted) <= self._allowed(node, name)
+        return self._tensors.distance(name, predicted, beside_padding=False) <= self._allowed(node, name)
 
     def _allowed(self, node: Node, name: str) -> float:
         """How far a tensor may be from what is predicted of `node`."""
@@ -364,46 +385,6 @@ class Counterparts:
     def _unit(self, node: Node, name: str) -> float:
         """Unit roundoff of the coarser of `node`, with its region, and the candidate's tensor."""
         return max(self._roundoff[node.name], self._tensors.unit(name))
-
-
-def reads_the_same(
-    ours: Node, theirs: Node, found: Mapping[str, str], names: tuple[Mapping[str, str], Mapping[str, str]]
-) -> bool:
-    """Whether two nodes call one op on counterparts; weights count as such.
-
-    Args:
-        ours: Of the baseline.
-        theirs: Of the candidate.
-        found: Node -> counterpart.
-        names: Placeholder -> input, of both programs.
-    """
-    if ours.target is not theirs.target:
-        return False
-    sources = [
-        [leaf for leaf in pytree.tree_leaves((node.args, dict(node.kwargs))) if isinstance(leaf, Node)]
-        for node in (ours, theirs)
-    ]
-    if len(sources[0]) != len(sources[1]):
-        return False
-    for a, b in zip(*sources, strict=True):
-        if a.op == "placeholder":
-            if b.op != "placeholder" or names[0].get(a.name) != names[1].get(b.name):
-                return False
-        elif is_tensor_node(a) and found.get(a.name) != b.name:
-            return False
-    return True
-
-
-def pair_programs(baseline: Program, candidate: Program, cases: Sequence[Case]) -> dict[str, SitePair]:
-    """Return baseline node -> pair; programs of the same ops in the same order pair without being run."""
-    pairs, ours, theirs = pair_sites(baseline, candidate)
-    found = {pair.baseline.node: pair.candidate.node for pair in pairs}
-    nodes = ({node.name: node for node in program.graph.nodes} for program in (baseline, candidate))
-    left, right = nodes
-    names = ports(baseline), ports(candidate)
-    if not ours and not theirs and all(reads_the_same(left[a], right[b], found, names) for a, b in found.items()):
-        return {pair.baseline.node: pair for pair in pairs}
-    return Counterparts(baseline, candidate, probe(candidate, cases)).find()
 
 
 def _op_site(program: Program, node: str) -> Site | None:

@@ -24,25 +24,31 @@ _MOST_TOKENS = 16
 
 @dataclass(frozen=True)
 class ProbeStep:
-    """What a program was given (by input) and made (by node) in one step."""
+    """What a program was given (by input) and made (by node) in one step.
+
+    `real` [B, S] says which tokens are no padding, where there is some.
+    """
 
     inputs: Mapping[str, Any]
     values: Mapping[str, torch.Tensor]
+    real: torch.Tensor | None = None
 
 
 def probe(program: Program, cases: Sequence[Case]) -> list[ProbeStep]:
     """Run two steps of the first case: of a causal LM, two rows without padding and a decode step.
 
     Of a plain module the two with the most elements: a batch of one has shapes in common that a larger one has not.
+    With padding among its steps there is a third one that has it, the two have none: programs may count positions
+    otherwise beside padding.
     """
     steps: list[ProbeStep] = []
     caches: dict[str, torch.Tensor] = {}
     inputs: Any = None
     case = _short(cases[0])
-    largest = sorted(case.steps, key=_num_elements, reverse=True)
-    for number in range(min(NUM_STEPS, case.num_steps)):
+    of_module = _of_module(case) if case.input_ids is None else []
+    for number in range(len(of_module) or min(NUM_STEPS, case.num_steps)):
         if case.input_ids is None:
-            inputs = largest[number]
+            inputs = of_module[number]
         else:
             inputs = StepInputs.first(case) if number == 0 else inputs.following(case.input_ids[:, 0])
         named = inputs.named() if isinstance(inputs, StepInputs) else named_inputs(inputs)
@@ -56,9 +62,33 @@ def probe(program: Program, cases: Sequence[Case]) -> list[ProbeStep]:
 
         given = {**named, **caches}
         outputs = run_program(program, given, keep)
-        steps.append(ProbeStep(given, values))
+        steps.append(ProbeStep(given, values, _padding(inputs) if number >= NUM_STEPS else None))
         caches = {past: outputs[present] for past, present in program.caches.items()}
     return steps
+
+
+def _of_module(case: Case) -> list[Mapping[str, Any]]:
+    largest = sorted(case.steps, key=_num_elements, reverse=True)
+    padded = next((step for step in largest if _padding(step) is not None), None)
+    if padded is None:
+        return largest[:NUM_STEPS]
+    without = [{**step, **_ones(step)} for step in largest]
+    return [*(without * NUM_STEPS)[:NUM_STEPS], padded]
+
+
+def _ones(step: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the masks of padding of a step, as if there were none."""
+    return {
+        name: torch.ones_like(value)
+        for name, value in step.items()
+        if name.endswith("attention_mask") and isinstance(value, torch.Tensor) and value.dim() == 2
+    }
+
+
+def _padding(step: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return which tokens of a step are no padding, None where all are real."""
+    masks = [step[name].bool() for name in _ones(step)]
+    return next((mask for mask in masks if not bool(mask.all())), None)
 
 
 def _num_elements(step: Mapping[str, Any]) -> int:

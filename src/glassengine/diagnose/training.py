@@ -22,7 +22,6 @@ from torch import nn
 
 from glassengine.compare.pairing import SitePair, pair_sites
 from glassengine.diagnose.cases import Case, StepInputs
-from glassengine.diagnose.counterparts import pair_programs
 from glassengine.diagnose.gradient_graph import (
     GRADIENT,
     LOSS,
@@ -33,6 +32,7 @@ from glassengine.diagnose.gradient_graph import (
     step_inputs,
 )
 from glassengine.diagnose.judge import run_cases
+from glassengine.diagnose.pair_programs import pair_programs
 from glassengine.diagnose.replay import Replay
 from glassengine.diagnose.score import Score, float_nodes
 from glassengine.diagnose.sides import ModuleSide, Observed, ProgramSide

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from glassengine.errors import UsageError
 from glassengine.program import causal_lm, encoder_decoder, image_text
+from glassengine.program.frames import helper_lines
 from glassengine.program.keywords import explicit_keywords
 from glassengine.program.listing import OnStage, Stage
 from glassengine.program.marks import collect_marks, marking
@@ -193,7 +194,7 @@ def traced_program(
     inputs = pytree.tree_map_only(torch.Tensor, _contiguous, inputs)
     try:
         marked = marking(getattr(module, prefix) if prefix else module)
-        with torch.no_grad(), quiet(), explicit_keywords(module, inputs), marked:
+        with torch.no_grad(), quiet(), explicit_keywords(module, inputs), marked, helper_lines():
             exported = torch.export.export(module, (), kwargs=inputs, dynamic_shapes=dynamic, strict=False)
         if on_stage is not None:
             on_stage(_traced_stage(exported, input_names, output_names or result_names(exported), kind))

@@ -19,6 +19,7 @@ from torch import nn
 from torch.fx import Node
 
 from glassengine.errors import UsageError
+from glassengine.program.frames import is_users
 from glassengine.program.marks import Mark
 from glassengine.sites import ROOT, Site, SiteTable, op_site, port_site, tap_site, with_call
 
@@ -27,7 +28,6 @@ ATTENTIONS = frozenset({"scaled_dot_product_attention"})
 
 _PLACEMENT = frozenset({"device", "pin_memory", "layout"})  # where, not what: the same on every device
 _SLICE = re.compile(r"slice\(([^,]+), ([^,]+), ([^)]+)\)")
-_NOT_THE_USERS = ("/glassengine/program/", "/torch/")
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
 
 
@@ -149,7 +149,7 @@ def _has_module(root: nn.Module, path: str) -> bool:
 def source_line(node: Node) -> str | None:
     """Return "file:line: code" of the innermost user frame that made `node`, file relative to its package."""
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
-    own = [f for f in frames if not any(part in f["file"] for part in _NOT_THE_USERS)]
+    own = [f for f in frames if is_users(f["file"])]
     if not own:
         return None
     file = own[-1]["file"].split("/site-packages/")[-1]

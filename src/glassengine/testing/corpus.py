@@ -19,8 +19,8 @@ from glassengine.compare.pairing import difference
 from glassengine.compare.verdict import SUSPICIOUS
 from glassengine.diagnose.cases import Case, StepInputs
 from glassengine.diagnose.conclude import conclude
-from glassengine.diagnose.counterparts import pair_programs
 from glassengine.diagnose.judge import run_cases
+from glassengine.diagnose.pair_programs import pair_programs
 from glassengine.diagnose.regions import RegionReplay
 from glassengine.diagnose.replay import Replay
 from glassengine.diagnose.score import Score
