@@ -75,6 +75,25 @@ def test_parameters_and_their_gradients(mesh: Any, tmp_path: Path) -> None:
     assert opened.entry("weight:param", 0).sharding.placements == ("R", "S(0)")  # type: ignore[union-attr]
 
 
+def test_gradients_are_those_that_all_ranks_agree_on(mesh: Any, tmp_path: Path) -> None:
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
+
+    def doubled(_, bucket):  # type: ignore[no-untyped-def]  # torch looks at annotations, and not at their text
+        # In place of an average over ranks, of which there is one.
+        done = torch.futures.Future()
+        done.set_result(bucket.buffer() * 2)
+        return done
+
+    model.register_comm_hook(None, doubled)
+    with record(model, tmp_path / "r", gradients=True):
+        for _ in range(2):
+            model.zero_grad()
+            model(WHOLE).sum().backward()
+    opened = Recording.open(tmp_path / "r")
+    for name, parameter in model.module.named_parameters():
+        assert torch.equal(opened.tensor(f"{name}:grad", 1), parameter.grad), name
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from glassengine.capture.calls import ModuleNames
 from glassengine.capture.intake import Intake
@@ -34,6 +34,8 @@ def watch(tensor: Tensor, site: str, step: int, intake: Intake) -> Any:
 class ParameterHooks:
     """Delivers the gradient of every parameter each time a backward has added to it, and the state after a step.
 
+    Gradients that data-parallel ranks average are delivered when that is done.
+
     Sites: `<parameter>:grad`, `<parameter>@1:grad` for the second backward of a step, and so on; after a step of the
     optimizer `<parameter>:param` and `<parameter>:state.<name>`, e.g. `:state.exp_avg`.
 
@@ -55,6 +57,10 @@ class ParameterHooks:
         optimizer: torch.optim.Optimizer | None,
     ) -> None:
         self._names = names.parameters()
+        # What ranks exchange is in place when the backward ends, and not before.
+        self._is_exchanged = any(isinstance(m, nn.parallel.DistributedDataParallel) for m in names.known)
+        # Of each backward that has not ended; those that fail never do.
+        self._waiting: dict[int, list[tuple[int, Tensor]]] = {}
         self._intake = intake
         self._current_step = current_step
         self._gradients = gradients
@@ -81,8 +87,23 @@ class ParameterHooks:
 
     def _accumulated(self, parameter: Tensor) -> None:
         step = self._current_step()
-        if step is not None and parameter.grad is not None:
+        if step is None or parameter.grad is None:
+            return
+        if not self._is_exchanged:
             self._deliver(step, self._names[parameter], ":grad", parameter.grad)
+            return
+        backward = torch._C._current_graph_task_id()
+        if backward not in self._waiting:
+            self._waiting[backward] = []
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            # What is called first then comes after all that was asked for meanwhile, by who exchanges them too.
+            queue(lambda: queue(lambda: self._exchanged(backward)))
+        self._waiting[backward].append((step, parameter))
+
+    def _exchanged(self, backward: int) -> None:
+        for step, parameter in self._waiting.pop(backward, ()):
+            if parameter.grad is not None:
+                self._deliver(step, self._names[parameter], ":grad", parameter.grad)
 
     def _updated(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         step = self._current_step()
