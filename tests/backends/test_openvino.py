@@ -29,6 +29,16 @@ class Product(nn.Module):
         return {"y": y, "positive": y > 0}
 
 
+class Rotation(nn.Module):
+    """Of the first half of each head, as in Phi and GPT-NeoX."""
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> dict[str, torch.Tensor]:
+        turned, rest = x[..., :8], x[..., 8:]
+        half = torch.cat((-turned[..., 4:], turned[..., :4]), dim=-1)
+        rotated = turned * cos + half * sin
+        return {"rotated": rotated, "head": torch.cat((rotated, rest), dim=-1), "rest": rest}
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("product")
@@ -53,6 +63,20 @@ def test_results_stay_as_they_are_in_later_runs(built: Path) -> None:
     kept = {name: value.clone() for name, value in first.items()}
     run({"x": -torch.ones(2, 64)})
     assert all(torch.equal(first[name], kept[name]) for name in kept)
+
+
+def test_a_rotation_of_a_part_of_each_head_is_what_it_was(tmp_path: Path) -> None:
+    steps = [
+        {"x": torch.randn(2, 4, n, 16), "cos": torch.rand(2, 1, n, 8), "sin": torch.rand(2, 1, n, 8)} for n in (5, 7)
+    ]
+    BACKEND.build(export_module(Rotation(), steps), tmp_path)
+    run = BACKEND.load(tmp_path, None)
+    for step in steps:
+        result, expected = run(step), Rotation()(**step)
+        for name, value in expected.items():
+            torch.testing.assert_close(result[name], value)
+        # What is shown is what the rest of the graph is given, to the last bit.
+        assert torch.equal(result["rotated"], result["head"][..., :8])
 
 
 def test_inputs_of_any_stride_are_left_as_they_are(built: Path) -> None:

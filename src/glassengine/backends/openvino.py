@@ -87,8 +87,42 @@ class _Request:
 
 
 def _compiled(openvino: Any, directory: Path) -> Any:
+    core = openvino.Core()
     settings = {**_SETTINGS, "INFERENCE_NUM_THREADS": torch.get_num_threads()}
-    return openvino.Core().compile_model(str(directory / MODEL_FILE), "CPU", settings)
+    model = core.read_model(str(directory / MODEL_FILE))
+    compiled = core.compile_model(model, "CPU", settings)
+    changed = [
+        result
+        for result, output in zip(model.get_results(), compiled.outputs, strict=True)
+        if not result.get_output_partial_shape(0).compatible(output.partial_shape)
+    ]
+    if changed:
+        for result in changed:
+            _read_from_concatenation(result)
+        compiled = core.compile_model(model, "CPU", settings)
+    return compiled
+
+
+def _read_from_concatenation(result: Any) -> None:
+    """Take a result of the graph from the concatenation that OpenVINO makes of its node.
+
+    It computes the rotation of a part of each head and its concatenation with the rest of the head as one, and then
+    gives the whole head to all who read the sum that ends the rotation.
+    """
+    from openvino import opset13 as ops
+
+    for reader in result.input(0).get_source_output().get_target_inputs():
+        node = reader.get_node()
+        if node.get_type_name() != "Concat":
+            continue
+        axis = node.get_attributes()["axis"]
+        sizes = [port.get_partial_shape()[axis] for port in node.inputs()[: reader.get_index() + 1]]
+        if all(size.is_static for size in sizes):
+            *before, size = (size.get_length() for size in sizes)
+            start = sum(before)
+            part = ops.slice(node.output(0), [start], [start + size], [1], [axis])
+            result.input(0).replace_source_output(part.output(0))
+            return
 
 
 def _running(directory: Path, given: Network) -> Network:
