@@ -11,7 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
-import multiprocessing.util
+import multiprocessing
 import re
 import sys
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 
 from glassengine import environment
 from glassengine.capture.script import ScriptRecorder
+from glassengine.capture.spawned import call_at_end, finish
 
 
 def _directory() -> Path:
@@ -49,16 +50,14 @@ def _start() -> ScriptRecorder:
         error.append(value)
         before(kind, value, trace)
 
-    def finish() -> None:
-        what = error[0] if error else None
-        recorder.__exit__(type(what) if what else None, what, None)
+    def end() -> None:
+        finish(recorder, error[0] if error else sys.exception())
 
     sys.excepthook = note
     if multiprocessing.current_process().name == "MainProcess":
-        atexit.register(finish)
+        atexit.register(end)
     else:
-        # Such a process ends without what is registered there.
-        multiprocessing.util.Finalize(None, finish, exitpriority=0)
+        call_at_end(recorder, end)
     return recorder
 
 

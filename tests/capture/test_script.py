@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 import weakref
+from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import nn
 from glassengine.capture import script
 from glassengine.capture.record import Recorder, record
 from glassengine.capture.script import MAX_MODELS, ScriptRecorder
+from glassengine.capture.spawned import SpawnedRecordings, _start, finish
 from glassengine.errors import GlassError
 from glassengine.recording.reader import Recording
 
@@ -81,10 +83,11 @@ def test_forked_processes_run_as_they_would_and_threads_are_waited_for(tmp_path:
     assert opened.complete and opened.steps == [0, 1]
 
 
-def test_processes_that_import_the_script_again(tmp_path: Path) -> None:
-    then = """
+@pytest.mark.parametrize("way", ["spawn", "forkserver"])
+def test_processes_that_import_the_script_again(tmp_path: Path, way: str) -> None:
+    then = f"""
         if __name__ == "__main__":
-            child = multiprocessing.get_context("spawn").Process(target=work, args=(1,), name="worker")
+            child = multiprocessing.get_context("{way}").Process(target=work, args=(1,), name="worker")
             child.start()
             child.join()
             net(torch.ones(2))
@@ -95,6 +98,74 @@ def test_processes_that_import_the_script_again(tmp_path: Path) -> None:
     for path in ("here/Net", "here/worker/Net"):
         opened = Recording.open(tmp_path / path)
         assert opened.complete and opened.steps == [0], path
+
+
+def test_a_directory_that_is_taken_away_from_a_script(tmp_path: Path) -> None:
+    then = """
+        net(torch.ones(2))
+        import shutil
+        shutil.rmtree("here")
+        net(torch.ones(2))
+        print("end")
+    """
+    done = run_net(tmp_path, then=then, first="import glassengine.auto\n", GLASS_RECORD_DIR="here")
+    assert (done.returncode, done.stdout) == (0, "end\n")
+    assert "not everything was recorded: the recording cannot be written" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("way", ["spawn", "forkserver"])
+def test_processes_that_a_recorded_script_starts_afresh(tmp_path: Path, way: str) -> None:
+    then = f"""
+        def fail():
+            work(0)
+            raise ValueError("planted")
+
+        if __name__ == "__main__":
+            ways = multiprocessing.get_context("{way}")
+            children = [ways.Process(target=work, args=(1,)), ways.Process(target=fail, name="a/b")]
+            children.append(ways.Process(target=int))
+            for child in children:
+                child.start()
+            for child in children:
+                child.join()
+            print([child.exitcode for child in children])
+    """
+    done = run_net(tmp_path, *RECORD, then=then)
+    assert (done.returncode, done.stdout) == (0, "[0, 1, 0]\n"), done.stderr
+    (first,) = (item.name for item in (tmp_path / "out").iterdir() if item.name != "a_b")
+    for name, reason in ((first, None), ("a_b", "stopped by ValueError: planted")):
+        opened = Recording.open(tmp_path / "out" / name / "Net")
+        assert opened.steps == [0] and opened.incomplete_because == reason
+        assert f"recorded out/{name}/Net: glass show" in done.stderr
+
+
+def test_another_python_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ScriptRecorder(tmp_path / "out") as recorder, SpawnedRecordings(recorder) as spawned:
+        assert "glassengine" in spawn.get_preparation_data("one")
+        monkeypatch.setattr(spawn, "get_executable", lambda: "/another/python")
+        assert "glassengine" not in spawn.get_preparation_data("two")
+    assert "glassengine" not in spawn.get_preparation_data("three")
+    assert spawned.recordings == []
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_a_spawned_process_that_cannot_be_recorded_runs_all_the_same(
+    tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "out").mkdir()
+    directory = tmp_path / "out" / "SpawnProcess-1"
+    if place == "before":
+        directory.write_text("in the way")
+        _start(directory, {})
+        assert "a process is not recorded: " in caplog.text
+        return
+    recorder = ScriptRecorder(directory)
+    recorder.__enter__()
+    (directory / "Net").write_text("in the way")
+    Net()(torch.ones(1, 4))
+    finish(recorder, None)
+    assert "not everything was recorded: " in caplog.text
 
 
 def test_a_script_that_changes_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from glassengine.capture.script import ScriptRecorder
+from glassengine.capture.spawned import SpawnedRecordings
 from glassengine.errors import UsageError
 from glassengine.results import Result
 
@@ -23,7 +24,7 @@ class RecordedScript(Result):
 
     Attributes:
         status: Its exit status.
-        recordings: Directories, one per model.
+        recordings: Directories, one per model and process.
     """
 
     status: int
@@ -47,12 +48,12 @@ def record_script(
     byte_budget: int | None = None,
     overwrite: bool = False,
 ) -> RecordedScript:
-    """Run a script in this process and record every model it calls.
+    """Run a script in this process and record every model that it, or a process that it spawns, calls.
 
     Args:
         script: A Python file, or with `is_module` the name of a module or of a package with a `__main__`.
         arguments: Its command line.
-        path: Directory that gets one recording per model; new or empty.
+        path: Directory that gets one recording per model, and one directory per spawned process; new or empty.
         is_module: Look for `script` where Python looks for modules, the current directory first.
         sites: As for `record`.
         values: As for `record`.
@@ -72,8 +73,9 @@ def record_script(
         recorder = ScriptRecorder(
             path, sites=sites, values=values, steps=steps, byte_budget=byte_budget, overwrite=overwrite
         )
+        spawned = SpawnedRecordings(recorder)
         try:
-            with recorder, _as_main(file, arguments), _threads_ended():
+            with recorder, spawned, _as_main(file, arguments), _threads_ended():
                 if is_module:
                     runpy.run_module(str(script), run_name="__main__", alter_sys=True)
                 else:
@@ -89,7 +91,7 @@ def record_script(
                 trace = trace.tb_next
             traceback.print_exception(type(error), error, trace)
             status = 1
-    return RecordedScript(status, tuple(map(str, recorder.recordings)))
+    return RecordedScript(status, tuple(map(str, [*recorder.recordings, *spawned.recordings])))
 
 
 def _file_of(module: str) -> str:

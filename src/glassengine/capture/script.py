@@ -2,7 +2,7 @@
 
 Each model gets a recording of its own, named after its class, in one directory. A model is a module that is called
 while no other is: its submodules are part of it. What is recorded of it is what `glass.record` records. Processes that
-this one forks are not recorded.
+this one forks are not recorded; of those it spawns see `spawned`.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class ScriptRecorder:
 
     Attributes:
         directory: Where the recordings are.
+        options: Of each of them.
 
     Raises:
         UsageError: (On entering) the directory exists and is not empty, and `overwrite` is false.
@@ -66,7 +67,7 @@ class ScriptRecorder:
     ) -> None:
         # Scripts change the working directory.
         self.directory = Path(directory).absolute()
-        self._options: dict[str, Any] = {
+        self.options: dict[str, Any] = {
             "sites": sites,
             "values": values,
             "steps": steps,
@@ -147,7 +148,7 @@ class ScriptRecorder:
             return None
         path = self._path(type(getattr(module, "_orig_mod", module)).__name__)
         try:
-            return record(module, path, **self._options).__enter__()
+            return record(module, path, **self.options).__enter__()
         except GlassError as error:
             self._cannot_record(path, error)
             return None
@@ -195,7 +196,7 @@ class ScriptRecorder:
             return None
         path = self._path(Path(getattr(session, "_model_path", None) or "session").stem)
         try:
-            return SessionRecording(session, path, **self._options)
+            return SessionRecording(session, path, **self.options)
         except GlassError as error:
             self._cannot_record(path, error)
             return None
@@ -206,10 +207,14 @@ class ScriptRecorder:
         self._num_ignored += 1
         return False
 
-    def _path(self, name: str) -> Path:
+    def directory_for(self, name: str) -> Path:
+        """Return a path in the directory that nothing else of this process gets."""
         name = re.sub(r"[^\w.-]", "_", name)[:100] or "model"
         self._names[name] = self._names.get(name, 0) + 1
-        return own_directory(self.directory / (name if self._names[name] == 1 else f"{name}-{self._names[name]}"))
+        return self.directory / (name if self._names[name] == 1 else f"{name}-{self._names[name]}")
+
+    def _path(self, name: str) -> Path:
+        return own_directory(self.directory_for(name))
 
 
 @contextlib.contextmanager

@@ -129,7 +129,7 @@ def _script(target: list[str], output_dir: str, policy: dict[str, Any], json: bo
             named = Path(output_dir) / Path(path).relative_to(absolute)
             err.print(f"recorded {named}: glass show {named}")
         if not result.recordings:
-            err.print("nothing was recorded: the script called no model")
+            err.print("nothing was recorded: the script called no model, or only in processes that it forked")
     return result.status
 
 

@@ -1,0 +1,104 @@
+"""Processes that multiprocessing spawns for a recorded script record too, each in a directory of its own.
+
+The first thing that such a process reads is a pickle that says how to prepare itself; a call of ours is in there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable
+from multiprocessing import spawn, util
+from pathlib import Path
+from typing import Any
+
+from glassengine.capture.script import ScriptRecorder
+from glassengine.errors import GlassError
+from glassengine.recording.layout import MANIFEST
+
+_log = logging.getLogger(__name__)
+
+
+class SpawnedRecordings:
+    """Has the processes record that are spawned while this is entered; a context manager.
+
+    Args:
+        recorder: Of this process; theirs has the same options.
+    """
+
+    def __init__(self, recorder: ScriptRecorder) -> None:
+        self._recorder = recorder
+        self._directories: list[Path] = []
+        self._undo = contextlib.ExitStack()
+
+    def __enter__(self) -> SpawnedRecordings:
+        original: Callable[[str], dict[str, Any]] = spawn.get_preparation_data
+
+        def prepare(name: str) -> dict[str, Any]:
+            found = original(name)
+            # Another Python may know nothing of us.
+            if spawn.get_executable() in (sys.executable, os.fsencode(sys.executable)):
+                directory = self._recorder.directory_for(name)
+                self._directories.append(directory)
+                found["glassengine"] = _Start(directory, self._recorder.options)
+            return found
+
+        spawn.get_preparation_data = prepare
+        self._undo.callback(setattr, spawn, "get_preparation_data", original)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+        for directory in self._directories:
+            with contextlib.suppress(OSError):
+                directory.rmdir()  # where nothing was called
+
+    @property
+    def recordings(self) -> list[Path]:
+        """The directories of their recordings."""
+        found = [directory.glob(f"{place}/{MANIFEST}") for directory in self._directories for place in ("*", "*/rank*")]
+        return [manifest.parent for manifests in found for manifest in sorted(manifests)]
+
+
+class _Start:
+    """What begins the recordings of a process when it is read there."""
+
+    def __init__(self, directory: Path, options: dict[str, Any]) -> None:
+        self._arguments = (directory, options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _start, self._arguments
+
+
+def _start(directory: Path, options: dict[str, Any]) -> None:
+    recorder = ScriptRecorder(directory, **options)
+    try:
+        recorder.__enter__()
+    except (GlassError, OSError) as error:
+        # The script would run without us.
+        _log.warning("a process is not recorded: %s", error)
+    else:
+        call_at_end(recorder, lambda: finish(recorder, sys.exception()))
+
+
+def call_at_end(recorder: ScriptRecorder, end: Callable[[], None]) -> None:
+    """Call `end` when this process, which multiprocessing has started, ends; atexit does nothing there."""
+    process = os.getpid()
+
+    def register(_: object) -> None:
+        if os.getpid() == process:
+            util.Finalize(None, end, exitpriority=0)
+
+    register(recorder)
+    # What comes from a fork server has prepared itself before it forgets what was registered.
+    util.register_after_fork(recorder, register)
+
+
+def finish(recorder: ScriptRecorder, error: BaseException | None) -> None:
+    """End a recording with its process, which `error` has ended; what could not be written is told, and not raised."""
+    try:
+        recorder.__exit__(type(error) if error is not None else None, error, None)
+    except GlassError as failure:
+        _log.warning("not everything was recorded: %s", failure)
