@@ -28,6 +28,9 @@ class Port(nn.Module):
         a, b = x.chunk(2, -1)
         return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
 
+    def hidden(self, scores: Tensor, seen: Tensor) -> Tensor:
+        return scores.masked_fill(~seen[:, None, None], -1e9)
+
     def run(self, ids: Tensor, seen: Tensor, positions: Tensor) -> Tensor:
         x = F.embedding(ids, self.weights["model_embed_tokens_weight"])
         for i in range(self.number):
@@ -37,7 +40,7 @@ class Port(nn.Module):
             q, k = self.rotated(q, positions), self.rotated(k, positions)
             q = q.unflatten(2, (2, 2))
             scores = torch.einsum("bskgd,btkd->bkgst", q, k) / 4
-            shares = scores.masked_fill(~seen[:, None, None], -1e9).softmax(-1)
+            shares = self.hidden(scores, seen).softmax(-1)
             mixed = torch.einsum("bkgst,btkd->bskgd", shares, v).flatten(2)
             x = x + mixed @ self.weights[at + "self_attn_o_proj_weight"].t()
             y = self.norm(x, at + "post_attention_layernorm_weight")
@@ -107,6 +110,22 @@ def test_positions_that_begin_behind_the_padding_are_no_mistake() -> None:
     own = models.llama(num_hidden_layers=1)
     found = check(own, candidate=WithPositionsOfTheMask(own))
     assert found.ok and found.verdict == "rounding" and found.coverage == 1.0
+
+
+class WithAMaskOfNumbers(WithPositionsOfTheMask):
+    def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        return super().rotated(x, positions).transpose(1, 2).contiguous().transpose(1, 2)
+
+    def hidden(self, scores: Tensor, seen: Tensor) -> Tensor:
+        near = seen & torch.ones(seen.shape[1:], dtype=torch.bool).triu(-3)
+        return scores + torch.where(near[:, None], 0.0, -1e9)[:, None]
+
+
+def test_a_mask_of_numbers_is_no_counterpart_of_one_of_bools() -> None:
+    torch.set_num_threads(1)
+    own = models.llama(num_hidden_layers=1)
+    first = check(own, candidate=WithAMaskOfNumbers(own)).first_divergence
+    assert first is not None and first.site == "model.layers.0.self_attn/scaled_dot_product_attention.0"
 
 
 class WithWrongSum(WithMask):

@@ -245,7 +245,7 @@ class Counterparts:
         Queries and keys that are rotated wrong are so together, and an attention follows from neither of them alone.
         """
         for op, other in partners_of(node):
-            if other.name in self._found or other.name not in self._values:
+            if other.name in self._found or other.name not in self._values or not other.meta["val"].is_floating_point():
                 continue
             below = [op, *next_below(op, self._order, _AHEAD)][:_AHEAD_OF_TWO]
             of_other = list(self._to_try(other, self._values[other.name], self._proposal(other)))
