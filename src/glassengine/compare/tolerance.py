@@ -27,6 +27,7 @@ _TOLERANCES = {
     "bfloat16": Tolerance(1.6e-2, 1e-5),
     "float16": Tolerance(1e-3, 1e-5),
     "float32": Tolerance(1.3e-6, 1e-5),
+    "complex32": Tolerance(1e-3, 1e-5),
     "complex64": Tolerance(1.3e-6, 1e-5),
     "float64": Tolerance(1e-7, 1e-7),
     "complex128": Tolerance(1e-7, 1e-7),

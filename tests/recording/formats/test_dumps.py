@@ -76,6 +76,23 @@ def test_a_debug_tree_of_text_has_the_precision_of_its_print(traces: Path) -> No
     assert glass.compare(traces / "text", traces / "recording", min_coverage=0.5).ok
 
 
+def test_complex_numbers_have_the_precision_of_their_print(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    exact = torch.randn(6, dtype=torch.complex128)
+    for name, tensor in (("single", exact.to(torch.complex64)), ("double", exact)):
+        document = {"module_path": "M", "outputs": described(tensor, str(tensor).splitlines())}
+        (tmp_path / f"{name}.json").write_text(json.dumps(document))
+        torch.save({".": tensor}, tmp_path / f"{name}.pt")
+        result = glass.compare(tmp_path / f"{name}.pt", tmp_path / f"{name}.json")
+        assert result.ok and result.counts["rounding"] == 1
+    # What has all its digits, as our own trees have where there is no file for it, is given to the last one.
+    with torch._tensor_str.printoptions(precision=17, sci_mode=True):
+        document = {"module_path": "M", "outputs": described(exact, str(exact).splitlines())}
+    (tmp_path / "full.json").write_text(json.dumps(document))
+    found = open_source(tmp_path / "full.json")
+    assert found.entries[0].dtype == "complex128" and torch.equal(found.tensor(found.entries[0]), exact)
+
+
 def test_a_planted_error_in_printed_values_is_found(traces: Path, tmp_path: Path) -> None:
     shutil.copytree(traces / "text", tmp_path / "d")
     file = tmp_path / "d" / "LlamaForCausalLM_debug_tree_FULL_TENSORS.json"

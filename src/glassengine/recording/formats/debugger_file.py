@@ -3,8 +3,8 @@
 Tensors are given in the order of the calls: inputs of a module, what it calls, its results. Module paths become site
 names; the class name in front of them is the root. Values are read from the `.safetensors` files beside the tree, or
 from the text that torch prints: five digits, and only the edges of a tensor of more than 1000 elements, which is then
-listed as skipped. A printed tensor has the precision of the print, so its dtype is given as float16, even where
-its values are held in float32: judged as float32, every one of them would be wrong.
+listed as skipped. A printed tensor has the precision of the print, so its dtype is given as float16 or complex32, even
+where its values are held in float32: judged as float32, every one of them would be wrong.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ OTHER_PORTS = ("kv", "grad_in", "grad_out", "grad", "param", "state")
 
 _TREE = re.compile(r"(?P<name>.+)_debug_tree(?:_step(?P<step>\d{1,9}))?(?:_rank(?P<rank>\d{1,9}))?")
 _SHAPE = re.compile(r"torch\.Size\(\[((?:\d+(?:, )?)*)\]\)")
+_PRINTED = {"float32": "float16", "float64": "float16", "complex64": "complex32", "complex128": "complex32"}
+_IN_FULL = re.compile(r"\d\.\d{15}")
 _MAX_DEPTH = 200
 
 
@@ -134,7 +136,7 @@ class DebuggerFile:
             tensor = parse_tensor(value, shape, dtype)
             if isinstance(tensor, str):
                 return f"the text is not that of a tensor: {tensor}"
-            precision = "float16" if dtype in ("float32", "float64") else dtype
+            precision = dtype if any(map(_IN_FULL.search, value)) else _PRINTED.get(dtype, dtype)
             entry = Entry(site, step, rank, precision, shape, nbytes=nbytes)
         else:
             return "its values are neither text nor a file"

@@ -53,11 +53,7 @@ def parse_tensor(lines: Sequence[str], shape: tuple[int, ...], dtype: str) -> Te
     if len(values) != math.prod(shape):
         return f"{len(values)} values for the shape {list(shape)}"
     try:
-        return (
-            torch.tensor(values, dtype=torch.float64 if _is_real(values) else None)
-            .reshape(shape)
-            .to(getattr(torch, dtype))
-        )
+        return torch.tensor(values, dtype=_widest(values)).reshape(shape).to(getattr(torch, dtype))
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
         return str(error)
 
@@ -71,5 +67,8 @@ def _value(found: re.Match[str]) -> Any:
     return int(number) if re.fullmatch(r"[+-]?\d+", number) else float(number)
 
 
-def _is_real(values: list[Any]) -> bool:
-    return any(isinstance(value, float) for value in values) and not any(isinstance(v, complex) for v in values)
+def _widest(values: list[Any]) -> torch.dtype | None:
+    """Return a dtype that holds every digit; torch's own choice for integers and bools."""
+    if any(isinstance(value, complex) for value in values):
+        return torch.complex128
+    return torch.float64 if any(isinstance(value, float) for value in values) else None
