@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -160,6 +161,36 @@ def test_a_small_number_added_to_what_is_made_twice_tells_nothing(inputs: str) -
     """An epsilon added to the positions makes the positions of the other layer: these are no mean of squares."""
     result = judged(Positions(is_one_op=False), Positions(is_one_op=True), inputs)
     assert result.ok and not result.origins, result.first_divergence
+
+
+class Padded(nn.Module):
+    """Two layers of attention: as one op with a mask of padding, or explicit without."""
+
+    def __init__(self, *, is_masked: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(12, 36), nn.Linear(12, 36)])
+        self.is_masked = is_masked
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        for layer in self.layers:
+            q, k, v = layer(x)[:, None].chunk(3, -1)
+            if self.is_masked:
+                mixed = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask[:, None, None] > 0)
+            else:
+                mixed = (q @ k.mT / 12**0.5).softmax(-1) @ v
+            x = nn.functional.layer_norm(x + mixed[:, 0], (12,))
+        return x
+
+
+def test_a_mask_of_padding_that_is_missing_is_missed_in_the_first_layer(tmp_path: Path) -> None:
+    """Without padding all is right; what is wrong beside it is so from the first attention on."""
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[1, -3:] = 0
+    torch.save({"x": torch.randn(2, 9, 12), "attention_mask": mask}, tmp_path / "inputs.pt")
+    result = judged(Padded(is_masked=True), Padded(is_masked=False), str(tmp_path / "inputs.pt"))
+    assert result.first_divergence is not None
+    assert result.first_divergence.site == "./scaled_dot_product_attention.0"
 
 
 class Largest(nn.Module):

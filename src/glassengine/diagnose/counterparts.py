@@ -221,6 +221,9 @@ class Counterparts:
         """Return the tensor that what is below `node` follows from, if it does not follow from the prediction."""
         below = next_below(node, self._order, _AHEAD)
         without, explained = self._first_to_follow(below, {node.name: predicted})
+        if without is not None and self._first_to_follow(below, {node.name: predicted}, beside_padding=True)[0] is None:
+            # Right but beside padding, where it is not made up for either.
+            return next(iter(self._close(node, predicted, beside_padding=False)), None)
         tried: Iterable[str] = (
             self._to_try(node, predicted, proposed) if without != 0 else [proposed] if proposed else []
         )
@@ -289,7 +292,12 @@ class Counterparts:
                 yield name
 
     def _first_to_follow(
-        self, below: Sequence[Node], env: dict[str, Values], instead: Sequence[str] = ()
+        self,
+        below: Sequence[Node],
+        env: dict[str, Values],
+        instead: Sequence[str] = (),
+        *,
+        beside_padding: bool = False,
     ) -> tuple[int | None, str | None]:
         """Return the index of the first op below that the candidate has a counterpart of, and that counterpart.
 
@@ -309,7 +317,7 @@ class Counterparts:
             keeps = op_name(node) in MOVES or is_view(node) or op_name(node) == "_to_copy"
             if instead and (keeps or any(self._is_near(node, name, predicted) for name in instead)):
                 continue
-            if close := self._close(node, predicted, instead, beside_padding=False):
+            if close := self._close(node, predicted, instead, beside_padding=beside_padding):
                 return index, close[0]
         return None, None
 
