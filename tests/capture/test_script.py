@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import queue
 import subprocess
 import sys
 import textwrap
@@ -243,9 +244,19 @@ def test_every_way_to_run_a_session(tmp_path: Path, caplog: pytest.LogCaptureFix
         binding.bind_cpu_input("x", x)
         binding.bind_output("y")
         session.run_with_iobinding(binding)
-    assert "1 runs of ONNX Runtime with an IO binding were not recorded" in caplog.text
+        later: queue.Queue[Any] = queue.Queue()
+        session.run_async(["y"], {"x": x}, lambda results, data, error: later.put((results, data, error)), "mine")
+        results, data, error = later.get(timeout=60)
+        assert (results[0].tolist(), data, error) == ([0, 2, 4], "mine", "")
+        with pytest.raises(Exception, match="Unexpected input data type"):
+            session.run(None, {"x": np.ones(2)})
+        with pytest.raises(TypeError, match="input_feed"):
+            session.run(None)
+    assert "1 runs of ONNX Runtime with bound tensors were not recorded" in caplog.text
     opened = Recording.open(recorder.recordings[0])
-    assert opened.complete and not opened.left_out
+    assert str(opened.incomplete_because).startswith("step 4 was stopped by InvalidArgument") and not opened.left_out
+    assert opened.sites(3) == [".:in.x", ".:out.y"] and opened.tensor(".:out.y", 3).tolist() == [0, 2, 4]
+    assert opened.sites(4) == [".:in.x"] and "Unexpected input data type" in opened.stopped[4]
     assert [opened.sites(step) for step in range(3)] == [
         [".:in.x", ".:out.y", ".:out.z"],
         [".:in.x", ".:out.z"],

@@ -113,7 +113,7 @@ class ScriptRecorder:
         if self._num_ignored:
             _log.warning("%d more models were not recorded: at most %d are", self._num_ignored, MAX_MODELS)
         if self._num_bound:
-            _log.warning("%d runs of ONNX Runtime with an IO binding were not recorded", self._num_bound)
+            _log.warning("%d runs of ONNX Runtime with bound tensors were not recorded", self._num_bound)
         if failures and error is None:
             raise failures[0]
 
@@ -161,35 +161,61 @@ class ScriptRecorder:
     def _patch_onnxruntime(self, onnxruntime: ModuleType) -> None:
         session = onnxruntime.InferenceSession
         for name in ("run", "run_with_ort_values"):
-            self._patch(session, name, self._after_run)
-        self._patch(session, "run_with_iobinding", self._after_bound_run)
+            self._patch(session, name, self._observed_run)
+        self._patch(session, "run_async", self._observed_later)
+        for name in ("run_with_iobinding", "run_with_ortvaluevector"):
+            self._patch(session, name, self._counted_run)
 
-    def _patch(self, session: Any, name: str, after: Callable[..., None]) -> None:
-        original = getattr(session, name)
+    def _patch(self, session: Any, name: str, observed: Callable[..., Any]) -> None:
+        original = getattr(session, name, None)
+        if original is None:
+            return  # not every version has all of them
         signature = inspect.signature(original)
 
         @functools.wraps(original)
         def run(*args: Any, **kwargs: Any) -> Any:
-            results = original(*args, **kwargs)
-            if os.getpid() == self._process:
-                after(results, *signature.bind(*args, **kwargs).arguments.values())
-            return results
+            try:
+                given = signature.bind(*args, **kwargs)
+            except TypeError:
+                return original(*args, **kwargs)  # which tells what is wrong
+            return observed(original, given) if os.getpid() == self._process else original(*args, **kwargs)
 
         setattr(session, name, run)
         self._undo.callback(setattr, session, name, original)
 
-    def _after_run(
-        self, results: Sequence[Any], session: Any, output_names: Any, inputs: Mapping[str, Any], *_: Any
+    def _observed_run(self, run: Callable[..., Any], given: inspect.BoundArguments) -> Any:
+        session, names, inputs = list(given.arguments.values())[:3]
+        try:
+            results = run(*given.args, **given.kwargs)
+        except Exception as error:
+            self._note_run(session, names, inputs, (), f"{type(error).__name__}: {error}")
+            raise
+        self._note_run(session, names, inputs, results, None)
+        return results
+
+    def _observed_later(self, run: Callable[..., Any], given: inspect.BoundArguments) -> Any:
+        session, names, inputs, callback = list(given.arguments.values())[:4]
+
+        def ended(results: Any, data: Any, error: str) -> None:
+            self._note_run(session, names, inputs, () if error else results, error or None)
+            callback(results, data, error)
+
+        given.arguments["callback"] = ended
+        return run(*given.args, **given.kwargs)
+
+    def _counted_run(self, run: Callable[..., Any], given: inspect.BoundArguments) -> Any:
+        self._num_bound += 1
+        return run(*given.args, **given.kwargs)
+
+    def _note_run(
+        self, session: Any, names: Any, inputs: Mapping[str, Any], results: Sequence[Any], stopped: str | None
     ) -> None:
         with self._lock:
             if session not in self._sessions:
                 self._sessions[session] = self._begin_session(session)
             recording = self._sessions[session]
         if recording is not None:
-            recording.step(output_names, inputs, results)
-
-    def _after_bound_run(self, *_: Any) -> None:
-        self._num_bound += 1
+            recording.step(names, inputs, results, stopped)
 
     def _begin_session(self, session: Any) -> SessionRecording | None:
         if not self._has_room():

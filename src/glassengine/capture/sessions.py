@@ -60,8 +60,14 @@ class SessionRecording:
         self._intake = Intake(self._writer, self._policy, 0)
         self._steps = Steps()
 
-    def step(self, output_names: Sequence[str] | None, inputs: Mapping[str, Any], results: Sequence[Any]) -> None:
-        """Record one run that has ended."""
+    def step(
+        self,
+        output_names: Sequence[str] | None,
+        inputs: Mapping[str, Any],
+        results: Sequence[Any],
+        stopped: str | None = None,
+    ) -> None:
+        """Record one run that has ended; `stopped` says what ended one that has no results."""
         step = self._steps.next()
         if not self._policy.wants_step(step):
             return
@@ -69,7 +75,7 @@ class SessionRecording:
             self._take(f".:in.{name}", step, value)
         for name, value in zip(output_names or self._outputs, results, strict=False):
             self._take(f".:out.{name}", step, value)
-        self._intake.commit(step)
+        self._intake.commit(step, stopped=None if stopped is None else stopped[:300])
 
     def _take(self, site: str, step: int, value: Any) -> None:
         try:
