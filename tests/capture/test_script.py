@@ -101,6 +101,25 @@ def test_processes_that_import_the_script_again(tmp_path: Path, way: str) -> Non
         assert opened.complete and opened.steps == [0], path
 
 
+def test_a_script_knows_itself_by_what_python_would_tell_it(tmp_path: Path) -> None:
+    then = """
+        def save():
+            time.sleep(0.2)
+            pickle.loads(pickle.dumps(Net(1, 1)))  # finds the class in the main module
+
+        import os, pickle
+        threading.Thread(target=save).start()
+        os.chdir("/")
+        print(os.path.exists(__file__), sys.argv, sys.path[0] == os.path.dirname(__file__))
+        for name in ("__name__", "__doc__", "__package__", "__spec__", "__cached__", "__annotations__"):
+            print(name, globals()[name])
+        print(type(__loader__).__name__, __builtins__, vars(sys.modules["__main__"]) is globals())
+    """
+    plain, recorded = run_net(tmp_path, then=then), run_net(tmp_path, *RECORD, then=then)
+    assert recorded.returncode == plain.returncode == 0 and "Error" not in recorded.stderr, recorded.stderr
+    assert recorded.stdout == plain.stdout
+
+
 def test_a_directory_that_is_taken_away_from_a_script(tmp_path: Path) -> None:
     then = """
         net(torch.ones(2))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import importlib.util
+import io
 import runpy
 import sys
 import threading
 import traceback
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
+from types import ModuleType
 
 from glassengine.capture.script import ScriptRecorder
 from glassengine.capture.spawned import SpawnedRecordings
@@ -67,19 +71,19 @@ def record_script(
     """
     status = 0
     with _import_path(str(Path.cwd() if is_module else Path(script).resolve().parent)):
-        file = _file_of(str(script)) if is_module else str(script)
+        file = _file_of(str(script)) if is_module else str(Path(script).absolute())
         if not Path(file).is_file():
-            raise UsageError("there is no such script", got=file, hint="glass record -o DIR -- script.py ARGS")
+            raise UsageError("there is no such script", got=str(script), hint="glass record -o DIR -- script.py ARGS")
         recorder = ScriptRecorder(
             path, sites=sites, values=values, steps=steps, byte_budget=byte_budget, overwrite=overwrite
         )
         spawned = SpawnedRecordings(recorder)
         try:
-            with recorder, spawned, _as_main(file, arguments), _threads_ended():
+            with recorder, spawned, _as_main(file if is_module else str(script), arguments), _threads_ended():
                 if is_module:
                     runpy.run_module(str(script), run_name="__main__", alter_sys=True)
                 else:
-                    runpy.run_path(file, run_name="__main__")
+                    _run(file)
         except SystemExit as ending:
             status = _status(ending)
         except Exception as error:
@@ -92,6 +96,17 @@ def record_script(
             traceback.print_exception(type(error), error, trace)
             status = 1
     return RecordedScript(status, tuple(map(str, [*recorder.recordings, *spawned.recordings])))
+
+
+def _run(file: str) -> None:
+    """Run a file as Python does: by its absolute path, and as a module that stays until its threads have ended."""
+    main = ModuleType("__main__")
+    main.__file__, main.__loader__, main.__package__ = file, SourceFileLoader("__main__", file), None
+    main.__dict__.update(__builtins__=builtins, __cached__=None, __annotations__={})
+    sys.modules["__main__"] = main
+    with io.open_code(file) as source:
+        code = compile(source.read(), file, "exec", dont_inherit=True)
+    exec(code, main.__dict__)
 
 
 def _file_of(module: str) -> str:
