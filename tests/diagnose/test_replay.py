@@ -361,6 +361,38 @@ def test_what_is_chosen_in_any_order(change: Callable[..., torch.Tensor], verdic
         assert found.judgement.is_tie == (verdict == "rounding")
 
 
+class SortsByExpert(nn.Module):
+    def __init__(self, stable: bool) -> None:
+        super().__init__()
+        self.stable = stable
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch.sort(x, dim=0, stable=self.stable)[1] if self.stable else x.sort(0)[1]
+
+
+@pytest.mark.parametrize(
+    ("stable", "order", "verdict"),
+    [
+        (False, [1, 3, 5, 0, 2, 4], "identical"),
+        (False, [5, 1, 3, 4, 0, 2], "rounding"),
+        (True, [5, 1, 3, 4, 0, 2], "wrong"),
+        (False, [1, 3, 0, 5, 2, 4], "wrong"),
+        (False, [1, 1, 5, 0, 2, 4], "wrong"),
+        (False, [1, 3, 5, 0, 2, 9], "wrong"),
+    ],
+)
+def test_equal_integers_are_sorted_in_any_order(stable: bool, order: list[int], verdict: str) -> None:
+    experts = torch.tensor([2, 0, 2, 0, 2, 0])
+    program = export_module(SortsByExpert(stable).eval(), {"x": experts})
+    values: dict[str, torch.Tensor] = {}
+    run_program(program, {"x": experts}, lambda node, value: values.update({node.name: value}))
+    (node,) = (n for n in program.graph.nodes if op_name(n) == "getitem" and n.args[1] == 1)
+    replay = Replay(program, compiled=True)
+    replay.begin_step({"x": experts}, values)
+    found = replay.judge(node, torch.tensor(order), None)
+    assert found is not None and found.judgement.verdict == verdict, found
+
+
 def test_an_input_that_does_not_fit_what_it_was_made_of_is_judged_where_it_is_made() -> None:
     x, y = torch.randn(8, 64).bfloat16(), torch.randn(8, 64).bfloat16()
     program, values = _fused(x, y)

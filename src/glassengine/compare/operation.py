@@ -73,8 +73,9 @@ UNDEFINED = _names("empty empty_like empty_permuted empty_strided new_empty new_
 # Inside of these, errors are relative to the argument, not to the result: 1 + tanh and 1 + erf cancel, and arguments
 # of sines are reduced.
 RELATIVE_TO_ARGUMENT = _names("celu cos elu erfc expm1 gelu log1p mish selu silu sin softplus tan tanhshrink")
-OF_ABSOLUTE_ERROR = frozenset({"erf", "softplus"})
-"""Pointwise ops that runtimes compute to an absolute error: as fitted polynomials, or log(1 + exp(x)).
+OF_ABSOLUTE_ERROR = _names("celu elu erf erfc expm1 log1p log_sigmoid selu softplus")
+"""Pointwise ops that runtimes compute to an absolute error: as fitted polynomials, or as exp(x) - 1, log(1 + x) and
+the like, which is how ONNX has them.
 
 OpenVINO: up to 5e-7.
 """

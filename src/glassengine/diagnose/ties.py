@@ -21,6 +21,11 @@ def is_unordered(op: Node) -> bool:
     return not ordered
 
 
+def _leaves_equals_in_any_order(op: Node) -> bool:
+    """Whether equal values may change places: all but a stable sort do so, and say no more of it."""
+    return op_name(op) in ("sort", "argsort", "topk") and not op.kwargs.get("stable")
+
+
 def chosen_along(op: Node) -> Any:
     """Return the dimension along which an op chooses; None where it chooses one element of all."""
     at = 2 if op_name(op) == "topk" else 1
@@ -37,7 +42,9 @@ def tied_choices(
         values = args[0]
         dim = chosen_along(op)
         dim = -1 if dim is None else dim
-        if not isinstance(dim, int) or not values.is_floating_point() or values.dim() == 0:
+        if not isinstance(dim, int) or values.dim() == 0:
+            return None
+        if not values.is_floating_point() and not _leaves_equals_in_any_order(op):
             return None
         keep = exact.dim() == values.dim()
         ours, theirs = (v.long() if keep else v.long().unsqueeze(dim) for v in (exact, candidate))
@@ -46,8 +53,10 @@ def tied_choices(
         a, b = values.gather(dim, ours), values.gather(dim, theirs)
         if is_unordered(op):
             a, b = (side.sort(dim, descending=True).values for side in (a, b))
-        tied = (a == b) | ((a - b).abs() <= 2 * u_in * (a.abs() + b.abs()))
-        if is_unordered(op):
+        tied = a == b
+        if values.is_floating_point():
+            tied |= (a - b).abs() <= 2 * u_in * (a.abs() + b.abs())
+        if is_unordered(op) or not values.is_floating_point():
             distinct = (theirs.sort(dim).values.diff(dim=dim) != 0).all(dim, keepdim=True)
             tied = (tied.all(dim, keepdim=True) & distinct).expand(tied.shape)
         return tied if keep else tied.squeeze(dim)
