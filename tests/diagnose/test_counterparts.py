@@ -193,6 +193,39 @@ def test_a_mask_of_padding_that_is_missing_is_missed_in_the_first_layer(tmp_path
     assert result.first_divergence.site == "./scaled_dot_product_attention.0"
 
 
+class Parallel(nn.Module):
+    """Two branches, parallel or one after the other, with a norm as one op or by hand, step by step."""
+
+    def __init__(self, *, is_parallel: bool, by_hand: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.side, self.up = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.before, self.beside = nn.LayerNorm(12), nn.LayerNorm(12, eps=0.1)
+        self.is_parallel, self.by_hand = is_parallel, by_hand
+
+    def normal(self, norm: nn.LayerNorm, x: Tensor) -> Tensor:
+        if not self.by_hand:
+            return norm(x)
+        away = x - x.mean(-1, keepdim=True)
+        unit = away * (away.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
+        for factor in (2, 1 / 2):
+            unit = unit * factor
+        return unit * norm.weight + norm.bias
+
+    def product(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        return x @ layer.weight.T + layer.bias if self.by_hand else layer(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        side = self.product(self.side, self.normal(self.before, x)).tanh()
+        return x + side + self.product(self.up, self.normal(self.beside, x if self.is_parallel else x + side)).relu()
+
+
+def test_a_norm_by_hand_of_something_else_is_named(inputs: str) -> None:
+    assert judged(Parallel(is_parallel=True, by_hand=False), Parallel(is_parallel=True, by_hand=True), inputs).ok
+    result = judged(Parallel(is_parallel=True, by_hand=False), Parallel(is_parallel=False, by_hand=True), inputs)
+    assert result.first_divergence is not None and result.first_divergence.site == "beside/layer_norm.0"
+
+
 class Largest(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         values, places = x.topk(2)

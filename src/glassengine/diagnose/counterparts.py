@@ -17,6 +17,7 @@ Predictions are compared loosely, as far as rounding within a region goes; the v
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -59,8 +60,10 @@ _AHEAD = 12
 """How many ops below a node are asked whether they follow from it."""
 _AHEAD_OF_TWO = 6
 """The same below an op of whose inputs two are tried at once."""
-_TRIALS = 8
-"""How many tensors of the candidate are tried in the place of one that has no counterpart."""
+_TRIALS = 20
+"""How many tensors of the candidate are tried in the place of one that has no counterpart: a norm by hand makes ten."""
+_TRIALS_OF_TWO = 10
+"""The same of each of two that are tried at once."""
 _MOST_TRIED = 20_000
 """Ops predicted to no avail before none is tried any more: the two programs have nothing in common."""
 
@@ -237,7 +240,7 @@ class Counterparts:
             # What follows from the prediction as well (of three terms, added in another order) does not contradict it.
             if followed is None or (by == explained and not self._has_same_inputs(node, name)):
                 continue
-            # An op that reads the same on both sides and makes something else is wrong, even if that drowns below.
+            # An op that reads the same on both sides and makes something else is wrong, even if it drowns below.
             if without is None or followed < without or (name == proposed and self._has_same_inputs(node, name)):
                 return name
         return self._contradicting_with_partner(node, predicted, proposed) if without is None else None
@@ -251,17 +254,15 @@ class Counterparts:
             if other.name in self._found or other.name not in self._values or not other.meta["val"].is_floating_point():
                 continue
             below = [op, *next_below(op, self._order, _AHEAD)][:_AHEAD_OF_TWO]
-            of_other = list(self._to_try(other, self._values[other.name], self._proposal(other)))
-            for name in self._to_try(node, predicted, proposed):
-                for beside in of_other:
-                    if name == beside or self._num_tried > _MOST_TRIED:
-                        continue
-                    values = {node.name: self._tensors.values(name), other.name: self._tensors.values(beside)}
-                    env = self._passed_on(other, values)
-                    if self._first_to_follow(below, env, instead=(name, beside))[0] is not None:
-                        self._settle(other, beside)
-                        self._values.update(self._passed_on(other, {other.name: self._values[other.name]}))
-                        return name
+            tried = self._to_try(node, predicted, proposed), self._to_try(other, self._values[other.name], None)
+            for name, beside in itertools.product(*(list(itertools.islice(names, _TRIALS_OF_TWO)) for names in tried)):
+                values = {node.name: self._tensors.values(name), other.name: self._tensors.values(beside)}
+                if name == beside or self._num_tried > _MOST_TRIED:
+                    continue
+                if self._first_to_follow(below, self._passed_on(other, values), (name, beside))[0] is not None:
+                    self._settle(other, beside)
+                    self._values.update(self._passed_on(other, {other.name: self._values[other.name]}))
+                    return name
         return None
 
     def _passed_on(self, node: Node, env: dict[str, Values]) -> dict[str, Values]:
