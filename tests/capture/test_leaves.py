@@ -110,6 +110,20 @@ def test_each_cache_belongs_to_the_layers_that_were_given_it(tmp_path: Path) -> 
             assert torch.equal(kept, cache.layers[layer].values)
 
 
+def test_a_quantised_cache_has_its_scales(tmp_path: Path) -> None:
+    from transformers import QuantizedCache
+
+    cache: Any = QuantizedCache("fp8", llama().config)
+    model = Wrapper(_given).eval()
+    with record(model, tmp_path / "r", sites=["*:kv.*"]), torch.no_grad():
+        model(IDS, cache)
+    opened = Recording.open(tmp_path / "r")
+    site = "model.model.layers.1.self_attn:kv._quantized_keys"
+    for index, expected in enumerate(cache.layers[1]._quantized_keys):
+        kept = opened.tensor(f"{site}[{index}]", 0)
+        assert kept.dtype == expected.dtype and torch.equal(kept.float(), expected.float())
+
+
 def test_caches_of_parts_that_are_called_alone(tmp_path: Path) -> None:
     from transformers import DynamicCache
 

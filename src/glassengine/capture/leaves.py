@@ -126,9 +126,10 @@ class CacheSites:
             path = inner[min(which, len(inner) - 1)] if inner else f"past_key_values.{index}"
             for name, value in vars(layer).items():
                 key = {"keys": "key", "values": "value"}.get(name, name)
-                # A recurrent layer keeps its states in dicts, by number.
-                for port, tensor in tensors_in(f":kv.{prefix}{key}", value):
-                    if tensor.dim() >= 2:
+                own = f":kv.{prefix}{key}"
+                # A recurrent layer keeps its states in dicts, by number; a quantised one has scales beside its values.
+                for port, tensor in tensors_in(own, value):
+                    if tensor.dim() >= 2 or port != own:
                         yield path, port, tensor
 
 
