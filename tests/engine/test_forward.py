@@ -118,3 +118,31 @@ def test_numbers_that_a_graph_reads_from_tensors_are_no_sizes(tmp_path: Path) ->
     engine = glass.build(ReadsANumber(), tmp_path / "engine", inputs=inputs, backend="eager")
     assert [low for low, _ in engine.manifest.ranges.values()] == [2]
     assert torch.equal(engine(**inputs[1])["output"], torch.full((4, 3), 6.0))
+
+
+class NamedAsOps(torch.nn.Module):
+    """Its results are called as ops that make other tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.fc(x)
+        deviation = y.std(-1, keepdim=True)
+        return {"std": 2 * deviation, "linear": y + 1, "add": y / deviation}
+
+
+def test_results_that_are_called_as_ops(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    x, model = torch.randn(4, 8), NamedAsOps().eval()
+    save_file({"x": x}, tmp_path / "x.safetensors")
+    engine = glass.build(
+        model, tmp_path / "e", backend="eager", inputs=str(tmp_path / "x.safetensors"), add_output=["std"]
+    )
+    outputs = engine.forward(inputs={"x": x}).outputs
+    assert torch.equal(outputs["std"], model(x)["std"]) and torch.equal(2 * outputs["./std.0"], outputs["std"])
+    found = glass.check(model, backend="eager", inputs=str(tmp_path / "x.safetensors"))
+    assert found.ok and found.counts["identical"] == found.counts["compared"] > 6

@@ -70,7 +70,8 @@ def resolve_requests(program: Program, requests: Iterable[Request]) -> list[Requ
         UnknownNameError: A pattern matches nothing; carries the nearest names.
         UsageError: Two different tensors would have one name, or a name is taken by an input or result.
     """
-    taken = {port.name for port in program.inputs} | set(program.output_nodes)
+    inputs = {port.name for port in program.inputs}
+    taken = inputs | set(program.output_nodes)
     found: dict[str, Requested] = {}
     for pattern, alias, cast in requests:
         sites = find_sites(program.sites, pattern)
@@ -78,7 +79,8 @@ def resolve_requests(program: Program, requests: Iterable[Request]) -> list[Requ
             if alias is not None:
                 name = alias if len(sites) == 1 else f"{alias}_{index}"
             else:
-                name = pattern if len(sites) == 1 and pattern in site.aliases else site.name
+                is_free = program.output_nodes.get(pattern, site.node) == site.node and pattern not in inputs
+                name = pattern if len(sites) == 1 and pattern in site.aliases and is_free else site.name
             if name in found and (found[name].site.node, found[name].cast) != (site.node, cast):
                 raise UsageError(
                     f"two outputs would be called {name!r}",
