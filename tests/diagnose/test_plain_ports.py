@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -70,6 +72,14 @@ def test_a_plain_port_is_judged_in_one_forward_of_the_prompts() -> None:
     assert found.ok and found.verdict == "rounding" and found.coverage == 1.0
     assert {pair.step for pair in found.pairs} == {0, 1, 2}, "each prompt alone, and both padded"
     assert any(skipped.site == "decode steps" and "plain module" in skipped.reason for skipped in found.skipped)
+
+
+def test_a_mask_that_the_inputs_leave_out_is_one_without_padding(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    own = models.llama(num_hidden_layers=1)
+    torch.save({"input_ids": torch.arange(2, 16).view(2, 7)}, tmp_path / "ids.pt")
+    found = check(own, candidate=WithMask(own), inputs=str(tmp_path / "ids.pt"))
+    assert found.ok and found.coverage == 1.0
 
 
 def test_a_mistake_in_a_plain_port_is_found_in_both_directions() -> None:

@@ -8,7 +8,7 @@ a step. A plain module gets its inputs, one step per dict.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -186,7 +186,7 @@ def tokens_in_one_forward(model: LoadedModel, port: nn.Module, inputs: Inputs) -
             hint="name the arguments of its forward as those of the baseline's",
         )
     if inputs is not None and not isinstance(inputs, str):
-        return [{"use_cache": False, **step} for step in inputs]
+        return [{"use_cache": False, **_all_real(step, known), **step} for step in inputs]
     steps: list[Mapping[str, Any]] = []
     for case in causal_cases(model, inputs, 0):
         assert case.input_ids is not None and case.attention_mask is not None
@@ -196,6 +196,12 @@ def tokens_in_one_forward(model: LoadedModel, port: nn.Module, inputs: Inputs) -
         elif bool(case.attention_mask.all()):
             steps.append({name: value for name, value in of_case.items() if name != "attention_mask"})
     return steps
+
+
+def _all_real(step: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Return the attention mask that a port may insist on, and that a step leaves to be made up: no padding."""
+    ids = step.get("input_ids")
+    return {"attention_mask": torch.ones_like(ids)} if "attention_mask" in known and ids is not None else {}
 
 
 def causal_cases(model: LoadedModel, inputs: Inputs, steps: int) -> list[Case]:
