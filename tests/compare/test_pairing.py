@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from glassengine.compare.pairing import pair_sites
+from glassengine.compare.pairing import difference, pair_sites
 from glassengine.program import Program, export_program, load_model
+from glassengine.program.onnx.function import OnnxFunction
 
 
 class Sums(nn.Module):
@@ -49,3 +50,15 @@ def test_an_op_that_was_replaced_shifts_no_name(
     pairs, _, _ = pair_sites(exported(ours), exported(theirs))
     found = {pair.baseline.name.partition("/")[2]: pair.candidate.name.partition("/")[2] for pair in pairs}
     assert {name: found.get(name) for name in expected} == expected
+
+
+def test_arguments_of_a_function_of_ours_are_told_by_name() -> None:
+    """The ops of an ONNX file have no schema."""
+
+    def normalised(x: Tensor, eps: float) -> Tensor:
+        return x / (x.square().mean() + eps).sqrt()
+
+    graph, target = torch.fx.Graph(), OnnxFunction(normalised, "rms_norm")
+    x = graph.placeholder("x")
+    ours, theirs = (graph.call_function(target, (x, eps)) for eps in (1e-5, 1e-2))
+    assert difference(ours, theirs) == "eps: 1e-05 here, 0.01 in the candidate"

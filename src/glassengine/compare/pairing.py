@@ -9,6 +9,7 @@ required, because a mistake changes it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -155,8 +156,7 @@ def difference(ours: Node, theirs: Node) -> str | None:
     """Describe literal arguments that differ, e.g. "scale: 0.25 here, 0.5 in the candidate"."""
     if ours.target != theirs.target:
         return f"op: {ours.target} here, {theirs.target} in the candidate"
-    schema = getattr(ours.target, "_schema", None)
-    names = [argument.name for argument in schema.arguments] if schema else []
+    names = _argument_names(ours.target)
 
     def bound(node: Node) -> dict[str, Any]:
         positional = {names[i] if i < len(names) else str(i): _literal(a) for i, a in enumerate(node.args)}
@@ -167,6 +167,17 @@ def difference(ours: Node, theirs: Node) -> str | None:
     if not differing:
         return None
     return "; ".join(f"{k}: {_shown(a, k)} here, {_shown(b, k)} in the candidate" for k in differing)
+
+
+def _argument_names(target: Any) -> list[str]:
+    schema = getattr(target, "_schema", None)
+    if schema is not None:
+        return [argument.name for argument in schema.arguments]
+    try:
+        # An op of an ONNX file is a function of ours.
+        return list(inspect.signature(getattr(target, "function", target)).parameters)
+    except (TypeError, ValueError):
+        return []
 
 
 def _shown(arguments: dict[str, Any], name: str) -> str:
