@@ -113,6 +113,7 @@ def test_a_wrong_backward_is_named() -> None:
     step, phase, site = where(result)
     assert (result.ok, result.verdict, step, phase) == (False, "wrong", 0, "backward")
     assert site.startswith(".:backward/mul.")
+    assert result.first_divergence is not None and "test_training.py" in str(result.first_divergence.candidate_source)
     # The forward is right, and the update is right for the gradients that it was given.
     assert {rung.name: rung.verdict in ("identical", "rounding") for rung in result.rungs} == {
         "forward": True,

@@ -64,8 +64,7 @@ def conclude(
         found = sorted(score.divergences.values(), key=lambda d: (d.step, order[d.node or ""]))
         found = [_with_observer_effect(divergence, verdicts) for divergence in found]
         found = [_with_ops_left_out(score, program, divergence) for divergence in found]
-        found = [_at_what_computes(score, program, divergence) for divergence in found]
-        found = [dataclasses.replace(d, candidate_source=_source_there(score, d)) for d in found]
+        found = [as_written(score, program, divergence) for divergence in found]
         origins += found
         rungs.append(_rung(score, program, found, severity.get(score.side.rung)))
     pairs = tuple(pair for score in scores for pair in [*score.pairs, *_within_regions(score, program)])
@@ -182,6 +181,12 @@ def _with_ops_left_out(score: Score, program: Program, divergence: Divergence) -
     # The two ops are no counterparts then, and how they are written says nothing.
     others = tuple(hint for hint in divergence.hints if hint.kind != "argument")
     return dataclasses.replace(divergence, hints=(Hint("ops", text, 1.0), *others))
+
+
+def as_written(score: Score, program: Program, divergence: Divergence) -> Divergence:
+    """Name the op that computes, on both sides, and the line of the candidate's own."""
+    named = _at_what_computes(score, program, divergence)
+    return dataclasses.replace(named, candidate_source=_source_there(score, named))
 
 
 def _at_what_computes(score: Score, program: Program, divergence: Divergence) -> Divergence:

@@ -22,6 +22,7 @@ from torch import nn
 
 from glassengine.compare.pairing import SitePair, pair_sites
 from glassengine.diagnose.cases import Case, StepInputs
+from glassengine.diagnose.conclude import as_written
 from glassengine.diagnose.gradient_graph import (
     GRADIENT,
     LOSS,
@@ -202,6 +203,7 @@ def _judge_gradients(
     own = [replace(d, rung=phases[d.node or ""], step=number) for d in own]
     own, judged = _without_rewrites(own, ops.pairs, run.pairs, [*only_ours, *only_theirs])
     known = {d.site for d in found.origins}
+    own = [as_written(ops, program, d) for d in own]
     found.origins += [d for d in own if d.site not in known]
     found.pairs += [replace(pair, step=number, rung=at_site[pair.site]) for pair in judged]
     found.pairs += [replace(p, step=number, site=p.candidate_site, inherited=bool(own)) for p in run.pairs]
