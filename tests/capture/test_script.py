@@ -160,6 +160,21 @@ def test_processes_that_a_recorded_script_starts_afresh(tmp_path: Path, way: str
         assert f"recorded out/{name}/Net: glass show" in done.stderr
 
 
+def test_recordings_of_an_earlier_run_are_not_told_of(tmp_path: Path) -> None:
+    then = """
+        if __name__ == "__main__":
+            child = multiprocessing.get_context("spawn").Process(target=int if False else work, args=(1,))
+            child.start()
+            child.join()
+    """
+    first = run_net(tmp_path, *RECORD, then=then)
+    assert "recorded out/SpawnProcess-1/Net: " in first.stderr
+    again = [*RECORD[:-1], "--overwrite", "--"]
+    assert "recorded out/SpawnProcess-1/Net: " in run_net(tmp_path, *again, then=then).stderr
+    idle = run_net(tmp_path, *again, then=then.replace("False", "True"))
+    assert "recorded" not in idle.stderr.replace("nothing was recorded", "")
+
+
 def test_another_python_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with ScriptRecorder(tmp_path / "out") as recorder, SpawnedRecordings(recorder) as spawned:
         assert "glassengine" in spawn.get_preparation_data("one")

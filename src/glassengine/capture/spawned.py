@@ -31,6 +31,8 @@ class SpawnedRecordings:
     def __init__(self, recorder: ScriptRecorder) -> None:
         self._recorder = recorder
         self._directories: list[Path] = []
+        # Of an earlier run, which leaves alone what is not replaced.
+        self._stale: set[tuple[Path, int]] = set()
         self._undo = contextlib.ExitStack()
 
     def __enter__(self) -> SpawnedRecordings:
@@ -42,6 +44,7 @@ class SpawnedRecordings:
             if spawn.get_executable() in (sys.executable, os.fsencode(sys.executable)):
                 directory = self._recorder.directory_for(name)
                 self._directories.append(directory)
+                self._stale.update(_manifests(directory))
                 found["glassengine"] = _Start(directory, self._recorder.options)
             return found
 
@@ -58,8 +61,14 @@ class SpawnedRecordings:
     @property
     def recordings(self) -> list[Path]:
         """The directories of their recordings."""
-        found = [directory.glob(f"{place}/{MANIFEST}") for directory in self._directories for place in ("*", "*/rank*")]
-        return [manifest.parent for manifests in found for manifest in sorted(manifests)]
+        found = [item for directory in self._directories for item in _manifests(directory) if item not in self._stale]
+        return [manifest.parent for manifest, _ in found]
+
+
+def _manifests(directory: Path) -> list[tuple[Path, int]]:
+    """Return the manifests of the recordings of a process, and when each was written."""
+    found = [*directory.glob(f"*/{MANIFEST}"), *directory.glob(f"*/rank*/{MANIFEST}")]
+    return [(path, path.stat().st_mtime_ns) for path in sorted(found)]
 
 
 class _Start:
