@@ -424,8 +424,8 @@ def test_a_signal_handler_that_raises_within_a_hook(
                 signal.raise_signal(signal.SIGUSR1)
             return super().items()
 
-    monkeypatch.setattr("glassengine.recording.worker.OpenBlock", SlowBlock)
-    monkeypatch.setattr("glassengine.recording.worker.Repetition", SlowRepetition)
+    monkeypatch.setattr("glassengine.recording.producer.OpenBlock", SlowBlock)
+    monkeypatch.setattr("glassengine.recording.producer.Repetition", SlowRepetition)
     model = Calls(lambda self, x: Items(y=self.fc(x)), fc=nn.Linear(4, 4))
     before = signal.signal(signal.SIGUSR1, late)
     try:

@@ -20,13 +20,12 @@ from torch import Tensor
 
 from glassengine import blocks
 from glassengine.errors import GlassError
-from glassengine.recording.block import OpenBlock
 from glassengine.recording.drain import Drain
 from glassengine.recording.flag import Flag
-from glassengine.recording.items import Alias, Block, Commit, Copied, Item, Piece, Stored, Streamed
+from glassengine.recording.items import Block, Commit, Copied, Item, Piece, Stored, Streamed
 from glassengine.recording.layout import LeftOut, Sharding
-from glassengine.recording.passage import Lesson, Repetition, learn
 from glassengine.recording.pinned import PinnedCopies
+from glassengine.recording.producer import Producer
 from glassengine.recording.ring import Ring, lies_flat, pieces_of, require_memory
 from glassengine.recording.seen import MIN_SHARED_BYTES, Seen, SeenTensors
 from glassengine.recording.writer import RecordingWriter
@@ -41,7 +40,6 @@ _PERIOD_S = 0.02
 _LOOK_S = 0.1
 # Written at once; what a disk has no room for any more takes the steps of one such batch with it.
 _WRITE_BYTES = 4 << 20
-_BLOCK_BYTES = 1 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -74,21 +72,15 @@ class BackgroundWriter:
         self._pinned = PinnedCopies(ring_bytes)
         self._seen = SeenTensors()
         self._most_bytes = ring_bytes // _PIECES_OF_RING
-        self._block_bytes = min(_BLOCK_BYTES, ring_bytes // (2 * _PIECES_OF_RING))
         self._lock = threading.Lock()
-        # Of what the model hands over just now one at most: small tensors, or what comes as it did before.
-        self._block: OpenBlock | None = None
-        self._repetition: Repetition | None = None
-        self._lesson = Lesson(self._most_bytes // 2)
         self._queue: deque[Item | Piece | Flag | None] = deque()
         self._drain = Drain(self._writer, self._ring, self._pinned, self._queue)
         self._wake = Flag()
+        self._producer = Producer(self._ring, self._queue, self._most_bytes // 2, self._wake, self._on_wait)
         self._woken = 0.0
         # Whether a step has ended since the thread looked.
         self._has_ended = False
         self._failure: Exception | None = None
-        # Address and size of large tensors -> what was last stored from there.
-        self._recent: dict[tuple[int, int], Stored] = {}
         self._thread = threading.Thread(target=self._work, name="glassengine-recording", daemon=True)
         try:
             self._thread.start()
@@ -116,7 +108,7 @@ class BackgroundWriter:
     def again(self, site: str, step: int, tensor: Tensor, rank: int) -> bool:
         """Take the tensor as in an earlier step, written or measured, if the one before it was followed by it there."""
         with self._lock:
-            repetition = self._repetition
+            repetition = self._producer.repetition
             return repetition is not None and repetition.take(site, step, tensor, rank)
 
     def write(
@@ -158,17 +150,17 @@ class BackgroundWriter:
         description, nbytes, ring = seen.description, seen.nbytes, self._ring
         if seen.is_simple and nbytes <= self._most_bytes and lies_flat(tensor):
             with self._lock:
-                self._put(seen, tensor, (step, rank, is_new, reason))
+                self._producer.put(seen, tensor, (step, rank, is_new, reason))
             return
         require_memory(tensor)
         if nbytes and not tensor.is_cpu and self._pinned.takes(tensor):
             data, ready = self._pinned.take(tensor, nbytes, self._on_wait_unlocked)
             with self._lock:
-                self._publish()
+                self._producer.publish()
                 self._queue.append(Copied(description, step, rank, data, ready, reason))
             return
         with self._lock:
-            self._publish()
+            self._producer.publish()
             if nbytes > self._most_bytes:
                 self._stream(Streamed(description, step, rank), tensor)
                 return
@@ -179,102 +171,7 @@ class BackgroundWriter:
                 self._queue.append(Block(known, (description,), (), step, rank, position, end, reason))
             else:
                 self._queue.append(Stored(seen, step, rank, position, reason))
-        self._wake_if_half_full()
-
-    def _put(self, seen: Seen, tensor: Tensor, what: tuple[int, int, bool, str | None]) -> None:
-        """Take a contiguous tensor of the CPU; called with the lock."""
-        step, rank, _, reason = what
-        site = seen.description.site
-        repetition = self._repetition
-        if repetition is not None:
-            if seen.sharding is None and repetition.has_reason(reason) and repetition.take(site, step, tensor, rank):
-                return
-            self._end_repetition(is_other=repetition.step == step and repetition.passage.rank == rank)
-        passage = seen.passage
-        if passage is not None and passage.rank == rank and passage.reasons[0] == reason:
-            self._publish()
-            position = self._ring.reserve(passage.nbytes, self._on_wait)
-            self._wake_if_half_full()
-            repetition = self._repetition = Repetition(passage, step, self._ring, position)
-            if repetition.take(site, step, tensor, rank):
-                return
-            self._end_repetition(is_other=False)
-        if seen.is_small:
-            self._put_small(seen, tensor, what)
-        else:
-            self._put_large(seen, tensor, what)
-
-    def _put_small(self, seen: Seen, tensor: Tensor, what: tuple[int, int, bool, str | None]) -> None:
-        block = self._block
-        if block is None or block.what != what or not block.has_room(seen):
-            self._end_block()
-            position = self._ring.reserve(self._block_bytes, self._on_wait)
-            self._wake_if_half_full()
-            block = self._block = OpenBlock(what, self._ring, position, position + self._block_bytes)
-        block.put(seen, tensor)
-
-    def _put_large(self, seen: Seen, tensor: Tensor, what: tuple[int, int, bool, str | None]) -> None:
-        step, rank, is_new, reason = what
-        nbytes, dtype, ring = seen.nbytes, seen.description.dtype, self._ring
-        address = tensor.data_ptr()
-        if not address:
-            require_memory(tensor)
-        self._end_block()
-        # What one module returns another one is given: found by its address, proved by its bytes.
-        original = self._recent.get((address, nbytes))
-        if (
-            original is not None
-            and original.step == step
-            and original.reason == reason
-            and (reason is None or original.description.dtype == dtype)
-            and ring.holds(original.position, address, nbytes)
-        ):
-            item: Alias | Stored = Alias(seen, step, rank, original)
-        else:
-            position = ring.reserve(nbytes, self._on_wait)
-            ring.copy(position, address, nbytes)
-            item = self._recent[address, nbytes] = Stored(seen, step, rank, position, reason)
-        self._queue.append(item)
-        self._lesson.add(item, is_new)
-        self._wake_if_half_full()
-
-    def _wake_if_half_full(self) -> None:
-        if 2 * self._ring.in_use > self._ring.num_bytes:
-            self._wake.set()
-
-    def _publish(self) -> None:
-        """Hand to the thread what is held back; called with the lock. What comes next is not learned with it."""
-        self._end_block()
-        if self._repetition is not None:
-            self._end_repetition(is_other=False)
-        self._lesson.end()
-
-    def _end_block(self) -> None:
-        block = self._block
-        if block is None:
-            return
-        item = block.finish()
-        items = [item] if item.known else []
-        # An interruption comes before these two or behind them, so that nothing is lost and nothing comes twice.
-        self._block = None
-        self._queue.extend(items)
-        self._ring.shorten(block.limit, item.end)
-        if items:
-            self._lesson.add(item, block.what[2])
-
-    def _end_repetition(self, *, is_other: bool) -> None:
-        """Hand over what has come; `is_other` if something else came next, which is to be expected from now on."""
-        repetition = self._repetition
-        assert repetition is not None
-        end, items, addresses = repetition.end()
-        self._repetition = None  # as in `_end_block`
-        self._queue.extend(items)
-        self._ring.shorten(repetition.position + repetition.passage.nbytes, end)
-        for item, address in zip(items, addresses, strict=True):
-            if isinstance(item, Stored):
-                self._recent[address, item.seen.nbytes] = item
-        if is_other and not repetition.is_over:
-            learn(items)
+        self._producer.wake_if_half_full()
 
     def leave_out(self, item: LeftOut) -> None:
         """Note a tensor whose values are not recorded."""
@@ -283,8 +180,7 @@ class BackgroundWriter:
     def commit(self, step: int, *, token_ids: Sequence[Sequence[int]] = (), stopped: str | None = None) -> None:
         """Complete `step` once all that was written before is on disk; see `RecordingWriter.commit`."""
         with self._lock:
-            self._publish()
-            self._recent.clear()
+            self._producer.end_step()
             self._queue.append(Commit(step, token_ids, stopped))
             self._has_ended = True
         if time.monotonic() - self._woken > _PERIOD_S:
@@ -294,7 +190,7 @@ class BackgroundWriter:
         """Wait until all that was given so far is in the file, or has failed to get there."""
         done = Flag()
         with self._lock:
-            self._publish()
+            self._producer.publish()
             self._queue.append(done)
         self._wake.set()
         while not done.wait(0.5) and self._thread.is_alive():
@@ -310,7 +206,7 @@ class BackgroundWriter:
             GlassError: Something could not be written; the message says what is safe.
         """
         with self._lock:
-            self._publish()
+            self._producer.publish()
             self._queue.append(None)
         self._wake.set()
         self._thread.join()
@@ -345,7 +241,7 @@ class BackgroundWriter:
             self._on_wait()
 
     def _on_wait(self) -> None:
-        self._end_block()
+        self._producer.end_block()
         self._wake.set()
         if not self._thread.is_alive():
             raise self._died()
