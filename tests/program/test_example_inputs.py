@@ -42,6 +42,12 @@ def test_every_model_takes_what_is_made_up_for_it() -> None:
                 assert model(**step).last_hidden_state.shape[0] == len(next(iter(step.values())))
 
 
+def test_layers_of_kinds_that_no_cache_knows() -> None:
+    settings = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_types": ["basic", "bottleneck"]}
+    model = from_config("ResNetModel", "ResNetConfig", {**settings, "num_hidden_layers": 2})
+    assert [tuple(step) for step in example_inputs(model)] == [("pixel_values",)] * 3
+
+
 def test_a_configuration_that_does_not_state_a_size() -> None:
     config = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     parakeet = {"encoder_config": {**config, "num_mel_bins": 16, "subsampling_conv_channels": 8}, "vocab_size": 32}

@@ -29,7 +29,10 @@ def keeps_states(module: nn.Module) -> bool:
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "num_hidden_layers"):
         return False
-    layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
+    try:
+        layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return False  # its layers are of kinds that no cache knows: blocks of a ResNet, or those of remote code
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
 
 
