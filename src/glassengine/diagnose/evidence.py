@@ -117,7 +117,7 @@ def _gather(program: Program, side: Side, node: Node, observed: Observed, refere
     allowed = _allowed(exact, expected, actual, compiled=isinstance(side, EngineSide))
     if reference.valid is not None:
         allowed = torch.where(reference.valid, allowed, math.inf)
-    own, target, theirs = _candidate(program, side, node, side.replay.values)
+    own, target, theirs = candidate_of(program, side, node, side.replay.values)
     return Evidence(
         node.name,
         step,
@@ -145,7 +145,7 @@ def _of_result_alone(node: Node, actual: torch.Tensor, reference: Reference, ste
     return Evidence(node.name, step, None, actual, expected.clone(), allowed)
 
 
-def _candidate(
+def candidate_of(
     program: Program, side: EngineSide | ProgramSide, node: Node, values: Mapping[str, Any]
 ) -> tuple[Program, Node | None, dict[str, Any]]:
     """Return the candidate's program, its counterpart of `node`, and the values around that by its own nodes."""

@@ -23,6 +23,7 @@ from glassengine.diagnose.segments import SegmentReplay
 from glassengine.diagnose.sides import Observed, Side
 from glassengine.diagnose.walled_off import walled_off
 from glassengine.diagnose.written import program_of, written_differently
+from glassengine.diagnose.written_out import ROUNDED_IN_STEPS, is_same_in_float64
 from glassengine.program.naming import is_tensor_node, op_name
 from glassengine.program.outputs import weight_only_nodes
 from glassengine.program.program import Program
@@ -170,6 +171,8 @@ class Score:
         if local.verdict in FLAGGED and _is_compensated(local, accumulated, reference, tensor):
             return _Judged(tensor, accumulated, None, is_clean=is_clean, contradicts=is_clean)
         inherited = _inherited(replayed.predicted, reference)
+        if local.verdict in FLAGGED and is_same_in_float64(self.program, self.side, node, replayed.predicted):
+            local = dataclasses.replace(local, verdict="rounding", reason=ROUNDED_IN_STEPS)
         if local.verdict not in FLAGGED:
             is_carried = accumulated.verdict in FLAGGED and not local.is_tie
             return _Judged(tensor, accumulated if is_carried else local, False, inherited, local, is_clean)
