@@ -371,3 +371,12 @@ def test_a_program_takes_contiguous_inputs_whatever_the_strides_of_its_example()
     values = [node.meta["val"] for node in program.graph.find_nodes(op="placeholder")]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     assert len(tensors) == 2 and all(tensor.is_contiguous() for tensor in tensors)
+
+
+def test_products_of_two_dtypes_are_refused_before_anything_is_built() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).half().eval()
+    with pytest.raises(UsageError, match="two dtypes at") as raised:
+        export_module(model, {"input": torch.randn(2, 8)})
+    assert "float32 by float16" in str(raised.value) and "input is float32" in str(raised.value)
+    assert "--dtype float32" in str(raised.value)
+    assert export_module(model, {"input": torch.randn(2, 8).half()}).output_nodes

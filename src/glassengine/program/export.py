@@ -18,6 +18,7 @@ from glassengine.program.keywords import explicit_keywords
 from glassengine.program.listing import OnStage, Stage
 from glassengine.program.marks import collect_marks, marking
 from glassengine.program.naming import Paths, build_sites, describe_shape
+from glassengine.program.operand_dtypes import require_one_dtype
 from glassengine.program.program import CALLED_AS, FIXED_INPUTS, SMALLEST, Port, Program
 from glassengine.program.prune import remove_dead_nodes, without_dead_weights
 from glassengine.program.raised import source_of
@@ -82,7 +83,8 @@ def export_module(
         on_stage: As in `export_causal_lm`.
 
     Raises:
-        UsageError: The steps do not fit together, torch.export cannot trace the module, or it changes its buffers.
+        UsageError: The steps do not fit together, torch.export cannot trace the module, it changes its buffers, or
+            multiplies numbers of two dtypes.
     """
     steps = [inputs] if isinstance(inputs, Mapping) else list(inputs)
     if not steps:
@@ -101,6 +103,7 @@ def export_module(
         metadata={**(metadata or {}), FIXED_INPUTS: _fixed_inputs(example)},
         on_stage=on_stage,
     )
+    require_one_dtype(program)
     if has_values and (smallest := small_sizes(module, program, steps)):
         program.metadata[SMALLEST] = smallest
     return program
