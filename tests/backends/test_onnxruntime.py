@@ -354,3 +354,18 @@ def test_damaged_files_are_errors(built: Path, tmp_path: Path, file: str) -> Non
         (tmp_path / path.name).write_bytes(data[: len(data) // 2] if path.name == file else data)
     with pytest.raises(GlassError, match=r"loading 'llama' failed" if file != "io.json" else r"io.json cannot be read"):
         load_executable("llama", lambda path: BACKEND.load(path, None), tmp_path)
+
+
+class NearlyNeutral(nn.Module):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        norm = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-8)
+        return {"norm": norm, "product": x * 1.000004, "quotient": x / 0.999996, "sum": x - 1e-9, "same": (x + 0) * 1}
+
+
+def test_constants_that_are_nearly_0_or_1_are_kept(tmp_path: Path) -> None:
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)) * 1e-4
+    x[0] = 0
+    BACKEND.build(export_module(NearlyNeutral(), [{"x": x}, {"x": x[:2]}]), tmp_path)
+    found, expected = BACKEND.load(tmp_path, None)({"x": x}), NearlyNeutral()(x)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=3e-7, atol=0, msg=name)

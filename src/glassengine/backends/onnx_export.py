@@ -42,6 +42,7 @@ IN_PLACE_KEY = "glassengine.in_place"
 OPSET = 20
 _MOST_INSIDE = 1 << 30
 """Bytes of weights that a file which was given to us as it is keeps inside; a graph can have twice as many."""
+_NEUTRAL = {"Add": 0.0, "Sub": 0.0, "Mul": 1.0, "Div": 1.0}
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 
@@ -70,18 +71,17 @@ def export_onnx(program: Program, directory: Path) -> None:
         converted = torch.onnx.export(
             _without_parts(functional.exported),
             dynamo=True,
-            input_names=inputs,
-            # Renamed below: a result may be called like an inner value ("linear"), and ONNX has one name space.
-            output_names=[f"output:{index}" for index in range(len(outputs))],
             opset_version=OPSET,
             custom_translation_table=_translations(),
-            optimize=True,  # without it output names are ignored for values that are passed through
+            optimize=False,
             verbose=False,
         )
-    assert converted is not None and converted.exported_program is not None
+        assert converted is not None and converted.exported_program is not None
+        _keep_constants(converted.model.graph)
+        converted.optimize()
     graph = converted.model.graph
     name_layers(graph, converted.exported_program.graph, functional)
-    _rename_outputs(graph, inputs, outputs)
+    _rename(graph, inputs, outputs)
     _check_inputs(functional, graph)
     caches = {past: updated[present] for past, present in program.caches.items()}
     converted.model.metadata_props[IN_PLACE_KEY] = " ".join(in_place_caches(graph, caches))
@@ -108,6 +108,30 @@ def _without_parts(exported: ExportedProgram) -> ExportedProgram:
     signature = exported.module_call_graph[0].signature
     assert signature is not None
     return rebuilt(exported, graph, specs, out_spec=signature.out_spec)
+
+
+def _keep_constants(graph: Any) -> None:
+    """Give constants that are nearly 0 or 1 a dimension, beside operands that have one.
+
+    The optimizer of onnxscript takes what is within 1e-8 of 0, or within a part in 1e5 of 1, for these, and leaves out
+    what adds or multiplies it: the epsilon of a norm, say. It looks at constants without dimensions only.
+    """
+    import onnx_ir
+
+    for node in list(graph):
+        neutral = _NEUTRAL.get(node.op_type)
+        if neutral is None:
+            continue
+        for index, value in enumerate(node.inputs):
+            constant, other = onnx_ir.convenience.get_const_tensor(value), node.inputs[1 - index]
+            if constant is None or constant.shape.rank() or other.shape is None or not other.shape.rank():
+                continue
+            number = constant.numpy()
+            if number.item() != neutral and math.isclose(number.item(), neutral, rel_tol=1e-4, abs_tol=1e-7):
+                kept = onnx_ir.node("Constant", [], attributes={"value": onnx_ir.tensor(number.reshape(1))})
+                kept.outputs[0].name = f"{value.name}:{index}:of:{node.name}"
+                graph.insert_before(node, kept)
+                node.replace_input_with(index, kept.outputs[0])
 
 
 @contextlib.contextmanager
@@ -196,7 +220,8 @@ def in_place_caches(graph: Any, caches: dict[str, str]) -> list[str]:
     return safe
 
 
-def _rename_outputs(graph: Any, inputs: list[str], outputs: list[str]) -> None:
+def _rename(graph: Any, inputs: list[str], outputs: list[str]) -> None:
+    """Give inputs and outputs their names: where an input is a result as well, the optimizer renames it."""
     if len(graph.outputs) != len(outputs):
         raise BackendError(
             "the converted graph has other outputs than the program",
@@ -208,8 +233,9 @@ def _rename_outputs(graph: Any, inputs: list[str], outputs: list[str]) -> None:
         for value in node.outputs:
             if value.name in taken:
                 value.name = f"inner:{value.name}"
-    for value, name in zip(graph.outputs, outputs, strict=True):
-        value.name = name
+    for values, names in ((graph.inputs, inputs), (graph.outputs, outputs)):
+        for value, name in zip(values, names, strict=True):
+            value.name = name
 
 
 def _check_inputs(program: Program, graph: Any) -> None:
