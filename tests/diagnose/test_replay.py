@@ -361,6 +361,32 @@ def test_what_is_chosen_in_any_order(change: Callable[..., torch.Tensor], verdic
         assert found.judgement.is_tie == (verdict == "rounding")
 
 
+class ReadsOut(nn.Module):
+    """States times one column, as in Mamba: inductor fuses that with what makes these, which it does not round."""
+
+    def forward(self, state: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        column = (c * 1.25).bfloat16()[:, 0:1][:, 0].unsqueeze(-1)
+        return torch.matmul((state * 1.25).bfloat16(), column)
+
+
+@pytest.mark.parametrize(("factor", "is_wrong"), [(1, False), (99, True)])
+def test_a_product_of_one_column_may_read_what_is_not_rounded_yet(factor: int, is_wrong: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    # Terms of size 1 cancel, so that their rounding shows.
+    state = 1 + 0.1 * torch.randn(2, 1, 16, generator=generator) + 1e-3 * torch.randn(2, 64, 16, generator=generator)
+    c = 1 / state[:, :1] * torch.tensor([1.0, -1.0]).repeat(8)
+    inputs = {"state": state, "c": c.repeat(1, 3, 1)}
+    program = export_module(ReadsOut().eval(), inputs)
+    values: dict[str, torch.Tensor] = {}
+    run_program(program, inputs, lambda node, value: values.update({node.name: value}))
+    (node,) = (n for n in program.graph.nodes if op_name(n) in ("matmul", "bmm"))
+    wide = (state.double() * 1.25) @ (inputs["c"][:, :1].double().mT * 1.25) * factor
+    replay = Replay(program, compiled=True)
+    replay.begin_step(inputs, values)
+    found = replay.judge(node, wide.bfloat16().reshape(values[node.name].shape), None)
+    assert found is not None and (found.judgement.verdict in FLAGGED) is is_wrong, found
+
+
 class SortsByExpert(nn.Module):
     def __init__(self, stable: bool) -> None:
         super().__init__()

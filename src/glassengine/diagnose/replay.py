@@ -28,11 +28,9 @@ from glassengine.compare.composite_bounds import attention_parts
 from glassengine.compare.operation import (
     ATTENTION,
     CASTS,
-    CONVOLUTIONS,
     FLOAT32_SUMS,
     MOVES,
     POINTWISE,
-    PRODUCTS,
     RANDOM,
     UNDEFINED,
     Accumulation,
@@ -44,15 +42,13 @@ from glassengine.diagnose.broken import is_broken, num_newly_broken
 from glassengine.diagnose.float64 import retarget, target_of, unwritten_nodes
 from glassengine.diagnose.folded import Folded
 from glassengine.diagnose.reference import NUM_NOISE_RUNS
-from glassengine.diagnose.rounding import disturbed, noisy, rounds
+from glassengine.diagnose.rounding import FROM_MEMORY, disturbed, noisy, reads_memory, rounds
 from glassengine.diagnose.ties import chosen_along, is_unordered, tied_choices
 from glassengine.program.naming import is_tensor_node, op_name
 from glassengine.program.outputs import is_view, weight_only_nodes
 from glassengine.program.program import Program
 from glassengine.results import FLAGGED
 
-# Operands of these are usually read from memory, so that what was dumped is what was used.
-_FROM_MEMORY = PRODUCTS | CONVOLUTIONS | {ATTENTION}
 _COMPUTED_AGAIN = POINTWISE | MOVES | CASTS
 _MOST_COMPUTED_AGAIN = 3  # one behind the other
 
@@ -249,7 +245,7 @@ class Replay:
         if found.rho is None or found.verdict == "identical":
             return found
         # Terms of a product are of one size, and so are the errors of its elements, however small these are.
-        is_even = operation.name in _FROM_MEMORY or not quick.has_outliers(candidate)
+        is_even = operation.name in FROM_MEMORY or not quick.has_outliers(candidate)
         if found.rho <= self.worth_a_bound and is_even:
             return found
         reference = against([*self._noise(op, operation, roundoff), *_other_kernel(op, args, kwargs)])
@@ -289,10 +285,10 @@ class Replay:
                     of_weights.add(self._dtype)
             elif isinstance(value, torch.Tensor) and value.is_floating_point():
                 of_inputs.add(value.dtype)
-        if not self._compiled or (op_name(op) in _FROM_MEMORY and not self._wide_operands):
+        if not self._compiled or (reads_memory(op) and not self._wide_operands):
             of_inputs = set()
         of_inputs |= {dtype for source in op.all_input_nodes for dtype in self._to_come(source)}
-        how = self._accumulation if op_name(op) in _FROM_MEMORY else FLOAT32_SUMS
+        how = self._accumulation if op_name(op) in FROM_MEMORY else FLOAT32_SUMS
         return Roundoff(
             unit_roundoff(candidate.dtype),
             max([how.u_operands, *map(unit_roundoff, of_inputs)]),

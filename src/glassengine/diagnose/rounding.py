@@ -19,10 +19,12 @@ from torch.utils import _pytree as pytree
 from glassengine.compare.operation import (
     ATTENTION,
     CASTS,
+    CONVOLUTIONS,
     COUNTS,
     FLOAT32_SUMS,
     MOVES,
     OF_ABSOLUTE_ERROR,
+    PRODUCTS,
     SUMS,
     U_ACCUMULATE,
     Accumulation,
@@ -34,6 +36,8 @@ from glassengine.diagnose.uniform import uniform
 from glassengine.program.naming import op_name
 from glassengine.program.outputs import is_view
 
+FROM_MEMORY = PRODUCTS | CONVOLUTIONS | {ATTENTION}
+"""Ops whose operands are usually read from memory, so that what was dumped is what was used; see `reads_memory`."""
 _UNDERFLOW = 2.0**-60
 """Errors near zero that are smaller than this are none for any model: those of all dtypes with eight exponent bits."""
 _ROOTS = frozenset({"var", "std", "norm", "linalg_vector_norm", "logsumexp"})
@@ -146,3 +150,12 @@ def _attention(args: tuple[Any, ...], kwargs: dict[str, Any], u: float, u_sums: 
     share = score_error + 2 * U_ACCUMULATE + length**0.5 * u_sums + u / max(1.0, length**0.5)
     noise: torch.Tensor = weight * share
     return noise
+
+
+def reads_memory(op: Node) -> bool:
+    """Whether a compiler has the operands in memory: it fuses batched products of one row or column, as sums."""
+    if op_name(op) not in FROM_MEMORY:
+        return False
+    values = [op.meta["val"], *(source.meta.get("val") for source in op.all_input_nodes)]
+    is_batched = op_name(op) in ("bmm", "matmul") and all(isinstance(v, torch.Tensor) and v.dim() > 2 for v in values)
+    return not (is_batched and 1 in values[0].shape[-2:])
