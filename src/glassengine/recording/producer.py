@@ -153,11 +153,12 @@ class Producer:
         repetition = self.repetition
         assert repetition is not None
         end, items, addresses = repetition.end()
-        self.repetition = None  # as in `_end_block`
+        self.repetition = None  # as in `end_block`
         self._queue.extend(items)
         self._ring.shorten(repetition.position + repetition.passage.nbytes, end)
         for item, address in zip(items, addresses, strict=True):
             if isinstance(item, Stored):
                 self._recent[address, item.seen.nbytes] = item
-        if is_other and not repetition.is_over:
+        # Nothing came where the first copy was interrupted.
+        if items and is_other and not repetition.is_over:
             learn(items)
