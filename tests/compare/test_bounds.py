@@ -13,10 +13,8 @@ from torch.utils import _pytree as pytree
 from glassengine.compare.bounds import has_bound, rounding_bound
 from glassengine.compare.operation import (
     CASTS,
-    CONVOLUTIONS,
     MOVES,
     POINTWISE,
-    PRODUCTS,
     RANDOM,
     STEPS,
     SUMS,
@@ -26,6 +24,7 @@ from glassengine.compare.operation import (
     Roundoff,
 )
 from glassengine.compare.verdict import smallest_precise, unit_roundoff
+from glassengine.program.naming import CONVOLUTIONS, PRODUCTS
 
 aten = torch.ops.aten
 

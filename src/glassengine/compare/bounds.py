@@ -40,13 +40,11 @@ from glassengine.compare import composite_bounds as composite
 from glassengine.compare.operation import (
     ATTENTION,
     CASTS,
-    CONVOLUTIONS,
     LARGEST,
     MOVES,
     OF_ABSOLUTE_ERROR,
     OF_SEVERAL_STEPS,
     POINTWISE,
-    PRODUCTS,
     RELATIVE_TO_ARGUMENT,
     STEPS,
     SUMS,
@@ -55,6 +53,7 @@ from glassengine.compare.operation import (
     Roundoff,
     num_terms,
 )
+from glassengine.program.naming import CONVOLUTIONS, PRODUCTS
 
 
 def rounding_bound(operation: Operation, roundoff: Roundoff) -> Tensor | None:

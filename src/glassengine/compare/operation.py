@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from glassengine.program.naming import CONVOLUTIONS, PRODUCTS
+
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -32,8 +34,6 @@ MOVES = _names(
 """Ops that move or select values without arithmetic."""
 
 CASTS = frozenset({"_to_copy", "convert_element_type", "to", "type_as"})
-PRODUCTS = _names("addbmm addmm addmv baddbmm bmm dot einsum linear matmul mm mv")
-CONVOLUTIONS = _names("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution")
 SUMS = _names(
     """
     _adaptive_avg_pool2d _upsample_bicubic2d_aa _upsample_bilinear2d_aa adaptive_avg_pool1d adaptive_avg_pool2d

@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.compare.operation import CONVOLUTIONS, FLOAT32_SUMS, PRODUCTS, Accumulation, num_terms
+from glassengine.compare.operation import FLOAT32_SUMS, Accumulation, num_terms
 from glassengine.diagnose.float64 import target_of
 from glassengine.diagnose.uniform import uniform
-from glassengine.program.naming import op_name
+from glassengine.program.naming import CONVOLUTIONS, PRODUCTS, op_name
 
 _MEAN_SIZE = math.sqrt(2 / math.pi)
 """Of a normal variable in units of its standard deviation."""

@@ -19,12 +19,10 @@ from torch.utils import _pytree as pytree
 from glassengine.compare.operation import (
     ATTENTION,
     CASTS,
-    CONVOLUTIONS,
     COUNTS,
     FLOAT32_SUMS,
     MOVES,
     OF_ABSOLUTE_ERROR,
-    PRODUCTS,
     SUMS,
     U_ACCUMULATE,
     Accumulation,
@@ -33,7 +31,7 @@ from glassengine.compare.operation import (
 from glassengine.diagnose.exact_product import ExactProduct, is_product
 from glassengine.diagnose.float64 import target_of
 from glassengine.diagnose.uniform import uniform
-from glassengine.program.naming import op_name
+from glassengine.program.naming import CONVOLUTIONS, PRODUCTS, op_name
 from glassengine.program.outputs import is_view
 
 FROM_MEMORY = PRODUCTS | CONVOLUTIONS | {ATTENTION}

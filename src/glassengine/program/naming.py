@@ -24,6 +24,10 @@ from glassengine.program.marks import Mark
 from glassengine.sites import ROOT, Site, SiteTable, op_site, port_site, tap_site, with_call
 
 MATRIX_PRODUCTS = frozenset({"linear", "mm", "addmm", "matmul", "bmm", "baddbmm"})
+PRODUCTS = MATRIX_PRODUCTS | {"addbmm", "addmv", "dot", "einsum", "mv"}
+CONVOLUTIONS = frozenset(
+    {"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution"}
+)
 ATTENTIONS = frozenset({"scaled_dot_product_attention"})
 
 _PLACEMENT = frozenset({"device", "pin_memory", "layout"})  # where, not what: the same on every device

@@ -5,26 +5,8 @@ from __future__ import annotations
 import torch
 
 from glassengine.errors import UsageError
-from glassengine.program.naming import op_name
+from glassengine.program.naming import CONVOLUTIONS, PRODUCTS, op_name
 from glassengine.program.program import Program
-
-_MULTIPLYING = frozenset(
-    {
-        "addbmm",
-        "addmm",
-        "addmv",
-        "baddbmm",
-        "bmm",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "convolution",
-        "linear",
-        "matmul",
-        "mm",
-    }
-    | {"conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "mv"}
-)
 
 
 def require_one_dtype(program: Program) -> None:
@@ -34,7 +16,7 @@ def require_one_dtype(program: Program) -> None:
         UsageError: One does not; says where, and which inputs have another dtype than the weights.
     """
     for node in program.graph.nodes:
-        if node.op != "call_function" or op_name(node) not in _MULTIPLYING:
+        if op_name(node) not in PRODUCTS | CONVOLUTIONS:
             continue
         values = [source.meta.get("val") for source in node.all_input_nodes]
         dtypes = dict.fromkeys(v.dtype for v in values if isinstance(v, torch.Tensor) and v.is_floating_point())
