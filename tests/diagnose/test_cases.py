@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from glassengine.diagnose import check
-from glassengine.diagnose.cases import causal_cases
+from glassengine.diagnose.cases import causal_cases, module_cases
 from glassengine.errors import UsageError
 from glassengine.program import load_model
 from glassengine.testing import models
@@ -43,3 +43,23 @@ def test_built_in_prompts_fit_a_model_of_few_positions() -> None:
     cases = causal_cases(model, None, steps=3)
     assert [case.cache_length for case in cases] == [10, 10, 10]
     assert [int(mask.sum()) for case in cases if (mask := case.attention_mask) is not None] == [7, 7, 14]
+
+
+def test_f3_every_case_says_what_it_runs_on() -> None:
+    made = causal_cases(load_model(models.gpt2()), None, steps=1)[-1].inputs
+    assert [(one.name, one.origin, one.shape) for one in made] == [
+        ("input_ids", "built-in prompts", (2, 12)),
+        ("attention_mask", "built-in prompts", (2, 12)),
+    ]
+    assert made[0].num_distinct is not None and made[0].num_distinct > 8
+    assert (made[1].minimum, made[1].maximum) == (0.0, 1.0)
+    given = module_cases([{"x": torch.ones(2, 3), "n": 4}, {"x": torch.tensor([[0.0, float("nan")]]), "n": 4}])[0]
+    found = [(one.name, one.step, one.origin, one.dtype, one.shape, one.num_distinct) for one in given.inputs]
+    assert found == [
+        ("x", 0, "given", "float32", (2, 3), 1),
+        ("n", 0, "given", "int", None, None),
+        ("x", 1, "given", "float32", (1, 2), 2),
+        ("n", 1, "given", "int", None, None),
+    ]
+    assert [one.is_constant for one in given.inputs] == [True, False, False, False]
+    assert given.inputs[1].to_dict()["value"] == "4"

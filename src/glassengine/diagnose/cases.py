@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ from torch import nn
 
 from glassengine.engine.prompts import load_tokenizer
 from glassengine.errors import IncomparableError, UsageError
+from glassengine.inputs_used import InputUsed, Origin, input_used
 from glassengine.program import LoadedModel, load_inputs
 from glassengine.program.causal_lm import accepted
+from glassengine.program.example_inputs import MadeUp
+from glassengine.program.export import named_inputs
 from glassengine.program.image_text import first_constants, following_constants
 
 PROMPTS = (
@@ -46,6 +50,8 @@ class Case:
         constants: Inputs of the program that are the same in every step, by name; with images also where their
             features go, see `program.image_text.rows_of`.
         source: What the encoder of an encoder-decoder made `constants` from, as keyword arguments of the model.
+        origin: Where the inputs come from.
+        recipes: How those that nobody gave were made, by name.
     """
 
     name: str
@@ -57,6 +63,24 @@ class Case:
     one_token: bool = False
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     source: Mapping[str, Any] = field(default_factory=dict)
+    origin: Origin = "given"
+    recipes: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def inputs(self) -> tuple[InputUsed, ...]:
+        """What is run, input by input: names, dtypes, sizes, ranges, and whether they were made up."""
+        steps = list(self.steps)
+        if not steps:
+            named = {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
+            given = {name: tensor for name, tensor in named.items() if tensor is not None}
+            steps = [given | dict(self.source or {})]
+        found = []
+        for number, step in enumerate(steps):
+            plain = {name: value for name, value in step.items() if isinstance(value, (bool, int, float, str))}
+            for name, value in (named_inputs(step) | plain).items():
+                recipe = self.recipes.get(name, "")
+                found.append(input_used(name, value, step=number, origin=self.origin, recipe=recipe))
+        return tuple(found)
 
     @property
     def batch(self) -> int:
@@ -165,7 +189,7 @@ def taken_by(module: nn.Module, step: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in step.items() if name != "use_cache" or accepted(module, {name: value})}
 
 
-def tokens_in_one_forward(model: LoadedModel, port: nn.Module, inputs: Inputs) -> list[Mapping[str, Any]]:
+def tokens_in_one_forward(model: LoadedModel, port: nn.Module, inputs: Inputs) -> Sequence[Mapping[str, Any]]:
     """Return steps for a causal LM and a port of it that is a plain module: the prompts, and nothing that follows.
 
     Args:
@@ -187,7 +211,8 @@ def tokens_in_one_forward(model: LoadedModel, port: nn.Module, inputs: Inputs) -
         )
     if inputs is not None and not isinstance(inputs, str):
         return [{"use_cache": False, **_all_real(step, known), **step} for step in inputs]
-    steps: list[Mapping[str, Any]] = []
+    recipes = _RECIPES if inputs is None else {}
+    steps = MadeUp(recipes=recipes, origin="built-in prompts" if inputs is None else "given")
     for case in causal_cases(model, inputs, 0):
         assert case.input_ids is not None and case.attention_mask is not None
         of_case = {"input_ids": case.input_ids, "attention_mask": case.attention_mask, "use_cache": False}
@@ -240,7 +265,15 @@ def causal_cases(model: LoadedModel, inputs: Inputs, steps: int) -> list[Case]:
     cases = [_padded(f"prompt {index}", [row], steps) for index, row in enumerate(rows)]
     if len(rows) > 1:
         cases.append(_padded("prompts 0 and 1, left-padded", rows[:2], steps))
+    if inputs is None:
+        cases = [replace(case, origin="built-in prompts", recipes=_RECIPES) for case in cases]
     return _by_token(model, cases)
+
+
+_RECIPES = {
+    "input_ids": "token ids of the built-in prompts, or random ones where the model has no tokenizer",
+    "attention_mask": "all ones; zeros where the shorter of two prompts is padded on its left",
+}
 
 
 def _by_token(model: LoadedModel, cases: Sequence[Case]) -> list[Case]:
@@ -256,7 +289,9 @@ def _by_token(model: LoadedModel, cases: Sequence[Case]) -> list[Case]:
 
 def module_cases(inputs: Sequence[Mapping[str, Any]]) -> list[Case]:
     """Return the one case of a plain module."""
-    return [Case("inputs", len(inputs), steps=tuple(inputs))]
+    origin: Origin = inputs.origin if isinstance(inputs, MadeUp) else "given"
+    recipes = inputs.recipes if isinstance(inputs, MadeUp) else {}
+    return [Case("inputs", len(inputs), steps=tuple(inputs), origin=origin, recipes=recipes)]
 
 
 def _prompt_ids(model: LoadedModel, inputs: str | None, vocabulary: int) -> list[torch.Tensor]:

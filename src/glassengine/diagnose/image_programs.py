@@ -23,6 +23,7 @@ from glassengine.diagnose.segments import SegmentReplay
 from glassengine.diagnose.sides import ModuleSide
 from glassengine.engine.prompts import pad_left
 from glassengine.errors import UsageError
+from glassengine.inputs_used import Origin
 from glassengine.program import LoadedModel, export_programs
 from glassengine.program.image_text import (
     FEATURES,
@@ -140,7 +141,8 @@ def start_with_images(
         return (start(replace(model, decoding=""), inputs, steps, stack, progress),)
     vision, decoder = programs
     images = images or [image[PIXELS]]
-    of_vision = [Case("images", len(images), steps=tuple({PIXELS: one} for one in images))]
+    origin: Origin = "made up" if inputs is None or isinstance(inputs, str) else "given"
+    of_vision = [Case("images", len(images), steps=tuple({PIXELS: one} for one in images), origin=origin)]
     is_list = makes_list(model.module, image)
     sides = (
         VisionSide(model.module, vision, replay=SegmentReplay(vision)),

@@ -200,4 +200,5 @@ def recorded_case(source: TensorSource) -> Case | None:
         ids[index, longest - length :] = torch.tensor(row[:length])
         mask[index, longest - length :] = 1
     following = [row[length : length + len(steps) - 1] for row, length in zip(rows, lengths, strict=True)]
-    return Case("recorded", len(steps), input_ids=ids, attention_mask=mask, tokens=torch.tensor(following))
+    tokens = torch.tensor(following)
+    return Case("recorded", len(steps), input_ids=ids, attention_mask=mask, tokens=tokens, origin="recorded")

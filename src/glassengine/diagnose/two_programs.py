@@ -92,15 +92,16 @@ def start_both(
     progress("exporting the programs of encoder and decoder")
     encoder, decoder = export_programs(model)
     of_encoder, of_decoder = [], []
+    made: dict[str, Any] = {"origin": "made up" if inputs is None else "given"}
     for name, source, ids in sources:
         with torch.no_grad():
             constants = {key: value.contiguous() for key, value in Encoder(model.module)(source).items()}
         if takes_mask(model.module):
             constants[SOURCE_MASK] = source["attention_mask"]
-        of_encoder.append(Case(name, 1, steps=(source,)))
+        of_encoder.append(Case(name, 1, steps=(source,), **made))
         mask = torch.ones_like(ids)
-        case = Case(name, steps + 1, input_ids=ids, attention_mask=mask, constants=constants, source=source)
-        of_decoder.append(case)
+        of_both: dict[str, Any] = {"constants": constants, "source": source, **made}
+        of_decoder.append(Case(name, steps + 1, input_ids=ids, attention_mask=mask, **of_both))
     sides = (
         EncoderSide(model.module, encoder, replay=SegmentReplay(encoder)),
         DecoderSide(model.module, decoder, replay=SegmentReplay(decoder)),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from glassengine.errors import UsageError
+from glassengine.inputs_used import Origin
 from glassengine.program.states import keeps_states
 
 SIZES = ((2, 6), (3, 9), (1, 1))
@@ -48,7 +49,7 @@ def example_inputs(module: nn.Module, directory: str | None = None) -> MadeUp:
     if not isinstance(module, PreTrainedModel):
         raise _needs_inputs(name, "its inputs are known to its author alone")
     parameters = inspect.signature(module.forward).parameters
-    steps = MadeUp()
+    steps = MadeUp(recipes=_RECIPES)
     # A recurrence is unrolled, token by token.
     sizes = [(batch, SIZES[0][1]) for batch, _ in SIZES] if keeps_states(module) else SIZES
     for seed, (batch, tokens) in enumerate(sizes):
@@ -75,11 +76,29 @@ def encoder_inputs(module: nn.Module, directory: str | None = None) -> MadeUp:
     """Return steps of keyword arguments for the encoder of an encoder-decoder; as `example_inputs`."""
     others = ("decoder_input_ids", "use_cache")
     steps = example_inputs(module, directory)
-    return MadeUp({key: value for key, value in step.items() if key not in others} for step in steps)
+    kept = ({key: value for key, value in step.items() if key not in others} for step in steps)
+    return MadeUp(kept, recipes=steps.recipes)
 
 
 class MadeUp(list[dict[str, Any]]):
-    """Steps that nobody gave."""
+    """Steps that nobody gave.
+
+    Args:
+        steps: Keyword arguments of each.
+        recipes: How each input was made, by name, in words.
+        origin: Where they come from.
+    """
+
+    def __init__(
+        self,
+        steps: Iterable[dict[str, Any]] = (),
+        *,
+        recipes: Mapping[str, str] | None = None,
+        origin: Origin = "made up",
+    ) -> None:
+        super().__init__(steps)
+        self.recipes = dict(recipes or {})
+        self.origin: Origin = origin
 
 
 @contextlib.contextmanager
@@ -194,6 +213,18 @@ _MAKERS = {
     "input_features": _Maker.features,
     "input_values": _Maker.samples,
     "decoder_input_ids": _Maker.decoder_ids,
+}
+
+
+_RECIPES = {
+    "input_ids": "token ids, several values a row",
+    "attention_mask": "zeros and ones: padding at the end of the last row",
+    "token_type_ids": "a first and a second text",
+    "pixel_values": "random, of the size that the configuration states",
+    "input_features": "random, of the size that the configuration states",
+    "input_values": "random sound, long enough for the convolutions before the first frame",
+    "decoder_input_ids": "token ids, several values a row, after the token that starts a decoder",
+    "use_cache": "one forward is judged, without a cache",
 }
 
 
