@@ -6,42 +6,48 @@ keys are those of design section 7; `SCHEMA_VERSION` changes when a key changes 
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
+
+from glassengine.results.answer import MOST_OPS, DriftRow, Fineness, ResultComparison, Standing
+from glassengine.results.base import FLAGGED, VERDICTS, Hint, Result, Verdict, worst
+from glassengine.results.distances import ErrorHistogram, LogitsDifference, PatternMismatches, SliceMaxima, UlpDistance
+from glassengine.results.quantized import Quantization, QuantizedWeight
+
+__all__ = [
+    "FLAGGED",
+    "MOST_OPS",
+    "SCHEMA_VERSION",
+    "VERDICTS",
+    "Comparison",
+    "Divergence",
+    "DriftRow",
+    "ErrorHistogram",
+    "Figures",
+    "Fineness",
+    "Hint",
+    "LogitsDifference",
+    "Pair",
+    "PatternMismatches",
+    "Quantization",
+    "QuantizedWeight",
+    "Result",
+    "ResultComparison",
+    "Rung",
+    "Skipped",
+    "SliceMaxima",
+    "Standing",
+    "Summary",
+    "UlpDistance",
+    "Verdict",
+    "WeightsComparison",
+    "WrittenDifferently",
+    "counts_of",
+    "worst",
+]
 
 SCHEMA_VERSION = 1
-
-Verdict = Literal["identical", "rounding", "suspicious", "wrong"]
-VERDICTS: tuple[Verdict, ...] = ("identical", "rounding", "suspicious", "wrong")
-FLAGGED = VERDICTS[2:]
-
-
-def worst(verdicts: Iterable[Verdict]) -> Verdict:
-    """Return the worst verdict of `verdicts`; `identical` when there is none."""
-    return max(verdicts, key=VERDICTS.index, default="identical")
-
-
-class Result:
-    """Shared behaviour of result dataclasses."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready dict: non-finite floats become the strings "nan", "inf" and "-inf"."""
-        return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Result):
-        return value.to_dict()
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
 
 
 @dataclass(frozen=True)
@@ -96,100 +102,6 @@ class Figures(Result):
 
 
 @dataclass(frozen=True)
-class UlpDistance(Result):
-    """How many representable values lie between candidate and baseline, over elements finite on both sides.
-
-    `histogram[0]` counts the distance 0, `histogram[k]` distances from 2 ** (k - 1) to below 2 ** k. -0 and +0 are the
-    same value. `worst_index` is the first element that far away, None when all agree; `max_ulp` is None when nothing
-    was counted.
-    """
-
-    num_finite: int
-    num_nonfinite_mismatch: int
-    max_ulp: int | None
-    worst_index: tuple[int, ...] | None
-    histogram: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class ErrorHistogram(Result):
-    """How large the errors |c - b| are: `counts[e]` of them are at least 2 ** e and below 2 ** (e + 1).
-
-    `num_zero` counts elements that agree, `num_nonfinite_mismatch` those without a finite error.
-    """
-
-    num_zero: int
-    num_nonfinite_mismatch: int
-    counts: Mapping[int, int]
-
-
-@dataclass(frozen=True)
-class SliceMaxima(Result):
-    """The largest |c - b| within every slice of one axis; `maxima[i]` is of the indices from `i * step`, `step` many.
-
-    `step` is 1 but for very long axes. A mismatch of non-finite values counts as an infinite error.
-    """
-
-    axis: int
-    size: int
-    step: int
-    maxima: tuple[float, ...]
-
-    @property
-    def worst_index(self) -> int | None:
-        """The first index along the axis (of the first `step` many) with the largest error; None where none differs."""
-        largest = max(self.maxima, default=0.0)
-        return self.maxima.index(largest) * self.step if largest > 0 else None
-
-
-@dataclass(frozen=True)
-class PatternMismatches(Result):
-    """Elements whose kind differs: sign of non-zero numbers, zero or not, mask sentinel or not (or of other sign).
-
-    The indices are of the first such element, None where there is none.
-    """
-
-    num_elements: int
-    num_sign: int
-    num_zero: int
-    num_sentinel: int
-    sign_index: tuple[int, ...] | None
-    zero_index: tuple[int, ...] | None
-    sentinel_index: tuple[int, ...] | None
-
-
-@dataclass(frozen=True)
-class LogitsDifference(Result):
-    """How much two sets of logits disagree, over rows of the last dimension; entropies and likelihoods are in nats.
-
-    `kl` is KL(softmax(baseline) || softmax(candidate)). `top1_agreement` and `topk_agreement` are the share of the
-    baseline's 1 and k likeliest tokens that are among the candidate's 1 and k likeliest (ties included). Rows without
-    a distribution on some side (NaN, +inf, all -inf) are only counted, in `num_undefined`. The perplexities are those
-    of the targets, None without targets; everything is None when no row is left.
-    """
-
-    num_rows: int
-    num_undefined: int
-    vocab_size: int
-    k: int
-    top1_agreement: float | None
-    topk_agreement: float | None
-    mean_kl: float | None
-    max_kl: float | None
-    worst_row: tuple[int, ...] | None
-    num_targets: int
-    baseline_perplexity: float | None
-    candidate_perplexity: float | None
-
-    @property
-    def perplexity_diff(self) -> float | None:
-        """Candidate minus baseline."""
-        if self.baseline_perplexity is None or self.candidate_perplexity is None:
-            return None
-        return self.candidate_perplexity - self.baseline_perplexity
-
-
-@dataclass(frozen=True)
 class Pair(Result):
     """One tensor of the baseline judged against one of the candidate.
 
@@ -230,15 +142,6 @@ class Skipped(Result):
     reason: str
     step: int | None = None
     rung: str | None = None
-
-
-@dataclass(frozen=True)
-class Hint(Result):
-    """A guess at the kind of mistake."""
-
-    kind: str
-    text: str
-    score: float
 
 
 @dataclass(frozen=True)
@@ -301,56 +204,6 @@ class WeightsComparison(Result):
 
 
 @dataclass(frozen=True)
-class QuantizedWeight(Result):
-    """What quantisation did to one weight, alone: everything else is the unquantised baseline's.
-
-    Attributes:
-        name: Of the parameter.
-        verdict: "rounding" where its own step explains the difference; "wrong" is a mistake, `hints` say which.
-        snr_db: Of the weight.
-        rms_steps: Its difference in steps, root mean square; rounding to nearest makes 0.29.
-        max_steps: The largest, ends of the range excepted.
-        output_snr_db: Of the output of its module, on the baseline's inputs; None where that was not called.
-        output_over_rounding: That error over the error that rounding to nearest would make there.
-        logits_snr_db: Of the logits, or of the result of a model without.
-        kl: Mean divergence of the next token, in nats; None for a model without logits.
-        share: Of the errors (as powers) that all weights make at the logits one by one.
-        is_rescaled: Whether it was scaled before it was quantised, and a layer before or after it by the inverse.
-        hints: What kind of mistake it is.
-    """
-
-    name: str
-    verdict: Verdict
-    snr_db: float
-    rms_steps: float
-    max_steps: float | None
-    output_snr_db: float | None
-    output_over_rounding: float | None
-    logits_snr_db: float
-    kl: float | None
-    share: float
-    is_rescaled: bool
-    hints: tuple[Hint, ...] = ()
-
-
-@dataclass(frozen=True)
-class Quantization(Result):
-    """A quantised candidate beside its unquantised baseline: each weight, the largest share of the error first.
-
-    `kl`, `logits_snr_db` and `token_agreement` are of all of it together, over `num_tokens` positions. `different` are
-    weights that are not quantised and differ nevertheless.
-    """
-
-    method: str
-    num_tokens: int
-    logits_snr_db: float
-    kl: float | None
-    token_agreement: float | None
-    weights: tuple[QuantizedWeight, ...]
-    different: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Comparison(Result):
     """The result of judging two sides.
 
@@ -360,6 +213,10 @@ class Comparison(Result):
     `quantization` is there for a
     quantised candidate. `same_weights` says of two records of one class and dtype whether they were made with the same
     weights; None where nobody knows.
+
+    `standing` says in one typed word why it is ok or not. `results` are those of both sides end to end, on each rung;
+    `fineness` says of each rung how finely the inside was judged; `drift` is the table of a less precise candidate,
+    in order of execution, results last.
     """
 
     baseline: str
@@ -382,6 +239,10 @@ class Comparison(Result):
     weights: WeightsComparison | None = None
     written_differently: tuple[WrittenDifferently, ...] = ()
     quantization: Quantization | None = None
+    standing: Standing = "ok"
+    results: tuple[ResultComparison, ...] = ()
+    fineness: tuple[Fineness, ...] = ()
+    drift: tuple[DriftRow, ...] = ()
     schema_version: int = SCHEMA_VERSION
 
 

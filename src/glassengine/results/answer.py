@@ -1,0 +1,118 @@
+"""What an answer begins with: the results end to end, how finely was judged, where precision is lost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from glassengine.results.base import FLAGGED, Result, Verdict
+
+Standing = Literal[
+    "ok", "results differ", "differs inside", "token changes", "weights differ", "over budget", "too little judged"
+]
+"""Why a comparison is ok or not; `docs/concepts.md` has the rule."""
+
+MOST_OPS = 12
+"""Most ops of a region that still count as judged finely: a norm or a rotation written by hand has as many."""
+
+
+@dataclass(frozen=True)
+class ResultComparison(Result):
+    """One result of the model on both sides, over all cases and steps; no inside tensor enters it.
+
+    Attributes:
+        name: Of the baseline's result: "logits", "output".
+        candidate_name: Of the candidate's.
+        rung: Which implementation.
+        method: "name", or "position" where the two sides use other names.
+        verdict: Worst one, by the accumulated noise floor.
+        reason: Set where something other than the size of the difference decides.
+        case: In which the verdict and then the difference is worst.
+        step: Likewise.
+        num_steps: How many steps were compared.
+        shape: In that step.
+        dtype: Of the baseline's result.
+        candidate_dtype: Of the candidate's.
+        max_abs_diff: Largest difference; None where the sides cannot be subtracted.
+        largest: Largest absolute value of the baseline in that step.
+        ulp: Largest difference in units in the last place of `largest`, in the coarser dtype of the two.
+        snr_db: Least signal-to-noise ratio of a step.
+        cosine_similarity: Least of a step.
+        rho: Largest ratio of error and noise floor.
+        exempt: Share of the elements that do not count (ties, undefined values), padding aside.
+    """
+
+    name: str
+    candidate_name: str
+    rung: str
+    method: str
+    verdict: Verdict
+    reason: str | None
+    case: str | None
+    step: int
+    num_steps: int
+    shape: tuple[int, ...]
+    dtype: str
+    candidate_dtype: str
+    max_abs_diff: float | None
+    largest: float | None
+    ulp: float | None
+    snr_db: float | None
+    cosine_similarity: float | None
+    rho: float | None
+    exempt: float = 0.0
+
+    @property
+    def agrees(self) -> bool:
+        """Whether rounding explains all of the difference."""
+        return self.verdict not in FLAGGED
+
+
+@dataclass(frozen=True)
+class Fineness(Result):
+    """How finely the float-valued sites of the baseline were judged on one rung; the shares add up to 1.
+
+    Attributes:
+        rung: Which one.
+        num_sites: Float-valued op sites of the baseline.
+        op_by_op: Share judged one by one.
+        in_regions: Share judged where a region of at most `MOST_OPS` ops ends.
+        in_large_regions: Share judged where a larger region ends.
+        results_only: Share that nothing but the results speaks for.
+        largest_region: Ops of the largest region, views aside; 0 where there is none.
+        largest_region_end: Site at which it ends.
+    """
+
+    rung: str
+    num_sites: int
+    op_by_op: float
+    in_regions: float
+    in_large_regions: float
+    results_only: float
+    largest_region: int = 0
+    largest_region_end: str | None = None
+
+
+@dataclass(frozen=True)
+class DriftRow(Result):
+    """How far a tensor of a candidate of lower precision is from the baseline's, over all cases and steps.
+
+    Attributes:
+        site: Of the baseline, in order of execution.
+        candidate_site: Of the candidate.
+        kind: "module", "op" or "result".
+        num_tensors: How many were compared.
+        snr_db: Signal-to-noise ratio.
+        cosine_similarity: Over all of them.
+        introduced_db: Signal-to-noise ratio of what was introduced since the tensors above it; None where unknown.
+        share: Of the loss (noise over signal) that all rows of its kind introduce; None where unknown.
+    """
+
+    site: str
+    candidate_site: str
+    kind: str
+    num_tensors: int
+    snr_db: float
+    cosine_similarity: float
+    introduced_db: float | None = None
+    share: float | None = None

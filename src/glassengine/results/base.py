@@ -1,0 +1,47 @@
+"""What every result is: verdicts, and a frozen dataclass that becomes JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Verdict = Literal["identical", "rounding", "suspicious", "wrong"]
+VERDICTS: tuple[Verdict, ...] = ("identical", "rounding", "suspicious", "wrong")
+FLAGGED = VERDICTS[2:]
+
+
+def worst(verdicts: Iterable[Verdict]) -> Verdict:
+    """Return the worst verdict of `verdicts`; `identical` when there is none."""
+    return max(verdicts, key=VERDICTS.index, default="identical")
+
+
+class Result:
+    """Shared behaviour of result dataclasses."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready dict: non-finite floats become the strings "nan", "inf" and "-inf"."""
+        return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Result):
+        return value.to_dict()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+@dataclass(frozen=True)
+class Hint(Result):
+    """A guess at the kind of mistake."""
+
+    kind: str
+    text: str
+    score: float

@@ -1,0 +1,102 @@
+"""Results in finer detail than figures: distances in representable values, sizes of errors, slices, logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from glassengine.results.base import Result
+
+
+@dataclass(frozen=True)
+class UlpDistance(Result):
+    """How many representable values lie between candidate and baseline, over elements finite on both sides.
+
+    `histogram[0]` counts the distance 0, `histogram[k]` distances from 2 ** (k - 1) to below 2 ** k. -0 and +0 are the
+    same value. `worst_index` is the first element that far away, None when all agree; `max_ulp` is None when nothing
+    was counted.
+    """
+
+    num_finite: int
+    num_nonfinite_mismatch: int
+    max_ulp: int | None
+    worst_index: tuple[int, ...] | None
+    histogram: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ErrorHistogram(Result):
+    """How large the errors |c - b| are: `counts[e]` of them are at least 2 ** e and below 2 ** (e + 1).
+
+    `num_zero` counts elements that agree, `num_nonfinite_mismatch` those without a finite error.
+    """
+
+    num_zero: int
+    num_nonfinite_mismatch: int
+    counts: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class SliceMaxima(Result):
+    """The largest |c - b| within every slice of one axis; `maxima[i]` is of the indices from `i * step`, `step` many.
+
+    `step` is 1 but for very long axes. A mismatch of non-finite values counts as an infinite error.
+    """
+
+    axis: int
+    size: int
+    step: int
+    maxima: tuple[float, ...]
+
+    @property
+    def worst_index(self) -> int | None:
+        """The first index along the axis (of the first `step` many) with the largest error; None where none differs."""
+        largest = max(self.maxima, default=0.0)
+        return self.maxima.index(largest) * self.step if largest > 0 else None
+
+
+@dataclass(frozen=True)
+class PatternMismatches(Result):
+    """Elements whose kind differs: sign of non-zero numbers, zero or not, mask sentinel or not (or of other sign).
+
+    The indices are of the first such element, None where there is none.
+    """
+
+    num_elements: int
+    num_sign: int
+    num_zero: int
+    num_sentinel: int
+    sign_index: tuple[int, ...] | None
+    zero_index: tuple[int, ...] | None
+    sentinel_index: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class LogitsDifference(Result):
+    """How much two sets of logits disagree, over rows of the last dimension; entropies and likelihoods are in nats.
+
+    `kl` is KL(softmax(baseline) || softmax(candidate)). `top1_agreement` and `topk_agreement` are the share of the
+    baseline's 1 and k likeliest tokens that are among the candidate's 1 and k likeliest (ties included). Rows without
+    a distribution on some side (NaN, +inf, all -inf) are only counted, in `num_undefined`. The perplexities are those
+    of the targets, None without targets; everything is None when no row is left.
+    """
+
+    num_rows: int
+    num_undefined: int
+    vocab_size: int
+    k: int
+    top1_agreement: float | None
+    topk_agreement: float | None
+    mean_kl: float | None
+    max_kl: float | None
+    worst_row: tuple[int, ...] | None
+    num_targets: int
+    baseline_perplexity: float | None
+    candidate_perplexity: float | None
+
+    @property
+    def perplexity_diff(self) -> float | None:
+        """Candidate minus baseline."""
+        if self.baseline_perplexity is None or self.candidate_perplexity is None:
+            return None
+        return self.candidate_perplexity - self.baseline_perplexity
