@@ -160,6 +160,24 @@ def test_processes_that_a_recorded_script_starts_afresh(tmp_path: Path, way: str
         assert f"recorded out/{name}/Net: glass show" in done.stderr
 
 
+def test_f43_processes_that_spawned_processes_spawn(tmp_path: Path) -> None:
+    then = """
+        def engine():
+            worker = multiprocessing.get_context("spawn").Process(target=work, args=(1,), name="Worker")
+            worker.start()
+            worker.join()
+
+        if __name__ == "__main__":
+            core = multiprocessing.get_context("spawn").Process(target=engine, name="EngineCore")
+            core.start()
+            core.join()
+    """
+    done = run_net(tmp_path, *RECORD, then=then)
+    assert done.returncode == 0, done.stderr
+    assert "recorded out/EngineCore/Worker/Net: glass show" in done.stderr
+    assert Recording.open(tmp_path / "out" / "EngineCore" / "Worker" / "Net").steps == [0]
+
+
 def test_recordings_of_an_earlier_run_are_not_told_of(tmp_path: Path) -> None:
     then = """
         if __name__ == "__main__":

@@ -12,6 +12,7 @@ from torch import nn
 import glassengine as glass
 from glassengine.cli.main import main
 from glassengine.errors import IncomparableError, UsageError
+from glassengine.recording.writer import RecordingWriter
 from glassengine.testing import models
 
 PROMPTS = [[17, 200, 9, 33, 41], [5, 91, 14, 3, 77, 120, 250, 8]]
@@ -170,3 +171,14 @@ def test_a_record_of_several_ranks_is_refused_with_what_to_do(
     with pytest.raises(UsageError, match="a record of several ranks") as refused:
         glass.check(models.drawn(Net), candidate=tmp_path / "d", inputs=inputs)
     assert "ranks 0, 1" in str(refused.value.got) and "glass compare" in str(refused.value.hint)
+
+
+def test_f27_several_ranks_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    for rank in range(2):
+        with RecordingWriter(tmp_path / "r" / f"rank{rank}", metadata={}) as w:
+            w.write("y", 0, torch.ones(2), rank=rank)
+            w.commit(0)
+    heard: list[str] = []
+    with pytest.raises(UsageError, match="a record of several ranks"):
+        glass.check(str(tmp_path / "no_model_here"), candidate=str(tmp_path / "r"), progress=heard.append)
+    assert heard == []

@@ -54,6 +54,7 @@ class Forward:
         leave: Undoes what was set up for the duration of the outermost call.
         alone: Modules that were called by themselves, outside of the model, in this step.
         watched: Handles of hooks for gradients, to be removed when the step ends.
+        watched_sites: What they deliver.
         caches: What may be a key/value cache, by identity, and the paths that got it.
     """
 
@@ -68,6 +69,7 @@ class Forward:
     leave: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     alone: set[nn.Module] = field(default_factory=set)
     watched: list[Any] = field(default_factory=list)
+    watched_sites: set[str] = field(default_factory=set)
     caches: dict[int, tuple[Any, set[str]]] = field(default_factory=dict)
 
 

@@ -9,7 +9,6 @@ compiled code is the one it would be without them.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import sys
 import threading
@@ -20,17 +19,22 @@ import torch
 from torch import Tensor, nn
 
 from glassengine.capture.calls import Forward, Known, ModuleNames
+from glassengine.capture.continuations import Continuations, callable_ones
 from glassengine.capture.gradients import watch
 from glassengine.capture.intake import Intake
 from glassengine.capture.interruption import is_interruption
 from glassengine.capture.leaves import KV_AXES, NO_TENSOR, CacheSites, tensors_in
 from glassengine.capture.observed_call import ObservedCall, num_running, out_of_reach, why_unseen
+from glassengine.capture.recomputed import Recomputed
+from glassengine.capture.rehearsals import is_rehearsal
 from glassengine.capture.steps import Steps
+from glassengine.capture.token_ids import first_argument, token_ids
 from glassengine.recording.policy import Policy
 from glassengine.sites import ROOT, tap_site, with_call
 from glassengine.taps import tap_sink
 
 _MAX_REASON = 300
+_NO_STEP = -1
 
 
 class _Forks:
@@ -75,7 +79,10 @@ class ModuleHooks:
         self._gradients = gradients
         self._holds_steps = holds_steps
         self._caches = CacheSites(root, {module: known.paths[0] for module, known in self.names.known.items()})
-        self._first_argument = _first_argument(root)
+        self._first_argument = first_argument(root)
+        self._root = root
+        self._continuations = Continuations(self.names.known.values())
+        self.recomputed = Recomputed(self._watch if gradients else None)
         self._local = _Local()
         self._open: dict[int, Forward] = {}
         self._held: dict[int, tuple[Forward, list[list[int]]]] = {}
@@ -116,10 +123,9 @@ class ModuleHooks:
         """Return the paths of modules of which no call was seen; containers, which cannot be called, are left out."""
         found = self.names.known.values()
         silent = [known for known in found if not known.is_called]
-        callable_ones = [k for k in silent if getattr(type(k.module), "forward", None) is not nn.Module.forward]
         # A call of a wrapper is one of what it wraps.
         called = {known.paths[0] for known in found if known.is_called}
-        return sorted({known.paths[0] for known in callable_ones} - called)
+        return sorted({known.paths[0] for known in callable_ones(silent)} - called)
 
     def not_seen(self) -> dict[str, str]:
         """Return why no call was seen of modules inside of others that were called, by path."""
@@ -155,13 +161,17 @@ class ModuleHooks:
     @property
     def current_step(self) -> int | None:
         """The step that what happens now in this thread belongs to: the open one, or the last one that is held."""
+        forward = self._current()
+        return forward.step if forward is not None and forward.records else None
+
+    def _current(self) -> Forward | None:
         forward = self._local.forward
         if forward is None:
             last = self._local.last
             # A backward on another device runs in threads of its own.
             held = self._held.get(last if last is not None else max(self._held, default=-1))
             forward = held and held[0]
-        return forward.step if forward is not None and forward.records else None
+        return forward
 
     def _observers(self, known: Known) -> tuple[Callable[..., None], Callable[..., None]]:
         # They run thousands of times a second: what does not change is looked up once.
@@ -171,7 +181,10 @@ class ModuleHooks:
         is_usual = not known.is_root and len(known.paths) == 1 and not known.is_wrapped
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if module is not known.module or graph_task() != -1 or _Forks.count != forks:
+            if module is not known.module or _Forks.count != forks:
+                return
+            if graph_task() != -1:
+                self.recomputed.before(known, self._current(), args, kwargs)
                 return
             forward = local.forward
             # The short way of most modules: once in a forward, inside of another one.
@@ -181,7 +194,7 @@ class ModuleHooks:
                 known.is_called = True
                 where, site = path, first_input
             else:
-                forward, entered = self._before(known, forward)
+                forward, entered = self._before(known, forward, args, kwargs)
                 if entered is None:
                     return
                 where, site = entered, entered + ":in[0]"
@@ -197,6 +210,8 @@ class ModuleHooks:
         def after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
             forward = local.forward
             if forward is None or not forward.open or module is not known.module:
+                if gradients and module is known.module and graph_task() != -1:
+                    self.recomputed.after(known, self._current(), result)
                 return
             called_last, where, passed_on = forward.open[-1]
             # The short way of most modules: one tensor comes out, and it is not the end of the forward.
@@ -209,7 +224,7 @@ class ModuleHooks:
 
         return before, after
 
-    def _before(self, known: Known, forward: Forward | None) -> tuple[Forward, str | None]:
+    def _before(self, known: Known, forward: Forward | None, args: Any, kwargs: Any) -> tuple[Forward, str | None]:
         """Note a call; return its forward and path with call, None where it passes on the call of its wrapper."""
         # What is interrupted while it observes a call does not hear of its end.
         if (
@@ -220,7 +235,7 @@ class ModuleHooks:
             self._end(forward, [], "an interruption")
             forward = None
         if forward is None or not forward.open:
-            forward = self._outermost(known, forward)
+            forward = self._outermost(known, forward, args, kwargs)
         known.is_called = True
         return forward, self.names.enter(known, forward)
 
@@ -243,30 +258,45 @@ class ModuleHooks:
         else:
             self._deliver_caches(forward, whole=known.is_root)
             if known.is_root:
-                self._end(forward, self._token_ids(args, kwargs), None)
+                self._continuations.note_result(forward.step, result)
+                self._end(forward, token_ids(args, kwargs, self._first_argument), None)
+            elif forward.step in self._held or forward.step == _NO_STEP:
+                self._local.forward = None
         forward.in_call = False
 
-    def _outermost(self, known: Known, forward: Forward | None) -> Forward:
+    def _outermost(self, known: Known, forward: Forward | None, args: Any, kwargs: Any) -> Forward:
         """Return the step that an outermost call belongs to."""
         if forward is not None and known.module in forward.alone:
             # Called by itself once more, and never the model: each of these calls is a step.
             self._end(forward, [], None)
             forward = None
         if forward is None:
-            for step in [step for step, (held, _) in self._held.items() if held.thread == threading.get_ident()]:
-                self._release(step)
-            step = self.steps.next()
-            # What a tracer passes around are no values.
-            records = self._policy.wants_step(step) and torch._C._get_tracing_state() is None
-            forward = Forward(step, records, threading.get_ident())
-            self._open[step] = forward
-            self._local.forward = forward
-        if not known.is_root:
+            forward = self._local.forward = self._continued(known, args, kwargs) or self._new_step(args, kwargs)
+        if not known.is_root and forward.step not in self._held:
             forward.alone.add(known.module)
         forward.in_call = True
         forward.handled = sys.exc_info()[1]
         current = forward
         forward.leave.enter_context(tap_sink(lambda name, tensor: self._tap(current, name, tensor)))
+        return forward
+
+    def _continued(self, known: Known, args: Any, kwargs: Any) -> Forward | None:
+        """Return the last forward of this thread, if the call of a part of the model goes on where it ended."""
+        held = self._held.get(-1 if self._local.last is None else self._local.last)
+        step = held[0].step if held is not None else None
+        if known.is_root or not self._continuations.continues(known.module, step, (args, kwargs)):
+            return None
+        return held and held[0]
+
+    def _new_step(self, args: Any, kwargs: Any) -> Forward:
+        if is_rehearsal(self._root, args, kwargs):
+            return Forward(_NO_STEP, False, threading.get_ident())
+        for step in [step for step, (held, _) in self._held.items() if held.thread == threading.get_ident()]:
+            self._release(step)
+        step = self.steps.next()
+        # What a tracer passes around are no values.
+        records = self._policy.wants_step(step) and torch._C._get_tracing_state() is None
+        forward = self._open[step] = Forward(step, records, threading.get_ident())
         return forward
 
     def _deliver(self, forward: Forward, where: str, port: str, tree: Any) -> None:
@@ -320,6 +350,7 @@ class ModuleHooks:
             self._watch(tensor, f"{site}:grad_out", forward)
 
     def _watch(self, tensor: Tensor, site: str, forward: Forward) -> None:
+        forward.watched_sites.add(site)
         handle = watch(tensor, site, forward.step, self._intake)
         if handle is not None:
             forward.watched.append(handle)
@@ -327,7 +358,9 @@ class ModuleHooks:
     def _end(self, forward: Forward, token_ids: list[list[int]], stopped: str | None) -> None:
         forward.leave.close()
         self._local.forward = None
-        if self._holds_steps and stopped is None:
+        if forward.step in self._held and stopped is None:
+            return
+        if stopped is None and forward.records and (self._holds_steps or self._continuations.may_follow()):
             self._open.pop(forward.step, None)
             self._held[forward.step] = (forward, token_ids)
             self._local.last = forward.step
@@ -340,33 +373,11 @@ class ModuleHooks:
 
     def _commit(self, forward: Forward, token_ids: list[list[int]], stopped: str | None) -> None:
         self._open.pop(forward.step, None)
+        self._held.pop(forward.step, None)
         for handle in forward.watched:
             handle.remove()
         if forward.records:
             self._intake.commit(forward.step, token_ids=token_ids, stopped=stopped)
-
-    def _token_ids(self, args: Any, kwargs: Any) -> list[list[int]]:
-        """Return what each row of the batch was given, without padding; nothing where the model reads no tokens."""
-        ids = kwargs.get("input_ids")
-        if ids is None and args and self._first_argument == "input_ids":
-            ids = args[0]
-        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or type(ids) is not Tensor:
-            return []
-        rows: list[list[int]] = ids.tolist()
-        mask = kwargs.get("attention_mask")
-        if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] >= ids.shape[1] > 0:
-            seen = mask[:, -ids.shape[1] :].tolist()
-            rows = [
-                [token for token, valid in zip(*pair, strict=True) if valid] for pair in zip(rows, seen, strict=True)
-            ]
-        return rows
-
-
-def _first_argument(root: nn.Module) -> str | None:
-    try:
-        return next(iter(inspect.signature(root.forward).parameters), None)
-    except (TypeError, ValueError):
-        return None
 
 
 def _is_stale(forward: Forward, module: nn.Module) -> bool:

@@ -112,6 +112,14 @@ class Recorder:
                     "begins; to see the gradients of each, call backward between the forwards",
                     self._intake.num_late,
                 )
+            again = self._hooks.recomputed.num_calls
+            if again:
+                writer.metadata["recomputed"] = dict(again)
+                _log.warning(
+                    "%d calls of %d modules ran again in a backward (activation checkpointing); recorded are the first",
+                    again.total(),
+                    len(again),
+                )
             unmatched = self._policy.unmatched()
             if unmatched and self._hooks.steps.num_begun:
                 writer.metadata["unmatched_patterns"] = unmatched

@@ -67,8 +67,7 @@ class SpawnedRecordings:
 
 def _manifests(directory: Path) -> list[tuple[Path, int]]:
     """Return the manifests of the recordings of a process, and when each was written."""
-    found = [*directory.glob(f"*/{MANIFEST}"), *directory.glob(f"*/rank*/{MANIFEST}")]
-    return [(path, path.stat().st_mtime_ns) for path in sorted(found)]
+    return [(path, path.stat().st_mtime_ns) for path in sorted(directory.rglob(MANIFEST))]
 
 
 class _Start:
@@ -88,8 +87,16 @@ def _start(directory: Path, options: dict[str, Any]) -> None:
     except (GlassError, OSError) as error:
         # The script would run without us.
         _log.warning("a process is not recorded: %s", error)
-    else:
-        call_at_end(recorder, lambda: finish(recorder, sys.exception()))
+        return
+    # What this process spawns in its turn records as well.
+    spawned = SpawnedRecordings(recorder)
+    spawned.__enter__()
+
+    def end() -> None:
+        finish(recorder, sys.exception())
+        spawned.__exit__()
+
+    call_at_end(recorder, end)
 
 
 def call_at_end(recorder: ScriptRecorder, end: Callable[[], None]) -> None:

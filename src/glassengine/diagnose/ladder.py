@@ -42,7 +42,7 @@ from glassengine.diagnose.image_programs import start_with_images
 from glassengine.diagnose.judge import run_cases
 from glassengine.diagnose.op_by_op import RUNG, explain
 from glassengine.diagnose.quantization import check_quantized_checkpoint, is_quantized_candidate
-from glassengine.diagnose.recorded import PARTIAL, RecordedTensors, recorded_case
+from glassengine.diagnose.recorded import PARTIAL, RecordedTensors, recorded_case, require_one_rank
 from glassengine.diagnose.recorded import RUNG as RECORD
 from glassengine.diagnose.reproduce import with_reproduction
 from glassengine.diagnose.reproduction_files import require_free
@@ -128,6 +128,8 @@ def check(
     }
     engine = load(str(candidate)) if _is_engine(candidate) else None
     record = open_source(str(candidate)) if engine is None and _is_record(candidate) else None
+    if record is not None:
+        require_one_rank(record)  # before anything is loaded
     if map is not None and record is None:
         raise UsageError("--map is for a record of tensors", got=f"the candidate {candidate}")
     if candidate is not None and engine is None and (all_rungs or bisect_outputs):

@@ -47,14 +47,7 @@ class RecordedTensors:
     """
 
     def __init__(self, source: TensorSource, program: Program, rules: TensorMap | None = None) -> None:
-        ranks = sorted({entry.rank for entry in source.entries})
-        if len(ranks) > 1:
-            raise UsageError(
-                "a record of several ranks is not judged with the model: each has a part of what the model computes",
-                got=f"{source.path}: ranks {', '.join(map(str, ranks))}",
-                expected="a record of one process",
-                hint="record the model in one process, and: glass compare THAT_RECORD THIS_ONE",
-            )
+        require_one_rank(source)
         self.source = source
         self.partial: set[str] = set()
         names = dict.fromkeys(entry.site for entry in source.entries)
@@ -115,6 +108,18 @@ class RecordedTensors:
         parts = [layouts.apply(rule.candidate_ops, part, lookup=lookup) for part in parts]
         value = parts[0] if rule.concat_dim is None else torch.cat(parts, rule.concat_dim)
         return Observed(value, " + ".join(names), "map")
+
+
+def require_one_rank(source: TensorSource) -> None:
+    """Raise a `UsageError` where a record is of several ranks."""
+    ranks = sorted({entry.rank for entry in source.entries})
+    if len(ranks) > 1:
+        raise UsageError(
+            "a record of several ranks is not judged with the model: each has a part of what the model computes",
+            got=f"{source.path}: ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}",
+            expected="a record of one process",
+            hint="record the model in one process, and: glass compare THAT_RECORD THIS_ONE",
+        )
 
 
 @dataclass
