@@ -288,10 +288,18 @@ def _by_token(model: LoadedModel, cases: Sequence[Case]) -> list[Case]:
 
 
 def module_cases(inputs: Sequence[Mapping[str, Any]]) -> list[Case]:
-    """Return the one case of a plain module."""
-    origin: Origin = inputs.origin if isinstance(inputs, MadeUp) else "given"
-    recipes = inputs.recipes if isinstance(inputs, MadeUp) else {}
-    return [Case("inputs", len(inputs), steps=tuple(inputs), origin=origin, recipes=recipes)]
+    """Return the cases of a plain module: the inputs of its file, where it is one that has such, and all others."""
+    if not isinstance(inputs, MadeUp):
+        return [Case("inputs", len(inputs), steps=tuple(inputs))]
+    parts: list[tuple[str, Origin, Sequence[Mapping[str, Any]]]] = [
+        ("inputs in the file", "in the file", inputs[: inputs.num_in_file]),
+        ("inputs", inputs.origin, inputs[inputs.num_in_file :]),
+    ]
+    return [
+        Case(name, len(steps), steps=tuple(steps), origin=origin, recipes={} if number == 0 else inputs.recipes)
+        for number, (name, origin, steps) in enumerate(parts)
+        if steps
+    ]
 
 
 def _prompt_ids(model: LoadedModel, inputs: str | None, vocabulary: int) -> list[torch.Tensor]:

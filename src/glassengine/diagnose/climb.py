@@ -35,9 +35,9 @@ from glassengine.engine.build import build_program
 from glassengine.engine.engine import Engine
 from glassengine.errors import GlassError, IncomparableError, UsageError
 from glassengine.program import LoadedModel, Program, example_inputs, export_program, load_inputs
+from glassengine.program.inputs.programs import stored_inputs
 from glassengine.program.outputs import OutputPlan, plan_outputs
 from glassengine.program.passes import apply_pass
-from glassengine.program.stored import stored_inputs
 from glassengine.results import Skipped, WeightsComparison
 
 logger = logging.getLogger("glassengine")
@@ -206,7 +206,7 @@ def _arguments(model: LoadedModel, inputs: Inputs) -> Sequence[Mapping[str, Any]
     """Return the keyword arguments of a plain module's steps."""
     if inputs is None:
         if model.stored is not None:
-            return [stored_inputs(model.module, model.stored)]
+            return stored_inputs(model.module, model.stored)
         return example_inputs(model.module, model.directory)
     return load_inputs(inputs) if isinstance(inputs, str) else inputs
 

@@ -87,6 +87,7 @@ class MadeUp(list[dict[str, Any]]):
         steps: Keyword arguments of each.
         recipes: How each input was made, by name, in words.
         origin: Where they come from.
+        num_in_file: How many of them, the first ones, nobody made up: they lie in the file of the model.
     """
 
     def __init__(
@@ -95,10 +96,12 @@ class MadeUp(list[dict[str, Any]]):
         *,
         recipes: Mapping[str, str] | None = None,
         origin: Origin = "made up",
+        num_in_file: int = 0,
     ) -> None:
         super().__init__(steps)
         self.recipes = dict(recipes or {})
         self.origin: Origin = origin
+        self.num_in_file = num_in_file
 
 
 @contextlib.contextmanager

@@ -9,15 +9,12 @@ import torch
 from torch import nn
 
 from glassengine.errors import UnknownNameError, UsageError
-from glassengine.program.exported_file import StoredModule, read_exported
+from glassengine.program.exported_file import read_exported
 from glassengine.program.onnx.file import is_onnx, read_onnx
 from glassengine.program.onnx.program import onnx_model, onnx_program
 from glassengine.program.program import Program
 
 ENDINGS = (".onnx", ".pt2")
-
-_SIZE = 2
-"""Of a dynamic dimension of inputs that are made up."""
 
 
 def is_stored(spec: Any) -> bool:
@@ -67,24 +64,3 @@ def read_stored(
     kind = "onnx.ModelProto" if program.onnx is not None else "torch.export.ExportedProgram"
     program.metadata |= {"model": str(path), "class": kind, "dtype": own, "attn_implementation": None}
     return module, program
-
-
-def stored_inputs(module: nn.Module, program: Program) -> dict[str, Any]:
-    """Return inputs for a stored program: those in its file, or made up from the sizes that it states.
-
-    Args:
-        module: Of `read_stored`.
-        program: Likewise.
-    """
-    given = module.given if isinstance(module, StoredModule) else None
-    if given is not None:
-        return dict(given)
-    generator = torch.Generator().manual_seed(0)
-    made = {}
-    for port in program.inputs:
-        shape = [size if isinstance(size, int) else _SIZE for size in port.shape]
-        dtype = getattr(torch, port.dtype)
-        # Numbers that are no indices beyond the smallest table, and no divisors that are 0.
-        whole = torch.ones(shape, dtype=dtype)
-        made[port.name] = torch.randn(shape, generator=generator).to(dtype) if dtype.is_floating_point else whole
-    return made

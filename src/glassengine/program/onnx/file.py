@@ -127,10 +127,19 @@ def read_onnx(path: str | Path, *, with_data: bool = True) -> OnnxFile:
         raise UsageError(
             f"{path} is no ONNX model", got="no graph with outputs and an opset", hint="a file of onnx.save"
         )
+    _free_sizes(model.graph)
     if with_data:
         for tensor in _tensors(model):
             _check(tensor, path)
     return OnnxFile(path, model, with_data)
+
+
+def _free_sizes(graph: onnx.GraphProto) -> None:
+    """Forget sizes that are no sizes: some exporters write a dynamic dimension as -1 or 0."""
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        for size in value.type.tensor_type.shape.dim:
+            if size.HasField("dim_value") and size.dim_value <= 0:
+                size.ClearField("dim_value")
 
 
 def named_weights(model: onnx.ModelProto) -> Iterator[tuple[str, onnx.TensorProto]]:
