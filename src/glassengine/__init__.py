@@ -13,6 +13,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from glassengine.backends.calibration import calibrate as calibrate
     from glassengine.backends.registry import list_backends as list_backends
     from glassengine.capture.hooks import named_network_outputs as named_network_outputs
     from glassengine.capture.model_debugger import model_addition_debugger_context as model_addition_debugger_context
@@ -85,6 +86,7 @@ _PUBLIC = {
     "UsageError": "glassengine.errors",
     "add_step_closure": "glassengine.executable.steps",
     "build": "glassengine.engine.build",
+    "calibrate": "glassengine.backends.calibration",
     "check": "glassengine.diagnose",
     "check_training": "glassengine.diagnose.training",
     "compare": "glassengine.compare.compare",

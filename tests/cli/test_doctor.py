@@ -161,3 +161,17 @@ def test_cache_that_is_not_there_or_not_ours(
     assert not (tmp_path / "nowhere").exists()
     monkeypatch.setenv("GLASS_CACHE_MAX_BYTES", "much")
     assert main(["doctor", "--cache"]) == 2
+
+
+def test_calibration_shows_what_is_more_than_rounding(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry = {"backend": "some", "version": "1", "instruction_set": "avx2"}
+    errors = {"float32": {"sigmoid": [1.2e-7, 0.0, 1e-8, 0.0, 0.0], "exp": [0.0, 0.0, 1e-8, 0.0, 0.0]}}
+    monkeypatch.setitem(vars(glassengine), "calibrate", lambda: [{**entry, "errors": errors}])
+    assert main(["doctor", "--calibrate"]) == 0
+    shown = capsys.readouterr().out
+    assert "2 kernels measured, 1 as accurate as rounding" in shown
+    assert "sigmoid" in shown and "exp " not in shown
+    assert main(["doctor", "--calibrate", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["entries"][0]["errors"] == errors

@@ -55,7 +55,12 @@ class OnnxRuntimeBackend(OnnxBackend):
     install = "pip install 'glassengine[onnx]'"
     # It computes float16 in float32 and drops the casts between two of its nodes.
     capabilities = Capabilities(
-        dtypes=("float32", "float16"), kv="mutated", portable=True, wide_operands=True, devices=("cpu", "cuda")
+        dtypes=("float32", "float16"),
+        kv="mutated",
+        portable=True,
+        wide_operands=True,
+        devices=("cpu", "cuda"),
+        own_kernels=True,
     )
 
     def options(self, program: Program) -> dict[str, Any]:

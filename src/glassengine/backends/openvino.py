@@ -36,7 +36,9 @@ class OpenVinoBackend(OnnxBackend):
     package = "openvino"
     install = "pip install 'glassengine[openvino]'"
     # Its casts between float16 and float32 may vanish between two of its nodes.
-    capabilities = Capabilities(dtypes=("float32", "float16"), kv="mutated", portable=True, wide_operands=True)
+    capabilities = Capabilities(
+        dtypes=("float32", "float16"), kv="mutated", portable=True, wide_operands=True, own_kernels=True
+    )
 
     def options(self, program: Program) -> dict[str, Any]:
         """Return how the program is converted and compiled; threads are chosen when the engine is loaded."""

@@ -39,6 +39,8 @@ class Capabilities:
         wide_operands: Whether products of half-precision models may read float32 registers where the output of the op
             before them is rounded.
         devices: What it can build for. The first is the default; any other must be at hand.
+        own_kernels: Whether its elementwise kernels may be less accurate than rounding, so that they are measured
+            (see `calibration`).
     """
 
     dtypes: tuple[str, ...]
@@ -46,6 +48,7 @@ class Capabilities:
     portable: bool
     wide_operands: bool = False
     devices: tuple[str, ...] = ("cpu",)
+    own_kernels: bool = False
 
 
 @dataclass(frozen=True)

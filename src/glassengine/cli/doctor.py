@@ -32,11 +32,19 @@ def command(
     cache: Annotated[
         bool, typer.Option("--cache", help="Show the cache of compiled graphs instead: entries, hits, and every miss.")
     ] = False,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate", help="Measure how accurate the elementwise kernels of the runtimes here are instead."
+        ),
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> int:
     """Show what Glass Engine finds on this machine: versions, processor, compiler, back-ends."""
     if cache:
         return _show_cache(json)
+    if calibrate:
+        return _calibrate(json)
     found = examine()
     if json:
         write_json(found, "-")
@@ -53,6 +61,24 @@ def _show_cache(json: bool) -> int:
         for line in cache_lines(report):
             out.print(line)
     return 0 if report.ok else 1
+
+
+def _calibrate(json: bool) -> int:
+    """Measure the kernels; what is more than rounding is shown."""
+    entries = glass.calibrate()
+    if json:
+        write_json({"schema_version": 1, "entries": entries}, "-")
+        return 0
+    for entry in entries:
+        out.print(f"{entry['backend']} {entry['version']} on {entry['instruction_set']}")
+        for dtype, ops in entry["errors"].items():
+            coarse = {op: numbers for op, numbers in ops.items() if any(numbers[:2])}
+            out.print(f"  {dtype}: {len(ops)} kernels measured, {len(ops) - len(coarse)} as accurate as rounding")
+            for op, (absolute, relative, *_) in coarse.items():
+                out.print(f"    {op:<14} {absolute:.2g} + {relative:.2g} |result| beyond its rounding bound")
+    if not entries:
+        out.print("no back-end here has elementwise kernels of its own")
+    return 0
 
 
 def examine() -> dict[str, Any]:

@@ -9,7 +9,8 @@
     moves          1.3 (u |P| + u_in |P|')                            selection, layout, casts (1: half an ulp)
     pointwise      (2u + 4U) |P| + sum_i |dP/dx_i| u_in |x_i|'        derivatives by automatic differentiation;
                                                                       4u for activations of several steps; 12U more for
-                                                                      kernels fitted to an absolute error (erf)
+                                                                      functions that are often fitted to an absolute
+                                                                      error (erf) where the kernels are not known
     sums           2u |P| + 4 sqrt(K) U A + u_in A'                   A: the op on absolute values, K: terms of one sum
     products       2u (|P| + |b|) + 4 sqrt(K) U A + 4 max(u_w, u_in) sqrt(A2')
                    A2: the op on squares; b: bias or added operand, before which the product may be rounded
@@ -21,6 +22,8 @@
 
 A dash: of inputs near zero, whose rounding is absolute, at least the size that makes u_in times it so large; and 4 tiny
 are added to each bound, for the result (float16 has numbers near zero below 6e-5).
+
+What the kernels of a runtime are known to be off by is added (see `kernels`).
 
 sqrt(K) instead of K is the probabilistic bound of Higham and Mary (2019). The constants are those of the numerics study
 behind this design, where bound and measured floor together raised no false alarm in 224 legitimate runs. An op of no
@@ -70,7 +73,7 @@ def rounding_bound(operation: Operation, roundoff: Roundoff) -> Tensor | None:
         roundings = 4 if name in RELATIVE_TO_ARGUMENT else 2
         inputs = max(u_in, roundoff.u_w, u if name in OF_SEVERAL_STEPS else 0.0)
         bound = (roundings * u + 4 * U_ACCUMULATE) * size + _carried(operation, roundoff, inputs)
-        if name in OF_ABSOLUTE_ERROR:
+        if name in OF_ABSOLUTE_ERROR and roundoff.kernel is None:
             bound = bound + 12 * U_ACCUMULATE
     elif name in SUMS:
         terms = num_terms(name, operation.args, operation.exact)
@@ -92,6 +95,8 @@ def rounding_bound(operation: Operation, roundoff: Roundoff) -> Tensor | None:
     else:
         special = _SPECIAL.get(name)
         bound = special(operation, roundoff) if special is not None else None
+    if bound is not None and roundoff.kernel is not None:
+        bound = bound + roundoff.kernel.allowed(size)
     return None if bound is None else bound + 4 * roundoff.tiny
 
 

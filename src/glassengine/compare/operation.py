@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from glassengine.compare.kernels import UNMEASURED, KernelError, Kernels
 from glassengine.program.naming import CONVOLUTIONS, PRODUCTS
 
 
@@ -74,8 +75,8 @@ UNDEFINED = _names("empty empty_like empty_permuted empty_strided new_empty new_
 # of sines are reduced.
 RELATIVE_TO_ARGUMENT = _names("celu cos elu erfc expm1 gelu log1p mish selu silu sin softplus tan tanhshrink")
 OF_ABSOLUTE_ERROR = _names("celu elu erf erfc expm1 log1p log_sigmoid selu softplus")
-"""Pointwise ops that runtimes compute to an absolute error: as fitted polynomials, or as exp(x) - 1, log(1 + x) and
-the like, which is how ONNX has them.
+"""Pointwise ops that runtimes are taken to compute to an absolute error where their kernels were not measured: as fitted
+polynomials, or as exp(x) - 1, log(1 + x) and the like, which is how ONNX has them.
 
 OpenVINO: up to 5e-7.
 """
@@ -87,10 +88,14 @@ LARGEST = _names("amax amin cummax cummin max min sort topk")
 
 @dataclass(frozen=True)
 class Accumulation:
-    """How products (matrix products, convolutions, attention) are summed: unit roundoffs of sums and of operands."""
+    """How products (matrix products, convolutions, attention) are summed: unit roundoffs of sums and of operands.
+
+    And how accurate the elementwise kernels are.
+    """
 
     u_sums: float = U_ACCUMULATE
     u_operands: float = 0.0
+    kernels: Kernels = UNMEASURED
 
 
 FLOAT32_SUMS = Accumulation()
@@ -111,6 +116,7 @@ class Roundoff:
     Attributes:
         tiny: Largest error of rounding near zero in the dtype of the result.
         tiny_in: The same in the coarsest of what u_in and u_w are of.
+        kernel: What the runtime's kernel of the op is off by beyond that; None where it was not measured.
     """
 
     u: float
@@ -119,6 +125,7 @@ class Roundoff:
     tiny: float = 0.0
     u_sums: float = U_ACCUMULATE
     tiny_in: float = 0.0
+    kernel: KernelError | None = None
 
     def size_in(self, x: Tensor) -> Tensor:
         """Return |x| as roundoffs of inputs are relative to it: near zero more, lest their errors be below `tiny_in`.

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from glassengine.backends import registry
+from glassengine.backends.calibration import kernels_of, of_any_runtime
+from glassengine.compare.kernels import UNMEASURED, Kernels
 from glassengine.compare.operation import FLOAT32_SUMS, Accumulation
 from glassengine.compare.pairing import SitePair
 from glassengine.compare.tolerance import is_inexact
@@ -29,7 +31,7 @@ from glassengine.diagnose.score import Score
 from glassengine.diagnose.segments import SegmentReplay
 from glassengine.diagnose.severity import Severity
 from glassengine.diagnose.sides import EngineSide, ModuleSide, ProgramSide
-from glassengine.diagnose.source_side import SourceSide, untouched
+from glassengine.diagnose.source_side import RUNTIME, SourceSide, untouched
 from glassengine.diagnose.weights import compare_weights, weights_of
 from glassengine.engine.build import build_program
 from glassengine.engine.engine import Engine
@@ -61,12 +63,18 @@ class Climb:
     model: ModuleSide | SourceSide
     scores: list[Score]
     accumulation: Accumulation = FLOAT32_SUMS
+    kernels: Kernels = UNMEASURED
     built: Program | None = None
     pairs: Mapping[str, SitePair] = field(default_factory=dict)
     skipped: list[Skipped] = field(default_factory=list)
     severity: dict[str, Severity] = field(default_factory=dict)
     weights: WeightsComparison | None = None
     stack: ExitStack = field(default_factory=ExitStack)
+
+    def of_runtime(self, kernels: Kernels) -> Accumulation:
+        """Return how a runtime of such kernels computes; the floor of all sides counts them from now on."""
+        self.kernels = self.kernels.joined(kernels)
+        return replace(self.accumulation, kernels=kernels)
 
     def add(self, side: Any) -> None:
         """Add a side to judge."""
@@ -94,7 +102,8 @@ def start(
     progress("exporting the program")
     program = export_program(model, inputs=given)
     side = untouched(model, program)
-    climb = Climb(model, program, cases, side, [], stack=stack)
+    kernels = side.replay.accumulation.kernels if isinstance(side, SourceSide) else UNMEASURED
+    climb = Climb(model, program, cases, side, [], kernels=kernels, stack=stack)
     climb.add(side)
     return climb
 
@@ -125,6 +134,7 @@ def add_built(
     release = build_program(climb.built, folder / "release", backend=backend, **sizes)
     if release.manifest.added_outputs:
         raise GlassError("the release engine has debug outputs", got=str(release.manifest.added_outputs))
+    climb.of_runtime(kernels_of(release.manifest.backend))
     climb.add(EngineSide(release, _result_nodes(climb.program, release), "release", "judged at results and caches"))
 
 
@@ -175,6 +185,7 @@ def add_engine(climb: Climb, release: Engine, progress: Progress, *, only_releas
             program, folder / "twin", backend=release.manifest.backend, outputs=observed, **sizes_of(climb.cases)
         )
         _add_observable(climb, twin, observed)
+    climb.of_runtime(kernels_of(release.manifest.backend))
     climb.add(EngineSide(release, _result_nodes(climb.program, release), "release", "judged at results and caches"))
 
 
@@ -186,6 +197,7 @@ def _add_observable(climb: Climb, engine: Engine, observed: Sequence[str]) -> No
         compiled=True,
         dtype=getattr(torch, engine.manifest.dtype),
         wide_operands=capabilities.wide_operands,
+        accumulation=climb.of_runtime(kernels_of(engine.manifest.backend)),
     )
     # An engine of the baseline's own program writes the same numbers.
     reads_masks = climb.built is not climb.program and not hides_by_numbers(climb.program.graph)
@@ -199,7 +211,7 @@ def _replay(climb: Climb, pairs: Mapping[str, SitePair], **options: Any) -> Repl
     """Return the replay of a side whose program has counterparts `pairs`: with regions where an op has none."""
     is_whole = all(site.node in pairs for site in climb.program.sites if site.kind == "op")
     make = Replay if is_whole else RegionReplay
-    return make(climb.program, accumulation=climb.accumulation, **options)
+    return make(climb.program, **{"accumulation": climb.accumulation, **options})
 
 
 def _arguments(model: LoadedModel, inputs: Inputs) -> Sequence[Mapping[str, Any]]:
@@ -240,7 +252,9 @@ def add_model(climb: Climb, candidate: LoadedModel, inputs: Inputs, progress: Pr
         climb.add(ProgramSide(program, by_node, rung="candidate", replay=replay, reads_masks=reads_masks))
         _skip_unpaired(climb, program, by_node, "candidate")
     coarsest: torch.dtype = getattr(torch, candidate.dtype)
-    segments = SegmentReplay(climb.program, coarsest=coarsest, accumulation=climb.accumulation)
+    runs_onnx = candidate.stored is not None and candidate.stored.onnx is not None
+    accumulation = climb.of_runtime(kernels_of(RUNTIME)) if runs_onnx else climb.accumulation
+    segments = SegmentReplay(climb.program, coarsest=coarsest, accumulation=accumulation)
     beside = climb.model if isinstance(climb.model, ModuleSide) else None
     untouched_side = ModuleSide(
         candidate.module, climb.program, rung="candidate, untouched", replay=segments, beside=beside
@@ -268,11 +282,12 @@ def add_record(climb: Climb, tensors: RecordedTensors) -> torch.dtype | None:
         floating = Counter(entry.dtype for entry in tensors.source.entries if is_inexact(entry.dtype))
         known = floating.most_common(1)[0][0] if floating else known
     dtype: torch.dtype | None = getattr(torch, known, None)
+    accumulation = climb.of_runtime(of_any_runtime())
     if "op" in tensors.kinds:
-        replay = Replay(climb.program, compiled=True, dtype=dtype, accumulation=climb.accumulation)
+        replay = Replay(climb.program, compiled=True, dtype=dtype, accumulation=accumulation)
         climb.add(RecordedOps(tensors, climb.program, replay))
     else:
-        segments = SegmentReplay(climb.program, coarsest=dtype, accumulation=climb.accumulation)
+        segments = SegmentReplay(climb.program, coarsest=dtype, accumulation=accumulation)
         climb.add(module_side(tensors, climb.program, replay=segments))
     for item in tensors.source.skipped:
         climb.skipped.append(Skipped(item.site, "candidate", item.reason, step=item.step, rung=RECORD))

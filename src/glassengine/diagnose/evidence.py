@@ -8,22 +8,17 @@ that was only looked at from outside has neither, there the result alone is kept
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
-from glassengine.compare.bounds import rounding_bound
-from glassengine.compare.operation import Operation, Roundoff
-from glassengine.compare.verdict import INTRODUCED_WRONG, SUSPICIOUS, Reference, smallest_precise, unit_roundoff
+from glassengine.compare.verdict import INTRODUCED_WRONG, SUSPICIOUS, Reference, unit_roundoff
 from glassengine.diagnose.cut_graph import Piece, clone, cut
-from glassengine.diagnose.float64 import retarget
 from glassengine.diagnose.sides import EngineSide, Observed, ProgramSide, Side
-from glassengine.program.naming import op_name
+from glassengine.diagnose.source_side import RUNTIME, SourceSide
 from glassengine.program.program import Program
 
 NUM_KEPT = 8
@@ -100,7 +95,7 @@ class EvidenceBox:
 
 def _gather(program: Program, side: Side, node: Node, observed: Observed, reference: Reference, step: int) -> Evidence:
     actual = clone(observed.tensor)
-    if not isinstance(side, (EngineSide, ProgramSide)) or side.replay is None:
+    if not isinstance(side, (EngineSide, ProgramSide, SourceSide)) or side.replay is None:
         return _of_result_alone(node, actual, reference, step)
     values = {**program.weights(), **side.replay.values}
     exact = cut([node], values, values.keys() - {node.name})
@@ -114,7 +109,7 @@ def _gather(program: Program, side: Side, node: Node, observed: Observed, refere
         return _of_result_alone(node, actual, reference, step)
     if expected.shape != actual.shape:
         return _of_result_alone(node, actual, reference, step)
-    allowed = _allowed(exact, expected, actual, compiled=isinstance(side, EngineSide))
+    allowed = _allowed(exact, expected, actual, side.replay.allowed(node, observed.tensor))
     if reference.valid is not None:
         allowed = torch.where(reference.valid, allowed, math.inf)
     own, target, theirs = candidate_of(program, side, node, side.replay.values)
@@ -128,7 +123,7 @@ def _gather(program: Program, side: Side, node: Node, observed: Observed, refere
         own,
         target,
         theirs,
-        side.engine.manifest.backend if isinstance(side, EngineSide) else None,
+        side.engine.manifest.backend if isinstance(side, EngineSide) else RUNTIME if own.onnx is not None else None,
     )
 
 
@@ -146,10 +141,13 @@ def _of_result_alone(node: Node, actual: torch.Tensor, reference: Reference, ste
 
 
 def candidate_of(
-    program: Program, side: EngineSide | ProgramSide, node: Node, values: Mapping[str, Any]
+    program: Program, side: EngineSide | ProgramSide | SourceSide, node: Node, values: Mapping[str, Any]
 ) -> tuple[Program, Node | None, dict[str, Any]]:
     """Return the candidate's program, its counterpart of `node`, and the values around that by its own nodes."""
-    if isinstance(side, ProgramSide):
+    if isinstance(side, SourceSide):
+        own = program
+        counterparts = {name: name for name in values}
+    elif isinstance(side, ProgramSide):
         own = side.program
         counterparts = {name: pair.candidate.node for name, pair in side.pairs.items()}
     else:
@@ -183,21 +181,24 @@ def _copied(piece: Piece, weights: Mapping[str, torch.Tensor]) -> Piece:
     return Piece(piece.module, inputs, piece.outputs)
 
 
-def _allowed(exact: Piece, expected: torch.Tensor, actual: torch.Tensor, *, compiled: bool) -> torch.Tensor:
-    """Return the widest rounding bound that the candidate's result exceeds; the floor where there is no bound."""
+def _allowed(exact: Piece, expected: torch.Tensor, actual: torch.Tensor, bound: torch.Tensor | None) -> torch.Tensor:
+    """Return the rounding bound that the candidate was judged by; the floor where there is none, or it is not exceeded.
+
+    Args:
+        exact: The op on the candidate's inputs.
+        expected: Its float64 result.
+        actual: What the candidate made.
+        bound: Of the judge.
+    """
     if not (expected.is_floating_point() and actual.is_floating_point()):
         return torch.zeros(expected.shape, dtype=torch.float64)
-    u, tiny = unit_roundoff(actual.dtype), smallest_precise(actual.dtype)
+    error = (actual.double() - expected).abs()
+    if bound is not None and not bool((error <= bound).all()):
+        return bound.expand(expected.shape).clone()
+    u = unit_roundoff(actual.dtype)
     # Of weights that the candidate holds in a coarser dtype.
     finest = min((unit_roundoff(t.dtype) for t in exact.inputs.values() if t.is_floating_point()), default=u)
     u_w = u if finest < u else 0.0
-    operation = _operation(exact, expected)
-    error = (actual.double() - expected).abs()
-    for u_in in (u, 0.0) if compiled else (0.0,):
-        roundoff = Roundoff(u, u_in, u_w, tiny, tiny_in=tiny)
-        bound = None if operation is None else rounding_bound(operation, roundoff)
-        if bound is not None and not bool((error <= bound).all()):
-            return bound.expand(expected.shape).clone()
     floor = max(_native_error(exact, expected), (u + u_w) * _rms(expected) / math.sqrt(3))
     return torch.full(expected.shape, INTRODUCED_WRONG * floor, dtype=torch.float64)
 
@@ -208,25 +209,6 @@ def _native_error(exact: Piece, expected: torch.Tensor) -> float:
         return _rms(exact.run()[0].double() - expected)
     except RuntimeError:
         return 0.0
-
-
-def _operation(exact: Piece, expected: torch.Tensor) -> Operation | None:
-    """Return the one op of a piece; None where there are several."""
-    ops = [node for node in exact.ops if node.target is not operator.getitem]
-    if len(ops) != 1:
-        return None
-    places = zip(exact.module.graph.find_nodes(op="placeholder"), exact.inputs.values(), strict=True)
-    doubles = {node: retarget(tensor) for node, tensor in places}
-    args, kwargs = torch.fx.node.map_arg((ops[0].args, dict(ops[0].kwargs)), doubles.__getitem__)
-    args, kwargs = pytree.tree_map(retarget, (args, kwargs))
-    index = next((node.args[1] for node in exact.ops if node.target is operator.getitem), None)
-    target: Any = ops[0].target
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        result = target(*args, **kwargs)
-        return result if index is None else result[index]
-
-    return Operation(op_name(ops[0]), call, args, kwargs, expected)
 
 
 def _rms(tensor: torch.Tensor) -> float:

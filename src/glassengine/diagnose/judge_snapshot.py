@@ -17,8 +17,9 @@ import torch
 from torch.fx import GraphModule
 
 from glassengine import environment
+from glassengine.backends.calibration import kernels_of
 from glassengine.backends.protocol import Backend, CompilingGraphs
-from glassengine.compare.operation import RANDOM
+from glassengine.compare.operation import RANDOM, Accumulation
 from glassengine.diagnose.cases import Case, StepInputs, module_cases
 from glassengine.diagnose.conclude import conclude
 from glassengine.diagnose.cut_graph import Recorder, clone
@@ -111,6 +112,7 @@ def judge_snapshot(
     def run_of(run: GraphRun) -> Callable[[], Sequence[Any]]:
         return lambda: run([clone(a) if isinstance(a, torch.Tensor) else a for a in arguments])
 
+    accumulation = Accumulation(kernels=kernels_of(backend.name))
     sides = []
     skipped = []
     if is_random and snapshot.meta.get("backend") != "eager":
@@ -129,13 +131,23 @@ def judge_snapshot(
             replay = None
             if rung == "engine":
                 wide = backend.capabilities.wide_operands
-                replay = Replay(program, compiled=backend.name != "eager", wide_operands=wide)
+                replay = Replay(
+                    program, compiled=backend.name != "eager", wide_operands=wide, accumulation=accumulation
+                )
             guarantee = _AT_RESULTS if replay is None else _WITH_ALL
             sides.append(_GraphSide(program, run_of(run), nodes, rung, guarantee, replay))
         progress(f"judging {len(ops)} ops")
         scores = [Score(side, program) for side in sides]
         # The model chooses the tokens of a generation; there are none here.
-        run_cases(program, module_cases([given]), None, scores, coarsest=None, on_step=lambda *_: None)  # type: ignore[arg-type]
+        run_cases(
+            program,
+            module_cases([given]),
+            None,  # type: ignore[arg-type]
+            scores,
+            coarsest=None,
+            accumulation=accumulation,
+            on_step=lambda *_: None,
+        )
     return conclude(
         program,
         scores,

@@ -276,7 +276,7 @@ def _judge(
         model,
         scores,
         coarsest=coarsest,
-        accumulation=climb.accumulation,
+        accumulation=replace(climb.accumulation, kernels=climb.kernels),
         on_step=on_step,
     )
 

@@ -24,9 +24,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.compare.bounds import rounding_bound
-from glassengine.compare.composite_bounds import attention_parts
 from glassengine.compare.operation import (
-    ATTENTION,
     CASTS,
     FLOAT32_SUMS,
     MOVES,
@@ -42,7 +40,7 @@ from glassengine.diagnose.broken import is_broken, num_newly_broken
 from glassengine.diagnose.float64 import retarget, target_of, unwritten_nodes
 from glassengine.diagnose.folded import Folded
 from glassengine.diagnose.reference import NUM_NOISE_RUNS
-from glassengine.diagnose.rounding import FROM_MEMORY, disturbed, noisy, reads_memory, rounds
+from glassengine.diagnose.rounding import FROM_MEMORY, disturbed, noisy, other_kernel, reads_memory, rounds
 from glassengine.diagnose.ties import chosen_along, is_unordered, tied_choices
 from glassengine.program.naming import is_tensor_node, op_name
 from glassengine.program.outputs import is_view, weight_only_nodes
@@ -91,7 +89,7 @@ class Replay:
         self.worth_a_bound = worth_a_bound
         self._compiled = compiled
         self._wide_operands = wide_operands
-        self._accumulation = accumulation
+        self.accumulation = accumulation
         self._dtype = dtype
         self._nodes = {node.name: node for node in program.graph.nodes}
         self._weights = program.weights()
@@ -160,6 +158,19 @@ class Replay:
             if other is not None and other[0].verdict not in FLAGGED:
                 return Replayed(*other)
         return Replayed(found, exact)
+
+    @torch.no_grad()
+    def allowed(self, node: Node, candidate: torch.Tensor) -> torch.Tensor | None:
+        """Return the rounding bound that the candidate's result of `node` is judged by; None where there is none."""
+        op, call = _called(node)
+        try:
+            args, kwargs = torch.fx.node.map_arg((op.args, dict(op.kwargs)), self._value)
+            args, kwargs = pytree.tree_map(retarget, (args, kwargs))
+            operation = Operation(op_name(op), call, args, kwargs, call(*args, **kwargs))
+            bound = rounding_bound(operation, self._roundoff(op, candidate))
+        except (_NoCounterpart, RuntimeError, IndexError, ValueError):
+            return None
+        return bound
 
     def _in_any_order(
         self,
@@ -248,7 +259,7 @@ class Replay:
         is_even = operation.name in FROM_MEMORY or not quick.has_outliers(candidate)
         if found.rho <= self.worth_a_bound and is_even:
             return found
-        reference = against([*self._noise(op, operation, roundoff), *_other_kernel(op, args, kwargs)])
+        reference = against([*self._noise(op, operation, roundoff), *other_kernel(op, args, kwargs)])
         self._relative_floors[node.name] = reference.relative_floor
         return reference.judge_introduced(candidate, rounding_bound(operation, roundoff))
 
@@ -268,7 +279,7 @@ class Replay:
                     operation.kwargs,
                     roundoff.u,
                     self._generator,
-                    self._accumulation,
+                    self.accumulation,
                     roundoff.tiny,
                 )
             runs.append(value)
@@ -285,10 +296,10 @@ class Replay:
                     of_weights.add(self._dtype)
             elif isinstance(value, torch.Tensor) and value.is_floating_point():
                 of_inputs.add(value.dtype)
-        if not self._compiled or (reads_memory(op) and not self._wide_operands):
+        if not self._compiled or (reads_memory(op, candidate.shape) and not self._wide_operands):
             of_inputs = set()
         of_inputs |= {dtype for source in op.all_input_nodes for dtype in self._to_come(source)}
-        how = self._accumulation if op_name(op) in FROM_MEMORY else FLOAT32_SUMS
+        how = self.accumulation if op_name(op) in FROM_MEMORY else FLOAT32_SUMS
         return Roundoff(
             unit_roundoff(candidate.dtype),
             max([how.u_operands, *map(unit_roundoff, of_inputs)]),
@@ -296,6 +307,7 @@ class Replay:
             smallest_precise(candidate.dtype),
             how.u_sums,
             max(map(smallest_precise, of_inputs | of_weights), default=0.0),
+            self.accumulation.kernels.error(op_name(op), candidate.dtype),
         )
 
     def _to_come(self, source: Node) -> set[torch.dtype]:
@@ -385,11 +397,3 @@ def _called(node: Node) -> tuple[Node, Callable[..., Any]]:
         index, target = node.args[1], target_of(source)
         return source, lambda *args, **kwargs: target(*args, **kwargs)[index]
     return node, target_of(node)
-
-
-def _other_kernel(op: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """A second implementation, where one kernel would be too little of a floor: attention written out."""
-    if op_name(op) != ATTENTION:
-        return []
-    _, _, value, _, probabilities, _ = attention_parts(args, kwargs)
-    return [(probabilities.to(value.dtype) @ value).double()]

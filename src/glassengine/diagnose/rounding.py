@@ -16,6 +16,7 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from glassengine.compare.composite_bounds import attention_parts
 from glassengine.compare.operation import (
     ATTENTION,
     CASTS,
@@ -38,6 +39,8 @@ FROM_MEMORY = PRODUCTS | CONVOLUTIONS | {ATTENTION}
 """Ops whose operands are usually read from memory, so that what was dumped is what was used; see `reads_memory`."""
 _UNDERFLOW = 2.0**-60
 """Errors near zero that are smaller than this are none for any model: those of all dtypes with eight exponent bits."""
+_LARGEST_ARGUMENT = 1e4
+"""Where functions are saturated, or beyond what a sweep covers."""
 _ROOTS = frozenset({"var", "std", "norm", "linalg_vector_norm", "logsumexp"})
 
 
@@ -120,7 +123,16 @@ def _accumulation(
 ) -> torch.Tensor | None:
     """Half-width of uniform noise for the internal sums of an op (broadcasts against its result), None without sums."""
     op = op_name(node)
-    if op in OF_ABSOLUTE_ERROR:
+    kernel = how.kernels.error(op, _dtype_of(node))
+    if kernel is not None and any(kernel.spread):
+        argument = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        fits = argument is not None and argument.shape == value.shape
+        size, of_argument = (
+            0.0 if tensor is None else tensor.abs().nan_to_num(0.0, 0.0, 0.0).clamp(max=_LARGEST_ARGUMENT)
+            for tensor in (value, argument if fits else None)
+        )
+        return kernel.noise(size, of_argument)  # type: ignore[arg-type]
+    if op in OF_ABSOLUTE_ERROR and kernel is None:
         return torch.full_like(value, 6 * U_ACCUMULATE)
     if op == ATTENTION:
         return _attention(args, kwargs, max(u, how.u_operands), how.u_sums)
@@ -128,6 +140,11 @@ def _accumulation(
         absolute: torch.Tensor = target_of(node)(*pytree.tree_map(_absolute, args), **kwargs).abs()
         return absolute * math.sqrt(min(num_terms(op, args, value), 1 << 16)) * U_ACCUMULATE
     return None
+
+
+def _dtype_of(node: Node) -> torch.dtype:
+    value = node.meta.get("val")
+    return value.dtype if isinstance(value, torch.Tensor) else torch.float32
 
 
 def _absolute(value: Any) -> Any:
@@ -150,10 +167,23 @@ def _attention(args: tuple[Any, ...], kwargs: dict[str, Any], u: float, u_sums: 
     return noise
 
 
-def reads_memory(op: Node) -> bool:
-    """Whether a compiler has the operands in memory: it fuses batched products of one row or column, as sums."""
+def reads_memory(op: Node, shape: torch.Size) -> bool:
+    """Whether a compiler has the operands in memory: it fuses batched products of one row or column, as sums.
+
+    Args:
+        op: The op.
+        shape: Of its result as it was run: in the graph sizes may be symbols.
+    """
     if op_name(op) not in FROM_MEMORY:
         return False
     values = [op.meta["val"], *(source.meta.get("val") for source in op.all_input_nodes)]
     is_batched = op_name(op) in ("bmm", "matmul") and all(isinstance(v, torch.Tensor) and v.dim() > 2 for v in values)
-    return not (is_batched and 1 in values[0].shape[-2:])
+    return not (is_batched and 1 in shape[-2:])
+
+
+def other_kernel(op: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return a second implementation, where one kernel would be too little of a floor: attention written out."""
+    if op_name(op) != ATTENTION:
+        return []
+    _, _, value, _, probabilities, _ = attention_parts(args, kwargs)
+    return [(probabilities.to(value.dtype) @ value).double()]

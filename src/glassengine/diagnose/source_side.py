@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from glassengine.backends.calibration import kernels_of
+from glassengine.compare.operation import Accumulation
 from glassengine.diagnose.cases import Case, StepInputs
 from glassengine.diagnose.replay import Replay
 from glassengine.diagnose.segments import SegmentReplay
@@ -16,6 +18,8 @@ from glassengine.program import LoadedModel, Program
 from glassengine.program.export import named_inputs
 
 RUNG = "source"
+RUNTIME = "onnxruntime"
+"""Back-end whose kernels run an ONNX file as it is (see `program.onnx.session`)."""
 
 
 @dataclass
@@ -60,5 +64,8 @@ def untouched(model: LoadedModel, program: Program) -> ModuleSide | SourceSide:
     if model.stored is None:
         return ModuleSide(model.module, program, replay=SegmentReplay(program))
     if program.onnx is not None:  # run by kernels of its own
-        return SourceSide(model.module, program, Replay(program, compiled=True, wide_operands=True))
+        accumulation = Accumulation(kernels=kernels_of(RUNTIME))
+        return SourceSide(
+            model.module, program, Replay(program, compiled=True, wide_operands=True, accumulation=accumulation)
+        )
     return SourceSide(model.module, program, Replay(program), guarantee="judged at ops kept as stored")
