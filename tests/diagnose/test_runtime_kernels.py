@@ -36,8 +36,8 @@ WRONG = {
     "hard": "y = HardSigmoid <alpha = 0.1666667, beta = 0.5> (x)",
     "scaled": "z = Sigmoid (x) factor = Constant <value_float = 1.00001> () y = Mul (z, factor)",
     "steeper": "factor = Constant <value_float = 1.00002> () z = Mul (x, factor) y = Sigmoid (z)",
-    "tanh": "half = Constant <value_float = 0.49999> () z = Mul (x, half) t = Tanh (z) one = Constant <value_float = 1.0>"
-    " () two = Constant <value_float = 0.5> () s = Add (t, one) y = Mul (s, two)",
+    "tanh": "half = Constant <value_float = 0.49999> () z = Mul (x, half) t = Tanh (z) one = Constant"
+    " <value_float = 1.0> () two = Constant <value_float = 0.5> () s = Add (t, one) y = Mul (s, two)",
 }
 
 

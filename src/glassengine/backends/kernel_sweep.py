@@ -1,4 +1,4 @@
-"""The sweep that measures the elementwise kernels of a runtime: one-node ONNX graphs, and the ops as torch exports them.
+"""The sweep that measures the elementwise kernels of a runtime: one-node ONNX graphs, and ops as torch exports them.
 
 Arguments cover the range of each function: both signs, sizes from 2^-30 to where it saturates, and a dense middle.
 """
@@ -92,11 +92,11 @@ def sweep(backend: Backend, dtype: torch.dtype) -> dict[str, KernelError]:
                 names = ", ".join(sorted({op_name(node) for node in _ops(program)}))
                 logger.info("kernels of %s not measured in %s: %s: %s", backend.name, dtype, names, error)
                 continue
-            for name, error in _errors(program, x, results):
-                if _is_accuracy(error, unit_roundoff(dtype)):
-                    found[name] = found.get(name, KernelError()).joined(error)
+            for name, own in _errors(program, x, results):
+                if _is_accuracy(own, unit_roundoff(dtype)):
+                    found[name] = found.get(name, KernelError()).joined(own)
                 else:
-                    logger.info("%s of %s in %s is far from its float64 result: %s", name, backend.name, dtype, error)
+                    logger.info("%s of %s in %s is far from its float64 result: %s", name, backend.name, dtype, own)
     return found
 
 
@@ -150,7 +150,7 @@ def one_operator(operator: str, dtype: torch.dtype, shape: tuple[int, ...]) -> o
     kind = TensorProto.FLOAT16 if dtype is torch.float16 else TensorProto.FLOAT
     opset = 24 if operator == "Swish" else 20
     weights = [helper.make_tensor("power", kind, [], [0.375])] if operator == "Pow" else []
-    options = {"axis": -1} if operator in ("Softmax", "LogSoftmax") else {}
+    options: dict[str, Any] = {"axis": -1} if operator in ("Softmax", "LogSoftmax") else {}
     node = helper.make_node(operator, ["x", *(w.name for w in weights)], ["y"], **options)
     ends = [helper.make_tensor_value_info(name, kind, shape) for name in ("x", "y")]
     graph = helper.make_graph([node], "kernel", ends[:1], ends[1:], weights)

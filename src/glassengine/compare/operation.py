@@ -75,7 +75,7 @@ UNDEFINED = _names("empty empty_like empty_permuted empty_strided new_empty new_
 # of sines are reduced.
 RELATIVE_TO_ARGUMENT = _names("celu cos elu erfc expm1 gelu log1p mish selu silu sin softplus tan tanhshrink")
 OF_ABSOLUTE_ERROR = _names("celu elu erf erfc expm1 log1p log_sigmoid selu softplus")
-"""Pointwise ops that runtimes are taken to compute to an absolute error where their kernels were not measured: as fitted
+"""Pointwise ops that runtimes are taken to compute to an absolute error where their kernels were not measured: fitted
 polynomials, or as exp(x) - 1, log(1 + x) and the like, which is how ONNX has them.
 
 OpenVINO: up to 5e-7.
