@@ -113,10 +113,10 @@ def test_one_more_rounding_is_legal_for_another_kernel(half: Observed) -> None:
     assert found is not None and found.verdict in ("identical", "rounding")
 
 
-def test_an_op_without_bound_is_at_most_suspicious(single: Observed) -> None:
-    found = single.judge(single.node("digamma"), lambda value: value * 1.5)
-    assert found is not None and found.verdict == "suspicious" and found.beta is None
-    assert found.reason is not None and "no rounding bound" in found.reason
+def test_f2_without_a_bound_the_floor_decides_far_beyond_rounding(single: Observed) -> None:
+    found = [single.judge(single.node("digamma"), lambda v, e=e: v * (1 + e)) for e in (0.5, 1e-3, 1e-5, 1e-9)]
+    assert [one.verdict for one in found if one is not None] == ["wrong", "wrong", "suspicious", "identical"]
+    assert all(one is not None and one.beta is None for one in found)
 
 
 def test_what_is_not_finite_counts_in_padding_too(single: Observed) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from glassengine.compare.mask_values import is_mask
 from glassengine.diagnose.cases import Case, StepInputs
-from glassengine.diagnose.validity import is_mask, valid_mask
+from glassengine.diagnose.validity import valid_mask
 from glassengine.sites import Site
 
 

@@ -40,6 +40,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from glassengine.compare import composite_bounds as composite
+from glassengine.compare.mask_values import size_but_hidden
 from glassengine.compare.operation import (
     ATTENTION,
     CASTS,
@@ -66,7 +67,7 @@ def rounding_bound(operation: Operation, roundoff: Roundoff) -> Tensor | None:
     bound: Tensor | None
     if name in MOVES or name in CASTS:
         # What is selected by size may be a neighbour of the largest.
-        largest = torch.maximum(operation.on(_size_but_hidden).abs(), size) if name in LARGEST else size
+        largest = torch.maximum(operation.on(size_but_hidden).abs(), size) if name in LARGEST else size
         bound = 1.3 * (u * largest + u_in * roundoff.size_in(largest))
     elif name in POINTWISE:
         # Activations may be written out: a product of a rounded sigmoid, say.
@@ -105,11 +106,6 @@ def has_bound(name: str) -> bool:
     return name in _SPECIAL or any(
         name in one for one in (MOVES, CASTS, POINTWISE, SUMS, PRODUCTS, CONVOLUTIONS, STEPS)
     )
-
-
-def _size_but_hidden(x: Tensor) -> Tensor:
-    """|x|, where -inf hides what must not be chosen."""
-    return torch.where(x.isinf(), x, x.abs())
 
 
 def _addend(operation: Operation) -> Tensor | float:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from glassengine.blocks import blocks, error_stream, widen
 from glassengine.blocks.pieces import one_thread
+from glassengine.compare.mask_values import sentinel
 from glassengine.results import ErrorHistogram, PatternMismatches, SliceMaxima, UlpDistance
 
 __all__ = ["error_histogram", "pattern_mismatches", "slice_maxima", "ulp_distance"]
@@ -170,9 +171,9 @@ def _sentinel_kind(values: Array, dtype: torch.dtype, sentinels: Sequence[float]
     """Return 0 for ordinary numbers, 1 and -1 for sentinels of the dtype, 2 and up for the given ones."""
     kind = np.zeros(values.shape, dtype=np.int64)
     if dtype.is_floating_point:
-        kind = np.where(np.abs(values) >= torch.finfo(dtype).max / 4, np.sign(values), 0).astype(np.int64)
-    for number, sentinel in enumerate(sentinels, 2):
-        kind[values == float(torch.tensor(sentinel, dtype=torch.float64).to(dtype))] = number
+        kind = np.where(np.abs(values) >= sentinel(dtype), np.sign(values), 0).astype(np.int64)
+    for number, given in enumerate(sentinels, 2):
+        kind[values == float(torch.tensor(given, dtype=torch.float64).to(dtype))] = number
     return kind
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from glassengine.blocks import BLOCK_ELEMENTS
+from glassengine.compare.mask_values import sentinel
 from glassengine.compare.verdict import smallest_precise, unit_roundoff
 from glassengine.recording.noise_floor import Floor
 
@@ -46,7 +47,7 @@ def slices(baseline: Tensor, candidate: Tensor) -> Slices:
     powers = [torch.zeros(size, dtype=torch.float64) for size in shape]
     error = power = 0.0
     exact = not (baseline.is_floating_point() or baseline.is_complex())
-    limit = _limit(baseline, candidate)
+    limit = sentinel(baseline.dtype, candidate.dtype)
     for where in _blocks(tuple(shape)):
         b, c = baseline[where], candidate[where]
         if exact:
@@ -106,12 +107,6 @@ def _squares(b: Tensor, c: Tensor, limit: float) -> tuple[Tensor, Tensor]:
 
 def _sign(value: Tensor) -> Tensor:
     return torch.sign(value.real)
-
-
-def _limit(*sides: Tensor) -> float:
-    """Values at least this large are mask sentinels, not numbers."""
-    dtypes = [side.dtype.to_real() if side.is_complex() else side.dtype for side in sides]
-    return min((torch.finfo(dtype).max / 4 for dtype in dtypes if dtype.is_floating_point), default=math.inf)
 
 
 def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:

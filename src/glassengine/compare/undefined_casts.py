@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from glassengine.compare.operation import POINTWISE, STEPS
 from glassengine.program.naming import op_name
+from glassengine.results import ExemptionReason
 
 _CASTS = frozenset({"_to_copy", "to", "convert_element_type"})
 _IN_PLACE = POINTWISE | STEPS | _CASTS | {"clamp", "clamp_min", "clamp_max", "abs", "neg", "maximum", "minimum"}
@@ -32,9 +33,11 @@ class Undefined:
     """Elements of one step that hang on something undefined, filled in graph order; subclasses say where they begin.
 
     Attributes:
+        kind: What sort of exemption it is.
         reason: Why these elements do not count.
     """
 
+    kind: ExemptionReason
     reason: str
 
     def __init__(self) -> None:
@@ -84,6 +87,7 @@ class Undefined:
 class UndefinedCasts(Undefined):
     """What hangs on a cast of a number that the integer dtype cannot hold, and what is only made to be cast so."""
 
+    kind: ExemptionReason = "undefined casts"
     reason = "elements of which a cast to integers makes nothing defined, or nothing that is kept"
 
     def __init__(self) -> None:

@@ -32,6 +32,9 @@ from dataclasses import dataclass
 
 import torch
 
+from glassengine.compare.known import NOTHING, Known
+from glassengine.compare.mask_values import HIDDEN, is_below, kind_of, sentinel
+from glassengine.compare.slice_means import SliceMeans
 from glassengine.results import Verdict
 
 SUSPICIOUS = 4.0
@@ -40,6 +43,9 @@ WRONG = 8.0
 # Of an error that one op introduced, where a rounding bound must agree (beta above 1).
 INTRODUCED_SUSPICIOUS = 2.0
 INTRODUCED_WRONG = 10.0
+
+UNBOUNDED_WRONG = 1000.0
+"""Of an op without a rounding bound the floor alone decides from here on, see `docs/decisions`."""
 
 # An error of small elements drowns beside large ones. It counts where it is this far beyond the bound of some element
 # and, over all of them, that much larger in units of the bound than rounding is.
@@ -105,7 +111,7 @@ class Reference:
         valid: Bool mask that broadcasts against the tensor, or None when every element counts.
         tied: Bool mask in the shape of the tensor: elements of which another value is legal, as something above chose
             among values that rounding cannot tell apart. None where there are none.
-        left_out: Why `valid` leaves elements out that are no padding; empty where it leaves none.
+        known: What the graph says of it; `known.exempt` are the elements that `valid` and `tied` leave out, by reason.
         relative_floor: Largest rms(D) / rms(P) seen for this site so far; keeps short decode rows from a lucky floor.
         remember: Told of that when the floor is measured, which is when it is first needed.
 
@@ -123,7 +129,7 @@ class Reference:
         dtype: torch.dtype,
         valid: torch.Tensor | None,
         tied: torch.Tensor | None = None,
-        left_out: Sequence[str] = (),
+        known: Known = NOTHING,
         relative_floor: float = 0.0,
         remember: Callable[[float], None] | None = None,
     ) -> None:
@@ -132,7 +138,7 @@ class Reference:
         self._noisy = noisy
         self.valid = valid.expand(exact.shape) if valid is not None else None
         self._tied = tied
-        self.left_out = left_out
+        self.known = known
         self._dtype = dtype
         self._relative_floor = relative_floor
         self._remember = remember
@@ -146,7 +152,7 @@ class Reference:
             self.unstable = found if found is not None and bool(found.any()) else None
             return
         self._judged = self.valid if tied is None else ~tied if self.valid is None else self.valid & ~tied
-        self._limit = _sentinel(dtype)
+        self._limit = sentinel(dtype)
         self._u, self._tiny = unit_roundoff(dtype), smallest_precise(dtype)
 
     @property
@@ -161,13 +167,16 @@ class Reference:
         if self._floor is not None or not exact.is_floating_point():
             return
         finite_power = exact.square()
-        of_power = _SliceMeans(finite_power, self._judged)
+        of_power = SliceMeans(finite_power, self._judged)
         # No element is larger than the root of the sum of squares, which is NaN where one of them is.
         self._largest = of_power.total**0.5
-        if not self._largest < self._limit and not _is_below(exact, self._limit):
+        hidden = self.known.hidden
+        if hidden is not None or (not self._largest < self._limit and not is_below(exact, self._limit)):
             # Where the reference is a mask sentinel or not finite, values are compared as a class, not by size.
             self._special = ~exact.isfinite() | (exact.abs() >= self._limit)
-            of_power = _SliceMeans(torch.where(exact.isfinite(), finite_power, 0.0), self._counted())
+            if hidden is not None:
+                self._special |= hidden
+            of_power = SliceMeans(torch.where(exact.isfinite(), finite_power, 0.0), self._counted())
         counted = self._counted()
         of_runs = [self._of_run(run, counted) for run in (self.native, *self._noisy)]
         power, whole = of_power.mean, max((means.mean for means in of_runs), default=0.0)
@@ -183,12 +192,12 @@ class Reference:
         if self._remember is not None:
             self._remember(self._relative_floor)
 
-    def _of_run(self, run: torch.Tensor, counted: torch.Tensor | None) -> _SliceMeans:
+    def _of_run(self, run: torch.Tensor, counted: torch.Tensor | None) -> SliceMeans:
         square = (run.double() - self.exact).square_()
-        means = _SliceMeans(square, counted)
+        means = SliceMeans(square, counted)
         if means.total < math.inf:
             return means
-        return _SliceMeans(square.nan_to_num_(0.0, 0.0, 0.0), counted)
+        return SliceMeans(square.nan_to_num_(0.0, 0.0, 0.0), counted)
 
     def judge(self, candidate: torch.Tensor) -> Judgement:
         """Judge one candidate tensor of any dtype on the same device by the floor alone."""
@@ -217,6 +226,7 @@ class Reference:
             return found
         if bound is None:
             verdict: Verdict = "suspicious" if found.rho >= INTRODUCED_WRONG else "rounding"
+            verdict = "wrong" if found.rho >= self._wrong_without_bound else verdict
             return dataclasses.replace(found, verdict=verdict, reason="no rounding bound is known for this op")
         share = self._share(candidate, bound)
         beta = float(share.max()) if share.numel() else 0.0
@@ -224,6 +234,12 @@ class Reference:
         is_beyond = beta > 1 and rho > INTRODUCED_SUSPICIOUS
         verdict = "rounding" if not is_beyond else "wrong" if rho >= INTRODUCED_WRONG else "suspicious"
         return dataclasses.replace(found, verdict=verdict, rho=rho, beta=beta)
+
+    @property
+    def _wrong_without_bound(self) -> float:
+        """From which rho on the floor alone decides: three digits beyond rounding, or a tenth of the values."""
+        tenth = 0.1 / max(self._relative_floor, self._u / math.sqrt(3))
+        return max(INTRODUCED_WRONG, min(UNBOUNDED_WRONG, tenth))
 
     def distance(self, candidate: torch.Tensor) -> float | None:
         """Return the RMS of the error over every valid element, tied ones too; None where shapes or kinds differ."""
@@ -276,9 +292,10 @@ class Reference:
             return Judgement("identical", 0.0, _rms(candidate.double() - exact, self._counted()))
         value = candidate.double()
         counted = self._counted()
-        means = _SliceMeans((value - exact).square_(), counted)
+        means = SliceMeans((value - exact).square_(), counted)
         # No element of `value` is larger than the largest of P and the largest error together.
-        if not self._largest + means.total**0.5 < self._limit or (self._tied is not None and not is_finite(value)):
+        is_large = not self._largest + means.total**0.5 < self._limit
+        if is_large or self.known.hidden is not None or (self._tied is not None and not is_finite(value)):
             mismatch = self._special_mismatch(value)
             if mismatch:
                 return Judgement("wrong", None, None, mismatch)
@@ -297,11 +314,13 @@ class Reference:
         return ~self._special if self._judged is None else self._judged & ~self._special
 
     def _special_mismatch(self, value: torch.Tensor) -> str | None:
-        if self._special is None and _is_below(value, self._limit):
+        if self._special is None and is_below(value, self._limit):
             return None
         odd = ~value.isfinite() | (value.abs() >= self._limit)
         special = self._special if self._special is not None else torch.zeros_like(odd)
-        differs = (odd != special) | (odd & special & (_class(value, self._limit) != _class(self.exact, self._limit)))
+        differs = (odd != special) | (odd & special & (kind_of(value, self._limit) != kind_of(self.exact, self._limit)))
+        if self.known.hidden is not None:
+            differs = torch.where(self.known.hidden, ~(value <= HIDDEN), differs)
         if self._judged is not None:
             # No choice makes NaN of numbers.
             is_broken = value.isnan() if self.valid is None else value.isnan() & self.valid
@@ -324,22 +343,6 @@ class Reference:
         if not count:
             return Judgement("rounding", None, None, TIE, is_tie=True)
         return Judgement("wrong", None, None, f"{count} of {differs.numel()} {candidate.dtype} elements differ")
-
-
-def _sentinel(dtype: torch.dtype) -> float:
-    """Values at least this large are mask sentinels (finfo.min plus a score), not numbers."""
-    return torch.finfo(dtype).max / 4
-
-
-def _class(value: torch.Tensor, limit: float) -> torch.Tensor:
-    """0 = NaN, 1 and -1 = infinite or sentinel with that sign."""
-    return torch.where(value.isnan(), 0, torch.sign(torch.where(value.abs() >= limit, value, 0.0)))
-
-
-def _is_below(value: torch.Tensor, limit: float) -> bool:
-    """Whether every element is a number smaller than `limit`, in one pass."""
-    low, high = torch.aminmax(value) if value.numel() else (0.0, 0.0)
-    return bool(low > -limit) and bool(high < limit)
 
 
 def is_finite(value: torch.Tensor) -> bool:
@@ -365,33 +368,3 @@ def _mean(square: torch.Tensor, counted: torch.Tensor | None) -> float:
 
 def _rms(error: torch.Tensor, counted: torch.Tensor | None) -> float:
     return float(_mean(error.square(), counted) ** 0.5)
-
-
-class _SliceMeans:
-    """Means of squares: over all elements, and for each axis over all other axes, for every index of it.
-
-    Attributes:
-        total: The sum.
-        mean: Of all elements that count; 0 where none does.
-        by_axis: For each axis float64 [size]; 0 where nothing counts.
-    """
-
-    def __init__(self, square: torch.Tensor, counted: torch.Tensor | None) -> None:
-        square = square if counted is None else torch.where(counted, square, 0.0)
-        sums = _slice_sums(square)
-        self.total = float((sums[0] if sums else square).sum())
-        if counted is None:
-            self.mean = self.total / max(1, square.numel())
-            self.by_axis = [part / max(1, square.numel() // max(1, part.numel())) for part in sums]
-            return
-        numbers = _slice_sums(counted.double())
-        self.mean = self.total / max(1, int(counted.sum()))
-        self.by_axis = [part / number.clamp(min=1) for part, number in zip(sums, numbers, strict=True)]
-
-
-def _slice_sums(value: torch.Tensor) -> list[torch.Tensor]:
-    """For each axis, the sum over all other axes for every index of it; large tensors are read twice, not once each."""
-    if value.dim() < 2:
-        return [value] * value.dim()
-    rows = value.sum(-1)
-    return [*_slice_sums(rows), value.sum(list(range(value.dim() - 1)))]

@@ -20,7 +20,9 @@ def is_broken(value: Any) -> bool:
     return not bool(value.amax() < math.inf)
 
 
-def num_newly_broken(operation: Operation, candidate: torch.Tensor, written: torch.Tensor | None) -> int:
+def num_newly_broken(
+    operation: Operation, candidate: torch.Tensor, written: torch.Tensor | None, hidden: torch.Tensor | None = None
+) -> int:
     """Return how many NaN and infinities the op made of finite inputs; padding counts: what comes later reads it.
 
     A row of padding that may see nothing has a softmax of its own in every kernel, and memory that nobody has written
@@ -30,9 +32,12 @@ def num_newly_broken(operation: Operation, candidate: torch.Tensor, written: tor
         operation: On finite inputs.
         candidate: What the candidate made of them.
         written: Bool mask of the elements that somebody has written; None where all are.
+        hidden: Bool mask of those that hide a place, where minus infinity is as good as any number.
     """
     if operation.name in _OF_ROWS or is_finite(candidate):
         return 0
     largest = torch.finfo(candidate.dtype).max / 2
     broken = ~candidate.isfinite() & operation.exact.isfinite() & (operation.exact.abs() < largest)
+    if hidden is not None:
+        broken = broken & ~(hidden & (candidate < 0))
     return int((broken if written is None else broken & written).sum())

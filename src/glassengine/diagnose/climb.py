@@ -20,7 +20,6 @@ from glassengine.compare.operation import FLOAT32_SUMS, Accumulation
 from glassengine.compare.pairing import SitePair
 from glassengine.compare.tolerance import is_inexact
 from glassengine.diagnose.cases import Case, Inputs, causal_cases, module_cases, taken_by
-from glassengine.diagnose.hidden_slots import hides_by_numbers
 from glassengine.diagnose.op_by_op import RUNG, op_by_op
 from glassengine.diagnose.pair_programs import pair_programs
 from glassengine.diagnose.recorded import RUNG as RECORD
@@ -199,12 +198,9 @@ def _add_observable(climb: Climb, engine: Engine, observed: Sequence[str]) -> No
         wide_operands=capabilities.wide_operands,
         accumulation=climb.of_runtime(kernels_of(engine.manifest.backend)),
     )
-    # An engine of the baseline's own program writes the same numbers.
-    reads_masks = climb.built is not climb.program and not hides_by_numbers(climb.program.graph)
     nodes = engine_nodes(climb, engine, observed)
     counterparts = {node: pair.candidate.node for node, pair in climb.pairs.items()}
-    options: dict[str, Any] = {"reads_masks": reads_masks, "counterparts": counterparts}
-    climb.add(EngineSide(engine, nodes, rung="engine", replay=replay, **options))
+    climb.add(EngineSide(engine, nodes, rung="engine", replay=replay, counterparts=counterparts))
 
 
 def _replay(climb: Climb, pairs: Mapping[str, SitePair], **options: Any) -> Replay:
@@ -247,9 +243,8 @@ def add_model(climb: Climb, candidate: LoadedModel, inputs: Inputs, progress: Pr
             "compiled": not same,
             "dtype": None if same else getattr(torch, candidate.dtype),
         }
-        reads_masks = not hides_by_numbers(climb.program.graph)
         replay = _replay(climb, by_node, **options)
-        climb.add(ProgramSide(program, by_node, rung="candidate", replay=replay, reads_masks=reads_masks))
+        climb.add(ProgramSide(program, by_node, rung="candidate", replay=replay))
         _skip_unpaired(climb, program, by_node, "candidate")
     coarsest: torch.dtype = getattr(torch, candidate.dtype)
     runs_onnx = candidate.stored is not None and candidate.stored.onnx is not None

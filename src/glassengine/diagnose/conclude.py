@@ -115,6 +115,8 @@ def conclude(
         too_little=reason is not None and reason.startswith(_TOO_LITTLE),
         weights=weights,
         written_differently=tuple(_written_differently(program, scores)),
+        exemptions=main.ledger.exemptions(),
+        num_elements=main.ledger.num_elements,
     )
 
 

@@ -14,30 +14,37 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from glassengine.compare.mask_values import HIDDEN
 from glassengine.compare.operation import ATTENTION
 from glassengine.compare.undefined_casts import Undefined
-from glassengine.diagnose.validity import HIDDEN
+from glassengine.diagnose.hidden_values import MASK_OF_ATTENTION, SOFTMAX
 from glassengine.program.naming import op_name
-
-_SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
-_MASK = 3
-"""Place of the mask among the arguments of attention."""
+from glassengine.results import ExemptionReason
 
 
 class HiddenRows(Undefined):
-    """What hangs on rows of attention that see no key."""
+    """What hangs on rows of attention that see no key.
 
+    Args:
+        hidden: Says where the scores of a softmax hold a number that hides; None takes every number of that size.
+    """
+
+    kind: ExemptionReason = "masked rows"
     reason = "rows of attention that see no key, and what hangs on them"
+
+    def __init__(self, hidden: Callable[[Node], torch.Tensor | None] | None = None) -> None:
+        super().__init__()
+        self._hidden = hidden
 
     def begin(self, node: Node, value: torch.Tensor, value_of: Callable[[Node], Any]) -> torch.Tensor | None:
         """Return the rows that see no key."""
         name = op_name(node)
-        if name in _SOFTMAX:
-            scores, dim = value_of(node.all_input_nodes[0]), node.args[1] if len(node.args) > 1 else node.kwargs["dim"]
-            return _sees_nothing(scores, dim if isinstance(dim, int) else -1)
+        if name in SOFTMAX:
+            source, dim = node.all_input_nodes[0], node.args[1] if len(node.args) > 1 else node.kwargs["dim"]
+            return self._sees_nothing(source, value_of(source), dim if isinstance(dim, int) else -1)
         if name == ATTENTION:
-            mask = node.args[_MASK] if len(node.args) > _MASK else node.kwargs.get("attn_mask")
-            return _sees_nothing(value_of(mask), -1) if isinstance(mask, Node) else None
+            own = node.args[MASK_OF_ATTENTION] if len(node.args) > MASK_OF_ATTENTION else node.kwargs.get("attn_mask")
+            return self._sees_nothing(own, value_of(own), -1) if isinstance(own, Node) else None
         return None
 
     def of(self, node: str) -> torch.Tensor | None:
@@ -45,11 +52,16 @@ class HiddenRows(Undefined):
         found = super().of(node)
         return None if found is None or bool(found.all()) else found
 
-
-def _sees_nothing(scores: torch.Tensor, dim: int) -> torch.Tensor | None:
-    """Return which rows along `dim` hold hidden places only; None where no row does."""
-    if not scores.dim() or not scores.shape[dim]:
-        return None
-    seen = scores if scores.dtype is torch.bool else scores > HIDDEN
-    hidden: torch.Tensor = ~seen.any(dim, keepdim=True)
-    return hidden if bool(hidden.any()) else None
+    def _sees_nothing(self, node: Node, scores: torch.Tensor, dim: int) -> torch.Tensor | None:
+        """Return which rows along `dim` hold hidden places only; None where no row does."""
+        if not scores.dim() or not scores.shape[dim]:
+            return None
+        if scores.dtype is torch.bool:
+            seen = scores
+        else:
+            known = None if self._hidden is None else self._hidden(node)
+            if self._hidden is not None and known is None:
+                return None
+            seen = scores > HIDDEN if known is None else ~known
+        none: torch.Tensor = ~seen.any(dim, keepdim=True)
+        return none if bool(none.any()) else None

@@ -11,7 +11,6 @@ from torch.fx import Node
 from glassengine.compare.operation import FLOAT32_SUMS, Accumulation
 from glassengine.compare.verdict import Reference
 from glassengine.diagnose.cases import Case, StepInputs
-from glassengine.diagnose.float64 import unwritten_nodes
 from glassengine.diagnose.reference import ReferenceRun
 from glassengine.diagnose.score import Score
 from glassengine.diagnose.sides import ModuleSide, empty_caches
@@ -43,7 +42,6 @@ def run_cases(
         on_step: Called after each step with the relative noise floor of each node so far.
     """
     floors: dict[str, float] = {}
-    unwritten = unwritten_nodes(program.graph)
     for case in cases:
         reference = ReferenceRun(program, coarsest=coarsest, accumulation=accumulation, relative_floors=floors)
         for score in scores:
@@ -66,13 +64,9 @@ def run_cases(
                     tied |= score.visit(node, value, case, step, tied=tied)
 
             def valid(node: Node, value: torch.Tensor, inputs: Any = inputs) -> torch.Tensor | None:
-                found = None
-                if isinstance(inputs, StepInputs):
-                    found = valid_mask(program.sites.by_node[node.name][0], value, inputs)
-                if node.name not in unwritten:
-                    return found
-                written = ~value.isnan()
-                return written if found is None else written & found
+                if not isinstance(inputs, StepInputs):
+                    return None
+                return valid_mask(program.sites.by_node[node.name][0], value, inputs)
 
             with torch.no_grad():
                 reference.step(named, observe, valid)

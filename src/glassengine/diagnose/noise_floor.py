@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from glassengine.capture.intake import Writer
+from glassengine.compare.mask_values import sentinel
 from glassengine.compare.operation import CASTS
 from glassengine.compare.padding import Padding
 from glassengine.compare.slices import slices
@@ -121,7 +122,7 @@ class RoundedOtherwise(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 # An op whose sums cannot be worked out (it has no float64 kernel, say) rounds its result all the same.
                 wide = disturbed(wide, u, self._generator, tiny)
         found = wide.to(value.dtype)
-        is_number = value.abs() < torch.finfo(value.dtype).max / 4
+        is_number = value.abs() < sentinel(value.dtype)
         found = torch.where(is_number & found.isfinite(), found, value)
         return value.copy_(found) if func._schema.is_mutable else found
 

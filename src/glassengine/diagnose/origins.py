@@ -21,6 +21,8 @@ from glassengine.compare.verdict import TIE
 from glassengine.program.program import Program
 from glassengine.results import Verdict, worst
 
+BELOW_TIE = "below a tie or padding: other values are legal here"
+
 
 @dataclass
 class Origin:
@@ -124,7 +126,7 @@ class OriginTracker:
         if verdict not in ("suspicious", "wrong"):
             return Visited(verdict), frozenset()
         if not introduced and trail.is_tied:
-            return Visited("rounding", reason="below a tie or padding: other values are legal here"), frozenset()
+            return Visited("rounding", reason=BELOW_TIE), frozenset()
         if introduced or (introduced is None and not trail.blame):
             origin = self.origins.setdefault(node.name, Origin(step, node.name, verdict))
             origin.verdict = worst([origin.verdict, verdict])

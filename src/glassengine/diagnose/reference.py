@@ -7,7 +7,7 @@ float64 is real: dtypes written into the graph (`.to(float32)`, `softmax(dtype=.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,16 +16,21 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.checksums import crc32
+from glassengine.compare.known import Known
 from glassengine.compare.operation import FLOAT32_SUMS, Accumulation
 from glassengine.compare.undefined_casts import Undefined, UndefinedCasts
 from glassengine.compare.verdict import Reference, smallest_precise, unit_roundoff
 from glassengine.diagnose.exact_product import ExactProduct, is_product
-from glassengine.diagnose.float64 import double, retarget, target_of
+from glassengine.diagnose.exactness import Exactness
+from glassengine.diagnose.exemptions import PADDING, TIES, UNWRITTEN
+from glassengine.diagnose.float64 import double, retarget, target_of, unwritten_nodes
 from glassengine.diagnose.hidden_rows import HiddenRows
+from glassengine.diagnose.hidden_values import HiddenValues
 from glassengine.diagnose.rounding import disturbed, noisy, rounded, rounds
-from glassengine.diagnose.ties_followed import TiesFollowed
+from glassengine.diagnose.ties_followed import TiesFollowed, settled_sources
 from glassengine.program.naming import is_tensor_node
 from glassengine.program.program import Program
+from glassengine.results import ExemptionReason
 
 NUM_NOISE_RUNS = 2
 
@@ -65,6 +70,9 @@ class ReferenceRun:
             node: pytree.tree_map(retarget, (tuple(node.args), dict(node.kwargs))) for node in program.graph.nodes
         }
         self._last_use = _last_uses(program)
+        self._unwritten = unwritten_nodes(program.graph)
+        self._exactness = Exactness(self._weights, coarsest, accumulation)
+        self._hidden = HiddenValues(program.graph, self._exactness)
         self._outputs = set(program.graph.output_node().all_input_nodes)
         # Lane 0 is exact, lane 1 the program's own dtype, the rest are noisy.
         self._caches: list[dict[str, torch.Tensor]] = [{} for _ in range(2 + NUM_NOISE_RUNS)]
@@ -81,7 +89,7 @@ class ReferenceRun:
         Args:
             inputs: Tensors by input name.
             observe: Called with (node, reference) for every tensor the graph computes, in graph order.
-            valid: Gives the mask of elements that count, for a node and its value.
+            valid: Gives the mask of elements that are no padding, for a node and its value.
         """
         for node, reference in self.walk(inputs, valid):
             observe(node, reference)
@@ -97,7 +105,9 @@ class ReferenceRun:
         env: dict[Node, list[Any]] = {}
         undefined: list[Undefined] = [UndefinedCasts()]
         if self._program.layout is None:  # else the masks of the inputs say which rows are padding
-            undefined.append(HiddenRows())
+            undefined.append(HiddenRows(self._hidden.places))
+        self._exactness.begin_step()
+        self._hidden.begin_step()
         ties = TiesFollowed(partial(self._again, env))
         names = {port.node: port.name for port in self._program.inputs}
         for node in self._program.graph.nodes:
@@ -105,27 +115,37 @@ class ReferenceRun:
                 env[node] = self._placeholder(node, names, inputs)
                 if names.get(node.name) in self._tied_caches:
                     ties.others[node] = self._tied_caches[names[node.name]]
+                if not self._steps or names.get(node.name) not in self._program.caches:
+                    self._exactness.take(node, env[node][1])
+                self._hidden.visit(node, env[node][0], env)
             elif node.op == "get_attr":
                 env[node] = [getattr(self._program.exported.graph_module, str(node.target))] * len(self._lanes)
+                self._exactness.take(node, env[node][1])
+                self._hidden.visit(node, env[node][0], env)
             elif node.op == "call_function" and "_assert" not in str(node.target):
                 env[node] = self._evaluate(node, env, generators)
+                self._hidden.visit(node, env[node][0], env)
                 for one in undefined:
                     one.visit(node, env[node][1], lambda source: env[source][1])
                 ties.visit(node, env)
                 if is_tensor_node(node):
-                    counted = valid(node, env[node][0])
-                    left_out = {one.reason: mask for one in undefined if (mask := one.of(node.name)) is not None}
-                    for mask in left_out.values():
-                        counted = ~mask if counted is None else counted & ~mask
-                    tied = ties.of(node, env[node][0], self._dtype(node, env[node][0]))
-                    forced = yield node, self._reference(node, env[node], counted, tied, list(left_out))
+                    exact = env[node][0]
+                    real = valid(node, exact)
+                    exempt: dict[ExemptionReason, torch.Tensor] = {} if real is None else {PADDING: ~real}
+                    if node.name in self._unwritten and exact.is_floating_point():
+                        exempt[UNWRITTEN] = exact.isnan()
+                    exempt |= {one.kind: mask for one in undefined if (mask := one.of(node.name)) is not None}
+                    tied = ties.of(node, exact, self._dtype(node, exact))
+                    forced = yield node, self._reference(node, env, exempt, tied)
                     if forced is not None:
                         ties.settle(node)
+                        self._exactness.forced(node, forced, exact)
                         own = env[node][1].dtype
                         env[node] = [forced.to(own) if lane == 1 else double(forced) for lane in self._lanes]
             for dead in self._last_use.get(node, ()):
                 env.pop(dead, None)
                 ties.settle(dead)
+                self._hidden.settle(dead)
         by_name = {node.name: node for node in env}
         presents = {past: by_name[self._program.output_nodes[name]] for past, name in self._program.caches.items()}
         for past, node in presents.items():
@@ -168,12 +188,17 @@ class ReferenceRun:
 
         results: list[Any] = []
         product: ExactProduct | None = None
+        exact_arguments: tuple[Any, Any] = ((), {})
         for lane in self._lanes:
+            if lane == 2 and self._exactness.finds(node, *exact_arguments, *results):
+                return [*results, *([results[0]] * (len(self._lanes) - 2))]
             written = (node.args, node.kwargs) if lane == 1 else self._in_double[node]
             args, kwargs = torch.fx.node.map_arg(written, partial(argument, lane=lane))
             if lane == 1:
                 results.append(target(*args, **kwargs))
                 continue
+            if lane == 0:
+                exact_arguments = args, kwargs
             if lane > 1 and product is not None:
                 dtype = self._dtype(node, results[0])
                 u = unit_roundoff(dtype)
@@ -235,11 +260,16 @@ class ReferenceRun:
     def _reference(
         self,
         node: Node,
-        lanes: list[Any],
-        valid: torch.Tensor | None,
+        env: Mapping[Node, list[Any]],
+        exempt: dict[ExemptionReason, torch.Tensor],
         tied: torch.Tensor | None,
-        left_out: Sequence[str],
     ) -> Reference:
+        lanes = env[node]
+        valid: torch.Tensor | None = None
+        for mask in exempt.values():
+            valid = ~mask if valid is None else valid & ~mask
+        if tied is not None:
+            exempt = {**exempt, TIES: tied}
         reference = Reference(
             lanes[0],
             lanes[1],
@@ -247,7 +277,7 @@ class ReferenceRun:
             dtype=self._dtype(node, lanes[0]),
             valid=valid,
             tied=tied,
-            left_out=left_out,
+            known=Known(exempt, self._hidden.of(node), node in self._exactness, settled_sources(node, env)),
             relative_floor=self.relative_floors.get(node.name, 0.0),
             remember=partial(self.relative_floors.__setitem__, node.name),
         )

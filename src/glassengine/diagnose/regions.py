@@ -11,8 +11,10 @@ from collections.abc import Collection, Mapping
 import torch
 from torch.fx import Node
 
+from glassengine.compare.known import NOTHING, Known
 from glassengine.compare.operation import FLOAT32_SUMS, Accumulation
-from glassengine.diagnose.replay import Replay, Replayed
+from glassengine.diagnose.replay import Replay
+from glassengine.diagnose.replayed import Replayed
 from glassengine.diagnose.segments import SegmentReplay, Valid
 from glassengine.program.naming import is_tensor_node
 from glassengine.program.program import Program
@@ -58,11 +60,13 @@ class RegionReplay(Replay):
         self._segments.begin_step(inputs, self._values.get, valid)
 
     @torch.no_grad()
-    def judge(self, node: Node, candidate: torch.Tensor, valid: torch.Tensor | None) -> Replayed | None:
+    def judge(
+        self, node: Node, candidate: torch.Tensor, valid: torch.Tensor | None, known: Known = NOTHING
+    ) -> Replayed | None:
         """Judge what `node`, or the region that it ends, introduced."""
         if self._ends_region(node):
             return self._segments.judge(node, candidate, valid)
-        return super().judge(node, candidate, valid)
+        return super().judge(node, candidate, valid, known)
 
     def _ends_region(self, node: Node) -> bool:
         """Whether a tensor that the op reads was not observed; lists and sizes are what they are made of."""

@@ -14,9 +14,7 @@ far apart. An op is right if it is right on what its inputs were made of.
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.compare.bounds import rounding_bound
+from glassengine.compare.known import NOTHING, Known
 from glassengine.compare.operation import (
     CASTS,
     FLOAT32_SUMS,
@@ -40,23 +39,16 @@ from glassengine.diagnose.broken import is_broken, num_newly_broken
 from glassengine.diagnose.float64 import retarget, target_of, unwritten_nodes
 from glassengine.diagnose.folded import Folded
 from glassengine.diagnose.reference import NUM_NOISE_RUNS
+from glassengine.diagnose.replayed import Replayed, called
 from glassengine.diagnose.rounding import FROM_MEMORY, disturbed, noisy, other_kernel, reads_memory, rounds
 from glassengine.diagnose.ties import chosen_along, is_unordered, tied_choices
 from glassengine.program.naming import is_tensor_node, op_name
-from glassengine.program.outputs import is_view, weight_only_nodes
+from glassengine.program.outputs import weight_only_nodes
 from glassengine.program.program import Program
 from glassengine.results import FLAGGED
 
 _COMPUTED_AGAIN = POINTWISE | MOVES | CASTS
 _MOST_COMPUTED_AGAIN = 3  # one behind the other
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """What a replay found: the judgement, and P, the op's float64 result on the candidate's inputs."""
-
-    judgement: Judgement
-    predicted: torch.Tensor
 
 
 class Replay:
@@ -101,6 +93,7 @@ class Replay:
         self._folded = Folded(program, self._generator)
         self._relative_floors: dict[str, float] = {}
         self._values: dict[str, Any] = {}
+        self._known = NOTHING
 
     def begin_step(self, inputs: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
         """Take over a step of the candidate.
@@ -118,9 +111,19 @@ class Replay:
         return self._values
 
     @torch.no_grad()
-    def judge(self, node: Node, candidate: torch.Tensor, valid: torch.Tensor | None) -> Replayed | None:
-        """Judge the error that `node` introduced; None where an input of it has no counterpart in the candidate."""
-        op, call = _called(node)
+    def judge(
+        self, node: Node, candidate: torch.Tensor, valid: torch.Tensor | None, known: Known = NOTHING
+    ) -> Replayed | None:
+        """Judge the error that `node` introduced; None where an input of it has no counterpart in the candidate.
+
+        Args:
+            node: Of the baseline.
+            candidate: The candidate's tensor.
+            valid: Bool mask of the elements that count; None where all do.
+            known: What the graph says of the baseline's tensor.
+        """
+        self._known = known
+        op, call = called(node)
         if op_name(op) in RANDOM | UNDEFINED:
             return None
         try:
@@ -242,13 +245,16 @@ class Replay:
         valid: torch.Tensor | None,
     ) -> Judgement:
         roundoff = self._roundoff(op, candidate)
-        broken = num_newly_broken(operation, candidate, valid if node.name in self._unwritten else None)
+        written = valid if node.name in self._unwritten else None
+        broken = num_newly_broken(operation, candidate, written, self._known.hidden)
         if broken:
             return Judgement("wrong", None, None, f"{broken} values are not finite though all inputs are")
 
         def against(runs: list[torch.Tensor]) -> Reference:
             floor = self._relative_floors.get(node.name, 0.0)
-            return Reference(operation.exact, native, runs, dtype=candidate.dtype, valid=valid, relative_floor=floor)
+            known = Known(hidden=self._known.hidden)
+            options: dict[str, Any] = {"valid": valid, "known": known, "relative_floor": floor}
+            return Reference(operation.exact, native, runs, dtype=candidate.dtype, **options)
 
         # Most ops are within the floor of one run; the rest is worth the other runs, and the bound.
         quick = against([])
@@ -350,7 +356,8 @@ class Replay:
         found = Reference(exact, native, [], dtype=torch.float64, valid=valid).judge(candidate)
         if found.verdict != "wrong" or not self._compiled:
             return found
-        tied = tied_choices(op, args, exact, candidate, self._roundoff_of_inputs(op))
+        u_in = self._roundoff_of_inputs(op)
+        tied = tied_choices(op, args, exact, candidate, u_in, self._known.settled)
         if tied is None:
             return found
         differs = (candidate != exact.to(candidate.dtype)) & ~tied
@@ -388,12 +395,3 @@ class _NoCounterpart(Exception):
 
 def _is_finer(dtype: torch.dtype, other: torch.dtype) -> bool:
     return dtype.is_floating_point and unit_roundoff(dtype) < unit_roundoff(other)
-
-
-def _called(node: Node) -> tuple[Node, Callable[..., Any]]:
-    """Return the op to replay for `node`, and what computes its value; one of several results is taken from its op."""
-    source = node.args[0] if node.args else None
-    if node.target is operator.getitem and isinstance(source, Node) and not is_view(source):
-        index, target = node.args[1], target_of(source)
-        return source, lambda *args, **kwargs: target(*args, **kwargs)[index]
-    return node, target_of(node)

@@ -17,7 +17,8 @@ from glassengine.compare.tolerance import tolerance
 from glassengine.compare.verdict import TIE, TIED, Judgement, Reference, is_finite
 from glassengine.diagnose.cases import Case
 from glassengine.diagnose.evidence import EvidenceBox
-from glassengine.diagnose.origins import OriginTracker
+from glassengine.diagnose.exemptions import BELOW, DRAWN, TEXTS, UNWRITTEN, Ledger, Masks, exempt_by_replay
+from glassengine.diagnose.origins import BELOW_TIE, OriginTracker
 from glassengine.diagnose.replay import Replay
 from glassengine.diagnose.segments import SegmentReplay
 from glassengine.diagnose.sides import Observed, Side
@@ -27,7 +28,7 @@ from glassengine.diagnose.written_out import ROUNDED_IN_STEPS, is_same_in_float6
 from glassengine.program.naming import is_tensor_node, op_name
 from glassengine.program.outputs import weight_only_nodes
 from glassengine.program.program import Program
-from glassengine.results import FLAGGED, VERDICTS, Divergence, Figures, Hint, Pair, Skipped, worst
+from glassengine.results import FLAGGED, VERDICTS, Divergence, ExemptionReason, Figures, Hint, Pair, Skipped, worst
 
 _COMPENSATED = 3.0
 
@@ -47,6 +48,7 @@ class _Judged:
     local: Judgement | None = None
     is_clean: bool = False
     contradicts: bool = False
+    exempt: Masks = field(default_factory=dict)
 
 
 @dataclass
@@ -56,6 +58,7 @@ class Score:
     Attributes:
         empty_nodes: Nodes of which every element was left out in some step.
         left_out: What was not judged, or not all of it, by site and reason; the first step counts.
+        ledger: Counts elements that did not count.
     """
 
     side: Side
@@ -65,6 +68,7 @@ class Score:
     judged_nodes: set[str] = field(default_factory=set)
     empty_nodes: set[str] = field(default_factory=set)
     left_out: dict[tuple[str, str], Skipped] = field(default_factory=dict)
+    ledger: Ledger = field(default_factory=Ledger)
     evidence: EvidenceBox | None = None
     _tracker: OriginTracker | None = None
     _num_seen: int = 0
@@ -95,9 +99,11 @@ class Score:
         if op_name(node) in RANDOM:
             # Drawn anew by every side, and the reference knows nothing of what follows: there only replay counts.
             self._tracker.visit(node, step, None, tied=True)
+            self._exempt_whole(node, reference, DRAWN)
             return True
         if op_name(node) in UNDEFINED:
             self._tracker.visit(node, step, None)
+            self._exempt_whole(node, reference, UNWRITTEN)
             return tied
         found = [(observed, self._judge(node, observed, reference)) for observed in self.side.observed(node.name)]
         if not found:
@@ -117,7 +123,8 @@ class Score:
             judgement.verdict,
             introduced=judged.introduced,
             tied=is_tied,
-            is_choice=not judged.tensor.is_floating_point(),
+            # Between exact values there is nothing to choose.
+            is_choice=not judged.tensor.is_floating_point() and not reference.known.is_exact,
             is_broken=judged.tensor.is_floating_point() and not is_finite(judged.tensor),
             masked=reference.valid is not None,
             padding_differs=_padding_differs(judged.tensor, reference),
@@ -126,6 +133,9 @@ class Score:
         if visited.verdict == "rounding" and judged.local is not None:
             judgement = judged.local
         self._leave_out(node, observed, judgement, reference, step)
+        site = self._site(node, observed)
+        is_below = visited.verdict == "rounding" and visited.reason == BELOW_TIE
+        self.ledger.add(site, judged.tensor.numel(), judged.exempt, whole=BELOW if is_below else None)
         if judgement.is_empty:
             return is_tied
         self.judged_nodes.add(node.name)
@@ -133,7 +143,7 @@ class Score:
         self.pairs.append(
             Pair(
                 step=step,
-                site=self._site(node, observed),
+                site=site,
                 candidate_site=observed.site,
                 method=observed.method,
                 confidence=1.0 if observed.method == "name+fingerprint" else 0.9,
@@ -156,33 +166,41 @@ class Score:
             self.divergences.setdefault(node.name, self._divergence(node, observed, judged, reference, step))
         return is_tied or visited.reason == TIE
 
+    def _exempt_whole(self, node: Node, reference: Reference, reason: ExemptionReason) -> None:
+        """Count a tensor that says nothing, where this side has it."""
+        if self.side.observed(node.name):
+            self.ledger.add(self.program.sites.by_node[node.name][0].name, reference.exact.numel(), {}, whole=reason)
+
     def _judge(self, node: Node, observed: Observed, reference: Reference) -> _Judged:
         """Judge one observed value: by replay where the op's inputs were observed, else by the accumulated floor."""
         tensor = _completed(observed.tensor, reference, self.program, node, self._num_seen)
         accumulated = reference.judge(tensor)
         is_clean = accumulated.verdict not in FLAGGED
         replay = self._replay
-        replayed = None if replay is None else replay.judge(node, observed.tensor, reference.valid)
+        replayed = None if replay is None else replay.judge(node, observed.tensor, reference.valid, reference.known)
+        exempt = reference.known.exempt
         if replayed is None:
-            return _Judged(tensor, accumulated, None, is_clean=is_clean)
+            return _Judged(tensor, accumulated, None, is_clean=is_clean, exempt=exempt)
         local = replayed.judgement
         if local.is_empty and accumulated.verdict not in FLAGGED:
-            return _Judged(tensor, accumulated, None, is_clean=is_clean)
+            return _Judged(tensor, accumulated, None, is_clean=is_clean, exempt=exempt)
         if local.verdict in FLAGGED and _is_compensated(local, accumulated, reference, tensor):
-            return _Judged(tensor, accumulated, None, is_clean=is_clean, contradicts=is_clean)
+            return _Judged(tensor, accumulated, None, is_clean=is_clean, contradicts=is_clean, exempt=exempt)
+        exempt = exempt_by_replay(replayed.exempt, exempt, local.is_tie, tensor, replayed.predicted)
         inherited = _inherited(replayed.predicted, reference)
         if local.verdict in FLAGGED and is_same_in_float64(self.program, self.side, node, replayed.predicted):
             local = dataclasses.replace(local, verdict="rounding", reason=ROUNDED_IN_STEPS)
         if local.verdict not in FLAGGED:
             is_carried = accumulated.verdict in FLAGGED and not local.is_tie
-            return _Judged(tensor, accumulated if is_carried else local, False, inherited, local, is_clean)
+            judgement = accumulated if is_carried else local
+            return _Judged(tensor, judgement, False, inherited, local, is_clean, exempt=exempt)
         if local.verdict == "suspicious" and self._written_differently(node):
             # Two kinds of evidence: too large for rounding, and other arguments or weights than the baseline's.
             local = dataclasses.replace(
                 local, verdict="wrong", reason="written differently, and too large for rounding"
             )
         worse = VERDICTS.index(local.verdict) >= VERDICTS.index(accumulated.verdict)
-        return _Judged(tensor, local if worse else accumulated, True, inherited, is_clean=is_clean)
+        return _Judged(tensor, local if worse else accumulated, True, inherited, is_clean=is_clean, exempt=exempt)
 
     @property
     def _replay(self) -> Replay | SegmentReplay | None:
@@ -200,11 +218,12 @@ class Score:
 
     def _leave_out(self, node: Node, observed: Observed, judgement: Judgement, reference: Reference, step: int) -> None:
         """List a tensor that is not judged, or not all of it, but for padding and ties that the pair tells of."""
-        reasons = [f"in part: {reason}" for reason in reference.left_out]
+        left_out = [TEXTS[reason] for reason in reference.known.exempt if reason in TEXTS]
+        reasons = [f"in part: {reason}" for reason in left_out]
         if judgement.is_empty:
             self.empty_nodes.add(node.name)
             is_padding = reference.valid is not None and not bool(reference.valid.any())
-            reasons = [f"all of it: {r}" for r in reference.left_out or ["padding" if is_padding else TIED]]
+            reasons = [f"all of it: {r}" for r in left_out or ["padding" if is_padding else TIED]]
         for reason in reasons:
             site = self._site(node, observed)
             self.left_out.setdefault((site, reason), Skipped(site, "both", reason, step=step, rung=self.side.rung))

@@ -16,10 +16,11 @@ from collections.abc import Callable, Generator, Mapping
 import torch
 from torch.fx import Node
 
+from glassengine.compare.known import NOTHING, Known
 from glassengine.compare.operation import FLOAT32_SUMS, RANDOM, Accumulation
 from glassengine.compare.verdict import Reference
 from glassengine.diagnose.reference import ReferenceRun
-from glassengine.diagnose.replay import Replayed
+from glassengine.diagnose.replayed import Replayed
 from glassengine.program.naming import op_name
 from glassengine.program.program import Program
 
@@ -67,10 +68,12 @@ class SegmentReplay:
         self._random: dict[str, bool] = {}
 
     @torch.no_grad()
-    def judge(self, node: Node, candidate: torch.Tensor, valid: torch.Tensor | None) -> Replayed | None:
+    def judge(
+        self, node: Node, candidate: torch.Tensor, valid: torch.Tensor | None, known: Known = NOTHING
+    ) -> Replayed | None:
         """Judge what the segment that ends in `node` introduced; None where it holds random numbers.
 
-        `valid` is that of the accumulated reference; the segment's own says the same.
+        `valid` and `known` are those of the accumulated reference; the segment's own say the same.
         """
         while self._current is None or self._current[0] is not node:
             if not self._advance():
@@ -79,7 +82,7 @@ class SegmentReplay:
         value = _completed(candidate, reference)
         if value is None or self._is_random(node):
             return None
-        return Replayed(reference.judge(value), reference.exact)
+        return Replayed(reference.judge(value), reference.exact, reference.known.exempt)
 
     def _advance(self) -> bool:
         """Go on to the next tensor; the side's value of the present one takes the place of the reference's."""

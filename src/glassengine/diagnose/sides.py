@@ -14,7 +14,6 @@ from glassengine.capture.hooks import observing
 from glassengine.capture.interpreter import run_program
 from glassengine.compare.pairing import SitePair
 from glassengine.diagnose.cases import Case, StepInputs, taken_by
-from glassengine.diagnose.hidden_slots import with_largest
 from glassengine.diagnose.regions import RegionReplay
 from glassengine.diagnose.replay import Replay
 from glassengine.diagnose.segments import SegmentReplay
@@ -206,7 +205,6 @@ class ProgramSide:
         pairs: Baseline node -> pair.
         rung: Name on screen.
         replay: Replays ops of the baseline on this side's values; None when the two sides differ in dtype.
-        reads_masks: Whether any number that hides a slot is as good as another (see `hidden_slots`).
         counterparts: Baseline node -> node of `program`, where `pairs` are a part of them.
     """
 
@@ -215,7 +213,6 @@ class ProgramSide:
     rung: str
     replay: Replay | None = None
     guarantee: str = "judged op by op"
-    reads_masks: bool = False
     counterparts: Mapping[str, str] = field(default_factory=dict)
     _values: dict[str, torch.Tensor] = field(default_factory=dict)
     _caches: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -235,8 +232,6 @@ class ProgramSide:
         self._values = {}
         self._wanted = {pair.candidate.node for pair in self.pairs.values()}
         outputs = self.run({**named, **self._caches})
-        if self.reads_masks:
-            self._values = with_largest(self.program.graph, self._values)
         if self.replay is not None:
             by_node = {node: pair.candidate.node for node, pair in self.pairs.items()}
             values = {node: self._values[own] for node, own in by_node.items() if own in self._values}
@@ -271,7 +266,6 @@ class EngineSide:
         rung: Name on screen.
         guarantee: Likewise.
         replay: Replays ops of the baseline on this side's values; None where too few are observed (a release engine).
-        reads_masks: As for `ProgramSide`.
         counterparts: Baseline node -> node of the engine's program, observed or not.
     """
 
@@ -280,7 +274,6 @@ class EngineSide:
     rung: str
     guarantee: str = "judged op by op"
     replay: Replay | None = None
-    reads_masks: bool = False
     counterparts: Mapping[str, str] = field(default_factory=dict)
     _session: Session | None = None
     _case: Case | None = None
@@ -305,24 +298,15 @@ class EngineSide:
         names = {name for name, _, _ in self.nodes.values()}
         if not isinstance(inputs, StepInputs):
             results = self.engine(**inputs)
-            self._values = self._read({name: results[name] for name in names})
+            self._values = {name: results[name] for name in names}
             self._replay_from(named_inputs(inputs), {}, inputs)
             return
         assert self._session is not None
         if next(self._prompt, None) is None:
             self._session.decode(inputs.input_ids)
-        self._values = self._read(self._session.read(names))
+        self._values = dict(self._session.read(names))
         if self.replay is not None:
             self._replay_from(inputs.named(), self._session.read(self.engine.manifest.caches), inputs)
-
-    def _read(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return `values` by output name as they are judged."""
-        if not self.reads_masks:
-            return dict(values)
-        entries = {name: self.engine.sites.get(site) for name, site, _ in self.nodes.values()}
-        own = {name: entry.node for name, entry in entries.items() if entry is not None}
-        found = with_largest(self.engine.program.graph, {node: values[name] for name, node in own.items()})
-        return {**values, **{name: found[node] for name, node in own.items()}}
 
     def _replay_from(
         self, named: Mapping[str, Any], caches: Mapping[str, Any], inputs: StepInputs | Mapping[str, Any]

@@ -36,6 +36,8 @@ _IN_PLACE = (MOVES | POINTWISE | STEPS | CASTS | COMPARISONS | _LOGIC) - LARGEST
 _OF_TWO = (torch.ops.aten.min.other, torch.ops.aten.max.other)
 """Likewise; they share their names with what looks for the smallest of many."""
 
+_CHOICES = RANKINGS | COMPARISONS | {"quantize"}
+
 _WHOLE = object()
 """In the place of another value: nothing is known of it."""
 
@@ -108,6 +110,18 @@ class TiesFollowed:
             return _WHOLE
 
 
+def settled_sources(node: Node, env: Mapping[Node, Sequence[Any]]) -> dict[str, Tensor]:
+    """Return, of the floating values that a choice compares, those in which rounding has no part; NaN for others."""
+    if op_name(node) not in _CHOICES:
+        return {}
+    found = {}
+    for source in node.all_input_nodes:
+        values = env[source]
+        if _is_float(values[0]):
+            found[source.name] = torch.where(_spread(values) == 0, values[0].double(), torch.nan)
+    return found
+
+
 def _chosen_otherwise(
     node: Node, name: str, env: Mapping[Node, Sequence[Any]], other: Any, others: Mapping[Node, Any]
 ) -> Any:
@@ -126,7 +140,10 @@ def _chosen_otherwise(
         if not all(_is_float(side[0]) for side in sides if isinstance(side[0], Tensor)):
             return other
         gaps = [a - b for a, b in zip(*sides, strict=True)]
-        margin = SUSPICIOUS * (_noise(gaps, -1) if gaps[0].dim() else _spread(gaps))
+        noise = _spread(gaps)
+        # Where no run is elsewhere, rounding has no part in it (0 where nothing is seen); where one is, its noise may
+        # be small by luck.
+        margin = SUSPICIOUS * torch.where(noise > 0, _noise(gaps, -1) if gaps[0].dim() else noise, 0.0)
         return other ^ ((gaps[0].abs() <= margin) & (margin > 0) & (other == env[node][0]))
     is_integer = isinstance(other, Tensor) and not _is_float(other) and other.dtype is not torch.bool
     if name in CASTS and is_integer and _is_float(values[0]):
@@ -139,7 +156,7 @@ def _cast_otherwise(source: Node, values: Sequence[Tensor], other: Tensor, exact
     if not bool(spread.any()):
         return other
     rounding = unit_roundoff(source.meta["val"].dtype) * values[0].abs().nan_to_num(0.0, 0.0, 0.0)
-    margin = SUSPICIOUS * torch.maximum(spread, rounding)
+    margin = SUSPICIOUS * torch.where(spread > 0, torch.maximum(spread, rounding), 0.0)
     low, high = ((values[0] + way * margin).trunc() for way in (-1, 1))
     turned = torch.where(low == values[0].trunc(), high, low).nan_to_num(0.0, 0.0, 0.0).to(other.dtype)
     return torch.where((low < high) & (other == exact), turned, other)
@@ -160,6 +177,9 @@ def _ranked_otherwise(node: Node, name: str, values: Sequence[Tensor], other: An
     # Two runs may happen to agree with the exact one in a row, so that its noise is too small.
     noise = torch.maximum(noise, order.values.abs() * _relative(values)).nan_to_num(0.0, 0.0, 0.0)
     margin = SUSPICIOUS * (noise.narrow(at, 0, size - 1) + noise.narrow(at, 1, size - 1))
+    # Between two values in which rounding has no part there is no tie.
+    moves = (_spread(values) > 0).gather(at, order.indices)
+    margin = torch.where(moves.narrow(at, 0, size - 1) | moves.narrow(at, 1, size - 1), margin, 0.0)
     close = (order.values.diff(dim=at).abs() <= margin) & (margin > 0)
     if hangs is not None:
         close = close | hangs.any(at, keepdim=True)
@@ -208,9 +228,9 @@ def _relative(values: Sequence[Tensor]) -> float:
 
 def _spread(values: Sequence[Tensor]) -> Tensor:
     """The largest distance of a run from the exact values; 0 where that is no number."""
-    spread = torch.zeros_like(values[0])
+    spread: Tensor = torch.zeros_like(values[0])
     for run in values[1:]:
-        if run.shape == spread.shape:
+        if run is not values[0] and run.shape == spread.shape:
             spread = torch.maximum(spread, (run - values[0]).abs().nan_to_num(0.0, 0.0, 0.0))
     return spread
 

@@ -20,6 +20,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from glassengine.diagnose.cases import Case, Inputs, StepInputs, causal_cases
 from glassengine.diagnose.climb import Climb, Progress
+from glassengine.diagnose.exemptions import together
 from glassengine.diagnose.segments import SegmentReplay
 from glassengine.diagnose.sides import ModuleSide
 from glassengine.errors import UsageError
@@ -173,6 +174,9 @@ def joined(encoder: Comparison, decoder: Comparison) -> Comparison:
         too_little=bool(bad) and all(found.too_little for found in bad),
         weights=_joined_weights(encoder.weights, decoder.weights),
         written_differently=encoder.written_differently + decoder.written_differently,
+        exemptions=together(*((found.exemptions, found.num_elements) for found in (encoder, decoder))),
+        num_elements=encoder.num_elements + decoder.num_elements,
+        notes=tuple(dict.fromkeys(encoder.notes + decoder.notes)),
     )
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from glassengine.compare.mask_values import is_mask
 from glassengine.diagnose.cases import StepInputs
 from glassengine.sites import Site
-
-HIDDEN = -9e3
-"""Numbers from here down hide a slot: -1e4, as bfloat16 rounds it, is the least that anybody writes."""
 
 
 def valid_mask(site: Site, value: torch.Tensor, inputs: StepInputs) -> torch.Tensor | None:
@@ -36,16 +34,6 @@ def valid_mask(site: Site, value: torch.Tensor, inputs: StepInputs) -> torch.Ten
             part = _spread(table, value, site.axes["batch"], site.axes[axis])
             mask = part if mask is None else mask & part
     return mask
-
-
-def is_mask(value: torch.Tensor) -> bool:
-    """Whether a tensor is a mask: of bools, or one to add to scores (0, and numbers that no score makes up for)."""
-    if not value.is_floating_point():
-        return value.dtype is torch.bool
-    if value.dim() < 2 or not value.numel():
-        return False
-    low, high = torch.aminmax(value)
-    return bool(high == 0) and bool(low <= HIDDEN) and bool(((value == 0) | (value <= HIDDEN)).all())
 
 
 def _spread(table: torch.Tensor, value: torch.Tensor, *axes: int) -> torch.Tensor:

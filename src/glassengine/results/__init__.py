@@ -13,6 +13,7 @@ from typing import Any
 from glassengine.results.answer import MOST_OPS, DriftRow, Fineness, ResultComparison, Standing
 from glassengine.results.base import FLAGGED, VERDICTS, Hint, Result, Verdict, worst
 from glassengine.results.distances import ErrorHistogram, LogitsDifference, PatternMismatches, SliceMaxima, UlpDistance
+from glassengine.results.exempt import Exemption, ExemptionReason
 from glassengine.results.quantized import Quantization, QuantizedWeight
 
 __all__ = [
@@ -24,6 +25,8 @@ __all__ = [
     "Divergence",
     "DriftRow",
     "ErrorHistogram",
+    "Exemption",
+    "ExemptionReason",
     "Figures",
     "Fineness",
     "Hint",
@@ -216,7 +219,9 @@ class Comparison(Result):
 
     `standing` says in one typed word why it is ok or not. `results` are those of both sides end to end, on each rung;
     `fineness` says of each rung how finely the inside was judged; `drift` is the table of a less precise candidate,
-    in order of execution, results last.
+    in order of execution, results last. `exemptions` are the elements that did not count, by reason, of
+    `num_elements` that the two sides have in common on the rung that was judged finest; `notes` are sentences about the
+    candidate as a whole.
     """
 
     baseline: str
@@ -243,6 +248,9 @@ class Comparison(Result):
     results: tuple[ResultComparison, ...] = ()
     fineness: tuple[Fineness, ...] = ()
     drift: tuple[DriftRow, ...] = ()
+    exemptions: tuple[Exemption, ...] = ()
+    num_elements: int = 0
+    notes: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION
 
 

@@ -1,0 +1,50 @@
+"""Values that hide: what a mask holds where nothing is to be seen. All of Glass Engine takes them from here.
+
+Implementations write minus infinity, the least number of a dtype (of float16, perhaps in a register of float32), or
+-1e4, -1e9, -1e30; a score added to one of them, or two of them added, hide as well. A softmax makes the same of all.
+So a value that hides is compared as that, not by its size, wherever a softmax is all that becomes of it (see
+`diagnose.hidden_values`); elsewhere only what is so large that it is no number (`sentinel`) is compared by its kind.
+Whether a place is hidden is always compared.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+HIDDEN = -9e3
+"""Numbers from here down hide a slot: -1e4, as bfloat16 rounds it, is the least that anybody writes."""
+
+
+def sentinel(*dtypes: torch.dtype) -> float:
+    """Return from which size on values are mask sentinels (finfo.min plus a score) in one of `dtypes`, not numbers."""
+    real = [dtype.to_real() if dtype.is_complex else dtype for dtype in dtypes]
+    return min((torch.finfo(dtype).max / 4 for dtype in real if dtype.is_floating_point), default=math.inf)
+
+
+def kind_of(value: Tensor, limit: float) -> Tensor:
+    """0 = NaN, 1 and -1 = infinite or sentinel with that sign."""
+    return torch.where(value.isnan(), 0, torch.sign(torch.where(value.abs() >= limit, value, 0.0)))
+
+
+def is_below(value: Tensor, limit: float) -> bool:
+    """Whether every element is a number smaller than `limit`, in one pass."""
+    low, high = torch.aminmax(value) if value.numel() else (0.0, 0.0)
+    return bool(low > -limit) and bool(high < limit)
+
+
+def is_mask(value: Tensor) -> bool:
+    """Whether a tensor is a mask: of bools, or one to add to scores (0, and numbers that no score makes up for)."""
+    if not value.is_floating_point():
+        return value.dtype is torch.bool
+    if value.dim() < 2 or not value.numel():
+        return False
+    low, high = torch.aminmax(value)
+    return bool(high == 0) and bool(low <= HIDDEN) and bool(((value == 0) | (value <= HIDDEN)).all())
+
+
+def size_but_hidden(value: Tensor) -> Tensor:
+    """|value|, where -inf hides what must not be chosen."""
+    return torch.where(value.isinf(), value, value.abs())

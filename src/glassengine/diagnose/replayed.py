@@ -1,0 +1,37 @@
+"""What a replay runs in the place of a node, and what it finds."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from glassengine.compare.verdict import Judgement
+from glassengine.diagnose.exemptions import Masks
+from glassengine.diagnose.float64 import target_of
+from glassengine.program.outputs import is_view
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a replay found: the judgement, and P, the op's float64 result on the candidate's inputs.
+
+    `exempt` are the elements that it left out, by reason, where they are not those of the accumulated reference.
+    """
+
+    judgement: Judgement
+    predicted: torch.Tensor
+    exempt: Masks | None = None
+
+
+def called(node: Node) -> tuple[Node, Callable[..., Any]]:
+    """Return the op to replay for `node`, and what computes its value; one of several results is taken from its op."""
+    source = node.args[0] if node.args else None
+    if node.target is operator.getitem and isinstance(source, Node) and not is_view(source):
+        index, target = node.args[1], target_of(source)
+        return source, lambda *args, **kwargs: target(*args, **kwargs)[index]
+    return node, target_of(node)
