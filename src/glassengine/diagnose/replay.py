@@ -165,7 +165,7 @@ class Replay:
     @torch.no_grad()
     def allowed(self, node: Node, candidate: torch.Tensor) -> torch.Tensor | None:
         """Return the rounding bound that the candidate's result of `node` is judged by; None where there is none."""
-        op, call = _called(node)
+        op, call = called(node)
         try:
             args, kwargs = torch.fx.node.map_arg((op.args, dict(op.kwargs)), self._value)
             args, kwargs = pytree.tree_map(retarget, (args, kwargs))
