@@ -99,3 +99,33 @@ def test_of_bools_it_says_how_many_differ_and_where(tmp_path: Path) -> None:
     right = dataclasses.replace(wrong, case="another", verdict="identical", rho=0.0, reason=None, figures=None)
     text = screen(dataclasses.replace(result, pairs=(right, *result.pairs)))
     assert expected in " ".join("\n".join(text).split())
+
+
+def test_f16_a_wrong_result_whose_pairs_are_all_inherited_is_printed(found: Comparison) -> None:
+    pairs = tuple(dataclasses.replace(pair, inherited=True) for pair in found.pairs)
+    assert "first divergence: ./silu.0" in "\n".join(screen(dataclasses.replace(found, pairs=pairs)))
+    assert "first divergence: ./silu.0" in "\n".join(screen(dataclasses.replace(found, pairs=())))
+
+
+def test_it_begins_with_the_results_the_inputs_and_how_finely_was_judged(found: Comparison) -> None:
+    head, _, results, inputs, judged = screen(found)[:5]
+    assert head.startswith("NOT OK: output differs by 0.116 of 1.89 (24 dB); a tensor is wrong at ./silu.0")
+    assert results == "results  output differs by 0.116 of 1.89 (24 dB) in inputs, step 0"
+    assert inputs == "inputs   given: x float32[2, 8] all 1"
+    assert judged == "judged   100% op by op of 2 float-valued sites"
+
+
+def test_f41_what_judged_nothing_is_not_called_identical(found: Comparison) -> None:
+    empty = dataclasses.replace(found.rungs[0], name="empty", num_judged=0, coverage=0.0, verdict="identical")
+    lines = screen(dataclasses.replace(found, rungs=(empty,)))
+    (line,) = [line for line in lines if line.strip().startswith("empty")]
+    assert "nothing judged" in line and "identical" not in line and "%" not in line
+
+
+def test_f43_too_little_is_not_called_identical(found: Comparison) -> None:
+    because = "only 0% of the baseline's float-valued sites were judged (--min-coverage 0.9); the results agree"
+    little = dataclasses.replace(
+        found, verdict="identical", first_divergence=None, not_ok_because=because, too_little=True
+    )
+    text = " ".join("\n".join(screen(little)).split())
+    assert text.startswith(f"NOT OK: too little was judged: {because}") and "bitwise identical" not in text

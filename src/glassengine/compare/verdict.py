@@ -192,6 +192,34 @@ class Reference:
         if self._remember is not None:
             self._remember(self._relative_floor)
 
+    def with_run(self, run: torch.Tensor) -> Reference:
+        """Return the reference with one more run behind its floor: another implementation that only rounds."""
+        return self._with([*self._noisy, run.double()], self._tied)
+
+    def without_ties(self) -> Reference:
+        """Return the reference by which elements that are tied count as all others do."""
+        return self._with(self._noisy, None)
+
+    def _with(self, noisy: Sequence[torch.Tensor], tied: torch.Tensor | None) -> Reference:
+        return Reference(
+            self.exact,
+            self.native,
+            noisy,
+            dtype=self._dtype,
+            valid=self.valid,
+            tied=tied,
+            relative_floor=self._relative_floor,
+            known=self.known,
+        )
+
+    @property
+    def share_of_ties(self) -> float:
+        """Share of the elements that count, padding aside, of which another value is legal below a tie."""
+        if self._tied is None or not self._tied.numel():
+            return 0.0
+        valid = torch.ones_like(self._tied) if self.valid is None else self.valid
+        return int((self._tied & valid).sum()) / max(1, int(valid.sum()))
+
     def _of_run(self, run: torch.Tensor, counted: torch.Tensor | None) -> SliceMeans:
         square = (run.double() - self.exact).square_()
         means = SliceMeans(square, counted)

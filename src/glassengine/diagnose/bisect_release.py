@@ -47,7 +47,9 @@ def bisect_release(climb: Climb, backend: str | None, judge: Judge, progress: Pr
         with tempfile.TemporaryDirectory(prefix="glassengine-bisect-") as folder:
             engine = build_program(program, Path(folder) / "e", backend=backend, outputs=asked, **sizes_of(climb.cases))
             table = engine_nodes(climb, engine, asked)
-            score = Score(EngineSide(engine, table, RUNG, "judged at a few outputs a build"), climb.program)
+            score = Score(
+                EngineSide(engine, table, RUNG, "judged at a few outputs a build", level="result"), climb.program
+            )
             model = climb.chooser()
             judge(model, [Score(model, climb.program), score])
         flagged = {pair.site for pair in score.pairs if pair.verdict in FLAGGED}

@@ -134,7 +134,7 @@ def add_built(
     if release.manifest.added_outputs:
         raise GlassError("the release engine has debug outputs", got=str(release.manifest.added_outputs))
     climb.of_runtime(kernels_of(release.manifest.backend))
-    climb.add(EngineSide(release, _result_nodes(climb.program, release), "release", "judged at results and caches"))
+    climb.add(_release_side(climb, release))
 
 
 def add_passes(climb: Climb, passes: Sequence[str], progress: Progress) -> None:
@@ -185,7 +185,12 @@ def add_engine(climb: Climb, release: Engine, progress: Progress, *, only_releas
         )
         _add_observable(climb, twin, observed)
     climb.of_runtime(kernels_of(release.manifest.backend))
-    climb.add(EngineSide(release, _result_nodes(climb.program, release), "release", "judged at results and caches"))
+    climb.add(_release_side(climb, release))
+
+
+def _release_side(climb: Climb, release: Engine) -> EngineSide:
+    nodes = _result_nodes(climb.program, release)
+    return EngineSide(release, nodes, "release", "judged at results and caches", level="result")
 
 
 def _add_observable(climb: Climb, engine: Engine, observed: Sequence[str]) -> None:

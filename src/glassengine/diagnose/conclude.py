@@ -8,10 +8,13 @@ from typing import Any
 
 from glassengine.compare.operation import RANDOM, UNDEFINED
 from glassengine.diagnose.between import origin_of
-from glassengine.diagnose.regions import RegionReplay, covered
+from glassengine.diagnose.cases import Case
+from glassengine.diagnose.fineness import coverage, fineness, region_nodes
+from glassengine.diagnose.regions import covered
 from glassengine.diagnose.score import Score, float_nodes
 from glassengine.diagnose.severity import Severity
 from glassengine.diagnose.sides import EngineSide, ModuleSide, ProgramSide
+from glassengine.diagnose.standing import decide, softened
 from glassengine.diagnose.written import left_out, written_differently
 from glassengine.errors import IncomparableError
 from glassengine.program.naming import is_tensor_node, op_name
@@ -19,6 +22,7 @@ from glassengine.program.program import Program
 from glassengine.results import (
     FLAGGED,
     VERDICTS,
+    CaseInputs,
     Comparison,
     Divergence,
     Hint,
@@ -33,7 +37,6 @@ from glassengine.results import (
 )
 from glassengine.sites import Site
 
-_TOO_LITTLE = "only"
 _LAYERS = frozenset({"conv1d", "conv2d", "conv3d", "convolution", "linear"})
 """Ops into whose weights compilers fold what follows."""
 
@@ -50,6 +53,7 @@ def conclude(
     fail_on: str,
     min_coverage: float,
     environment: Mapping[str, Any],
+    cases: Sequence[Case] = (),
 ) -> Comparison:
     """Return the comparison; see design section 6 for `ok`.
 
@@ -59,35 +63,37 @@ def conclude(
     order = {node.name: index for index, node in enumerate(program.graph.nodes)}
     rungs: list[Rung] = []
     origins: list[Divergence] = []
-    verdicts = {score.side.rung: worst(pair.verdict for pair in score.pairs) for score in scores}
+    soft = softened(scores, program)
+    verdicts = {rung: worst(pair.verdict for pair in found) for rung, found in soft.pairs.items()}
     for score in scores:
-        found = sorted(score.divergences.values(), key=lambda d: (d.step, order[d.node or ""]))
+        found = sorted(soft.divergences[score.side.rung], key=lambda d: (d.step, order[d.node or ""]))
         found = [_with_observer_effect(divergence, verdicts) for divergence in found]
         found = [_with_ops_left_out(score, program, divergence) for divergence in found]
         found = [as_written(score, program, divergence) for divergence in found]
         origins += found
-        rungs.append(_rung(score, program, found, severity.get(score.side.rung)))
-    pairs = tuple(pair for score in scores for pair in [*score.pairs, *_within_regions(score, program)])
+        rungs.append(_rung(score, program, found, severity.get(score.side.rung), verdicts[score.side.rung]))
+    pairs = tuple(pair for score in scores for pair in [*soft.pairs[score.side.rung], *_within_regions(score, program)])
     if not pairs:
         raise IncomparableError("nothing was compared", expected="sites that both sides have")
     verdict = worst(pair.verdict for pair in pairs)
-    main = next(
-        (s for s in scores if s.side.guarantee == "judged op by op" and not s.side.rung.startswith("pass ")), scores[-1]
-    )
+    main = next((s for s in scores if s.side.level == "op" and not s.side.rung.startswith("pass ")), scores[-1])
     if weights is not None and set(weights.different) - _folded(main, program):
         # No tensor of these inputs may depend on it (the embedding of another token), but it is there.
         verdict = worst([verdict, "suspicious"])
-    coverage = _coverage(main, program)
-    if isinstance(main.side, EngineSide) and main.side.guarantee != "judged op by op":
+    results = tuple(result for score in scores for result in score.results.found)
+    agree = bool(results) and all(result.agrees for result in results)
+    judged = coverage(main, program, results_agree=agree)
+    if isinstance(main.side, EngineSide) and main.side.level == "result":
         # Nobody looked at the ops: results alone are a small share of what there is.
         ops = float_nodes(program, ("op",))
-        coverage = len(ops & main.judged_nodes) / len(ops) if ops else 1.0
+        judged = len(ops & main.judged_nodes) / len(ops) if ops else 1.0
     first = _first(origins, order, [score.side.rung for score in scores])
-    reason = _not_ok_because(verdict, first, fail_on, coverage, min_coverage, severity)
+    decision = decide(verdict, results, first, severity, judged, fail_on=fail_on, min_coverage=min_coverage)
     left_out = [item for score in scores for item in score.left_out.values()]
     all_skipped = [
         *skipped,
         *left_out,
+        *_results_left_out(scores),
         *_unobserved(main, program, [*skipped, *left_out]),
         *_reordered(scores, program),
         *_without_value(program),
@@ -95,8 +101,8 @@ def conclude(
     return Comparison(
         baseline=baseline,
         candidate=candidate,
-        ok=reason is None,
-        verdict=verdict,
+        ok=decision.standing == "ok",
+        verdict=worst([verdict, *(result.verdict for result in results)]),
         first_divergence=first,
         origins=tuple(origins),
         counts=counts_of(
@@ -108,11 +114,16 @@ def conclude(
         pairs=pairs,
         skipped=tuple(all_skipped),
         environment={"baseline": environment, "candidate": environment},
-        coverage=coverage,
+        coverage=judged,
         rungs=tuple(rungs),
         severity={rung: value.to_dict() for rung, value in severity.items()},
-        not_ok_because=reason,
-        too_little=reason is not None and reason.startswith(_TOO_LITTLE),
+        not_ok_because=decision.reason,
+        too_little=decision.standing == "too little judged",
+        standing=decision.standing,
+        results=results,
+        # The one that the verdict rests on comes first.
+        fineness=tuple(fineness(score, program) for score in [main, *(s for s in scores if s is not main)]),
+        inputs=tuple(CaseInputs(case.name, case.num_steps, case.inputs) for case in cases),
         weights=weights,
         written_differently=tuple(_written_differently(program, scores)),
         exemptions=main.ledger.exemptions(),
@@ -131,9 +142,18 @@ def _folded(score: Score, program: Program) -> set[str]:
     }
 
 
-def _rung(score: Score, program: Program, divergences: Sequence[Divergence], severity: Severity | None) -> Rung:
+def _results_left_out(scores: Sequence[Score]) -> list[Skipped]:
+    return [
+        Skipped(name, "both", f"not compared end to end: {why}", rung=score.side.rung)
+        for score in scores
+        for name, why in score.results.not_compared.items()
+    ]
+
+
+def _rung(
+    score: Score, program: Program, divergences: Sequence[Divergence], severity: Severity | None, verdict: Verdict
+) -> Rung:
     side = score.side
-    verdict = worst(pair.verdict for pair in score.pairs)
     names = {
         "program": ("the untouched model", "its exported program"),
         "source": ("program", "the file as it is, node by node"),
@@ -158,7 +178,7 @@ def _rung(score: Score, program: Program, divergences: Sequence[Divergence], sev
         verdict=verdict,
         guarantee=side.guarantee,
         num_judged=len(score.pairs),
-        coverage=_coverage(score, program),
+        coverage=coverage(score, program, results_agree=all(result.agrees for result in score.results.found)),
         first_divergence=divergences[0] if divergences else None,
         note=note,
     )
@@ -219,31 +239,9 @@ def _source_there(score: Score, divergence: Divergence) -> str | None:
     return None if site is None else site.source
 
 
-def _coverage(score: Score, program: Program) -> float:
-    """Share of float-valued nodes judged: all op nodes, or those that module outputs name."""
-    if isinstance(score.side, ModuleSide):
-        named = float_nodes(program, ("module", "tap"), without=score.side.reordered)
-    elif score.side.guarantee == "judged op by op":
-        named = float_nodes(program, ("op",))
-        return len(named & (score.judged_nodes | _covered(score, program).keys())) / len(named) if named else 1.0
-    else:
-        named = set(score.side.nodes) if isinstance(score.side, EngineSide) else float_nodes(program, ("op",))
-    return len(named & score.judged_nodes) / len(named) if named else 1.0
-
-
-def _covered(score: Score, program: Program) -> dict[str, set[str]]:
-    """Return the ops inside of regions that were judged at their ends: node -> ends."""
-    own = score.side.replay if isinstance(score.side, ProgramSide) else None
-    if not isinstance(own, RegionReplay):
-        return {}
-    # A region ends where the candidate has a tensor, though none of its elements counts.
-    inside = covered(program, score.judged_nodes | score.empty_nodes)
-    return {node: ends for node, ends in inside.items() if ends <= score.judged_nodes}
-
-
 def _within_regions(score: Score, program: Program) -> Iterator[Pair]:
     """A pair for each op that the candidate writes differently, with the verdict of the region that it is in."""
-    inside = _covered(score, program)
+    inside = region_nodes(score, program) if score.side.level == "op" else {}
     found: dict[str, list[Pair]] = {}
     for pair in score.pairs:
         found.setdefault(pair.site, []).append(pair)
@@ -265,25 +263,6 @@ def _first(origins: Sequence[Divergence], order: Mapping[str, int], rungs: Seque
         found = [d for d in origins if d.verdict == level]
         if found:
             return min(found, key=lambda d: (rungs.index(d.rung or ""), d.step, order[d.node or ""]))
-    return None
-
-
-def _not_ok_because(
-    verdict: str,
-    first: Divergence | None,
-    fail_on: str,
-    coverage: float,
-    min_coverage: float,
-    severity: Mapping[str, Severity],
-) -> str | None:
-    if VERDICTS.index(verdict) >= VERDICTS.index(fail_on):
-        return f"a tensor is {verdict} at {first.site}" if first else "weights differ"
-    release = severity.get("release")
-    if release is not None and release.first_change is not None:
-        return f"the release engine picks another token than the engine: {release.first_change}"
-    if coverage < min_coverage:
-        wanted = f"(--min-coverage {min_coverage:g})"
-        return f"{_TOO_LITTLE} {coverage:.0%} of the baseline's float-valued sites were judged {wanted}"
     return None
 
 
@@ -320,7 +299,7 @@ def _unobserved(score: Score, program: Program, skipped: Sequence[Skipped]) -> l
     if not isinstance(score.side, (EngineSide, ProgramSide)):
         return []
     known = {item.site for item in skipped}
-    missing = float_nodes(program, ("op",)) - score.judged_nodes - _covered(score, program).keys()
+    missing = float_nodes(program, ("op",)) - score.judged_nodes - region_nodes(score, program).keys()
     sites = [program.sites.by_node[node][0].name for node in missing]
     return [
         Skipped(s, "candidate", "the candidate has no such tensor", rung=score.side.rung)

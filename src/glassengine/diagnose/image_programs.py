@@ -49,7 +49,7 @@ from glassengine.program.image_text import (
 class VisionSide(ModuleSide):
     """The untouched model, asked for the features of an image."""
 
-    def forward(self, inputs: Mapping[str, Any]) -> None:
+    def forward(self, inputs: Mapping[str, Any]) -> Any:
         """Make the features of one image.
 
         That is no call of the model, and nothing outside of one is observed: for a moment it is what a call does.
@@ -57,7 +57,7 @@ class VisionSide(ModuleSide):
         before = vars(self.module).get("forward")
         self.module.forward = Vision(self.module).forward
         try:
-            self.module(**inputs)
+            return self.module(**inputs)
         finally:
             del self.module.forward
             if before is not None:

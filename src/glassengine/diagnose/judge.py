@@ -11,6 +11,7 @@ from torch.fx import Node
 from glassengine.compare.operation import FLOAT32_SUMS, Accumulation
 from glassengine.compare.verdict import Reference
 from glassengine.diagnose.cases import Case, StepInputs
+from glassengine.diagnose.end_to_end import results_of, with_model
 from glassengine.diagnose.reference import ReferenceRun
 from glassengine.diagnose.score import Score
 from glassengine.diagnose.sides import ModuleSide, empty_caches
@@ -18,6 +19,9 @@ from glassengine.diagnose.source_side import SourceSide
 from glassengine.diagnose.validity import valid_mask
 from glassengine.program.export import named_inputs
 from glassengine.program.program import Program
+
+Made = Mapping[str, torch.Tensor]
+"""Results of the untouched model in a step, by name."""
 
 
 def run_cases(
@@ -42,6 +46,9 @@ def run_cases(
         on_step: Called after each step with the relative noise floor of each node so far.
     """
     floors: dict[str, float] = {}
+    results: dict[str, list[str]] = {}
+    for name in results_of(program):
+        results.setdefault(program.output_nodes[name], []).append(name)
     for case in cases:
         reference = ReferenceRun(program, coarsest=coarsest, accumulation=accumulation, relative_floors=floors)
         for score in scores:
@@ -54,14 +61,18 @@ def run_cases(
             for score in scores:
                 score.begin_step(num_seen)
                 score.side.step(inputs)
+            made = scores[0].side.results() if scores[0].side is model else {}
             named = inputs.named() if isinstance(inputs, StepInputs) else named_inputs(inputs)
             if program.layout is not None and step == 0:
                 named |= empty_caches(program, named)
 
-            def observe(node: Node, value: Reference, step: int = step, case: Case = case) -> None:
+            def observe(node: Node, value: Reference, step: int = step, case: Case = case, made: Made = made) -> None:
                 tied = False
                 for score in scores:
                     tied |= score.visit(node, value, case, step, tied=tied)
+                if node.name in results:
+                    own = next((made[name] for name in results[node.name] if name in made), None)
+                    _compare_results(scores, node.name, (value, with_model(value, own)), made, (case.name, step))
 
             def valid(node: Node, value: torch.Tensor, inputs: Any = inputs) -> torch.Tensor | None:
                 if not isinstance(inputs, StepInputs):
@@ -70,9 +81,21 @@ def run_cases(
 
             with torch.no_grad():
                 reference.step(named, observe, valid)
+            for score in scores:
+                score.results.end_step(score.side.results(), made, (case.name, step))
             on_step(case, step, floors)
         for score in scores:
             score.end_case()
+
+
+def _compare_results(
+    scores: Sequence[Score], node: str, references: tuple[Reference, Reference], made: Made, where: tuple[str, int]
+) -> None:
+    """Compare the results of all sides; the untouched model, the first of them, is no part of its own floor."""
+    for score in scores:
+        known = references[score is not scores[0]]
+        theirs = score.side.results()
+        score.results.compare(node, known, theirs, made, where=where, may_tie=score.may_tie)
 
 
 def _next(case: Case, step: int, inputs: Any, model: ModuleSide | SourceSide) -> Any:

@@ -28,7 +28,7 @@ from glassengine.diagnose.judge import run_cases
 from glassengine.diagnose.replay import Replay
 from glassengine.diagnose.run_graph import GraphRun, compile_run, program_of, without_numbers
 from glassengine.diagnose.score import Score
-from glassengine.diagnose.sides import Observed
+from glassengine.diagnose.sides import Level, Observed, by_node
 from glassengine.executable.graph import CapturedGraph, input_spec
 from glassengine.executable.snapshot import Snapshot
 from glassengine.program.naming import is_tensor_node, op_name
@@ -55,6 +55,7 @@ class _GraphSide:
     rung: str
     guarantee: str
     replay: Replay | None = None
+    level: Level = "op"
     _values: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def begin(self, case: Case) -> None:
@@ -73,6 +74,10 @@ class _GraphSide:
         if node not in self._values:
             return []
         return [Observed(self._values[node], self.program.sites.by_node[node][0].name, "name+fingerprint")]
+
+    def results(self) -> Mapping[str, torch.Tensor]:
+        """Return the results of the graph."""
+        return by_node(self, self.program)
 
 
 def judge_snapshot(
@@ -120,7 +125,9 @@ def judge_snapshot(
     elif snapshot.outputs is not None:
         values = _recorded(snapshot, program)
         kept = [node for node in values if node in judged]
-        sides.append(_GraphSide(program, lambda: [values[n] for n in kept], kept, "recorded", _AT_RESULTS))
+        sides.append(
+            _GraphSide(program, lambda: [values[n] for n in kept], kept, "recorded", _AT_RESULTS, level="result")
+        )
     with tempfile.TemporaryDirectory(prefix="glassengine-replay-") as folder:
         for rung, nodes in (("engine", ops), ("release", [name for name in dict.fromkeys(results) if name in judged])):
             progress(f"compiling with {backend.name}, {len(nodes)} results")
@@ -134,8 +141,9 @@ def judge_snapshot(
                 replay = Replay(
                     program, compiled=backend.name != "eager", wide_operands=wide, accumulation=accumulation
                 )
+            level: Level = "result" if replay is None else "op"
             guarantee = _AT_RESULTS if replay is None else _WITH_ALL
-            sides.append(_GraphSide(program, run_of(run), nodes, rung, guarantee, replay))
+            sides.append(_GraphSide(program, run_of(run), nodes, rung, guarantee, replay, level))
         progress(f"judging {len(ops)} ops")
         scores = [Score(side, program) for side in sides]
         # The model chooses the tokens of a generation; there are none here.

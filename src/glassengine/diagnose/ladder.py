@@ -219,7 +219,7 @@ def check(
             if reproduction is not None:
                 for score in climb.scores:
                     score.evidence = EvidenceBox(climb.program)
-            progress(f"judging {len(climb.cases)} cases")
+            progress(f"judging {len(climb.cases)} case{'s' if len(climb.cases) > 1 else ''}")
             _judge(climb, climb.model, climb.scores, coarsest, _severity_counter(climb, progress))
             if bisect_outputs:
                 built_by = engine.manifest.backend if engine is not None else backend
@@ -239,6 +239,7 @@ def check(
                 fail_on=fail_on,
                 min_coverage=min_coverage,
                 environment=environment.describe(),
+                cases=climb.cases,
             )
             results.append(result)
         result = results[0] if len(results) == 1 else joined(*results)

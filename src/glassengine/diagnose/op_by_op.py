@@ -19,7 +19,7 @@ from glassengine.compare.operation import FLOAT32_SUMS, Accumulation
 from glassengine.compare.pairing import SitePair
 from glassengine.diagnose.replay import Replay
 from glassengine.diagnose.score import Score
-from glassengine.diagnose.sides import ProgramSide
+from glassengine.diagnose.sides import Level, ProgramSide
 from glassengine.errors import UsageError
 from glassengine.frontends.eager_ops import OpRunner, op_runner
 from glassengine.program.naming import op_name
@@ -104,7 +104,9 @@ def op_by_op(
     dtype: torch.dtype | None = getattr(torch, str(program.metadata.get("dtype")), None)
     replay = Replay(baseline, compiled=True, dtype=dtype, accumulation=accumulation)
     guarantee = "judged op by op" if around is None else "judged near the error"
-    return OpByOpSide(program, pairs, RUNG, replay, guarantee, counterparts=counterparts, runner=runner, alone=alone)
+    level: Level = "op" if around is None else "result"
+    options: dict[str, Any] = {"counterparts": counterparts, "runner": runner, "alone": alone, "level": level}
+    return OpByOpSide(program, pairs, RUNG, replay, guarantee, **options)
 
 
 def explain(engine: Score, alone: Score) -> None:

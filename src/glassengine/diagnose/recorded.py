@@ -19,7 +19,7 @@ from glassengine.compare.maps import Rule, TensorMap
 from glassengine.compare.rules import pair_names
 from glassengine.diagnose.cases import Case, StepInputs
 from glassengine.diagnose.replay import Replay
-from glassengine.diagnose.sides import ModuleSide, Observed, empty_caches
+from glassengine.diagnose.sides import Level, ModuleSide, Observed, by_node, empty_caches
 from glassengine.errors import IncomparableError, UsageError
 from glassengine.program.export import named_inputs
 from glassengine.program.program import Program
@@ -136,6 +136,10 @@ class RecordedModules(ModuleSide):
             if found is not None:
                 self._values[f"node:{site.node}" if site.kind == "kv" else site.name] = found.tensor
 
+    def results(self) -> Mapping[str, Tensor]:
+        """Return the results that were recorded."""
+        return by_node(self, self.program)
+
 
 @dataclass
 class RecordedOps:
@@ -146,6 +150,7 @@ class RecordedOps:
     replay: Replay
     rung: str = RUNG
     guarantee: str = "judged op by op"
+    level: Level = "op"
     _values: dict[str, Observed] = field(default_factory=dict)
     _caches: dict[str, Tensor] = field(default_factory=dict)
     _step: int = -1
@@ -174,6 +179,10 @@ class RecordedOps:
     def observed(self, node: str) -> list[Observed]:
         """Return what was recorded of `node`."""
         return [self._values[node]] if node in self._values else []
+
+    def results(self) -> Mapping[str, Tensor]:
+        """Return the results that were recorded."""
+        return by_node(self, self.program)
 
 
 def module_side(tensors: RecordedTensors, program: Program, **options: Any) -> RecordedModules:

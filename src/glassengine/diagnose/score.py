@@ -16,6 +16,7 @@ from glassengine.compare.operation import RANDOM, UNDEFINED
 from glassengine.compare.tolerance import tolerance
 from glassengine.compare.verdict import TIE, TIED, Judgement, Reference, is_finite
 from glassengine.diagnose.cases import Case
+from glassengine.diagnose.end_to_end import EndToEnd
 from glassengine.diagnose.evidence import EvidenceBox
 from glassengine.diagnose.exemptions import BELOW, DRAWN, TEXTS, UNWRITTEN, Ledger, Masks, exempt_by_replay
 from glassengine.diagnose.origins import BELOW_TIE, OriginTracker
@@ -59,6 +60,7 @@ class Score:
         empty_nodes: Nodes of which every element was left out in some step.
         left_out: What was not judged, or not all of it, by site and reason; the first step counts.
         ledger: Counts elements that did not count.
+        may_tie: Whether in this case the side chose otherwise at a tie, or may have where it was not observed.
     """
 
     side: Side
@@ -70,6 +72,7 @@ class Score:
     left_out: dict[tuple[str, str], Skipped] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
     evidence: EvidenceBox | None = None
+    may_tie: bool = False
     _tracker: OriginTracker | None = None
     _num_seen: int = 0
     _clean: set[str] = field(default_factory=set)
@@ -81,6 +84,12 @@ class Score:
         """Start a case: neither caches nor blame outlive one."""
         self.side.begin(case)
         self._tracker = OriginTracker(self.program)
+        self.may_tie = False
+
+    @cached_property
+    def results(self) -> EndToEnd:
+        """The results of the side, end to end."""
+        return EndToEnd(self.program, self.side.rung)
 
     def visit(self, node: Node, reference: Reference, case: Case, step: int, *, tied: bool) -> bool:
         """Judge this side's values of `node`; the worst one counts for what comes after.
@@ -107,6 +116,7 @@ class Score:
             return tied
         found = [(observed, self._judge(node, observed, reference)) for observed in self.side.observed(node.name)]
         if not found:
+            self.may_tie |= reference.unstable is not None
             self._tracker.visit(node, step, None, tied=tied)
             return tied
         observed, judged = max(found, key=lambda item: VERDICTS.index(item[1].judgement.verdict))
@@ -117,6 +127,7 @@ class Score:
             self._contradicting.add(node.name)
         # What hangs on a tie that the reference knows, it leaves out itself.
         is_tied = judgement.is_tie and not reference.is_tie(judged.tensor)
+        self.may_tie |= judgement.is_tie
         visited = self._tracker.visit(
             node,
             step,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -14,9 +14,11 @@ from glassengine.capture.hooks import observing
 from glassengine.capture.interpreter import run_program
 from glassengine.compare.pairing import SitePair
 from glassengine.diagnose.cases import Case, StepInputs, taken_by
+from glassengine.diagnose.end_to_end import results_of
 from glassengine.diagnose.regions import RegionReplay
 from glassengine.diagnose.replay import Replay
 from glassengine.diagnose.segments import SegmentReplay
+from glassengine.diagnose.until_here import until_here
 from glassengine.diagnose.validity import valid_mask
 from glassengine.engine.engine import Engine
 from glassengine.engine.session import Session
@@ -25,10 +27,11 @@ from glassengine.program.causal_lm import accepted, cache_argument, expert_modul
 from glassengine.program.export import named_inputs
 from glassengine.program.program import Program
 from glassengine.program.raised import described, raised_in
-from glassengine.program.states import forget, state_tensors
+from glassengine.program.signature import named_results
+from glassengine.program.states import cache_tensors, forget
 
-_NEAR = 64
-"""Units of the coarser dtype."""
+Level = Literal["op", "segment", "result"]
+"""What a side was observed at: every op that it has, module outputs, or results alone."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,11 @@ class Observed:
 
 
 class Side(Protocol):
-    """One implementation. `rung` names it on screen; `guarantee` says what its verdicts can promise."""
+    """One implementation. `rung` names it on screen; `guarantee` says in words what its verdicts can promise."""
 
     rung: str
     guarantee: str
+    level: Level
 
     def begin(self, case: Case) -> None:
         """Forget everything of an earlier case."""
@@ -58,6 +62,9 @@ class Side(Protocol):
         Several, where a module passes on what another one made and both were observed; none, where it has no such
         tensor.
         """
+
+    def results(self) -> Mapping[str, torch.Tensor]:
+        """Return what came out of the current step, by this side's own names and in its order, caches left out."""
 
 
 @dataclass
@@ -83,6 +90,8 @@ class ModuleSide:
     guarantee: str = "judged by segments"
     beside: ModuleSide | None = None
     logits: torch.Tensor | None = None
+    level: Level = field(default="segment", kw_only=True)
+    _results: Mapping[str, torch.Tensor] = field(default_factory=dict)
     _values: dict[str, torch.Tensor] = field(default_factory=dict)
     _cache: Any = None
     _steps: int = 0
@@ -90,7 +99,7 @@ class ModuleSide:
     def begin(self, case: Case) -> None:
         """Start with an empty cache."""
         self._cache = None
-        self._values = {}
+        self._values, self._results = {}, {}
         self._steps = 0
         if self.replay is not None:
             self.replay.begin()
@@ -101,7 +110,7 @@ class ModuleSide:
         Raises:
             IncomparableError: The forward raised.
         """
-        self._values = {}
+        self._values, self._results = {}, {}
         try:
             self._run(inputs)
         except GlassError:
@@ -124,7 +133,7 @@ class ModuleSide:
         raise IncomparableError(
             f"the {who} cannot run: its forward raised in {path or type(self.module).__name__}, in {self._where()}",
             got=described(error),
-            hint=None if self.beside is None else _until_here(self._values, self.beside._values),
+            hint=None if self.beside is None else until_here(self._values, self.beside._values),
         ) from error
 
     def _where(self) -> str:
@@ -139,19 +148,24 @@ class ModuleSide:
     def _run(self, inputs: StepInputs | Mapping[str, Any]) -> None:
         with torch.no_grad(), observing(self.module, self._keep, called_as=self.program.called_as):
             if not isinstance(inputs, StepInputs):
-                self.forward(inputs)
+                self._results = named_results(self.forward(inputs))
                 return
             seen = int(inputs.cache_position[-1]) + 1
             self.logits, caches = self.decode(inputs, seen)
-        for past, tensor in _cache_tensors(caches).items():
+            self._results = {"logits": self.logits}
+        for past, tensor in cache_tensors(caches).items():
             present = self.program.caches.get(past)
             # A window that slides holds the newest slots only.
             if present is not None and (tensor.shape[-2] == seen or not past.startswith(("past_key", "past_value"))):
                 self._values[f"node:{self.program.output_nodes[present]}"] = tensor
 
-    def forward(self, inputs: Mapping[str, Any]) -> None:
-        """Run a forward that nothing follows."""
-        self.module(**taken_by(self.module, inputs))
+    def forward(self, inputs: Mapping[str, Any]) -> Any:
+        """Run a forward that nothing follows, and return what it returns."""
+        return self.module(**taken_by(self.module, inputs))
+
+    def results(self) -> Mapping[str, torch.Tensor]:
+        """Return what the forward returned."""
+        return self._results
 
     def decode(self, inputs: StepInputs, seen: int) -> tuple[torch.Tensor, Any]:
         """Run one step with transformers' own cache.
@@ -214,7 +228,9 @@ class ProgramSide:
     replay: Replay | None = None
     guarantee: str = "judged op by op"
     counterparts: Mapping[str, str] = field(default_factory=dict)
+    level: Level = field(default="op", kw_only=True)
     _values: dict[str, torch.Tensor] = field(default_factory=dict)
+    _results: Mapping[str, torch.Tensor] = field(default_factory=dict)
     _caches: dict[str, torch.Tensor] = field(default_factory=dict)
     _wanted: set[str] = field(default_factory=set)
 
@@ -238,6 +254,11 @@ class ProgramSide:
             self.replay.begin_step({**named, **self._caches}, values)
             _begin_regions(self.replay, inputs, named)
         self._caches = {past: outputs[present] for past, present in self.program.caches.items()}
+        self._results = {name: outputs[name] for name in results_of(self.program)}
+
+    def results(self) -> Mapping[str, torch.Tensor]:
+        """Return what the program returned."""
+        return self._results
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Run one step, handing every computed node to `keep`; return the program's outputs by name."""
@@ -275,6 +296,7 @@ class EngineSide:
     guarantee: str = "judged op by op"
     replay: Replay | None = None
     counterparts: Mapping[str, str] = field(default_factory=dict)
+    level: Level = field(default="op", kw_only=True)
     _session: Session | None = None
     _case: Case | None = None
     _prompt: Iterator[torch.Tensor] = field(default_factory=lambda: iter(()))
@@ -323,25 +345,21 @@ class EngineSide:
         name, site, method = self.nodes[node]
         return [Observed(self._values[name], site, method)]
 
+    def results(self) -> Mapping[str, torch.Tensor]:
+        """Return those results of the engine that were read."""
+        manifest = self.engine.manifest
+        caches = set(manifest.caches.values())
+        # A result may have been read as the debug output that it is as well.
+        added = {entry.node: entry.name for entry in manifest.added_outputs}
+        names = {e.name: (e.name, added.get(e.node, e.name)) for e in manifest.outputs if e.name not in caches}
+        read = {name: next((own for own in owns if own in self._values), None) for name, owns in names.items()}
+        return {name: self._values[own] for name, own in read.items() if own is not None}
 
-def _until_here(found: Mapping[str, torch.Tensor], baseline: Mapping[str, torch.Tensor]) -> str | None:
-    """Say which module outputs before an error are the baseline's; None where none has the name of one there."""
-    common = [name for name in found if name in baseline]
-    if not common:
-        return None
-    differs = next((name for name in common if not _is_near(found[name], baseline[name])), None)
-    if differs is not None:
-        return f"before that its {differs} is not the baseline's any more"
-    return f"until then it is the baseline's: {len(common)} module outputs, the last of them {common[-1]}"
 
-
-def _is_near(candidate: torch.Tensor, baseline: torch.Tensor) -> bool:
-    """Whether two tensors are the same but for what rounding does within a few layers; a hint, not a verdict."""
-    if candidate.shape != baseline.shape or not baseline.is_floating_point():
-        return torch.equal(candidate, baseline)
-    eps = max(torch.finfo(tensor.dtype).eps for tensor in (candidate, baseline) if tensor.is_floating_point())
-    wide = baseline.double()
-    return bool((candidate.double() - wide).norm() <= _NEAR * eps * wide.norm())
+def by_node(side: Side, program: Program) -> dict[str, torch.Tensor]:
+    """Return the results of a side that is observed by the names of the baseline's own nodes."""
+    found = {name: side.observed(program.output_nodes[name]) for name in results_of(program)}
+    return {name: several[-1].tensor for name, several in found.items() if several}
 
 
 def _begin_regions(replay: Replay, inputs: StepInputs | Mapping[str, Any], named: Mapping[str, Any]) -> None:
@@ -366,13 +384,3 @@ def empty_caches(program: Program, named: Mapping[str, torch.Tensor]) -> dict[st
     dtype = next(getattr(torch, port.dtype) for port in program.inputs if port.name in program.caches)
     batch, length = named["attention_mask"].shape
     return program.layout.allocate(batch, length, dtype)
-
-
-def _cache_tensors(cache: Any) -> dict[str, torch.Tensor]:
-    """Return keys, values and states of a cache of transformers by the names of the program's inputs."""
-    found = state_tensors(cache.layers)
-    for index, layer in enumerate(cache.layers):
-        for kind, tensor in (("key", getattr(layer, "keys", None)), ("value", getattr(layer, "values", None))):
-            if tensor is not None:
-                found[f"past_{kind}_{index}"] = tensor
-    return found

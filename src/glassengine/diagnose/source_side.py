@@ -13,7 +13,7 @@ from glassengine.compare.operation import Accumulation
 from glassengine.diagnose.cases import Case, StepInputs
 from glassengine.diagnose.replay import Replay
 from glassengine.diagnose.segments import SegmentReplay
-from glassengine.diagnose.sides import ModuleSide, Observed
+from glassengine.diagnose.sides import Level, ModuleSide, Observed, by_node
 from glassengine.program import LoadedModel, Program
 from glassengine.program.export import named_inputs
 
@@ -38,6 +38,7 @@ class SourceSide:
     rung: str = RUNG
     guarantee: str = "judged op by op"
     logits: torch.Tensor | None = None
+    level: Level = "op"
 
     def begin(self, case: Case) -> None:
         """Forget the values of an earlier case."""
@@ -57,6 +58,10 @@ class SourceSide:
         if node not in self._values:
             return []
         return [Observed(self._values[node], self.program.sites.by_node[node][0].name, "name")]
+
+    def results(self) -> Mapping[str, torch.Tensor]:
+        """Return the results of the file."""
+        return by_node(self, self.program)
 
 
 def untouched(model: LoadedModel, program: Program) -> ModuleSide | SourceSide:

@@ -36,7 +36,7 @@ from glassengine.diagnose.judge import run_cases
 from glassengine.diagnose.pair_programs import pair_programs
 from glassengine.diagnose.replay import Replay
 from glassengine.diagnose.score import Score, float_nodes
-from glassengine.diagnose.sides import ModuleSide, Observed, ProgramSide
+from glassengine.diagnose.sides import Level, ModuleSide, Observed, ProgramSide, by_node
 from glassengine.diagnose.training_found import GUARANTEES, Found
 from glassengine.diagnose.training_run import (
     OptimizerFactory,
@@ -142,6 +142,7 @@ class _RunSide:
     taken: StepTaken
     rung: str = "run"
     guarantee: str = GUARANTEES["run"]
+    level: Level = "result"
 
     def begin(self, case: Case) -> None:
         """Nothing is carried from case to case."""
@@ -163,6 +164,10 @@ class _RunSide:
                 zeros = torch.zeros_like(self.taken.state[parameter])
                 found.append(Observed(zeros if gradient is None else gradient, name, "output"))
         return found
+
+    def results(self) -> Mapping[str, torch.Tensor]:
+        """Return loss and gradients."""
+        return by_node(self, self.program)
 
 
 def _judge_gradients(

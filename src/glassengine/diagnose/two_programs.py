@@ -36,9 +36,9 @@ DECODER_IDS = "decoder_input_ids"
 class EncoderSide(ModuleSide):
     """The untouched model, asked for its cross-attention cache."""
 
-    def forward(self, inputs: Mapping[str, Any]) -> None:
+    def forward(self, inputs: Mapping[str, Any]) -> Any:
         """Run the encoder and one token of the decoder."""
-        Encoder(self.module)(dict(inputs))
+        return Encoder(self.module)(dict(inputs))
 
 
 @dataclass
@@ -173,6 +173,11 @@ def joined(encoder: Comparison, decoder: Comparison) -> Comparison:
         not_ok_because=bad[0].not_ok_because if bad else None,
         too_little=bool(bad) and all(found.too_little for found in bad),
         weights=_joined_weights(encoder.weights, decoder.weights),
+        standing=bad[0].standing if bad else "ok",
+        results=encoder.results + decoder.results,
+        fineness=encoder.fineness + decoder.fineness,
+        inputs=encoder.inputs + decoder.inputs,
+        drift=encoder.drift + decoder.drift,
         written_differently=encoder.written_differently + decoder.written_differently,
         exemptions=together(*((found.exemptions, found.num_elements) for found in (encoder, decoder))),
         num_elements=encoder.num_elements + decoder.num_elements,

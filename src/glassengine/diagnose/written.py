@@ -23,7 +23,7 @@ def program_of(side: Any) -> Program | None:
     """Return the program that a side is judged by op for op; None where it has none or only results are judged."""
     if isinstance(side, ProgramSide):
         return side.program
-    if isinstance(side, EngineSide) and side.guarantee == "judged op by op":
+    if isinstance(side, EngineSide) and side.level == "op":
         return side.engine.program
     return None
 

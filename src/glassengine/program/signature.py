@@ -60,8 +60,17 @@ def result_names(exported: Any) -> list[str]:
     """Names of the results of a plain module: container keys, or "output" for a single tensor."""
     spec = exported.module_call_graph[0].signature.out_spec
     tree = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
-    paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
-    return [re.sub(r"\W+", ".", path).strip(".") or "output" for path in paths]
+    return [name for name, _ in _named_leaves(tree)]
+
+
+def named_results(value: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors among what a forward returned, by the names that an export of it gives them."""
+    return {name: leaf for name, leaf in _named_leaves(value) if isinstance(leaf, torch.Tensor)}
+
+
+def _named_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
+    for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
+        yield re.sub(r"\W+", ".", pytree.keystr(path)).strip(".") or "output", leaf
 
 
 def _print_nothing(*_: object, **__: object) -> None:

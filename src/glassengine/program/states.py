@@ -99,3 +99,13 @@ def state_layers(states: Iterable[State], tensors: Iterable[torch.Tensor]) -> di
         for word, number, tensor in own:
             layers[place].take(word, number, tensor)
     return layers
+
+
+def cache_tensors(cache: Any) -> dict[str, torch.Tensor]:
+    """Return keys, values and states of a cache of transformers by the names of the program's inputs."""
+    found = state_tensors(cache.layers)
+    for index, layer in enumerate(cache.layers):
+        for kind, tensor in (("key", getattr(layer, "keys", None)), ("value", getattr(layer, "values", None))):
+            if tensor is not None:
+                found[f"past_{kind}_{index}"] = tensor
+    return found

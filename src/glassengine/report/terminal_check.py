@@ -12,8 +12,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from glassengine.report.terminal_answer import answer
 from glassengine.report.terminal_quantization import quantization
-from glassengine.results import VERDICTS, Comparison, Divergence, Pair
+from glassengine.results import FLAGGED, VERDICTS, Comparison, Divergence, Pair
 
 _STYLES = {"identical": "green", "rounding": "green", "suspicious": "yellow", "wrong": "bold red"}
 _ROWS, _COLUMNS = 24, 100
@@ -26,6 +27,7 @@ def check(result: Comparison) -> RenderableType:
     """Return the one screen."""
     if result.quantization is not None:
         return quantization(result, result.quantization)
+    head = [_headline(result), *answer(result)]
     weights = list(_weights(result))
     divergence: list[Text] = []
     rest: list[Text] = []
@@ -34,14 +36,15 @@ def check(result: Comparison) -> RenderableType:
         rest += _about(result, result.first_divergence)
     rest += [*_severity(result), *_written_differently(result), *_skipped(result)]
     # The table has its head, a rule and an empty line at both ends.
-    left = _ROWS - 2 - (len(result.rungs) + 4) - _rows(weights) - _rows(divergence) - 1
-    parts: list[RenderableType] = [_headline(result), _ladder(result), *weights, *divergence, *_cut(rest, max(left, 1))]
+    left = _ROWS - _rows(head) - (len(result.rungs) + 4) - _rows(weights) - _rows(divergence) - 1
+    parts: list[RenderableType] = [*head, _ladder(result), *weights, *divergence, *_cut(rest, max(left, 1))]
     return Group(*parts)
 
 
 def _rows(lines: Sequence[Text]) -> int:
     """Return how many rows of a screen `lines` take."""
-    return sum(max(1, math.ceil(len(line.plain) / _COLUMNS)) for line in lines)
+    plain = (part for line in lines for part in line.plain.split("\n"))
+    return sum(max(1, math.ceil(len(part) / _COLUMNS)) for part in plain)
 
 
 def _cut(lines: Sequence[Text], rows: int) -> list[Text]:
@@ -58,14 +61,15 @@ def _headline(result: Comparison) -> Text:
     text = Text()
     text.append("ok" if result.ok else "NOT OK", style="bold green" if result.ok else "bold red")
     text.append(": ")
-    if result.verdict in ("identical", "rounding"):
-        text.append(
-            "every difference is explained by rounding" if result.verdict == "rounding" else "bitwise identical"
-        )
-    else:
-        text.append(f"worst verdict {result.verdict}", style=_STYLES[result.verdict])
     if result.not_ok_because:
-        text.append(f"; {result.not_ok_because}")
+        # Why it is not ok, and nothing that sounds like the opposite.
+        text.append("too little was judged: " if result.too_little else "", style="bold")
+        text.append(result.not_ok_because)
+    elif result.verdict in FLAGGED:
+        text.append(f"worst verdict {result.verdict}", style=_STYLES[result.verdict])
+    else:
+        is_same = result.verdict == "identical"
+        text.append("bitwise identical" if is_same else "every difference is explained by rounding")
     text.append(f"\nbaseline {result.baseline}, candidate {result.candidate}")
     return text
 
@@ -83,9 +87,9 @@ def _ladder(result: Comparison) -> Table:
             rung.name,
             rung.guarantee.removeprefix("judged "),
             str(rung.num_judged),
-            "" if rung.coverage is None else f"{rung.coverage:.0%}",
+            "" if rung.coverage is None or not rung.num_judged else f"{rung.coverage:.0%}",
             _worst(pairs),
-            Text(rung.verdict, style=_STYLES[rung.verdict]),
+            Text(rung.verdict, style=_STYLES[rung.verdict]) if rung.num_judged else Text("nothing judged", style="dim"),
         )
     return table
 
@@ -153,7 +157,10 @@ def _about(result: Comparison, found: Divergence) -> Iterator[Text]:
 def _size(result: Comparison, found: Divergence) -> str:
     pairs = [p for p in result.pairs if (p.rung, p.step, p.site) == (found.rung, found.step, found.site)]
     # Of several cases, the one in which it is wrong.
-    pair = max((p for p in pairs if not p.inherited), key=lambda p: VERDICTS.index(p.verdict))
+    own = [p for p in pairs if not p.inherited] or pairs
+    if not own:
+        return "its size is not known"
+    pair = max(own, key=lambda p: VERDICTS.index(p.verdict))
     if pair.rho is None:
         return _without_size(pair)
     text = f"{pair.rho:.3g} times what rounding alone explains"
@@ -180,8 +187,10 @@ def _without_size(pair: Pair) -> str:
 
 
 def _severity(result: Comparison) -> Iterator[Text]:
+    # The last rung's tokens stand beside its results.
+    last = result.results[-1].rung if result.results else None
     for rung, found in result.severity.items():
-        if found["num_tokens"]:
+        if found["num_tokens"] and rung != last:
             text = f"{rung}: same next token in {found['token_agreement']:.1%} of {found['num_tokens']}"
             text += f", mean KL {found['mean_kl']:.2g} nats"
             yield Text(text)

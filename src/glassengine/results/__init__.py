@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from glassengine.results.answer import MOST_OPS, DriftRow, Fineness, ResultComparison, Standing
+from glassengine.results.answer import MOST_OPS, CaseInputs, DriftRow, Fineness, ResultComparison, Standing
 from glassengine.results.base import FLAGGED, VERDICTS, Hint, Result, Verdict, worst
 from glassengine.results.distances import ErrorHistogram, LogitsDifference, PatternMismatches, SliceMaxima, UlpDistance
 from glassengine.results.exempt import Exemption, ExemptionReason
@@ -21,6 +21,7 @@ __all__ = [
     "MOST_OPS",
     "SCHEMA_VERSION",
     "VERDICTS",
+    "CaseInputs",
     "Comparison",
     "Divergence",
     "DriftRow",
@@ -210,18 +211,17 @@ class WeightsComparison(Result):
 class Comparison(Result):
     """The result of judging two sides.
 
-    `ok` is decided by the rule of design section 6; `too_little` says that nothing was found wrong but too little was
-    judged (exit status 4). `weights` is None where both sides have theirs from one place. `calibration` says what the
-    verdicts on two records rest on: "uncalibrated", or what they were calibrated by; None where models were run.
-    `quantization` is there for a
-    quantised candidate. `same_weights` says of two records of one class and dtype whether they were made with the same
-    weights; None where nobody knows.
+    `ok` is decided by the rule of `docs/concepts.md`; `standing` says in one typed word why it is so or not, and
+    `too_little` that nothing was found wrong but too little was judged (exit status 4). `results` are those of both
+    sides end to end, on each rung. `fineness` says of each rung how finely the inside was judged, that of the rung that the
+    verdict rests on first. `inputs` is what all sides ran on. `drift` is the table of a less precise candidate in order
+    of execution, results last. `exemptions` are the elements that did not count, by reason, of `num_elements` that the
+    two sides have in common on the rung that was judged finest; `notes` are sentences about the candidate as a whole.
 
-    `standing` says in one typed word why it is ok or not. `results` are those of both sides end to end, on each rung;
-    `fineness` says of each rung how finely the inside was judged; `drift` is the table of a less precise candidate,
-    in order of execution, results last. `exemptions` are the elements that did not count, by reason, of
-    `num_elements` that the two sides have in common on the rung that was judged finest; `notes` are sentences about the
-    candidate as a whole.
+    `weights` is None where both sides have theirs from one place. `calibration` says what the verdicts on two records
+    rest on: "uncalibrated", or what they were calibrated by; None where models were run. `quantization` is there for a
+    quantized candidate. `same_weights` says of two records of one class and dtype whether they were made with the same
+    weights; None where that is unknown.
     """
 
     baseline: str
@@ -247,6 +247,7 @@ class Comparison(Result):
     standing: Standing = "ok"
     results: tuple[ResultComparison, ...] = ()
     fineness: tuple[Fineness, ...] = ()
+    inputs: tuple[CaseInputs, ...] = ()
     drift: tuple[DriftRow, ...] = ()
     exemptions: tuple[Exemption, ...] = ()
     num_elements: int = 0

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from glassengine.results.base import FLAGGED, Result, Verdict
+
+if TYPE_CHECKING:
+    from glassengine.inputs_used import InputUsed
 
 Standing = Literal[
     "ok", "results differ", "differs inside", "token changes", "weights differ", "over budget", "too little judged"
@@ -14,6 +18,15 @@ Standing = Literal[
 
 MOST_OPS = 12
 """Most ops of a region that still count as judged finely: a norm or a rotation written by hand has as many."""
+
+
+@dataclass(frozen=True)
+class CaseInputs(Result):
+    """What one case ran on: its name, how many steps it has, and each input of the steps that are given."""
+
+    case: str
+    num_steps: int
+    inputs: tuple[InputUsed, ...]
 
 
 @dataclass(frozen=True)
@@ -66,6 +79,30 @@ class ResultComparison(Result):
     def agrees(self) -> bool:
         """Whether rounding explains all of the difference."""
         return self.verdict not in FLAGGED
+
+    def in_words(self) -> str:
+        """Return how it agrees or differs: "logits differ by 0.18 of 1.39 (17 dB)"."""
+        are = self.name.endswith("s") and not self.name.endswith("ss")
+        if self.verdict == "identical":
+            return f"{self.name} {'are' if are else 'is'} bitwise identical"
+        if self.agrees:
+            size = self._size()
+            return f"{self.name} {'agree' if are else 'agrees'} within rounding" + (f": {size}" if size else "")
+        differs = f"{self.name} {'differ' if are else 'differs'}"
+        if self.max_abs_diff is None or self.largest is None or not math.isfinite(self.max_abs_diff):
+            return f"{differs}: {self.reason or 'values that are not finite'}"
+        loss = "" if self.snr_db is None else f" ({self.snr_db:.0f} dB)"
+        return f"{differs} by {self.max_abs_diff:.3g} of {self.largest:.3g}{loss}"
+
+    def _size(self) -> str:
+        parts = []
+        if self.max_abs_diff is not None and self.largest is not None:
+            parts.append(f"largest difference {self.max_abs_diff:.2g} of {self.largest:.3g}")
+        if self.ulp is not None:
+            parts.append(f"{self.ulp:.2g} ulp")
+        if self.snr_db is not None and math.isfinite(self.snr_db):
+            parts.append(f"{self.snr_db:.0f} dB")
+        return ", ".join(parts) or (self.reason or "")
 
 
 @dataclass(frozen=True)

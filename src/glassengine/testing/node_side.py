@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from glassengine.diagnose.cases import Case, StepInputs
+from glassengine.diagnose.end_to_end import results_of
 from glassengine.diagnose.replay import Replay
-from glassengine.diagnose.sides import Observed, empty_caches
+from glassengine.diagnose.sides import Level, Observed, empty_caches
 from glassengine.program.export import named_inputs
 from glassengine.program.outputs import weight_only_nodes
 from glassengine.program.program import Program
@@ -28,6 +29,7 @@ class NodeSide(ABC):
     """
 
     guarantee = "judged op by op"
+    level: Level = "op"
 
     def __init__(self, program: Program, nodes: Mapping[str, str], replay: Replay, *, rung: str = "engine") -> None:
         self.rung = rung
@@ -72,3 +74,8 @@ class NodeSide(ABC):
         """Return the value that stands for the baseline's `node`."""
         own = self.nodes.get(node)
         return [Observed(self._values[own], own, "name")] if own in self._values else []
+
+    def results(self) -> Mapping[str, Tensor]:
+        """Return the results of the program."""
+        named = ((name, self._program.output_nodes[name]) for name in results_of(self._program))
+        return {name: self._values[node] for name, node in named if node in self._values}

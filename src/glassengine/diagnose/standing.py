@@ -1,0 +1,132 @@
+"""The rule of `ok`: results first, then the inside, then how much was judged. `docs/concepts.md` has its cases.
+
+    results differ     a result is beyond its floor: never ok, whatever the inside says
+    differs inside     a tensor is wrong, from its own inputs: not ok, though these inputs may hide it from the results
+    token changes      the release engine picks another token than the engine with debug outputs
+    weights differ     a weight is another, and no tensor of these inputs depends on it
+    too little judged  nothing is wrong, and less than `--min-coverage` was judged finely enough
+
+Two alarms are softened to suspicious, which is ok unless `--fail-on suspicious`: a tensor that nothing reads, and a
+tensor that was paired by its name alone where the same one was judged from its own inputs and found right, provided
+that every result agrees.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from glassengine.diagnose.score import Score
+from glassengine.diagnose.severity import Severity
+from glassengine.program.program import Program
+from glassengine.results import FLAGGED, VERDICTS, Divergence, Pair, ResultComparison, Standing, Verdict
+
+UNREAD = "nothing reads it: no result can depend on it"
+BY_NAME_ONLY = "by its name alone; from its own inputs it is right, and the results agree"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Why a comparison is ok or not, as a type and in words; None where it is ok."""
+
+    standing: Standing
+    reason: str | None = None
+
+
+def decide(
+    verdict: Verdict,
+    results: Sequence[ResultComparison],
+    first: Divergence | None,
+    severity: Mapping[str, Severity],
+    coverage: float,
+    *,
+    fail_on: str,
+    min_coverage: float,
+) -> Decision:
+    """Apply the rule.
+
+    Args:
+        verdict: The worst one inside.
+        results: What was compared end to end, on all rungs.
+        first: The first divergence inside.
+        severity: By rung.
+        coverage: What counts of it.
+        fail_on: The mildest verdict that is not ok.
+        min_coverage: The least coverage that is ok.
+    """
+
+    def fails(found: str) -> bool:
+        return VERDICTS.index(found) >= VERDICTS.index(fail_on)
+
+    inside = f"a tensor is {verdict} at {first.site}" if first is not None else None
+    different = [result for result in results if fails(result.verdict)]
+    if different:
+        also = f"; {inside}" if inside is not None and fails(verdict) else ""
+        return Decision("results differ", f"{different[-1].in_words()}{also}")
+    if fails(verdict):
+        if inside is None:
+            return Decision("weights differ", "weights differ")
+        hidden = "differs inside, not in the results: " if results and all(r.agrees for r in results) else ""
+        return Decision("differs inside", hidden + inside)
+    release = severity.get("release")
+    if release is not None and release.first_change is not None:
+        return Decision(
+            "token changes", f"the release engine picks another token than the engine: {release.first_change}"
+        )
+    if coverage < min_coverage:
+        wanted = f"(--min-coverage {min_coverage:g})"
+        text = f"only {coverage:.0%} of the baseline's float-valued sites were judged {wanted}"
+        if results and all(result.agrees for result in results):
+            text += "; the results agree"
+        return Decision("too little judged", text)
+    return Decision("ok")
+
+
+@dataclass(frozen=True)
+class Softened:
+    """Pairs and divergences by rung, after alarms that cannot matter were softened."""
+
+    pairs: dict[str, list[Pair]]
+    divergences: dict[str, list[Divergence]]
+
+
+def softened(scores: Sequence[Score], program: Program) -> Softened:
+    """Return what all sides found, with those alarms softened that the module's docstring names."""
+    unread = _unread(program)
+    main = [score for score in scores if score.side.level == "op" and not score.side.rung.startswith("pass ")]
+    agree = [score for score in scores if score.results.found and all(r.agrees for r in score.results.found)]
+    right: set[str] = set()
+    for score in main:
+        if score in agree and score is not scores[0]:
+            flagged = {pair.site for pair in score.pairs if pair.verdict in FLAGGED}
+            right |= {n for n in score.judged_nodes if program.sites.by_node[n][0].name not in flagged}
+    pairs, divergences = {}, {}
+    for score in scores:
+        excused = dict.fromkeys(unread, UNREAD)
+        if score.side.level == "segment" and score in agree and score is not scores[0]:
+            excused = dict.fromkeys(right, BY_NAME_ONLY) | excused
+        sites = {site.name: why for node, why in excused.items() for site in program.sites.by_node.get(node, ())}
+        pairs[score.side.rung] = [_softer(pair, sites) for pair in score.pairs]
+        divergences[score.side.rung] = [
+            dataclasses.replace(found, verdict="suspicious")
+            if found.verdict == "wrong" and (found.node or "") in excused
+            else found
+            for found in score.divergences.values()
+        ]
+    return Softened(pairs, divergences)
+
+
+def _softer(pair: Pair, sites: Mapping[str, str]) -> Pair:
+    if pair.verdict != "wrong" or pair.site not in sites:
+        return pair
+    return dataclasses.replace(pair, verdict="suspicious", reason=sites[pair.site])
+
+
+def _unread(program: Program) -> set[str]:
+    """Nodes from which no way leads to a result or a cache."""
+    read = {program.graph.output_node().name}
+    for node in reversed(program.graph.nodes):
+        if any(user.name in read for user in node.users):
+            read.add(node.name)
+    return {node.name for node in program.graph.nodes if node.op == "call_function" and node.name not in read}
