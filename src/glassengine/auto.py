@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import logging
 import multiprocessing
 import re
 import sys
@@ -20,6 +21,8 @@ from typing import Any
 from glassengine import environment
 from glassengine.capture.script import ScriptRecorder
 from glassengine.capture.spawned import call_at_end, finish
+
+_log = logging.getLogger(__name__)
 
 
 def _directory() -> Path:
@@ -52,9 +55,12 @@ def _start() -> ScriptRecorder:
 
     def end() -> None:
         finish(recorder, error[0] if error else sys.exception())
+        if is_main and not error and recorder.why_nothing is not None:
+            _log.warning("%s", recorder.why_nothing)
 
     sys.excepthook = note
-    if multiprocessing.current_process().name == "MainProcess":
+    is_main = multiprocessing.current_process().name == "MainProcess"
+    if is_main:
         atexit.register(end)
     else:
         call_at_end(recorder, end)

@@ -108,6 +108,7 @@ def test_a_script_knows_itself_by_what_python_would_tell_it(tmp_path: Path) -> N
             pickle.loads(pickle.dumps(Net(1, 1)))  # finds the class in the main module
 
         import os, pickle
+        net(torch.ones(2))
         threading.Thread(target=save).start()
         os.chdir("/")
         print(os.path.exists(__file__), sys.argv, sys.path[0] == os.path.dirname(__file__))
@@ -190,7 +191,7 @@ def test_recordings_of_an_earlier_run_are_not_told_of(tmp_path: Path) -> None:
     again = [*RECORD[:-1], "--overwrite", "--"]
     assert "recorded out/SpawnProcess-1/Net: " in run_net(tmp_path, *again, then=then).stderr
     idle = run_net(tmp_path, *again, then=then.replace("False", "True"))
-    assert "recorded" not in idle.stderr.replace("nothing was recorded", "")
+    assert idle.returncode == 4 and "recorded out/" not in idle.stderr
 
 
 def test_another_python_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,3 +316,43 @@ def test_every_way_to_run_a_session(tmp_path: Path, caplog: pytest.LogCaptureFix
         [".:in.x", ".:out.y"],
     ]
     assert opened.tensor(".:in.x", 1).tolist() == [2, 1, 0] and opened.tensor(".:out.y", 2).tolist() == [0, 2, 4]
+
+
+def test_f19_a_pool_of_spawned_processes_that_is_left_open(tmp_path: Path) -> None:
+    then = """
+        if __name__ == "__main__":
+            pool = multiprocessing.get_context("spawn").Pool(1)
+            print(len(pool.map(work, [1, 1])))
+    """
+    done = run_net(tmp_path, *RECORD, then=then)
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+    opened = Recording.open(tmp_path / "out" / "SpawnPoolWorker-1" / "Net")
+    assert opened.complete and opened.steps == [0, 1]
+
+
+@pytest.mark.parametrize("how", ["record", "auto"])
+def test_f20_a_session_after_something_looked_up_its_package(tmp_path: Path, how: str) -> None:
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    helper, kind = onnx.helper, onnx.TensorProto.FLOAT
+    graph = helper.make_graph(
+        [helper.make_node("Add", ["x", "x"], ["y"])],
+        "double",
+        [helper.make_tensor_value_info("x", kind, [2])],
+        [helper.make_tensor_value_info("y", kind, [2])],
+    )
+    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(made, tmp_path / "double.onnx")
+    (tmp_path / "net.py").write_text(
+        ("import glassengine.auto\n" if how == "auto" else "") + "import importlib.util\n"
+        "assert importlib.util.find_spec('onnxruntime') is not None\n"
+        "import numpy, onnxruntime\n"
+        "onnxruntime.InferenceSession('double.onnx').run(None, {'x': numpy.ones(2, numpy.float32)})\n"
+    )
+    command = ["net.py"] if how == "auto" else [*RECORD, "net.py"]
+    done = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    opened = Recording.open(tmp_path / ("glass-recording" if how == "auto" else "out") / "double")
+    assert opened.complete and opened.tensor(".:out.y").tolist() == [2, 2]

@@ -8,7 +8,6 @@ import importlib.util
 import io
 import runpy
 import sys
-import threading
 import traceback
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
+from glassengine.capture.ending import script_ended
 from glassengine.capture.script import ScriptRecorder
 from glassengine.capture.spawned import SpawnedRecordings
 from glassengine.errors import UsageError
@@ -29,10 +29,12 @@ class RecordedScript(Result):
     Attributes:
         status: Its exit status.
         recordings: Directories, one per model and process.
+        reason: Why there are none; None where there are some.
     """
 
     status: int
     recordings: tuple[str, ...]
+    reason: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -51,6 +53,7 @@ def record_script(
     steps: Collection[int] | None = None,
     byte_budget: int | None = None,
     overwrite: bool = False,
+    ends_process: bool = False,
 ) -> RecordedScript:
     """Run a script in this process and record every model that it, or a process that it spawns, calls.
 
@@ -64,6 +67,8 @@ def record_script(
         steps: As for `record`; counted for each model.
         byte_budget: As for `record`; for each model.
         overwrite: Replace recordings that exist.
+        ends_process: This process ends with the script, as that of the command line does: what watches its main thread
+            sees it end. Threads cannot use pools of threads from then on.
 
     Raises:
         UsageError: There is no such script, or the directory is not empty.
@@ -79,7 +84,8 @@ def record_script(
         )
         spawned = SpawnedRecordings(recorder)
         try:
-            with recorder, spawned, _as_main(file if is_module else str(script), arguments), _threads_ended():
+            main = _as_main(file if is_module else str(script), arguments)
+            with recorder, spawned, main, script_ended(ends_process=ends_process):
                 if is_module:
                     runpy.run_module(str(script), run_name="__main__", alter_sys=True)
                 else:
@@ -95,7 +101,8 @@ def record_script(
                 trace = trace.tb_next
             traceback.print_exception(type(error), error, trace)
             status = 1
-    return RecordedScript(status, tuple(map(str, [*recorder.recordings, *spawned.recordings])))
+    recordings = tuple(map(str, [*recorder.recordings, *spawned.recordings]))
+    return RecordedScript(status, recordings, None if recordings else str(recorder.why_nothing))
 
 
 def _run(file: str) -> None:
@@ -148,17 +155,6 @@ def _as_main(script: str, arguments: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         sys.argv, sys.modules["__main__"] = argv, main
-
-
-@contextlib.contextmanager
-def _threads_ended() -> Iterator[None]:
-    """Wait at the end for the threads that were begun meanwhile, as Python does before it exits: all but daemons."""
-    before = set(threading.enumerate())
-    try:
-        yield
-    finally:
-        while left := [thread for thread in set(threading.enumerate()) - before if not thread.daemon]:
-            left[0].join()
 
 
 def _status(ending: SystemExit) -> int:

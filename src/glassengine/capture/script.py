@@ -1,4 +1,4 @@
-"""Record whatever an unmodified script runs: PyTorch modules, compiled ones included, and ONNX Runtime sessions.
+"""Record whatever an unmodified script runs: PyTorch modules, compiled ones included, and runs of other runtimes.
 
 Each model gets a recording of its own, named after its class, in one directory. A model is a module that is called
 while no other is: its submodules are part of it. What is recorded of it is what `glass.record` records. Processes that
@@ -8,19 +8,13 @@ this one forks are not recorded; of those it spawns see `spawned`.
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib.abc
-import importlib.machinery
-import inspect
 import logging
 import os
 import re
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,8 +22,9 @@ from torch import nn
 
 from glassengine.capture.calls import ModuleNames
 from glassengine.capture.record import Recorder, own_directory, record
-from glassengine.capture.sessions import SessionRecording
-from glassengine.errors import GlassError, UsageError
+from glassengine.capture.runtimes import Runtimes, unseen_runtimes
+from glassengine.capture.sessions import Run, SessionRecording
+from glassengine.errors import GlassError, IncomparableError, UsageError
 
 MAX_MODELS = 8
 
@@ -83,7 +78,8 @@ class ScriptRecorder:
         self._recorders: list[Recorder] = []
         self._sessions: dict[Any, SessionRecording | None] = {}
         self._names: dict[str, int] = {}
-        self._num_ignored = self._num_bound = 0
+        self._num_ignored = 0
+        self._runtimes = Runtimes(self._note_run)
         self._failures: list[GlassError] = []
         self._undo = contextlib.ExitStack()
 
@@ -96,8 +92,8 @@ class ScriptRecorder:
                 "the output directory is not empty", got=str(self.directory), hint="replace recordings with --overwrite"
             )
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._undo.enter_context(_module_calls(self._before_call))
-        self._undo.enter_context(_when_imported("onnxruntime", self._patch_onnxruntime))
+        self._undo.enter_context(_module_calls(self._before_call, self._runtimes.scripted_call))
+        self._undo.enter_context(self._runtimes)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
@@ -112,10 +108,26 @@ class ScriptRecorder:
                 failures.append(failure)
         if self._num_ignored:
             _log.warning("%d more models were not recorded: at most %d are", self._num_ignored, MAX_MODELS)
-        if self._num_bound:
-            _log.warning("%d runs of ONNX Runtime with bound tensors were not recorded", self._num_bound)
+        for what, number in self._runtimes.num_unseen.items():
+            _log.warning("%d %s were not recorded", number, what)
         if failures and error is None:
             raise failures[0]
+
+    @property
+    def why_nothing(self) -> GlassError | None:
+        """What explains that nothing was recorded; None where something was."""
+        if self._all():
+            return None
+        seen = [f"{number} {kind}" for kind, number in self._runtimes.num_unseen.items()]
+        seen += [f"{title} was imported" for title in unseen_runtimes()]
+        number = self._runtimes.num_processes
+        seen += [f"{number} processes were started"] if number else []
+        return IncomparableError(
+            "nothing was recorded: no model was called in this process",
+            got=f"{'; '.join(seen)}: not recorded" if seen else None,
+            expected="calls of PyTorch modules, ONNX Runtime sessions, OpenVINO requests or AOTInductor packages",
+            hint="in a process that the script starts: import glassengine.auto there; plain functions: in an nn.Module",
+        )
 
     @property
     def recordings(self) -> list[Path]:
@@ -125,23 +137,27 @@ class ScriptRecorder:
     def _all(self) -> list[Recorder | SessionRecording]:
         return [*self._recorders, *filter(None, self._sessions.values())]
 
-    def _before_call(self, module: nn.Module) -> None:
+    def _before_call(self, module: nn.Module) -> bool:
+        """Begin to record a model that is called for the first time; return whether it is seen from outside only."""
         if module in self._known or torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
-            return
+            return False
         if module in self._ignored or os.getpid() != self._process:
-            return
+            return False
         with self._lock:
             if module in self._known or module in self._ignored:
-                return  # since another thread called it first
+                return False  # since another thread called it first
             if any(recorder.is_open for recorder in self._recorders):
-                return  # made while its model runs
+                return False  # made while its model runs
+            if isinstance(module, torch.jit.ScriptModule):
+                return True
             inside = ModuleNames(module).known
-            recorder = None if isinstance(module, torch.jit.ScriptModule) else self._begin(module)
+            recorder = self._begin(module)
             if recorder is None:
                 self._ignored.update(inside)
             else:
                 self._known.update(inside)
                 self._recorders.append(recorder)
+        return False
 
     def _begin(self, module: nn.Module) -> Recorder | None:
         if not self._has_room():
@@ -158,71 +174,21 @@ class ScriptRecorder:
         self._failures.append(error)
         _log.warning("%s is not recorded: %s", path.name, error)
 
-    def _patch_onnxruntime(self, onnxruntime: ModuleType) -> None:
-        session = onnxruntime.InferenceSession
-        for name in ("run", "run_with_ort_values"):
-            self._patch(session, name, self._observed_run)
-        self._patch(session, "run_async", self._observed_later)
-        for name in ("run_with_iobinding", "run_with_ortvaluevector"):
-            self._patch(session, name, self._counted_run)
-
-    def _patch(self, session: Any, name: str, observed: Callable[..., Any]) -> None:
-        original = getattr(session, name, None)
-        if original is None:
-            return  # not every version has all of them
-        signature = inspect.signature(original)
-
-        @functools.wraps(original)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            try:
-                given = signature.bind(*args, **kwargs)
-            except TypeError:
-                return original(*args, **kwargs)  # which tells what is wrong
-            return observed(original, given) if os.getpid() == self._process else original(*args, **kwargs)
-
-        setattr(session, name, run)
-        self._undo.callback(setattr, session, name, original)
-
-    def _observed_run(self, run: Callable[..., Any], given: inspect.BoundArguments) -> Any:
-        session, names, inputs = list(given.arguments.values())[:3]
-        try:
-            results = run(*given.args, **given.kwargs)
-        except Exception as error:
-            self._note_run(session, names, inputs, (), f"{type(error).__name__}: {error}")
-            raise
-        self._note_run(session, names, inputs, results, None)
-        return results
-
-    def _observed_later(self, run: Callable[..., Any], given: inspect.BoundArguments) -> Any:
-        session, names, inputs, callback = list(given.arguments.values())[:4]
-
-        def ended(results: Any, data: Any, error: str) -> None:
-            self._note_run(session, names, inputs, () if error else results, error or None)
-            callback(results, data, error)
-
-        given.arguments["callback"] = ended
-        return run(*given.args, **given.kwargs)
-
-    def _counted_run(self, run: Callable[..., Any], given: inspect.BoundArguments) -> Any:
-        self._num_bound += 1
-        return run(*given.args, **given.kwargs)
-
-    def _note_run(
-        self, session: Any, names: Any, inputs: Mapping[str, Any], results: Sequence[Any], stopped: str | None
-    ) -> None:
+    def _note_run(self, run: Run) -> None:
         with self._lock:
-            if session not in self._sessions:
-                self._sessions[session] = self._begin_session(session)
-            recording = self._sessions[session]
+            if run.owner not in self._sessions:
+                self._sessions[run.owner] = self._begin_session(run)
+            recording = self._sessions[run.owner]
         if recording is not None:
-            recording.step(names, inputs, results, stopped)
+            recording.step(run)
 
-    def _begin_session(self, session: Any) -> SessionRecording | None:
+    def _begin_session(self, run: Run) -> SessionRecording | None:
         if not self._has_room():
             return None
-        path = self._path(Path(getattr(session, "_model_path", None) or "session").stem)
+        source = run.describe(run.owner)
+        path = self._path(source.name)
         try:
-            return SessionRecording(session, path, **self.options)
+            return SessionRecording(source, path, **self.options)
         except GlassError as error:
             self._cannot_record(path, error)
             return None
@@ -244,13 +210,16 @@ class ScriptRecorder:
 
 
 @contextlib.contextmanager
-def _module_calls(before: Any) -> Iterator[None]:
-    """Call `before(module)` ahead of every call of a module, its own hooks included."""
+def _module_calls(before: Callable[[nn.Module], bool], outside: Callable[..., Any]) -> Iterator[None]:
+    """Call `before(module)` ahead of every call of a module, its own hooks included.
+
+    Where it returns true the call is left to `outside(original, (module, *args), kwargs)`.
+    """
     original = nn.Module.__call__
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            before(self)
+        if not torch.compiler.is_compiling() and before(self):
+            return outside(original, (self, *args), kwargs)
         return original(self, *args, **kwargs)
 
     nn.Module.__call__ = call  # type: ignore[method-assign]
@@ -258,44 +227,3 @@ def _module_calls(before: Any) -> Iterator[None]:
         yield
     finally:
         nn.Module.__call__ = original  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def _when_imported(name: str, then: Any) -> Iterator[None]:
-    """Call `then(module)` when the module `name` is imported, or now if it has been."""
-    if name in sys.modules:
-        then(sys.modules[name])
-        yield
-        return
-    finder = _Finder(name, then)
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        if finder in sys.meta_path:
-            sys.meta_path.remove(finder)
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module as the others would, and takes note when it has been executed."""
-
-    def __init__(self, name: str, then: Any) -> None:
-        self._name = name
-        self._then = then
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                self._then(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec

@@ -1,9 +1,10 @@
-"""Record an ONNX Runtime session: each run is a step, its inputs and results are sites of the root."""
+"""Record what is seen from outside only: each run is a step, its inputs and results are sites of the root."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,43 @@ from glassengine.recording.policy import Policy
 from glassengine.recording.worker import BackgroundWriter
 
 
+@dataclass(frozen=True)
+class RunSource:
+    """What a recording says of the owner of its runs.
+
+    Attributes:
+        kind: Name of the runtime.
+        name: The directory of the recording has it.
+        metadata: JSON-ready.
+    """
+
+    kind: str
+    name: str
+    metadata: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run that has ended.
+
+    Attributes:
+        owner: Whose runs make one recording; anything that can be hashed.
+        describe: Tells about the owner; called before its first run is written.
+        tensors: (site, value) of its inputs and results: tensors, or what numpy makes an array of.
+        stopped: What ended a run that has no results.
+    """
+
+    owner: Any
+    describe: Callable[[Any], RunSource]
+    tensors: Sequence[tuple[str, Any]]
+    stopped: str | None
+
+
 class SessionRecording:
-    """A recording of one session.
+    """A recording of the runs of one owner.
 
     Args:
-        session: An `onnxruntime.InferenceSession`.
+        source: What is known of it.
         path: Directory of the recording.
         sites: As for `record`.
         values: As for `record`.
@@ -35,7 +68,7 @@ class SessionRecording:
 
     def __init__(
         self,
-        session: Any,
+        source: RunSource,
         path: Path,
         *,
         sites: Sequence[str] | None,
@@ -46,38 +79,29 @@ class SessionRecording:
     ) -> None:
         self.path = path
         metadata = {
-            "kind": "onnxruntime",
-            "model": str(getattr(session, "_model_path", None)),
-            "providers": list(session.get_providers()),
+            "kind": source.kind,
+            **source.metadata,
             "environment": environment.describe(),
             "command_line": environment.without_secrets(sys.argv),
         }
         self._policy = Policy(sites=sites, values=values, steps=steps, byte_budget=byte_budget)
-        self._outputs = [output.name for output in session.get_outputs()]
-        # An engine of the same file knows a result by the name of its value, as it knows every other one.
-        metadata["aliases"] = {name: f".:out.{name}" for name in self._outputs}
         self._writer = BackgroundWriter(path, metadata=metadata, overwrite=overwrite)
         self._intake = Intake(self._writer, self._policy, 0)
         self._steps = Steps()
 
-    def step(
-        self,
-        output_names: Sequence[str] | None,
-        inputs: Mapping[str, Any],
-        results: Sequence[Any],
-        stopped: str | None = None,
-    ) -> None:
-        """Record one run that has ended; `stopped` says what ended one that has no results."""
+    def step(self, run: Run) -> None:
+        """Record one run."""
         step = self._steps.next()
         if not self._policy.wants_step(step):
             return
-        for name, value in inputs.items():
-            self._take(f".:in.{name}", step, value)
-        for name, value in zip(output_names or self._outputs, results, strict=False):
-            self._take(f".:out.{name}", step, value)
-        self._intake.commit(step, stopped=None if stopped is None else stopped[:300])
+        for site, value in run.tensors:
+            self._take(site, step, value)
+        self._intake.commit(step, stopped=None if run.stopped is None else run.stopped[:300])
 
     def _take(self, site: str, step: int, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self._intake.take(site, step, value)
+            return
         try:
             array = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
             # torch warns of an array that it could write to, and refuses one that runs backwards.

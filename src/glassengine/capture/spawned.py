@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from multiprocessing import spawn, util
 from pathlib import Path
@@ -91,12 +93,36 @@ def _start(directory: Path, options: dict[str, Any]) -> None:
     # What this process spawns in its turn records as well.
     spawned = SpawnedRecordings(recorder)
     spawned.__enter__()
+    _finish_with_process(recorder, spawned)
+
+
+def _finish_with_process(recorder: ScriptRecorder, spawned: SpawnedRecordings) -> None:
+    """Complete the recordings when this process ends, also when it is told to end, as the workers of a pool are."""
+    begun = done = False
+    signals: list[int] = []
 
     def end() -> None:
+        nonlocal begun, done
+        if begun:
+            return
+        begun = True
         finish(recorder, sys.exception())
         spawned.__exit__()
+        done = True
+        if signals:
+            os.kill(os.getpid(), signals[0])
+
+    def terminated(number: int, _frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        signals.append(number)
+        if done:
+            os.kill(os.getpid(), number)
+        end()  # which is at work already where it was interrupted
 
     call_at_end(recorder, end)
+    # A script may handle it itself; and only a main thread can.
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, terminated)
 
 
 def call_at_end(recorder: ScriptRecorder, end: Callable[[], None]) -> None:

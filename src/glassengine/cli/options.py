@@ -52,12 +52,16 @@ Metrics = Annotated[
 
 @dataclass
 class _Settings:
-    """The global flags in effect: `show_progress` may be true and still no bar be drawn (see `progress`)."""
+    """The global flags in effect: `show_progress` may be true and still no bar be drawn (see `progress`).
+
+    `owns_process` says that this process runs one command line and nothing else.
+    """
 
     quiet: bool = False
     verbose: int = 0
     show_progress: bool = True
     metrics: bool = False
+    owns_process: bool = False
 
 
 settings = _Settings()

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 import glassengine as glass
 from glassengine.cli.options import err, out, progress, settings, write_json
-from glassengine.errors import UsageError
+from glassengine.errors import IncomparableError, UsageError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
@@ -118,7 +119,9 @@ def _script(target: list[str], output_dir: str, policy: dict[str, Any], json: bo
     absolute = Path(output_dir).absolute()
     is_module = target[0] == "-m"
     script, *arguments = target[1:] if is_module else target
-    result = glass.record_script(script, arguments, path=output_dir, is_module=is_module, **policy)
+    result = glass.record_script(
+        script, arguments, path=output_dir, is_module=is_module, ends_process=settings.owns_process, **policy
+    )
     sys.stdout.flush()
     # The script's own output is on stdout; what is ours goes beside it.
     if json:
@@ -128,9 +131,9 @@ def _script(target: list[str], output_dir: str, policy: dict[str, Any], json: bo
             # As it was named: the directory that the script has changed to is not the one of the shell.
             named = Path(output_dir) / Path(path).relative_to(absolute)
             err.print(f"recorded {named}: glass show {named}")
-        if not result.recordings:
-            err.print("nothing was recorded: the script called no model, or only in processes that it forked")
-    return result.status
+    if result.reason is not None and not json:
+        err.print(Text.assemble(("error:", "bold red"), " ", result.reason))
+    return result.status or (0 if result.recordings else IncomparableError.exit_status)
 
 
 def _steps(text: str | None) -> frozenset[int] | None:
