@@ -30,6 +30,7 @@ from glassengine.program.signature import (
     user_inputs,
 )
 from glassengine.program.small_sizes import small_sizes
+from glassengine.program.tracing import fast_tracing
 from glassengine.sites import port_leaves
 
 
@@ -197,11 +198,18 @@ def traced_program(
     inputs = pytree.tree_map_only(torch.Tensor, _contiguous, inputs)
     try:
         marked = marking(getattr(module, prefix) if prefix else module)
-        with torch.no_grad(), quiet(), explicit_keywords(module, inputs), marked, helper_lines():
+        with (
+            torch.no_grad(),
+            quiet(),
+            fast_tracing(dynamic),
+            explicit_keywords(module, inputs),
+            marked,
+            helper_lines(),
+        ):
             exported = torch.export.export(module, (), kwargs=inputs, dynamic_shapes=dynamic, strict=False)
         if on_stage is not None:
             on_stage(_traced_stage(exported, input_names, output_names or result_names(exported), kind))
-        with torch.no_grad(), quiet():
+        with torch.no_grad(), quiet(), fast_tracing(dynamic):
             exported = exported.run_decompositions({})
     except UsageError:
         raise

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.export import ExportedProgram
@@ -23,6 +24,7 @@ from glassengine.program.causal_lm import KVLayout
 from glassengine.program.onnx.exported import TranslatedFile, translate_file, without_data
 from glassengine.program.onnx.file import OnnxFile, read_onnx
 from glassengine.program.states import State
+from glassengine.program.tracing import without_collections
 from glassengine.sites import Site, SiteTable
 
 SCHEMA_VERSION = 1
@@ -164,6 +166,10 @@ def rebuilt(
     )
 
 
+_written: WeakKeyDictionary[ExportedProgram, bytes] = WeakKeyDictionary()
+"""What was written of graphs that are in use: the two engines of a check hold one graph in three places."""
+
+
 def save_program(program: Program, directory: Path) -> None:
     """Write `program.pt2` or `program.onnx` (graph only, no weights) and `program.json` (names) into `directory`."""
     if program.onnx is not None:
@@ -176,11 +182,17 @@ def save_program(program: Program, directory: Path) -> None:
 
 
 def _save_graph(program: Program, directory: Path) -> None:
+    path = directory / "program.pt2"
+    if (earlier := _written.get(program.exported)) is not None:
+        path.write_bytes(earlier)
+        return
     bare = copy.copy(program.exported)
     bare._state_dict = {name: _without_data(value) for name, value in program.exported.state_dict.items()}
     bare._constants = {name: _without_data(value) for name, value in program.exported.constants.items()}
     bare._guards_code = []  # code, which a reader would have to trust; inputs are checked by the engine
-    torch.export.save(bare, directory / "program.pt2")
+    with without_collections():
+        torch.export.save(bare, path)
+    _written[program.exported] = path.read_bytes()
 
 
 def _save_names(program: Program, directory: Path) -> None:
@@ -250,7 +262,8 @@ def load_graph(directory: Path) -> ExportedProgram:
     path = directory / "program.pt2"
     archive = inert_archive(path)
     try:
-        return torch.export.load(archive)
+        with without_collections():
+            return torch.export.load(archive)
     except Exception as error:
         raise CorruptError(f"{path.name} cannot be read", got=f"{type(error).__name__}: {error}") from error
 
