@@ -19,6 +19,7 @@ from glassengine.diagnose.cases import Case
 from glassengine.diagnose.end_to_end import EndToEnd
 from glassengine.diagnose.evidence import EvidenceBox
 from glassengine.diagnose.exemptions import BELOW, DRAWN, TEXTS, UNWRITTEN, Ledger, Masks, exempt_by_replay
+from glassengine.diagnose.hypotheses.of_sides import asked_of
 from glassengine.diagnose.origins import BELOW_TIE, OriginTracker
 from glassengine.diagnose.replay import Replay
 from glassengine.diagnose.segments import SegmentReplay
@@ -32,6 +33,8 @@ from glassengine.program.program import Program
 from glassengine.results import FLAGGED, VERDICTS, Divergence, ExemptionReason, Figures, Hint, Pair, Skipped, worst
 
 _COMPENSATED = 3.0
+_MOST_ASKED = 8
+"""Divergences of one side that are explained, the earliest ones."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ class Score:
     _contradicting: set[str] = field(default_factory=set)
     _flagged: list[Node] = field(default_factory=list)
     _first_of_step: int = 0
+    _num_asked: int = 0
 
     def begin(self, case: Case) -> None:
         """Start a case: neither caches nor blame outlive one."""
@@ -282,7 +286,7 @@ class Score:
     ) -> Divergence:
         judgement = judged.judgement
         site = self.program.sites.by_node[node.name][0]
-        hints = [*self._written_differently(node), *tensor_hints(reference.exact, observed.tensor, reference.valid)]
+        hints = self._hints(node, judged.tensor, reference)
         return Divergence(
             rung=self.side.rung,
             step=step,
@@ -297,6 +301,16 @@ class Score:
             inherited=judged.inherited,
             hints=tuple(sorted(hints, key=lambda hint: -hint.score)),
         )
+
+    def _hints(self, node: Node, tensor: torch.Tensor, reference: Reference) -> list[Hint]:
+        """Return what kind of mistake it is: one that makes what the side made, or else what only looks like it."""
+        asked = asked_of(self.program, self.side, [flagged.name for flagged in self._flagged])
+        if asked is not None and self._num_asked < _MOST_ASKED:
+            self._num_asked += 1
+            found = asked.hints(node, tensor, reference.valid)
+            if found:
+                return found
+        return [*self._written_differently(node), *tensor_hints(reference.exact, tensor, reference.valid)]
 
     def _written_differently(self, node: Node) -> list[Hint]:
         """Hints from the two programs: other arguments, other weights."""

@@ -34,6 +34,9 @@ class SegmentReplay:
         program: The baseline program, with weights.
         coarsest: Dtype of the side, where it is coarser than the program's.
         accumulation: How the side's products are summed.
+
+    Attributes:
+        values: What the side was given and, up to the present node, made in this step, by node of `program`.
     """
 
     method = "segment"
@@ -44,6 +47,8 @@ class SegmentReplay:
         self._program = program
         self._options = {"coarsest": coarsest, "accumulation": accumulation}
         self._floors: dict[str, float] = {}
+        self._ports = {port.name: port.node for port in program.inputs}
+        self.values: dict[str, torch.Tensor] = {}
         self.begin()
 
     def begin(self) -> None:
@@ -63,6 +68,7 @@ class SegmentReplay:
         """
         self._finish()
         self._walk = self._run.walk(inputs, valid)
+        self.values = {self._ports[name]: tensor for name, tensor in inputs.items() if name in self._ports}
         self._observed = observed
         self._current: tuple[Node, Reference] | None = None
         self._random: dict[str, bool] = {}
@@ -92,6 +98,8 @@ class SegmentReplay:
             node, reference = self._current
             value = self._observed(node.name)
             forced = None if value is None else _completed(value, reference)
+            if forced is not None:
+                self.values[node.name] = forced
             # What was observed is what comes after is computed from: no random numbers above it matter any more.
             self._random[node.name] = False if forced is not None else self._is_random(node)
         try:

@@ -1,0 +1,336 @@
+"""Arguments of ops that are no tensors: epsilons, scales, dimensions, strides, flags, words, numbers written in a sum.
+
+First what the candidate's own ops have, then what people write, then whatever number it takes (`solved`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from glassengine.diagnose.hypotheses.hypothesis import Hypothesis, Literal, bound, literals_of, shown
+from glassengine.diagnose.hypotheses.question import Question
+from glassengine.program.naming import op_name
+
+_EPSILONS = (1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10, 1e-12, 0.0)
+_BASES = (1e2, 1e3, 1e4, 2e4, 5e4, 1e5, 1.5e5, 2e5, 5e5, 1e6, 5e6, 1e7)
+_SLOPES = (0.01, 0.1, 0.2, 0.3)
+_WORDS = {"approximate": ("none", "tanh"), "rounding_mode": ("floor", "trunc")}
+_FACTORS = frozenset({"mul", "div", "true_divide"})
+_SUMS = frozenset({"add", "sub", "rsub"})
+_ROOTS = frozenset({"rsqrt", "sqrt", "pow", "div", "log", "reciprocal", "true_divide"})
+_MOST_STEPS = 8
+_SKIPPED = frozenset(
+    {"layout", "device", "pin_memory", "memory_format", "dtype", "dropout_p", "train", "training", "alpha"}
+)
+_MASKS = frozenset({"is_causal", "diagonal"})
+_POSITIONS = frozenset({"start", "end", "step", "index", "shifts", "dims"})
+
+
+def same_op(question: Question) -> Iterator[Hypothesis]:
+    """Yield: all arguments as the candidate's op of the same name has them, several at once."""
+    for node in question.trial.ops:
+        same = [theirs for theirs in question.theirs if theirs.target is node.target]
+        if len(same) != 1:
+            continue
+        ours = {literal.place: literal for literal in literals_of(node)}
+        differing = [
+            (ours[literal.place], literal.value)
+            for literal in literals_of(same[0])
+            if literal.place in ours and ours[literal.place].value != literal.value and literal.name not in _SKIPPED
+        ]
+        if not differing:
+            continue
+
+        def edit(call: Any, differing: Any = differing) -> Any:
+            args, kwargs = bound(call.node.target, call.args, call.kwargs)
+            positional = list(args)
+            for literal, value in differing:
+                if isinstance(literal.place, str):
+                    kwargs = {**kwargs, literal.place: value}
+                else:
+                    positional[literal.place] = value
+            return call.target(*positional, **kwargs)
+
+        text = "; ".join(
+            f"{_named(question, literal)}: {shown(literal.value)} here, {shown(value)}" for literal, value in differing
+        )
+        yield Hypothesis(_kind(question, differing[0][0]), f"{op_name(node)}: {text} in the candidate", {node: edit})
+
+
+def as_theirs(question: Question) -> Iterator[Hypothesis]:
+    """Yield: one argument has a value that the candidate's own ops have somewhere in the place of the piece."""
+    pool = list(question.their_values)
+    for literal in _literals(question):
+        for value in pool:
+            value = _fitting(literal, value)
+            if value is not None:
+                yield _becoming(question, literal, value)
+
+
+def usual(question: Question) -> Iterator[Hypothesis]:
+    """Yield: one argument has another value of those that people write, or is left out."""
+    for literal in _literals(question):
+        for value in _usual(question, literal):
+            if not _is_same(value, literal.value):
+                yield _becoming(question, literal, value)
+
+
+def solved(question: Question) -> Iterator[Hypothesis]:
+    """Yield: one number is another one, whichever it takes."""
+    for literal in _literals(question):
+        if isinstance(literal.value, bool) or not _is_continuous(question, literal):
+            continue
+        start = _start(question, literal)
+        found = _newton(question, literal, start)
+        if found is not None:
+            yield _becoming(question, literal, float(f"{found:.6g}"))
+            yield _becoming(question, literal, found)
+
+
+def _literals(question: Question) -> Iterator[Literal]:
+    for node in reversed(question.trial.ops):
+        for literal in literals_of(node):
+            if literal.name not in _SKIPPED:
+                yield literal
+
+
+def _becoming(question: Question, literal: Literal, value: Any) -> Hypothesis:
+    return Hypothesis(
+        _kind(question, literal), _text(question, literal, value), {literal.node: literal.becoming(value)}
+    )
+
+
+def _text(question: Question, literal: Literal, value: Any) -> str:
+    op, name = op_name(literal.node), _named(question, literal)
+    if op in _FACTORS and value == 1 and literal.value != 1:
+        verb = "multiplication" if op == "mul" else "division"
+        return f"the {verb} by {shown(literal.value)} is missing"
+    if op in _SUMS and value == 0 and literal.value:
+        return f"{shown(literal.value)} is not {'added' if op == 'add' else 'subtracted'}"
+    if op == "clamp" and value is None:
+        return f"the clamp has no {name}: {shown(literal.value)} here"
+    return f"{op}: {name}: {_shown(literal, literal.value)} here, {_shown(literal, value)} in the candidate"
+
+
+def _shown(literal: Literal, value: Any) -> str:
+    if value is None:
+        return "1 / sqrt(head width)" if literal.name == "scale" else "default"
+    return shown(value)
+
+
+def _named(question: Question, literal: Literal) -> str:
+    """Return what an argument is to people: the operand of a sum below a root is an epsilon."""
+    if _is_epsilon(question, literal):
+        return "eps"
+    if literal.name in ("other", "value", "1") and op_name(literal.node) in _FACTORS:
+        return "factor" if op_name(literal.node) == "mul" else "divisor"
+    if op_name(literal.node) == "pow" and literal.name == "self":
+        return "base"
+    return literal.name
+
+
+def _kind(question: Question, literal: Literal) -> str:
+    if _is_epsilon(question, literal):
+        return "eps"
+    name, op = literal.name, op_name(literal.node)
+    if name == "scale" or (op in _FACTORS and isinstance(literal.value, float)):
+        return "scale"
+    if name in _MASKS:
+        return "mask"
+    if name == "approximate" or op in ("leaky_relu", "elu", "hardtanh", "softplus", "celu"):
+        return "activation"
+    if op in ("permute", "transpose", "view", "reshape"):
+        return "transposed"
+    if op in ("arange", "roll") or (op == "pow" and name == "self"):
+        return "position"
+    if op in ("add", "sub") and isinstance(literal.value, int):
+        return "position"
+    return "other"
+
+
+def _is_epsilon(question: Question, literal: Literal) -> bool:
+    if literal.name in ("eps", "epsilon"):
+        return True
+    value = literal.value
+    if (
+        not isinstance(value, float)
+        or not 0 < value <= 1e-2
+        or op_name(literal.node) not in ("add", "clamp", "clamp_min")
+    ):
+        return False
+    return literal.name in ("other", "min") and any(op_name(user) in _ROOTS for user in question.users(literal.node))
+
+
+def _fitting(literal: Literal, value: Any) -> Any:
+    """Return a value of the candidate as this argument would have it; None where it is no such value, or the same."""
+    own = literal.value
+    if isinstance(own, bool) or isinstance(value, bool) or value is None:
+        fits = isinstance(own, bool) and isinstance(value, bool)
+    elif isinstance(own, float) or (own is None and literal.name == "scale"):
+        fits = isinstance(value, (int, float))
+        value = float(value) if fits else value
+    elif isinstance(own, int):
+        fits = isinstance(value, int)
+    elif isinstance(own, (list, tuple)):
+        fits = isinstance(value, (list, tuple)) and len(value) == len(own)
+    else:
+        fits = isinstance(own, str) and isinstance(value, str)
+    return value if fits and not _is_same(value, own) else None
+
+
+def _usual(question: Question, literal: Literal) -> Iterator[Any]:
+    own, name, op = literal.value, literal.name, op_name(literal.node)
+    if isinstance(own, bool):
+        yield not own
+    elif isinstance(own, str):
+        yield from _WORDS.get(name, ())
+    elif name == "scale" and "attention" in op:
+        yield from _scales(question, literal.node)
+    elif isinstance(own, float) or (op in _FACTORS | _SUMS | {"pow"} and name in ("other", "self")):
+        yield from _numbers(question, literal)
+    elif isinstance(own, int):
+        yield from _integers(question, literal)
+    elif isinstance(own, (list, tuple)):
+        yield from _lists(question, literal)
+    if op == "clamp" and own is not None:
+        yield None
+
+
+def _numbers(question: Question, literal: Literal) -> Iterator[Any]:
+    own = literal.value
+    if own is None:
+        return
+    if _is_epsilon(question, literal):
+        yield from _EPSILONS
+        return
+    op = op_name(literal.node)
+    if op in _FACTORS:
+        yield 1.0
+        if own > 0:
+            yield from (own * own, math.sqrt(own), 1 / own if own else 1.0)
+        yield from (-own, 2 * own, own / 2)
+    elif op in _SUMS:
+        yield 0
+        yield from (own + 1, own - 1, -own, 2 * own, own / 2)
+    elif op == "pow" and literal.name == "self":
+        yield from _BASES
+    elif op == "pow":
+        yield from (own + 1, own - 1, -own, own / 2, 2 * own)
+    else:
+        yield from (*_SLOPES, -own, 1.0, 0.0)
+
+
+def _scales(question: Question, node: Node) -> Iterator[float]:
+    query = question.trial.values[node.args[0]]  # type: ignore[index]
+    width, heads = query.shape[-1], query.shape[-3] if query.dim() > 2 else 1
+    own = next((item.value for item in literals_of(node) if item.name == "scale"), None)
+    if own is None:
+        own = width**-0.5
+    yield from (width**-0.5, 1.0, own * own, math.sqrt(own), 1 / width, math.sqrt(width), 1 / own)
+    yield from ((width * heads) ** -0.5, own * 2, own / 2)
+
+
+def _integers(question: Question, literal: Literal) -> Iterator[int]:
+    own, name = literal.value, literal.name
+    if name.startswith("dim"):
+        first = _first_tensor(question, literal.node)
+        rank = first.dim() if first is not None else 0
+        yield from (axis for axis in range(rank) if rank and axis != own % rank)
+        return
+    if name == "groups" or name == "num_groups":
+        yield from (n for n in (1, 2, 4, 8, 16, 32, own * 2, own // 2) if n > 0)
+        return
+    if name == "correction":
+        yield from (0, 1)
+        return
+    yield from (own - 1, own + 1, own - 2, own + 2)
+
+
+def _lists(question: Question, literal: Literal) -> Iterator[list[Any]]:
+    own = list(literal.value)
+    if literal.name == "dims" and sorted(own) == list(range(len(own))) and len(own) <= 5:
+        yield from (list(order) for order in itertools.permutations(own))
+    elif literal.name.startswith("dim"):
+        first = _first_tensor(question, literal.node)
+        if first is not None:
+            yield from (list(dims) for dims in itertools.combinations(range(first.dim()), len(own)))
+    elif literal.name == "pad":
+        yield [item for pair in zip(own[1::2], own[::2], strict=False) for item in pair]
+    elif literal.name in ("stride", "padding", "dilation", "kernel_size", "output_padding"):
+        for step in (-1, 1):
+            yield [max(0, item + step) for item in own]
+        yield own[::-1]
+
+
+def _first_tensor(question: Question, node: Node) -> torch.Tensor | None:
+    sources = [question.trial.values.get(source) for source in node.all_input_nodes]
+    return next((value for value in sources if isinstance(value, torch.Tensor)), None)
+
+
+def _is_continuous(question: Question, literal: Literal) -> bool:
+    if literal.name == "scale":
+        return True
+    is_number = isinstance(literal.value, (int, float)) and literal.name in (
+        "other",
+        "self",
+        "eps",
+        "negative_slope",
+        "1",
+    )
+    return is_number and (isinstance(literal.value, float) or op_name(literal.node) in _FACTORS | _SUMS | {"pow"})
+
+
+def _start(question: Question, literal: Literal) -> float:
+    if literal.value is None:
+        query = question.trial.values[literal.node.args[0]]  # type: ignore[index]
+        return 1.0 / math.sqrt(query.shape[-1])
+    return float(literal.value)
+
+
+def _newton(question: Question, literal: Literal, start: float) -> float | None:
+    """Return the number for which the piece makes what the candidate made, by Gauss and Newton; None without one."""
+
+    def made(number: float) -> torch.Tensor | None:
+        return question.trial.changed({literal.node: literal.becoming(number)})
+
+    def residual(value: torch.Tensor) -> torch.Tensor:
+        keep = value.isfinite() & question.actual.isfinite()
+        keep = keep if question.valid is None else keep & question.valid
+        return torch.where(keep, question.actual.double() - value, 0.0)
+
+    number, value = start, question.right
+    if value.shape != question.actual.shape:
+        return None
+    for _ in range(_MOST_STEPS):
+        step = 1e-4 * abs(number) or 1e-8
+        beside = made(number + step)
+        if beside is None or beside.shape != value.shape:
+            return None
+        slope = (beside - value) / step
+        slope = torch.where(slope.isfinite(), slope, 0.0)
+        power = float(slope.square().sum())
+        if not power:
+            return None
+        moved = float((slope * residual(value)).sum()) / power
+        number += moved
+        following = made(number)
+        if following is None or not math.isfinite(number):
+            return None
+        value = following
+        if abs(moved) <= 1e-9 * abs(number):
+            break
+    return number if question.explains(value) else None
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return list(a) == list(b)
+    if isinstance(a, (int, float)) and isinstance(b, (int, float)) and not isinstance(a, bool):
+        return bool(a == b)
+    return bool(type(a) is type(b) and a == b)

@@ -1,0 +1,43 @@
+"""The mistakes that are tried, in the order in which they are believed: what the candidate's program shows comes first,
+then what people do, then whatever fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from glassengine.diagnose.hypotheses.arguments import as_theirs, same_op, solved, usual
+from glassengine.diagnose.hypotheses.hypothesis import Hypothesis
+from glassengine.diagnose.hypotheses.layouts import neighbours, permuted_operands, reshaped
+from glassengine.diagnose.hypotheses.masks import of_attention
+from glassengine.diagnose.hypotheses.operands import altered, another, exchanged, left_out
+from glassengine.diagnose.hypotheses.operations import activations, other_ops, variances
+from glassengine.diagnose.hypotheses.question import Question
+from glassengine.diagnose.hypotheses.weights_read import weights
+from glassengine.diagnose.hypotheses.wholes import another_tensor, in_its_own_dtype, rearranged, scaled
+
+Family = Callable[[Question], Iterator[Hypothesis]]
+
+FAMILIES: tuple[tuple[float, Family], ...] = (
+    (1.0, same_op),
+    (1.0, weights),
+    (0.98, as_theirs),
+    (0.96, exchanged),
+    (0.95, usual),
+    (0.95, of_attention),
+    (0.95, left_out),
+    (0.95, activations),
+    (0.95, other_ops),
+    (0.95, variances),
+    (0.94, neighbours),
+    (0.94, reshaped),
+    (0.93, another),
+    (0.92, another_tensor),
+    (0.92, altered),
+    (0.92, in_its_own_dtype),
+    (0.91, permuted_operands),
+    (0.9, solved),
+    (0.85, rearranged),
+    (0.8, scaled),
+)
+"""Score and family. What is told was tried, and makes what the candidate made; the score only ranks."""

@@ -1,0 +1,103 @@
+"""The weights of an op, and what the candidate's op in its place reads instead of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from glassengine.diagnose.hypotheses.hypothesis import Hypothesis
+from glassengine.diagnose.hypotheses.layouts import called, order_between
+from glassengine.diagnose.hypotheses.question import Question
+from glassengine.diagnose.hypotheses.trial import Edit
+
+_SAME = 2.0**-7
+"""Weights in another precision are the same."""
+
+
+def weights(question: Question) -> Iterator[Hypothesis]:
+    """Yield: a weight of the op is another one on the candidate's side, and how the two are related."""
+    trial = question.trial
+    for node in trial.inputs:
+        if node.name not in question.weights:
+            continue
+        ours = trial.values[node]
+        if not ours.is_floating_point():
+            continue
+        for name, tensor in question.their_weights.items():
+            theirs = tensor.detach()
+            if not theirs.is_floating_point():
+                continue
+            for held in _as_ours(ours, theirs.double()):
+                if _is_same(ours, held):
+                    continue
+                kind, text = relation(question.label(node), name, ours, held, question.others)
+                yield Hypothesis(kind, text, {node: _value(held)})
+
+
+def relation(
+    name: str, own: str, ours: torch.Tensor, theirs: torch.Tensor, others: dict[str, torch.Tensor] | object = ()
+) -> tuple[str, str]:
+    """Return (kind, words) for how the candidate's weight differs from the baseline's of the same op.
+
+    Args:
+        name: Of the baseline's weight.
+        own: The candidate's name of it.
+        ours: float64.
+        theirs: float64, same shape.
+        others: The baseline's other weights by name.
+    """
+    there = name if own == name else f"{own} (for {name})"
+    named = dict(others) if isinstance(others, dict) else {}
+    twin = next(
+        (n for n, t in named.items() if n != name and t.shape == ours.shape and _is_same(t.double(), theirs)), None
+    )
+    if twin is not None:
+        return "swapped", f"{there} holds the weight of {twin}"
+    if not bool(theirs.any()):
+        return ("bias missing" if ours.dim() == 1 else "other"), f"{there} is zero"
+    for axis in range(ours.dim()):
+        order = order_between(ours, theirs, axis, _SAME)
+        if order is not None:
+            kind, how = called(order)
+            what = ("rows", "columns")[axis] if ours.dim() == 2 else "elements" if ours.dim() == 1 else f"axis {axis}"
+            if how == "in reverse order" and ours.dim() > 2:
+                return kind, f"{there}: kernel flipped along axis {axis}"
+            return kind, f"{there}: {what} {how}"
+    spatial = tuple(range(2, ours.dim()))
+    if len(spatial) > 1 and _is_same(ours.flip(spatial), theirs):
+        return "permuted", f"{there}: kernel flipped"
+    for a in range(ours.dim()):
+        for b in range(a):
+            if ours.shape[a] == ours.shape[b] and _is_same(ours.transpose(a, b), theirs):
+                return "transposed", f"{there}: transposed (axes {b} and {a})"
+    power = float(ours.square().sum())
+    factor = float((ours * theirs).sum()) / power if power else 0.0
+    if factor and _is_same(ours * factor, theirs):
+        return "scale", f"{there} is scaled by {factor:.6g}"
+    offset = float((theirs - ours).mean())
+    if _is_same(ours + offset, theirs):
+        return "scale", f"{there} is the baseline's plus {offset:.6g}"
+    count = int(((ours - theirs).abs() > _SAME * ours.abs()).sum())
+    return "other", f"{there} differs in {count} of {ours.numel()} elements"
+
+
+def _as_ours(ours: torch.Tensor, theirs: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield a weight of the candidate in the shape of the baseline's: as it is, transposed, with other axes of one."""
+    if theirs.shape == ours.shape:
+        yield theirs
+    if theirs.dim() == 2 and theirs.T.shape == ours.shape:
+        yield theirs.T
+    if theirs.shape != ours.shape and theirs.squeeze().shape == ours.squeeze().shape:
+        yield theirs.reshape(ours.shape)
+
+
+def _is_same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    if ours.shape != theirs.shape:
+        return False
+    scale = float(ours.abs().max()) if ours.numel() else 0.0
+    return bool(((ours - theirs).abs() <= _SAME * ours.abs() + 1e-6 * scale).all())
+
+
+def _value(value: torch.Tensor) -> Edit:
+    return lambda call: value
