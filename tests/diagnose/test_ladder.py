@@ -85,9 +85,9 @@ def extra_factor(model: Any) -> str:
 
 MISTAKES = {
     scaled_attention: "scale: 0.25 here, 0.2625 in the candidate",
-    swapped_projections: "equals the baseline's model.layers.0.mlp.up_proj.weight",
+    swapped_projections: "gate_proj.weight holds the weight of model.layers.0.mlp.up_proj.weight",
     one_wrong_weight: "differs in 1 of",
-    norm_epsilon: "other: 1e-06 here, 1e-05 in the candidate",
+    norm_epsilon: "eps: 1e-06 here, 1e-05 in the candidate",
     rotary_base: "0.99 times",
     activation: None,
     extra_factor: None,

@@ -37,6 +37,9 @@ from glassengine.results import (
 )
 from glassengine.sites import Site
 
+_TOO_LITTLE = "only"
+_EXPLAINS = 0.8
+"""Score of a hint that was tried, and makes what the candidate made."""
 _LAYERS = frozenset({"conv1d", "conv2d", "conv3d", "convolution", "linear"})
 """Ops into whose weights compilers fold what follows."""
 
@@ -197,12 +200,17 @@ def _with_observer_effect(divergence: Divergence, verdicts: Mapping[str, str]) -
 
 def _with_ops_left_out(score: Score, program: Program, divergence: Divergence) -> Divergence:
     """Say which ops one side has, and the other has not, between the last tensors that agree and this one."""
-    text = left_out(program, score.side, divergence.node or "")
-    if text is None:
+    found = left_out(program, score.side, divergence.node or "")
+    if found is None:
         return divergence
-    # The two ops are no counterparts then, and how they are written says nothing.
-    others = tuple(hint for hint in divergence.hints if hint.kind != "argument")
-    return dataclasses.replace(divergence, hints=(Hint("ops", text, 1.0), *others))
+    is_explained = any(hint.score >= _EXPLAINS for hint in divergence.hints)
+    if found.is_one_sided:
+        # The two ops are no counterparts then, and how they are written says nothing.
+        others = tuple(hint for hint in divergence.hints if hint.score >= _EXPLAINS)
+        return dataclasses.replace(divergence, hints=(Hint("other", found.text, 1.0), *others))
+    # A right port may have other ops as well: where it is known what is wrong, they say nothing.
+    hints = divergence.hints if is_explained else (Hint("other", found.text, 0.6), *divergence.hints)
+    return dataclasses.replace(divergence, hints=hints)
 
 
 def as_written(score: Score, program: Program, divergence: Divergence) -> Divergence:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Node
@@ -46,7 +47,15 @@ def written_differently(baseline: Program, side: Any) -> dict[str, tuple[str, st
     return found
 
 
-def left_out(baseline: Program, side: Any, name: str) -> str | None:
+@dataclass(frozen=True)
+class LeftOut:
+    """Which ops only one side has; `is_one_sided` where the other one has all the rest of them, and nothing else."""
+
+    text: str
+    is_one_sided: bool
+
+
+def left_out(baseline: Program, side: Any, name: str) -> LeftOut | None:
     """Return which ops only one side has where the node `name` of `baseline` is made, None where both have the same.
 
     Both sides are looked at from what is made of them up to the tensors that both have.
@@ -66,7 +75,8 @@ def left_out(baseline: Program, side: Any, name: str) -> str | None:
     theirs = [] if is_its_input else _names(region_of(target, set(found.values()))[0])
     if Counter(ours) == Counter(theirs) or len(ours) == len(theirs) == 1 or max(len(ours), len(theirs)) > _MOST:
         return None
-    return f"the baseline has {_listed(ours)} here, the candidate {_listed(theirs)}"
+    text = f"the baseline has {_listed(ours)} here, the candidate {_listed(theirs)}"
+    return LeftOut(text, not (Counter(ours) - Counter(theirs)) or not (Counter(theirs) - Counter(ours)))
 
 
 def _counterparts(side: ProgramSide | EngineSide) -> Mapping[str, str]:

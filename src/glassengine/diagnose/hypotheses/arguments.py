@@ -12,9 +12,14 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
-from glassengine.diagnose.hypotheses.hypothesis import Hypothesis, Literal, bound, literals_of, shown
+from glassengine.diagnose.between import passes_on
+from glassengine.diagnose.float64 import retarget
+from glassengine.diagnose.hypotheses.hypothesis import Hypothesis, Literal, bound, literals_of, shown, tensors_of
+from glassengine.diagnose.hypotheses.layouts import ACTIVATIONS
 from glassengine.diagnose.hypotheses.question import Question
+from glassengine.diagnose.hypotheses.trial import Call, Edit
 from glassengine.program.naming import op_name
 
 _EPSILONS = (1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10, 1e-12, 0.0)
@@ -61,6 +66,34 @@ def same_op(question: Question) -> Iterator[Hypothesis]:
             f"{_named(question, literal)}: {shown(literal.value)} here, {shown(value)}" for literal, value in differing
         )
         yield Hypothesis(_kind(question, differing[0][0]), f"{op_name(node)}: {text} in the candidate", {node: edit})
+
+
+def another_op(question: Question) -> Iterator[Hypothesis]:
+    """Yield: an op of the candidate, with its own numbers, in the place of one of the baseline's."""
+    own = {node.target for node in question.trial.ops}
+    for theirs in question.theirs:
+        if theirs.target in own or passes_on(theirs):
+            continue
+        leaves, spec = pytree.tree_flatten((theirs.args, dict(theirs.kwargs)))
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Node)]
+        for node in reversed(question.trial.ops):
+            tensors = [source for _, source in tensors_of(question.trial, node)]
+            if len(tensors) == len(places) and not passes_on(node):
+                kind = "activation" if op_name(node) in ACTIVATIONS else "other"
+                text = f"{op_name(node)} here, {op_name(theirs)} in the candidate"
+                yield Hypothesis(kind, text, {node: _called_as(theirs.target, leaves, spec, places)})
+
+
+def _called_as(target: Any, leaves: list[Any], spec: Any, places: list[int]) -> Edit:
+    def edit(call: Call) -> Any:
+        given = [leaf for leaf in pytree.tree_leaves((call.args, dict(call.kwargs))) if isinstance(leaf, torch.Tensor)]
+        filled = list(leaves)
+        for place, tensor in zip(places, given, strict=True):
+            filled[place] = tensor
+        args, kwargs = pytree.tree_unflatten(filled, spec)
+        return target(*pytree.tree_map(retarget, args), **pytree.tree_map(retarget, kwargs))
+
+    return edit
 
 
 def as_theirs(question: Question) -> Iterator[Hypothesis]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from glassengine.diagnose.hypotheses.arguments import as_theirs, same_op, solved, usual
+from glassengine.diagnose.hypotheses.arguments import another_op, as_theirs, same_op, solved, usual
 from glassengine.diagnose.hypotheses.hypothesis import Hypothesis
 from glassengine.diagnose.hypotheses.layouts import neighbours, permuted_operands, reshaped
 from glassengine.diagnose.hypotheses.masks import of_attention
@@ -21,6 +21,7 @@ Family = Callable[[Question], Iterator[Hypothesis]]
 FAMILIES: tuple[tuple[float, Family], ...] = (
     (1.0, same_op),
     (1.0, weights),
+    (0.99, another_op),
     (0.98, as_theirs),
     (0.96, exchanged),
     (0.95, usual),

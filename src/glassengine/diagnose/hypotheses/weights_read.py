@@ -47,7 +47,7 @@ def relation(
         theirs: float64, same shape.
         others: The baseline's other weights by name.
     """
-    there = name if own == name else f"{own} (for {name})"
+    there = name if own.endswith(name) else f"{own} (here {name})"
     named = dict(others) if isinstance(others, dict) else {}
     twin = next(
         (n for n, t in named.items() if n != name and t.shape == ours.shape and _is_same(t.double(), theirs)), None
