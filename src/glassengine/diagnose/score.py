@@ -10,7 +10,6 @@ from functools import cached_property
 import torch
 from torch.fx import Node
 
-from glassengine.compare.hints import tensor_hints, weight_hints
 from glassengine.compare.measure import measure
 from glassengine.compare.operation import RANDOM, UNDEFINED
 from glassengine.compare.tolerance import tolerance
@@ -19,22 +18,19 @@ from glassengine.diagnose.cases import Case
 from glassengine.diagnose.end_to_end import EndToEnd
 from glassengine.diagnose.evidence import EvidenceBox
 from glassengine.diagnose.exemptions import BELOW, DRAWN, TEXTS, UNWRITTEN, Ledger, Masks, exempt_by_replay
-from glassengine.diagnose.hypotheses.of_sides import asked_of
+from glassengine.diagnose.guesses import Guesses
 from glassengine.diagnose.origins import BELOW_TIE, OriginTracker
 from glassengine.diagnose.replay import Replay
 from glassengine.diagnose.segments import SegmentReplay
 from glassengine.diagnose.sides import Observed, Side
 from glassengine.diagnose.walled_off import walled_off
-from glassengine.diagnose.written import program_of, written_differently
 from glassengine.diagnose.written_out import ROUNDED_IN_STEPS, is_same_in_float64
 from glassengine.program.naming import is_tensor_node, op_name
 from glassengine.program.outputs import weight_only_nodes
 from glassengine.program.program import Program
-from glassengine.results import FLAGGED, VERDICTS, Divergence, ExemptionReason, Figures, Hint, Pair, Skipped, worst
+from glassengine.results import FLAGGED, VERDICTS, Divergence, ExemptionReason, Figures, Pair, Skipped, worst
 
 _COMPENSATED = 3.0
-_MOST_ASKED = 8
-"""Divergences of one side that are explained, the earliest ones."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +78,6 @@ class Score:
     _contradicting: set[str] = field(default_factory=set)
     _flagged: list[Node] = field(default_factory=list)
     _first_of_step: int = 0
-    _num_asked: int = 0
 
     def begin(self, case: Case) -> None:
         """Start a case: neither caches nor blame outlive one."""
@@ -209,13 +204,17 @@ class Score:
             is_carried = accumulated.verdict in FLAGGED and not local.is_tie
             judgement = accumulated if is_carried else local
             return _Judged(tensor, judgement, False, inherited, local, is_clean, exempt=exempt)
-        if local.verdict == "suspicious" and self._written_differently(node):
+        if local.verdict == "suspicious" and self._guesses.differences(node):
             # Two kinds of evidence: too large for rounding, and other arguments or weights than the baseline's.
             local = dataclasses.replace(
                 local, verdict="wrong", reason="written differently, and too large for rounding"
             )
         worse = VERDICTS.index(local.verdict) >= VERDICTS.index(accumulated.verdict)
         return _Judged(tensor, local if worse else accumulated, True, inherited, is_clean=is_clean, exempt=exempt)
+
+    @cached_property
+    def _guesses(self) -> Guesses:
+        return Guesses(self.program, self.side)
 
     @property
     def _replay(self) -> Replay | SegmentReplay | None:
@@ -286,7 +285,8 @@ class Score:
     ) -> Divergence:
         judgement = judged.judgement
         site = self.program.sites.by_node[node.name][0]
-        hints = self._hints(node, judged.tensor, reference)
+        flagged = [other.name for other in self._flagged]
+        hints = self._guesses.of(node, judged.tensor, reference, flagged)
         return Divergence(
             rung=self.side.rung,
             step=step,
@@ -301,32 +301,6 @@ class Score:
             inherited=judged.inherited,
             hints=tuple(sorted(hints, key=lambda hint: -hint.score)),
         )
-
-    def _hints(self, node: Node, tensor: torch.Tensor, reference: Reference) -> list[Hint]:
-        """Return what kind of mistake it is: one that makes what the side made, or else what only looks like it."""
-        asked = asked_of(self.program, self.side, [flagged.name for flagged in self._flagged])
-        if asked is not None and self._num_asked < _MOST_ASKED:
-            self._num_asked += 1
-            found = asked.hints(node, tensor, reference.valid)
-            if found:
-                return found
-        return [*self._written_differently(node), *tensor_hints(reference.exact, tensor, reference.valid)]
-
-    def _written_differently(self, node: Node) -> list[Hint]:
-        """Hints from the two programs: other arguments, other weights."""
-        other = program_of(self.side)
-        if other is None or other is self.program:
-            return []
-        site, how = self._differences.get(node.name, ("", None))
-        named = other.sites.get(site)
-        hints = [Hint("argument", f"{named.op}: {how}", 1.0)] if how and named is not None else []
-        names = self.program.weight_names()
-        used = [names[source.name] for source in node.all_input_nodes if source.name in names]
-        return hints + weight_hints(used, _weights(self.program), _weights(other))
-
-    @cached_property
-    def _differences(self) -> dict[str, tuple[str, str]]:
-        return written_differently(self.program, self.side)
 
 
 def _figures(baseline: torch.Tensor, candidate: torch.Tensor) -> Figures | None:
@@ -379,11 +353,6 @@ def _completed(tensor: torch.Tensor, reference: Reference, program: Program, nod
     whole = native.to(tensor.dtype, copy=True)
     whole.narrow(axis, start, tensor.shape[axis]).copy_(tensor)
     return whole
-
-
-def _weights(program: Program) -> dict[str, torch.Tensor]:
-    names = program.weight_names()
-    return {names[node]: tensor for node, tensor in program.weights().items()}
 
 
 def float_nodes(program: Program, kinds: Sequence[str], *, without: tuple[str, ...] = ()) -> set[str]:

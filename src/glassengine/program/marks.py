@@ -19,7 +19,6 @@ from torch import nn
 from glassengine.sites import port_leaves
 from glassengine.taps import tap_sink
 
-
 _LIBRARY = torch.library.Library("glass", "FRAGMENT")
 _LIBRARY.define("mark(Tensor x, str port) -> ()")
 _LIBRARY.impl("mark", lambda x, port: None, "CompositeExplicitAutograd")
