@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import glassengine as glass
-from glassengine.cli.options import out, stages, write_json
+from glassengine.cli.options import decibels, out, stages, write_json
 from glassengine.errors import UsageError
 from glassengine.results import Comparison
 
@@ -89,6 +89,15 @@ def command(
     min_coverage: Annotated[
         float, typer.Option(min=0, max=1, help="Share of the baseline's float-valued sites that must be judged.")
     ] = 0.9,
+    drift: Annotated[
+        bool,
+        typer.Option(
+            "--drift", help="Show which module loses how much of the signal; done anyway for a less precise candidate."
+        ),
+    ] = False,
+    min_snr: Annotated[
+        str | None, typer.Option(metavar="dB", help="Least signal-to-noise ratio of each result: 30dB.")
+    ] = None,
     accum: Annotated[
         str | None,
         typer.Option(metavar="DTYPE", help="How the candidate sums products: float32, tf32, bfloat16 or float16."),
@@ -121,6 +130,8 @@ def command(
         "--all-rungs": all_rungs,
         "--bisect-outputs": bisect_outputs,
         "--accum": accum,
+        "--drift": drift,
+        "--min-snr": min_snr,
         "--reproduction": reproduction,
         "--adapter": adapter,
     }
@@ -161,6 +172,8 @@ def command(
             bisect_outputs=bisect_outputs,
             fail_on=fail_on.value,
             min_coverage=min_coverage,
+            drift=drift,
+            min_snr=None if min_snr is None else decibels(min_snr),
             accumulation=accum,
             reproduction=reproduction,
             attn_implementation=attn_implementation,

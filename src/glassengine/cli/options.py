@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ import typer
 
 from glassengine.cli.console import SafeConsole
 from glassengine.environment import in_ci, is_dumb_terminal
+from glassengine.errors import UsageError
 
 # Site names and tensors are full of square brackets: nothing printed is markup, and no long line is folded.
 out = SafeConsole(markup=False, highlight=False, emoji=False, soft_wrap=True)
@@ -164,6 +167,21 @@ def print_metrics() -> None:
         import glassengine as glass
 
         err.print(glass.metrics_report().rstrip() or "no metrics: nothing was compiled or run, or GLASS_METRICS=0")
+
+
+def decibels(text: str) -> float:
+    """Return a signal-to-noise ratio that is written as "30" or "30dB".
+
+    Raises:
+        UsageError: It is no number.
+    """
+    try:
+        found = float(re.sub(r"\s*dB$", "", text, flags=re.IGNORECASE))
+    except ValueError:
+        found = math.nan
+    if not math.isfinite(found):
+        raise UsageError("--min-snr is no number of dB", got=text, expected="30dB")
+    return found
 
 
 def write_json(document: Mapping[str, Any], destination: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from glassengine.compare.operation import RANDOM, UNDEFINED
 from glassengine.diagnose.between import origin_of
 from glassengine.diagnose.cases import Case
+from glassengine.diagnose.drift import table
 from glassengine.diagnose.fineness import coverage, fineness, region_nodes
 from glassengine.diagnose.regions import covered
 from glassengine.diagnose.score import Score, float_nodes
@@ -55,6 +56,7 @@ def conclude(
     candidate: str,
     fail_on: str,
     min_coverage: float,
+    min_snr: float | None = None,
     environment: Mapping[str, Any],
     cases: Sequence[Case] = (),
 ) -> Comparison:
@@ -91,7 +93,8 @@ def conclude(
         ops = float_nodes(program, ("op",))
         judged = len(ops & main.judged_nodes) / len(ops) if ops else 1.0
     first = _first(origins, order, [score.side.rung for score in scores])
-    decision = decide(verdict, results, first, severity, judged, fail_on=fail_on, min_coverage=min_coverage)
+    limits: dict[str, Any] = {"fail_on": fail_on, "min_coverage": min_coverage, "min_snr": min_snr}
+    decision = decide(verdict, results, first, severity, judged, **limits)
     left_out = [item for score in scores for item in score.left_out.values()]
     all_skipped = [
         *skipped,
@@ -124,6 +127,7 @@ def conclude(
         too_little=decision.standing == "too little judged",
         standing=decision.standing,
         results=results,
+        drift=table(program, [(score.drift, score.results) for score in scores if score.drift is not None]),
         # The one that the verdict rests on comes first.
         fineness=tuple(fineness(score, program) for score in [main, *(s for s in scores if s is not main)]),
         inputs=tuple(CaseInputs(case.name, case.num_steps, case.inputs) for case in cases),

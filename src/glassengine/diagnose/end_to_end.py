@@ -14,13 +14,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from glassengine.compare.drift import DriftSums
 from glassengine.compare.operation import RANDOM
 from glassengine.compare.tolerance import is_inexact, tolerance
 from glassengine.compare.verdict import Judgement, Reference
 from glassengine.program.naming import op_name
 from glassengine.program.outputs import PREFIX
 from glassengine.program.program import Program
-from glassengine.results import FLAGGED, VERDICTS, ResultComparison, Verdict
+from glassengine.results import FLAGGED, VERDICTS, DriftRow, ResultComparison, Verdict
 
 _CHOSEN_ALIKE = "both sides chose alike where rounding might have chosen: no tie explains the difference"
 _DRAWN = "random numbers are drawn anew in every run"
@@ -40,6 +41,7 @@ class EndToEnd:
     program: Program
     rung: str
     not_compared: dict[str, str] = field(default_factory=dict)
+    _sums: dict[str, DriftSums] = field(default_factory=dict)
     _found: dict[str, ResultComparison] = field(default_factory=dict)
     _drawn: frozenset[str] | None = None
     _seen: set[str] = field(default_factory=set)
@@ -48,6 +50,10 @@ class EndToEnd:
     def found(self) -> tuple[ResultComparison, ...]:
         """One entry for each result that was compared, in the order of the baseline's."""
         return tuple(self._found[name] for name in results_of(self.program) if name in self._found)
+
+    def drift_rows(self) -> tuple[DriftRow, ...]:
+        """Return a row of the table of drift for each result."""
+        return tuple(self._sums[one.name].row(one.name, one.candidate_name, "result") for one in self.found)
 
     def compare(
         self,
@@ -131,6 +137,7 @@ class EndToEnd:
     ) -> None:
         judgement, exempt = judged
         figures = _figures(baseline, value, valid)
+        self._sums.setdefault(name, DriftSums()).add(baseline, value, valid)
         made = ResultComparison(
             name=name,
             candidate_name=own,

@@ -37,6 +37,7 @@ from glassengine.diagnose.climb import (
     start,
 )
 from glassengine.diagnose.conclude import conclude
+from glassengine.diagnose.drift import Drift, is_less_precise
 from glassengine.diagnose.evidence import EvidenceBox
 from glassengine.diagnose.image_programs import start_with_images
 from glassengine.diagnose.judge import run_cases
@@ -77,6 +78,8 @@ def check(
     bisect_outputs: bool = False,
     fail_on: Literal["suspicious", "wrong"] = "wrong",
     min_coverage: float = 0.9,
+    drift: bool = False,
+    min_snr: float | None = None,
     accumulation: str | None = None,
     reproduction: str | Path | None = None,
     attn_implementation: str | None = None,
@@ -104,6 +107,9 @@ def check(
         bisect_outputs: Build no engine with all debug outputs; where the release engine is wrong, add a few at a time.
         fail_on: The mildest verdict that makes the result not ok.
         min_coverage: Least share of the baseline's float-valued sites that must have been judged.
+        drift: Say in a table which module loses how much of the signal; always done where the candidate is less precise
+            than the baseline.
+        min_snr: Least signal-to-noise ratio of each result, in dB.
         accumulation: "float32", "tf32", "bfloat16" or "float16": how the candidate sums its products, where it is less
             than float32; None takes what `torch.set_float32_matmul_precision` says.
         reproduction: Directory for a test of the first divergence that needs neither the models nor Glass Engine; what
@@ -219,6 +225,9 @@ def check(
             if reproduction is not None:
                 for score in climb.scores:
                     score.evidence = EvidenceBox(climb.program)
+            if drift or is_less_precise(coarsest, str(climb.program.metadata.get("dtype"))):
+                for score in climb.scores[1:]:
+                    score.drift = Drift()
             progress(f"judging {len(climb.cases)} case{'s' if len(climb.cases) > 1 else ''}")
             _judge(climb, climb.model, climb.scores, coarsest, _severity_counter(climb, progress))
             if bisect_outputs:
@@ -238,6 +247,7 @@ def check(
                 candidate=_described(climb, candidate),
                 fail_on=fail_on,
                 min_coverage=min_coverage,
+                min_snr=min_snr,
                 environment=environment.describe(),
                 cases=climb.cases,
             )

@@ -15,6 +15,8 @@ from glassengine.compare.operation import RANDOM, UNDEFINED
 from glassengine.compare.tolerance import tolerance
 from glassengine.compare.verdict import TIE, TIED, Judgement, Reference, is_finite
 from glassengine.diagnose.cases import Case
+from glassengine.diagnose.completed import completed
+from glassengine.diagnose.drift import Drift
 from glassengine.diagnose.end_to_end import EndToEnd
 from glassengine.diagnose.evidence import EvidenceBox
 from glassengine.diagnose.exemptions import BELOW, DRAWN, TEXTS, UNWRITTEN, Ledger, Masks, exempt_by_replay
@@ -59,6 +61,7 @@ class Score:
         empty_nodes: Nodes of which every element was left out in some step.
         left_out: What was not judged, or not all of it, by site and reason; the first step counts.
         ledger: Counts elements that did not count.
+        drift: What is lost where, if anybody wants to know.
         may_tie: Whether in this case the side chose otherwise at a tie, or may have where it was not observed.
     """
 
@@ -72,6 +75,7 @@ class Score:
     ledger: Ledger = field(default_factory=Ledger)
     evidence: EvidenceBox | None = None
     may_tie: bool = False
+    drift: Drift | None = None
     _tracker: OriginTracker | None = None
     _num_seen: int = 0
     _clean: set[str] = field(default_factory=set)
@@ -183,11 +187,14 @@ class Score:
 
     def _judge(self, node: Node, observed: Observed, reference: Reference) -> _Judged:
         """Judge one observed value: by replay where the op's inputs were observed, else by the accumulated floor."""
-        tensor = _completed(observed.tensor, reference, self.program, node, self._num_seen)
+        tensor = completed(observed.tensor, reference, self.program, node, self._num_seen)
         accumulated = reference.judge(tensor)
         is_clean = accumulated.verdict not in FLAGGED
         replay = self._replay
         replayed = None if replay is None else replay.judge(node, observed.tensor, reference.valid, reference.known)
+        if self.drift is not None:
+            predicted = None if replayed is None else replayed.predicted
+            self.drift.add(node.name, observed.site, reference, tensor, predicted)
         exempt = reference.known.exempt
         if replayed is None:
             return _Judged(tensor, accumulated, None, is_clean=is_clean, exempt=exempt)
@@ -336,23 +343,6 @@ def _inherited(predicted: torch.Tensor, reference: Reference) -> float | None:
     if not is_finite(square):
         square.nan_to_num_(0.0, 0.0, 0.0)
     return float(square.mean().sqrt()) if square.numel() else 0.0
-
-
-def _completed(tensor: torch.Tensor, reference: Reference, program: Program, node: Node, num_seen: int) -> torch.Tensor:
-    """A cache that grows is shorter than the static one, and one that slides holds the newest slots only.
-
-    Only the part that both have is compared.
-    """
-    axis = program.sites.by_node[node.name][0].axes.get("cache")
-    native = reference.native
-    if axis is None or tensor.dim() != native.dim() or tensor.shape[axis] >= native.shape[axis]:
-        return tensor
-    if any(tensor.shape[i] != native.shape[i] for i in range(native.dim()) if i != axis):
-        return tensor
-    start = max(0, num_seen - tensor.shape[axis])
-    whole = native.to(tensor.dtype, copy=True)
-    whole.narrow(axis, start, tensor.shape[axis]).copy_(tensor)
-    return whole
 
 
 def float_nodes(program: Program, kinds: Sequence[str], *, without: tuple[str, ...] = ()) -> set[str]:

@@ -4,6 +4,7 @@
     differs inside     a tensor is wrong, from its own inputs: not ok, though these inputs may hide it from the results
     token changes      the release engine picks another token than the engine with debug outputs
     weights differ     a weight is another, and no tensor of these inputs depends on it
+    over budget        a result has a smaller signal-to-noise ratio than --min-snr
     too little judged  nothing is wrong, and less than `--min-coverage` was judged finely enough
 
 Two alarms are softened to suspicious, which is ok unless `--fail-on suspicious`: a tensor that nothing reads, and a
@@ -43,6 +44,7 @@ def decide(
     *,
     fail_on: str,
     min_coverage: float,
+    min_snr: float | None = None,
 ) -> Decision:
     """Apply the rule.
 
@@ -54,6 +56,7 @@ def decide(
         coverage: What counts of it.
         fail_on: The mildest verdict that is not ok.
         min_coverage: The least coverage that is ok.
+        min_snr: Of each result, in dB.
     """
 
     def fails(found: str) -> bool:
@@ -74,6 +77,9 @@ def decide(
         return Decision(
             "token changes", f"the release engine picks another token than the engine: {release.first_change}"
         )
+    over = over_budget(results, min_snr)
+    if over is not None:
+        return Decision("over budget", over)
     if coverage < min_coverage:
         wanted = f"(--min-coverage {min_coverage:g})"
         text = f"only {coverage:.0%} of the baseline's float-valued sites were judged {wanted}"
@@ -81,6 +87,17 @@ def decide(
             text += "; the results agree"
         return Decision("too little judged", text)
     return Decision("ok")
+
+
+def over_budget(results: Sequence[ResultComparison], min_snr: float | None) -> str | None:
+    """Return which result loses more of its signal than is allowed; None where none does."""
+    known = [result for result in results if result.snr_db is not None]
+    if min_snr is None or not known:
+        return None
+    least = min(known, key=lambda result: result.snr_db or 0.0)
+    if least.snr_db is not None and least.snr_db >= min_snr:
+        return None
+    return f"{least.name} {'have' if least.is_plural else 'has'} {least.snr_db:.1f} dB (--min-snr {min_snr:g}dB)"
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from glassengine.report.terminal_answer import answer
+from glassengine.report.terminal_drift import drift_table
 from glassengine.report.terminal_quantization import quantization
 from glassengine.results import FLAGGED, VERDICTS, Comparison, Divergence, Pair
 
@@ -37,7 +38,12 @@ def check(result: Comparison) -> RenderableType:
     rest += [*_severity(result), *_written_differently(result), *_skipped(result)]
     # The table has its head, a rule and an empty line at both ends.
     left = _ROWS - _rows(head) - (len(result.rungs) + 4) - _rows(weights) - _rows(divergence) - 1
-    parts: list[RenderableType] = [*head, _ladder(result), *weights, *divergence, *_cut(rest, max(left, 1))]
+    drift = []
+    if result.drift:
+        # Where the signal is lost is what somebody who compares two precisions asks for.
+        drift.append(drift_table(result.drift, left - 4))
+        left -= drift[0].row_count + 4
+    parts: list[RenderableType] = [*head, _ladder(result), *drift, *weights, *divergence, *_cut(rest, max(left, 1))]
     return Group(*parts)
 
 

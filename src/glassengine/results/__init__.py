@@ -213,10 +213,11 @@ class Comparison(Result):
 
     `ok` is decided by the rule of `docs/concepts.md`; `standing` says in one typed word why it is so or not, and
     `too_little` that nothing was found wrong but too little was judged (exit status 4). `results` are those of both
-    sides end to end, on each rung. `fineness` says of each rung how finely the inside was judged, that of the rung that the
-    verdict rests on first. `inputs` is what all sides ran on. `drift` is the table of a less precise candidate in order
-    of execution, results last. `exemptions` are the elements that did not count, by reason, of `num_elements` that the
-    two sides have in common on the rung that was judged finest; `notes` are sentences about the candidate as a whole.
+    sides end to end, on each rung. `fineness` says of each rung how finely the inside was judged, that of the rung
+    that the verdict rests on first. `inputs` is what all sides ran on. `drift` is the table of a less precise
+    candidate in order of execution, results last. `exemptions` are the elements that did not count, by reason, of
+    `num_elements` that the two sides have in common on the rung that was judged finest; `notes` are sentences about the
+    candidate as a whole.
 
     `weights` is None where both sides have theirs from one place. `calibration` says what the verdicts on two records
     rest on: "uncalibrated", or what they were calibrated by; None where models were run. `quantization` is there for a

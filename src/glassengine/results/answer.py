@@ -80,9 +80,14 @@ class ResultComparison(Result):
         """Whether rounding explains all of the difference."""
         return self.verdict not in FLAGGED
 
+    @property
+    def is_plural(self) -> bool:
+        """Whether its name is one of several things: "logits"."""
+        return self.name.endswith("s") and not self.name.endswith("ss")
+
     def in_words(self) -> str:
         """Return how it agrees or differs: "logits differ by 0.18 of 1.39 (17 dB)"."""
-        are = self.name.endswith("s") and not self.name.endswith("ss")
+        are = self.is_plural
         if self.verdict == "identical":
             return f"{self.name} {'are' if are else 'is'} bitwise identical"
         if self.agrees:

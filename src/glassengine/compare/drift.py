@@ -1,0 +1,116 @@
+"""Drift: where a candidate of lower precision loses how much of the signal.
+
+A table in order of execution. Of each tensor, over all cases and steps, with b of the baseline and c of the candidate:
+
+    snr         |b|^2 / |c - b|^2, in dB
+    cosine      b c / (|b| |c|)
+    introduced  |P|^2 / |c - P|^2 in dB, P being what the baseline makes of the candidate's own inputs
+    share       of the loss |c - P|^2 / |P|^2 that all rows introduce
+
+Where nobody knows P (two recordings), a row introduces what the noise over signal grows by above all rows before it.
+Sums of squares are all that is kept, so memory does not grow with what is compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from glassengine.results import DriftRow
+
+
+@dataclass
+class DriftSums:
+    """Of one tensor."""
+
+    num_tensors: int = 0
+    signal: float = 0.0
+    noise: float = 0.0
+    power: float = 0.0
+    dot: float = 0.0
+    predicted: float = 0.0
+    introduced: float = 0.0
+
+    def add(
+        self, baseline: Tensor, candidate: Tensor, valid: Tensor | None = None, predicted: Tensor | None = None
+    ) -> None:
+        """Add a tensor of one step; what is no number, or not of one shape, is left out.
+
+        Args:
+            baseline: Floating.
+            candidate: Floating.
+            valid: Bool mask that broadcasts against them: elements that count.
+            predicted: What the baseline makes of the candidate's own inputs.
+        """
+        floats = baseline.is_floating_point() and candidate.is_floating_point()
+        if not floats or baseline.shape != candidate.shape or not baseline.numel():
+            return
+        b, c = baseline.double(), candidate.double()
+        p = predicted if predicted is not None and predicted.shape == b.shape else None
+        counted = b.isfinite() & c.isfinite()
+        # A number that hides a place of a mask has a size of its own in every dtype.
+        limit = min(torch.finfo(side.dtype).max for side in (baseline, candidate)) / 4
+        counted &= (b.abs() < limit) & (c.abs() < limit)
+        if valid is not None:
+            counted &= valid
+        self.num_tensors += 1
+        b, c = torch.where(counted, b, 0.0), torch.where(counted, c, 0.0)
+        self.signal += float(b.square().sum())
+        self.power += float(c.square().sum())
+        self.dot += float((b * c).sum())
+        self.noise += float((c - b).square_().sum())
+        if p is not None:
+            p = torch.where(counted & p.isfinite(), p.double(), 0.0)
+            self.predicted += float(p.square().sum())
+            self.introduced += float(torch.where(counted, c - p, 0.0).square_().sum())
+
+    @property
+    def loss(self) -> float | None:
+        """Noise over signal of what was introduced; None where that is not known."""
+        return _ratio(self.introduced, self.predicted) if self.predicted else None
+
+    def row(self, site: str, candidate_site: str, kind: str, loss: float | None = None) -> DriftRow:
+        """Return the row of the table; `loss` is what it introduces, `share` is left for `shared`."""
+        norms = math.sqrt(self.signal) * math.sqrt(self.power)
+        cosine = 1.0 if not self.noise else max(-1.0, min(1.0, self.dot / norms)) if norms else 0.0
+        snr = decibels(_ratio(self.noise, self.signal))
+        introduced = None if loss is None else decibels(loss)
+        return DriftRow(site, candidate_site, kind, self.num_tensors, snr, cosine, introduced)
+
+
+def decibels(loss: float) -> float:
+    """Return noise over signal as a signal-to-noise ratio in dB."""
+    if loss == 0:
+        return math.inf
+    return -10 * math.log10(loss) if math.isfinite(loss) else -math.inf
+
+
+def _ratio(noise: float, signal: float) -> float:
+    if not noise:
+        return 0.0
+    return noise / signal if signal else math.inf
+
+
+def shared(rows: Sequence[DriftRow]) -> tuple[DriftRow, ...]:
+    """Return the rows, each with its share of what all of them introduce."""
+    losses = [None if row.introduced_db is None else 10 ** (-row.introduced_db / 10) for row in rows]
+    total = sum(loss for loss in losses if loss is not None and math.isfinite(loss))
+    found = []
+    for row, loss in zip(rows, losses, strict=True):
+        share = None if loss is None or not total else min(loss / total, 1.0)
+        found.append(replace(row, share=0.0 if share is None and loss == 0 else share))
+    return tuple(found)
+
+
+def by_growth(rows: Sequence[DriftRow]) -> tuple[DriftRow, ...]:
+    """Return rows of which nobody knows what they introduce, each with what it adds to all before it."""
+    so_far, found = 0.0, []
+    for row in rows:
+        loss = 10 ** (-row.snr_db / 10)
+        found.append(replace(row, introduced_db=decibels(max(0.0, loss - so_far))))
+        so_far = max(so_far, loss)
+    return shared(found)
