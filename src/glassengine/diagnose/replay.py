@@ -24,10 +24,7 @@ from torch.utils import _pytree as pytree
 from glassengine.compare.bounds import rounding_bound
 from glassengine.compare.known import NOTHING, Known
 from glassengine.compare.operation import (
-    CASTS,
     FLOAT32_SUMS,
-    MOVES,
-    POINTWISE,
     RANDOM,
     UNDEFINED,
     Accumulation,
@@ -36,6 +33,7 @@ from glassengine.compare.operation import (
 )
 from glassengine.compare.verdict import TIE, Judgement, Reference, smallest_precise, unit_roundoff
 from glassengine.diagnose.broken import is_broken, num_newly_broken
+from glassengine.diagnose.computed_again import MOST_DEPTH, ComputedAgain, NoCounterpart
 from glassengine.diagnose.float64 import retarget, target_of, unwritten_nodes
 from glassengine.diagnose.folded import Folded
 from glassengine.diagnose.reference import NUM_NOISE_RUNS
@@ -46,9 +44,6 @@ from glassengine.program.naming import is_tensor_node, op_name
 from glassengine.program.outputs import weight_only_nodes
 from glassengine.program.program import Program
 from glassengine.results import FLAGGED
-
-_COMPUTED_AGAIN = POINTWISE | MOVES | CASTS
-_MOST_COMPUTED_AGAIN = 3  # one behind the other
 
 
 class Replay:
@@ -128,7 +123,7 @@ class Replay:
             return None
         try:
             args, kwargs = torch.fx.node.map_arg((op.args, dict(op.kwargs)), self._value)
-        except _NoCounterpart:
+        except NoCounterpart:
             return None
         if any(is_broken(value) for value in pytree.tree_leaves((args, kwargs))):
             # What kernels make of NaN is their own affair: the op that made it is the guilty one.
@@ -149,12 +144,14 @@ class Replay:
             return self._in_any_order(node, op, operation, candidate, native, args, kwargs, valid)
         found = self._judged(node, op, operation, candidate, native, args, kwargs, valid)
         if self._compiled and found.verdict in FLAGGED and found.rho is not None:
-            for depth in range(1, _MOST_COMPUTED_AGAIN + 1):
-                made = self._on_what_inputs_were_made_of(op, call, depth)
-                if made is None or made.exact.shape != candidate.shape:
+            again = ComputedAgain(self._values, self._value, self._roundoff)
+            for depth in range(1, MOST_DEPTH + 1):
+                both = again.operation(op, call, depth)
+                if both is None or both[0].exact.shape != candidate.shape:
                     break
+                made, carried = both
                 rounded = made.exact.to(candidate.dtype)
-                judged = self._judged(node, op, made, candidate, rounded, made.args, made.kwargs, valid)
+                judged = self._judged(node, op, made, candidate, rounded, made.args, made.kwargs, valid, carried)
                 if judged.verdict not in FLAGGED:
                     return Replayed(judged, made.exact)
             other = self._folded.judge(op, call, self._value, candidate, native, valid, self._roundoff(op, candidate))
@@ -171,7 +168,7 @@ class Replay:
             args, kwargs = pytree.tree_map(retarget, (args, kwargs))
             operation = Operation(op_name(op), call, args, kwargs, call(*args, **kwargs))
             bound = rounding_bound(operation, self._roundoff(op, candidate))
-        except (_NoCounterpart, RuntimeError, IndexError, ValueError):
+        except (NoCounterpart, RuntimeError, IndexError, ValueError):
             return None
         return bound
 
@@ -200,39 +197,6 @@ class Replay:
             found = dataclasses.replace(found, verdict="rounding", reason=TIE, is_tie=True)
         return Replayed(found, operation.exact)
 
-    def _on_what_inputs_were_made_of(self, op: Node, call: Callable[..., Any], depth: int) -> Operation | None:
-        """Return the op on inputs that are computed again, up to `depth` ops back; None where there are none such."""
-        again: dict[str, torch.Tensor] = {}
-        for source in op.all_input_nodes:
-            value = self._again(source, depth)
-            if value is not None:
-                again[source.name] = value
-        if not again:
-            return None
-        args, kwargs = torch.fx.node.map_arg(
-            (op.args, dict(op.kwargs)), lambda source: again.get(source.name, self._value(source))
-        )
-        args, kwargs = pytree.tree_map(retarget, (args, kwargs))
-        try:
-            return Operation(op_name(op), call, args, kwargs, call(*args, **kwargs))
-        except (RuntimeError, IndexError, ValueError):
-            return None  # what the candidate made an input of does not fit the input
-
-    def _again(self, node: Node, depth: int) -> torch.Tensor | None:
-        """Return an observed value in float64, computed once more; None where it is as it was observed."""
-        if not depth or node.name not in self._values or op_name(node) not in _COMPUTED_AGAIN:
-            return None
-        inner = {source: self._again(source, depth - 1) for source in node.all_input_nodes}
-        try:
-            args, kwargs = torch.fx.node.map_arg(
-                (node.args, dict(node.kwargs)),
-                lambda source: self._value(source) if inner[source] is None else inner[source],
-            )
-            value = target_of(node)(*pytree.tree_map(retarget, args), **pytree.tree_map(retarget, kwargs))
-        except (_NoCounterpart, RuntimeError, IndexError, ValueError):
-            return None
-        return value if isinstance(value, torch.Tensor) and value.is_floating_point() else None
-
     def _judged(
         self,
         node: Node,
@@ -243,6 +207,7 @@ class Replay:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         valid: torch.Tensor | None,
+        carried: torch.Tensor | float = 0.0,
     ) -> Judgement:
         roundoff = self._roundoff(op, candidate)
         written = valid if node.name in self._unwritten else None
@@ -267,7 +232,8 @@ class Replay:
             return found
         reference = against([*self._noise(op, operation, roundoff), *other_kernel(op, args, kwargs)])
         self._relative_floors[node.name] = reference.relative_floor
-        return reference.judge_introduced(candidate, rounding_bound(operation, roundoff))
+        bound = rounding_bound(operation, roundoff)
+        return reference.judge_introduced(candidate, None if bound is None else bound + carried)
 
     def _noise(self, op: Node, operation: Operation, roundoff: Roundoff) -> list[torch.Tensor]:
         """Return results of the op with rounded inputs, weights and result."""
@@ -381,16 +347,12 @@ class Replay:
             return self._constants[node.name]
         is_constant = node.name in self._constant
         if node.op != "call_function" or (is_tensor_node(node) and not is_constant):
-            raise _NoCounterpart(node.name)
+            raise NoCounterpart(node.name)
         # Sizes, the lists that a split returns, and what is made of weights alone.
         args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), self._value)
         value = target_of(node)(*args, **kwargs)
         (self._constants if is_constant else self._values)[node.name] = value
         return value
-
-
-class _NoCounterpart(Exception):
-    """An input of the op was not observed on the candidate's side."""
 
 
 def _is_finer(dtype: torch.dtype, other: torch.dtype) -> bool:
