@@ -64,3 +64,39 @@ def test_f17_products_of_symbolic_sizes(tmp_path: Path) -> None:
         assert result.ok and result.coverage == 1.0, name
         ported = glass.check(tmp_path / "scores.onnx", candidate=tmp_path / "scores.onnx", inputs=given)
         assert ported.ok
+
+
+def test_sums_of_terms_that_are_alike_are_biased(tmp_path: Path) -> None:
+    """OpenVINO adds them one after another: all roundings go in one direction."""
+    pytest.importorskip("openvino")
+    text = (
+        "g (float[2, 128, 256] x) => (float[2, 1] y) { s = ReduceSum <keepdims = 0> (x, axes) y = Unsqueeze (s, last) }"
+    )
+    weights = {"axes": np.array([1, 2], np.int64), "last": np.array([1], np.int64)}
+    onnx.save(onnx_text(text, weights), tmp_path / "sum.onnx")
+    x = np.full((2, 128, 256), 0.1, np.float32)
+    x[1] = 1 / 3
+    result = glass.check(tmp_path / "sum.onnx", backend="openvino", inputs=inputs_of(tmp_path, x=x))
+    assert result.ok
+    wrong = onnx_text(text, {**weights, "axes": np.array([1, 2], np.int64)})
+    wrong.graph.node[0].op_type = "ReduceMean"
+    onnx.save(wrong, tmp_path / "mean.onnx")
+    assert not glass.check(tmp_path / "sum.onnx", candidate=tmp_path / "mean.onnx").ok
+
+
+GELU = """g (float[B, 16] x) => (float[B, 32] y) { w = MatMul (x, m)
+    r = Constant <value_float = 1.4142135> () o = Constant <value_float = 1.0> () h = Constant <value_float = 0.5> ()
+    d = Div (w, r) e = Erf (d) a = Add (e, o) t = Mul (w, a) y = Mul (t, h) }"""
+
+
+def test_an_activation_that_is_computed_once_more_in_a_fused_kernel(tmp_path: Path) -> None:
+    pytest.importorskip("openvino")
+    generator = np.random.default_rng(0)
+    weights = {"m": generator.standard_normal((16, 32)).astype(np.float32)}
+    onnx.save(onnx_text(GELU, weights), tmp_path / "gelu.onnx")
+    given = inputs_of(tmp_path, x=generator.standard_normal((64, 16)).astype(np.float32))
+    assert glass.check(tmp_path / "gelu.onnx", backend="openvino", inputs=given).ok
+    onnx.save(onnx_text(GELU.replace("0.5", "0.50002"), weights), tmp_path / "other.onnx")
+    engine = glass.build(tmp_path / "other.onnx", tmp_path / "engine", backend="openvino")
+    found = glass.check(tmp_path / "gelu.onnx", candidate=engine.directory, inputs=given)
+    assert found.first_divergence is not None and found.first_divergence.site == "y"

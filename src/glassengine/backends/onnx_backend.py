@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,6 +23,9 @@ from glassengine.program.program import OnnxGraph, Program
 
 _CONVERTER = ("onnx", "onnxscript")
 _COMPLEX_FILE = "complex.json"
+
+_OWN_PLACE = re.compile(r"(Exception from|Check '.*' failed at) \S+:\d+:?$")
+_MOST_TEXT = 400
 
 
 class OnnxBackend(ABC):
@@ -91,7 +95,7 @@ class OnnxBackend(ABC):
         except Exception as error:
             raise BackendError(
                 f"{self.title} does not take {source.file.path.name}",
-                got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                got=f"{type(error).__name__}: {_reason(error)}",
                 expected="a valid graph of operators that it knows",
                 hint="onnx.checker.check_model says more; or another back-end with --backend",
             ) from error
@@ -124,6 +128,14 @@ class OnnxBackend(ABC):
     @abstractmethod
     def _optimized(self, directory: Path, program: Program, network: Network) -> Network | None:
         """Return the layers that the runtime makes of `network`; None where it does not tell."""
+
+
+def _reason(error: Exception) -> str:
+    """Return what a runtime says, on one line; the places in its own source code, with which it begins, left out."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    said = [line for line in lines if line and not _OWN_PLACE.match(line)] or lines or [""]
+    text = " ".join(said)
+    return text if len(text) <= _MOST_TEXT else text[: _MOST_TEXT - 3] + "..."
 
 
 def _write_complex(program: Program, directory: Path) -> None:

@@ -14,7 +14,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.compare.bounds import rounding_bound
-from glassengine.compare.operation import CASTS, MOVES, POINTWISE, Operation, Roundoff
+from glassengine.compare.operation import CASTS, MOVES, POINTWISE, U_ACCUMULATE, Operation, Roundoff
 from glassengine.diagnose.float64 import retarget, target_of
 from glassengine.program.naming import op_name
 
@@ -115,7 +115,10 @@ class ComputedAgain:
             return None
         if inner is not None and op_name(node) in POINTWISE:
             operation = Operation(op_name(node), target_of(node), args, kwargs, value)
-            bound = rounding_bound(operation, self._roundoff(node, self._observed[node.name]))
+            # In registers: what is computed again is not stored in between.
+            stored = self._roundoff(node, self._observed[node.name])
+            roundoff = Roundoff(min(stored.u, U_ACCUMULATE), tiny=stored.tiny, kernel=stored.kernel)
+            bound = rounding_bound(operation, roundoff)
             if bound is not None:
                 inner[node.name] = bound
         return value + moved[node.name] if node.name in moved else value

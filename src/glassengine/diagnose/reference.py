@@ -20,6 +20,7 @@ from glassengine.compare.known import Known
 from glassengine.compare.operation import FLOAT32_SUMS, Accumulation
 from glassengine.compare.undefined_casts import Undefined, UndefinedCasts
 from glassengine.compare.verdict import Reference, smallest_precise, unit_roundoff
+from glassengine.diagnose.composites import rounded_inside
 from glassengine.diagnose.exact_product import ExactProduct, is_product
 from glassengine.diagnose.exactness import Exactness
 from glassengine.diagnose.exemptions import PADDING, TIES, UNWRITTEN
@@ -29,6 +30,7 @@ from glassengine.diagnose.hidden_values import HiddenValues
 from glassengine.diagnose.rounding import disturbed, noisy, rounded, rounds
 from glassengine.diagnose.ties_followed import TiesFollowed, settled_sources
 from glassengine.program.naming import is_tensor_node
+from glassengine.program.onnx.function import Composite
 from glassengine.program.program import Program
 from glassengine.results import ExemptionReason
 
@@ -206,6 +208,9 @@ class ReferenceRun:
                 if summed is not None:
                     results.append(rounded(results[0], u, generators[lane], summed, smallest_precise(dtype)))
                     continue
+            if lane > 1 and isinstance(node.target, Composite):
+                results.append(self._rounded_inside(node, args, kwargs, generators[lane]))
+                continue
             value = target(*args, **kwargs)
             if lane == 0 and is_product(node) and isinstance(value, torch.Tensor) and value.is_floating_point():
                 product = ExactProduct(node, value, args, kwargs, self._stored(node))
@@ -239,6 +244,16 @@ class ReferenceRun:
         dtype = self._dtype(node, value)
         u, tiny = unit_roundoff(dtype), smallest_precise(dtype)
         return noisy(node, value, args, kwargs, u, generator, self._accumulation, tiny)
+
+    def _rounded_inside(
+        self, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator
+    ) -> Any:
+        """The results of a function that is made of ops, each of which rounds."""
+        assert isinstance(node.target, Composite)
+        floats = [value for value in pytree.tree_leaves(node.meta["val"]) if value.is_floating_point()]
+        dtype = self._dtype(node, floats[0]) if floats else torch.float32
+        u, tiny = unit_roundoff(dtype), smallest_precise(dtype)
+        return rounded_inside(node.target, u, generator, self._accumulation, tiny)(*args, **kwargs)
 
     def _disturbed(self, source: Node, value: torch.Tensor, dtype: torch.dtype, lane: int) -> torch.Tensor:
         """Weights of a noisy lane carry the rounding of a coarser candidate's weights, the same in every step."""

@@ -33,14 +33,16 @@ from glassengine.compare.operation import (
 )
 from glassengine.compare.verdict import TIE, Judgement, Reference, smallest_precise, unit_roundoff
 from glassengine.diagnose.broken import is_broken, num_newly_broken
+from glassengine.diagnose.composites import NUM_RUNS, bound_of, rounded_inside
 from glassengine.diagnose.computed_again import MOST_DEPTH, ComputedAgain, NoCounterpart
 from glassengine.diagnose.float64 import retarget, target_of, unwritten_nodes
 from glassengine.diagnose.folded import Folded
 from glassengine.diagnose.reference import NUM_NOISE_RUNS
-from glassengine.diagnose.replayed import Replayed, called
+from glassengine.diagnose.replayed import Replayed, called, part_of
 from glassengine.diagnose.rounding import FROM_MEMORY, disturbed, noisy, other_kernel, reads_memory, rounds
 from glassengine.diagnose.ties import chosen_along, is_unordered, tied_choices
 from glassengine.program.naming import is_tensor_node, op_name
+from glassengine.program.onnx.function import Composite
 from glassengine.program.outputs import weight_only_nodes
 from glassengine.program.program import Program
 from glassengine.results import FLAGGED
@@ -167,7 +169,10 @@ class Replay:
             args, kwargs = torch.fx.node.map_arg((op.args, dict(op.kwargs)), self._value)
             args, kwargs = pytree.tree_map(retarget, (args, kwargs))
             operation = Operation(op_name(op), call, args, kwargs, call(*args, **kwargs))
-            bound = rounding_bound(operation, self._roundoff(op, candidate))
+            roundoff = self._roundoff(op, candidate)
+            if isinstance(op.target, Composite):
+                return bound_of(operation.exact, self._noise(node, op, operation, roundoff))
+            bound = rounding_bound(operation, roundoff)
         except (NoCounterpart, RuntimeError, IndexError, ValueError):
             return None
         return bound
@@ -230,15 +235,25 @@ class Replay:
         is_even = operation.name in FROM_MEMORY or not quick.has_outliers(candidate)
         if found.rho <= self.worth_a_bound and is_even:
             return found
-        reference = against([*self._noise(op, operation, roundoff), *other_kernel(op, args, kwargs)])
+        runs = [*self._noise(node, op, operation, roundoff), *other_kernel(op, args, kwargs)]
+        reference = against(runs)
         self._relative_floors[node.name] = reference.relative_floor
-        bound = rounding_bound(operation, roundoff)
+        bound = (
+            bound_of(operation.exact, runs) if isinstance(op.target, Composite) else rounding_bound(operation, roundoff)
+        )
         return reference.judge_introduced(candidate, None if bound is None else bound + carried)
 
-    def _noise(self, op: Node, operation: Operation, roundoff: Roundoff) -> list[torch.Tensor]:
+    def _noise(self, node: Node, op: Node, operation: Operation, roundoff: Roundoff) -> list[torch.Tensor]:
         """Return results of the op with rounded inputs, weights and result."""
         exact, u_in = operation.exact, max(roundoff.u_in, roundoff.u_w)
         runs = []
+        if isinstance(op.target, Composite):
+            inside = rounded_inside(op.target, roundoff.u, self._generator, self.accumulation, roundoff.tiny)
+            part = part_of(node, op)
+            operation = dataclasses.replace(operation, target=lambda *a, **k: part(inside(*a, **k)))
+            for _ in range(NUM_RUNS):
+                runs.append(operation.on(lambda tensor: disturbed(tensor, u_in, self._generator, roundoff.tiny_in)))
+            return runs
         for _ in range(NUM_NOISE_RUNS):
             value = exact
             if u_in:

@@ -32,6 +32,11 @@ def called(node: Node) -> tuple[Node, Callable[..., Any]]:
     """Return the op to replay for `node`, and what computes its value; one of several results is taken from its op."""
     source = node.args[0] if node.args else None
     if node.target is operator.getitem and isinstance(source, Node) and not is_view(source):
-        index, target = node.args[1], target_of(source)
-        return source, lambda *args, **kwargs: target(*args, **kwargs)[index]
+        target, part = target_of(source), part_of(node, source)
+        return source, lambda *args, **kwargs: part(target(*args, **kwargs))
     return node, target_of(node)
+
+
+def part_of(node: Node, op: Node) -> Callable[[Any], Any]:
+    """Return what takes the value of `node` from the result of its op."""
+    return (lambda result: result) if node is op else operator.itemgetter(node.args[1])

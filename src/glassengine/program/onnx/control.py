@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Graph
 from torch.utils import _pytree as pytree
 
-from glassengine.program.onnx.function import OnnxFunction
+from glassengine.program.onnx.function import Composite, Each
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -33,8 +33,8 @@ class Body:
     captured: tuple[str, ...]
     weights: tuple[Tensor, ...]
 
-    def run(self, values: Sequence[Any], precision: torch.dtype) -> tuple[Any, ...]:
-        """Return the results for inputs and captured values."""
+    def run(self, values: Sequence[Any], precision: torch.dtype, each: Each | None = None) -> tuple[Any, ...]:
+        """Return the results for inputs and captured values; `each` is applied to every op."""
 
         def widened(value: Any) -> Any:
             if isinstance(value, Tensor):
@@ -52,7 +52,13 @@ class Body:
             if node.op == "output":
                 results: tuple[Any, ...] = args[0]
                 return results
-            env[node] = node.target(*args, **(pytree.tree_map(widened, kwargs) if is_wide else kwargs))
+            kwargs = pytree.tree_map(widened, kwargs) if is_wide else kwargs
+            if each is None:
+                env[node] = node.target(*args, **kwargs)
+            elif isinstance(node.target, Composite):
+                env[node] = node.target.rounded(each)(*args, **kwargs)
+            else:
+                env[node] = each(node, node.target(*args, **kwargs), args, kwargs)
         raise AssertionError("a graph without an output")
 
 
@@ -61,21 +67,23 @@ def _bound(body: Body, names: Sequence[str], values: Sequence[Any]) -> list[Any]
     return [known[name] for name in body.captured]
 
 
-def if_else(then: Body, other: Body) -> tuple[OnnxFunction, tuple[str, ...]]:
+def if_else(then: Body, other: Body) -> tuple[Composite, tuple[str, ...]]:
     """Return the function of an `If`, and the names of what it captures, which follow the condition."""
     names = tuple(dict.fromkeys((*then.captured, *other.captured)))
 
-    def chosen(condition: Tensor, *values: Any, precision: torch.dtype) -> Any:
+    def chosen(condition: Tensor, *values: Any, precision: torch.dtype, each: Each | None = None) -> Any:
         body = then if bool(condition) else other
-        return _unwrapped(body.run(_bound(body, names, values), precision))
+        return _unwrapped(body.run(_bound(body, names, values), precision, each))
 
-    return OnnxFunction(chosen, "If"), names
+    return Composite(chosen, "If"), names
 
 
-def loop(body: Body, num_carried: int) -> tuple[OnnxFunction, tuple[str, ...]]:
+def loop(body: Body, num_carried: int) -> tuple[Composite, tuple[str, ...]]:
     """Return the function of a `Loop`, and the names of what it captures, which follow the values it carries."""
 
-    def repeated(most: Tensor | None, condition: Tensor | None, *values: Any, precision: torch.dtype) -> Any:
+    def repeated(
+        most: Tensor | None, condition: Tensor | None, *values: Any, precision: torch.dtype, each: Each | None = None
+    ) -> Any:
         carried, outer = list(values[:num_carried]), list(values[num_carried:])
         goes_on = condition is None or bool(condition)
         limit = None if most is None else int(most)
@@ -83,26 +91,70 @@ def loop(body: Body, num_carried: int) -> tuple[OnnxFunction, tuple[str, ...]]:
         number = 0
         while goes_on and (limit is None or number < limit):
             start = [torch.tensor(number), torch.tensor(goes_on)]
-            again, *found = body.run([*start, *carried, *outer], precision)
-            carried, each = found[:num_carried], found[num_carried:]
-            scanned = scanned or [[] for _ in each]
-            for rows, row in zip(scanned, each, strict=True):
+            again, *found = body.run([*start, *carried, *outer], precision, each)
+            carried, elements = found[:num_carried], found[num_carried:]
+            scanned = scanned or [[] for _ in elements]
+            for rows, row in zip(scanned, elements, strict=True):
                 rows.append(row)
             goes_on, number = bool(again), number + 1
         num_scanned = len(body.graph.output_node().args[0]) - 1 - num_carried  # type: ignore[arg-type]
         rows = [torch.stack(found) for found in scanned] or [torch.empty(0)] * num_scanned
         return _unwrapped((*carried, *rows))
 
-    return OnnxFunction(repeated, "Loop"), body.captured
+    return Composite(repeated, "Loop"), body.captured
 
 
-def called_function(body: Body, name: str) -> OnnxFunction:
+def scan(
+    body: Body,
+    num_scanned: int,
+    *,
+    input_axes: Sequence[int],
+    input_reversed: Sequence[int],
+    output_axes: Sequence[int],
+    output_reversed: Sequence[int],
+) -> tuple[Composite, tuple[str, ...]]:
+    """Return the function of a `Scan`, and the names of what it captures, which follow states and sequences.
+
+    Args:
+        body: Takes the states and one element of each sequence; returns the states and one element of each result.
+        num_scanned: How many sequences it reads.
+        input_axes: Along which axis of each.
+        input_reversed: 1 for those that are read from their end.
+        output_axes: Along which axis of each result elements are put; empty for the first.
+        output_reversed: 1 for those that are filled from their end.
+    """
+
+    def scanned(*values: Any, precision: torch.dtype, each: Each | None = None) -> Any:
+        num_inputs = len(values) - len(body.captured)
+        states, sequences = list(values[: num_inputs - num_scanned]), values[num_inputs - num_scanned : num_inputs]
+        outer = values[num_inputs:]
+        axes = [*input_axes] or [0] * num_scanned
+        rows = [sequence.unbind(axis) for sequence, axis in zip(sequences, axes, strict=True)]
+        rows = [
+            row[::-1] if backwards else row
+            for row, backwards in zip(rows, [*input_reversed] or [0] * num_scanned, strict=True)
+        ]
+        found: list[tuple[Any, ...]] = []
+        for elements in zip(*rows, strict=True):
+            results = body.run([*states, *elements, *outer], precision, each)
+            states = list(results[: len(states)])
+            found.append(results[len(states) :])
+        stacked = []
+        for i, parts in enumerate(zip(*found, strict=True)):
+            ordered = parts[::-1] if output_reversed and output_reversed[i] else parts
+            stacked.append(torch.stack(ordered, output_axes[i] if output_axes else 0))
+        return _unwrapped((*states, *stacked))
+
+    return Composite(scanned, "Scan"), body.captured
+
+
+def called_function(body: Body, name: str) -> Composite:
     """Return a call of a function of the model."""
 
-    def called(*values: Any, precision: torch.dtype) -> Any:
-        return _unwrapped(body.run(values, precision))
+    def called(*values: Any, precision: torch.dtype, each: Each | None = None) -> Any:
+        return _unwrapped(body.run(values, precision, each))
 
-    return OnnxFunction(called, name)
+    return Composite(called, name)
 
 
 def _unwrapped(results: tuple[Any, ...]) -> Any:

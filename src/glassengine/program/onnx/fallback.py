@@ -30,14 +30,23 @@ class OneNode:
         proto: The node.
         opsets: Operator sets of its model.
         element_types: Of its inputs; 0 where an input is left out or its type unknown.
+        ir_version: Of its model.
+        fixed: Inputs that are weights: runtimes have other kernels for these than for values.
     """
 
     def __init__(
-        self, proto: onnx.NodeProto, opsets: list[onnx.OperatorSetIdProto], element_types: list[int], ir_version: int
+        self,
+        proto: onnx.NodeProto,
+        opsets: list[onnx.OperatorSetIdProto],
+        element_types: list[int],
+        ir_version: int,
+        fixed: frozenset[str] = frozenset(),
     ) -> None:
         from onnx import ValueInfoProto, helper
 
         self._proto = proto
+        self._fixed = fixed
+        self._opened: Any = None
         self._names = [name for name in proto.input if name]
         self._dtypes = [torch_dtype(kind) for name, kind in zip(proto.input, element_types, strict=True) if name]
         results = [ValueInfoProto(name=name) for name in proto.output if name]
@@ -69,7 +78,11 @@ class OneNode:
                     failure = error
         else:
             try:
-                found: list[Any] = self._session.run(None, self._feeds(narrow))
+                feeds = self._feeds(narrow)
+                if self._opened is None:
+                    self._opened = self._session(feeds)
+                fed = {name: value for name, value in feeds.items() if name not in self._fixed}
+                found: list[Any] = self._opened.run(None, fed)
                 return found
             except Exception as error:
                 failure = error
@@ -88,21 +101,33 @@ class OneNode:
 
         return ReferenceEvaluator(self._model)
 
-    @functools.cached_property
-    def _session(self) -> Any:
+    def _session(self, feeds: dict[str, Any]) -> Any:
         import onnxruntime
+        from onnx import ModelProto, numpy_helper
 
         options = onnxruntime.SessionOptions()
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.log_severity_level = 4
-        content = self._model.SerializeToString()
+        # As the file is run: a dynamic quantisation takes the rows of each thread together.
+        options.intra_op_num_threads = torch.get_num_threads()
+        options.inter_op_num_threads = 1
+        model = ModelProto()
+        model.CopyFrom(self._model)
+        inputs = [value for value in model.graph.input if value.name not in self._fixed]
+        del model.graph.input[:]
+        model.graph.input.extend(inputs)
+        model.graph.initializer.extend(numpy_helper.from_array(feeds[name], name) for name in sorted(self._fixed))
+        content = model.SerializeToString()
         return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
 
 
 def one_node(
-    proto: onnx.NodeProto, opsets: list[onnx.OperatorSetIdProto], element_types: list[int], ir_version: int
+    proto: onnx.NodeProto,
+    opsets: list[onnx.OperatorSetIdProto],
+    element_types: list[int],
+    ir_version: int,
+    fixed: frozenset[str] = frozenset(),
 ) -> OnnxFunction:
-    """Return a function that evaluates a node by itself."""
-    return OnnxFunction(
-        OneNode(proto, opsets, element_types, ir_version), f"{proto.domain}.{proto.op_type}".lstrip(".")
-    )
+    """Return a function that evaluates a node by itself; for the arguments see `OneNode`."""
+    name = f"{proto.domain}.{proto.op_type}".lstrip(".")
+    return OnnxFunction(OneNode(proto, opsets, element_types, ir_version, fixed), name)

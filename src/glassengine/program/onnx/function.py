@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from torch._export.verifier import Verifier
 from torch._ops import OpOverload
+from torch.fx import Node
 
 
 class OnnxFunction:
@@ -36,6 +38,25 @@ class OnnxFunction:
 
     def __repr__(self) -> str:
         return f"onnx.{self.__name__}"
+
+
+Each = Callable[[Node, Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Takes the node of an op, its result and its arguments, and returns what is to be used in place of the result."""
+
+
+class Composite(OnnxFunction):
+    """A function that is made of ops: a recurrence, a branch, a loop, a function of the model.
+
+    It has no rounding bound of its own; what rounding does to it is what rounding does to its ops (see `rounded`).
+
+    Args:
+        function: As for `OnnxFunction`; takes the keyword `each`, an `Each` for its ops or None.
+        name: Of the operator.
+    """
+
+    def rounded(self, each: Each) -> Callable[..., Any]:
+        """Return the function with `each` applied to every op in it."""
+        return functools.partial(self.function, each=each)
 
 
 class OnnxVerifier(Verifier):

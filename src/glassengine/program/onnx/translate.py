@@ -20,8 +20,8 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from glassengine.errors import UsageError
-from glassengine.program.onnx import elementwise, neural, quantized, resize, shapes  # noqa: F401  (they fill the table)
-from glassengine.program.onnx.control import Body, called_function, if_else, loop
+from glassengine.program.onnx import elementwise, neural, quantized, recurrent, resize, shapes  # noqa: F401  (they fill it)
+from glassengine.program.onnx.control import Body, called_function, if_else, loop, scan
 from glassengine.program.onnx.fallback import one_node
 from glassengine.program.onnx.file import constant_of, tensor_of, torch_dtype
 from glassengine.program.onnx.function import OnnxFunction
@@ -101,6 +101,7 @@ class Translator:
         self._depth = depth
         self._bodies = {} if bodies is None else bodies
         self._fakes = Fakes()
+        self._fixed = {tensor.name for tensor in model.graph.initializer} if not depth else set()
         self._functions = {(f.domain, f.name): f for f in model.functions}
 
     def add_placeholder(self, name: str) -> Node:
@@ -156,7 +157,7 @@ class Translator:
 
     def _call(self, proto: onnx.NodeProto) -> Call:
         inputs = [self.value(name) if name else None for name in proto.input]
-        if proto.domain in _STANDARD and proto.op_type in ("If", "Loop"):
+        if proto.domain in _STANDARD and proto.op_type in ("If", "Loop", "Scan"):
             return self._nested(proto, inputs)
         function = self._functions.get((proto.domain, proto.op_type))
         if function is not None:
@@ -169,7 +170,8 @@ class Translator:
             except (NotImplementedError, TypeError, KeyError):
                 pass  # a form of the operator that has no translation
         opsets = [*self._model.opset_import]
-        return one_node(proto, opsets, kinds, self._model.ir_version), tuple(inputs), _PRECISION
+        fixed = frozenset(name for name in proto.input if name in self._fixed)
+        return one_node(proto, opsets, kinds, self._model.ir_version, fixed), tuple(inputs), _PRECISION
 
     def _translated(self, proto: onnx.NodeProto, inputs: list[Node | None], kinds: list[int]) -> Call:
         node = OnnxNode(
@@ -208,8 +210,20 @@ class Translator:
         graphs = {entry.name: entry.g for entry in proto.attribute}
         if proto.op_type == "If":
             function, names = if_else(self._body(graphs["then_branch"]), self._body(graphs["else_branch"]))
-        else:
+        elif proto.op_type == "Loop":
             function, names = loop(self._body(graphs["body"]), len(inputs) - 2)
+        else:
+            options = {entry.name: self._attribute(entry) for entry in proto.attribute if entry.name != "body"}
+            if self._opsets.get("", 9) < 9:
+                raise UsageError(f"{self._path.name} has a Scan of an old operator set", expected="opset 9 or newer")
+            function, names = scan(
+                self._body(graphs["body"]),
+                options["num_scan_inputs"],
+                input_axes=options.get("scan_input_axes", ()),
+                input_reversed=options.get("scan_input_directions", ()),
+                output_axes=options.get("scan_output_axes", ()),
+                output_reversed=options.get("scan_output_directions", ()),
+            )
         return function, (*inputs, *(self.value(name) for name in names)), _PRECISION
 
     def _body(self, graph: onnx.GraphProto) -> Body:
