@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import glassengine as glass
-from glassengine.cli.options import err, out, write_json
+from glassengine.cli.options import decibels, err, out, write_json
 from glassengine.errors import UsageError
 
 if TYPE_CHECKING:
@@ -66,8 +66,14 @@ def command(
     rtol: Annotated[float | None, typer.Option(help="Relative tolerance instead of the dtype's own.")] = None,
     atol: Annotated[float | None, typer.Option(help="Absolute tolerance instead of the dtype's own.")] = None,
     device: Annotated[str, typer.Option(help="Where the arithmetic runs.")] = "cpu",
-    fail_on: Annotated[FailOn, typer.Option(help="The mildest verdict that is not ok.")] = FailOn.wrong,
+    fail_on: Annotated[
+        FailOn | None, typer.Option(help="The mildest verdict that is not ok.", show_default="wrong")
+    ] = None,
     min_coverage: Annotated[float, typer.Option(help="Share of the baseline that must be judged.")] = 0.9,
+    min_snr: Annotated[
+        str | None,
+        typer.Option(metavar="dB", help="Of two precisions: least signal-to-noise ratio of each result, as 30dB."),
+    ] = None,
     input_text: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="Engines: a prompt. Repeatable.", show_default=False)
     ] = None,
@@ -90,13 +96,14 @@ def command(
         "floating_point_only": floating_point_only,
         "transpose": tuple(transpose or ()),
         "device": device,
-        "fail_on": fail_on.value,
+        "fail_on": None if fail_on is None else fail_on.value,
         "min_coverage": min_coverage,
+        "min_snr": None if min_snr is None else decibels(min_snr),
     }
     for_engines: dict[str, Any] = {"input_text": input_text or None, "max_new_tokens": max_new_tokens}
     sides = [baseline, *candidates]
     kind = _common_kind(sides)
-    defaults = {"device": "cpu", "fail_on": FailOn.wrong.value, "min_coverage": 0.9, "floating_point_only": False}
+    defaults = {"device": "cpu", "min_coverage": 0.9, "floating_point_only": False}
     given = [name for name, value in for_tensors.items() if value != defaults.get(name) and value != ()]
     _refuse(kind, _TENSORS, given)
     _refuse(kind, _ENGINES, [name for name, value in for_engines.items() if value is not None])

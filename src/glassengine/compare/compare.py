@@ -17,6 +17,7 @@ from typing import Any, Literal
 from glassengine.compare.judging import BY_FLOOR, BY_GIVEN_TOLERANCE, BY_TOLERANCE, Judge
 from glassengine.compare.maps import TensorMap, load_map
 from glassengine.compare.matching import Match, Matching, match
+from glassengine.compare.precision import Precision, over_budget, two_precisions
 from glassengine.compare.rank_hints import rank_hints
 from glassengine.compare.ranks import PutTogether, expect_counterparts, sides_of_one_rank
 from glassengine.compare.requirements import (
@@ -30,7 +31,18 @@ from glassengine.recording.layout import Entry
 from glassengine.recording.noise_floor import NoiseFloor, read_noise_floor
 from glassengine.recording.reader import Recording
 from glassengine.recording.source import TensorSource, open_source
-from glassengine.results import VERDICTS, Comparison, Divergence, Hint, Pair, Skipped, Verdict, counts_of, worst
+from glassengine.results import (
+    VERDICTS,
+    Comparison,
+    Divergence,
+    Hint,
+    Pair,
+    Skipped,
+    Standing,
+    Verdict,
+    counts_of,
+    worst,
+)
 from glassengine.sites import matches
 
 
@@ -45,8 +57,9 @@ def compare(
     floating_point_only: bool = False,
     transpose: Sequence[str] = (),
     device: str = "cpu",
-    fail_on: Literal["rounding", "suspicious", "wrong"] = "wrong",
+    fail_on: Literal["rounding", "suspicious", "wrong"] | None = None,
     min_coverage: float = 0.9,
+    min_snr: float | None = None,
 ) -> Comparison:
     """Judge every tensor of `candidate` against the tensor of the same step and rank in `baseline` that it belongs to.
 
@@ -66,8 +79,10 @@ def compare(
         transpose: Site patterns whose baseline tensor is transposed (its last two dimensions) first; of what a pattern
             names, vectors stay as they are.
         device: Where the arithmetic runs, e.g. "cuda"; it must know float64.
-        fail_on: The mildest verdict that makes the result not ok.
+        fail_on: The mildest verdict that makes the result not ok; None is "wrong". Two recordings of two precisions
+            are judged by what is left of the signal (`compare.precision`), unless it or a tolerance is given.
         min_coverage: The result is not ok when a smaller share of the baseline's float-valued tensors was judged.
+        min_snr: Of two precisions: least signal-to-noise ratio of each result, in dB.
 
     Raises:
         IncomparableError: The sides hold different token ids, or nothing can be compared.
@@ -75,7 +90,7 @@ def compare(
         UsageError: A side does not exist, or an argument or the map makes no sense.
         CorruptError: A side is damaged.
     """
-    check_arguments(rtol, atol, fail_on, min_coverage, device)
+    check_arguments(rtol, atol, fail_on or "wrong", min_coverage, device)
     rules = None if map is None else load_map(map)
     left, right = (side if not isinstance(side, str | Path) else open_source(side) for side in (baseline, candidate))
     require_same_tokens(left, right)
@@ -92,14 +107,21 @@ def compare(
     if not chosen:
         raise nothing_to_compare(left, right)
     floor, why_not = _floor(left, right)
-    judge = Judge(left, right, rtol, atol, transpose, device, floor)
+    dtypes = two_precisions(left, right)
+    precision = None if dtypes is None else Precision(dtypes)
+    is_drift = precision is not None and fail_on is None and rtol is None and atol is None
+    fail_on = fail_on or "wrong"
+    judge = Judge(left, right, rtol, atol, transpose, device, floor, precision, is_drift)
     pairs = judge.with_statistics([judge.pair(one) for one in chosen], chosen, all_of_them=bool(show_only))
     skipped, unmatched = _skipped(matching, show_only, floating_point_only)
     verdict = worst(pair.verdict for pair in pairs)
     coverage = _coverage(matching, chosen, show_only, floating_point_only)
     is_bad = VERDICTS.index(verdict) >= VERDICTS.index(fail_on)
-    reason = _not_ok_because(pairs, fail_on, coverage, min_coverage, show_only)
-    divergence = _first_divergence(pairs, chosen, left, right)
+    drift = () if precision is None else precision.table()
+    over = over_budget(drift, min_snr)
+    reason = _not_ok_because(pairs, fail_on, coverage, min_coverage, show_only, over)
+    # Of two precisions every tensor is another, so that only what is wrong is worth a name.
+    divergence = None if is_drift and not is_bad else _first_divergence(pairs, chosen, left, right)
     steps = [{entry.step for entry in side.entries} for side in (left, right)]
     return Comparison(
         baseline=str(left.path),
@@ -119,11 +141,21 @@ def compare(
         skipped=(*not_tensors, *skipped),
         environment={"baseline": _environment(left), "candidate": _environment(right)},
         coverage=coverage,
-        calibration=_calibration(pairs, floor, left, why_not),
+        calibration=f"another precision: drift, {' against '.join(dtypes)}"
+        if is_drift and dtypes is not None
+        else _calibration(pairs, floor, left, why_not),
+        standing=_standing(reason, over, is_bad=is_bad),
+        drift=drift,
         same_weights=_same_weights(left, right),
         not_ok_because=reason,
-        too_little=reason is not None and not is_bad,
+        too_little=reason is not None and not is_bad and over is None,
     )
+
+
+def _standing(reason: str | None, over: str | None, *, is_bad: bool) -> Standing:
+    if reason is None:
+        return "ok"
+    return "differs inside" if is_bad else "over budget" if over is not None else "too little judged"
 
 
 def _floor(left: TensorSource, right: TensorSource) -> tuple[NoiseFloor | None, str | None]:
@@ -238,11 +270,18 @@ def _hints(match: Match, left: TensorSource, right: TensorSource) -> tuple[Hint,
 
 
 def _not_ok_because(
-    pairs: Sequence[Pair], fail_on: Verdict, coverage: float, min_coverage: float, asked: Sequence[str]
+    pairs: Sequence[Pair],
+    fail_on: Verdict,
+    coverage: float,
+    min_coverage: float,
+    asked: Sequence[str],
+    over: str | None,
 ) -> str | None:
     bad = [pair for pair in pairs if VERDICTS.index(pair.verdict) >= VERDICTS.index(fail_on)]
     if bad:
         return f"{len(bad)} of {len(pairs)} tensors are {fail_on}" + (" or worse" if fail_on != "wrong" else "")
+    if over is not None:
+        return over
     missed = [
         pattern for pattern in asked if not any(_names(pattern, pair.site, pair.candidate_site) for pair in pairs)
     ]

@@ -68,6 +68,16 @@ class DriftSums:
             self.predicted += float(p.square().sum())
             self.introduced += float(torch.where(counted, c - p, 0.0).square_().sum())
 
+    def merge(self, other: DriftSums) -> None:
+        """Add what another holds."""
+        self.num_tensors += other.num_tensors
+        self.signal += other.signal
+        self.noise += other.noise
+        self.power += other.power
+        self.dot += other.dot
+        self.predicted += other.predicted
+        self.introduced += other.introduced
+
     @property
     def loss(self) -> float | None:
         """Noise over signal of what was introduced; None where that is not known."""

@@ -16,6 +16,7 @@ from glassengine.compare.globs import NameIndex
 from glassengine.compare.matching import Match
 from glassengine.compare.measure import measure, summarize, summarize_errors
 from glassengine.compare.padding import CACHES, Padding
+from glassengine.compare.precision import Precision
 from glassengine.compare.slices import rho, slices
 from glassengine.compare.tolerance import Tolerance, tolerance
 from glassengine.compare.verdict import SUSPICIOUS, WRONG
@@ -30,6 +31,7 @@ BY_FLOOR = "noise floor"
 BY_TOLERANCE = "tolerance (uncalibrated)"
 BY_GIVEN_TOLERANCE = "given tolerance"
 BY_SHAPE = "shape"
+BY_PRECISION = "what is left of the signal"
 
 # Statistics need several passes (the median), so of many pairs only the worst get them.
 _NUM_SUMMARIZED = 3
@@ -47,6 +49,8 @@ class Judge:
         transpose: Patterns of tensors of the baseline whose last two dimensions are exchanged.
         device: Where the arithmetic runs.
         floor: What rounding alone does to the tensors of the baseline, where that was measured.
+        precision: Where the sides are of two precisions: gathers the drift.
+        is_drift: Whether what is beyond tolerance is judged by what is left of the signal.
     """
 
     left: TensorSource
@@ -56,6 +60,8 @@ class Judge:
     transpose: Sequence[str]
     device: str
     floor: NoiseFloor | None = None
+    precision: Precision | None = None
+    is_drift: bool = False
 
     def pair(self, match: Match) -> Pair:
         """Return the verdict on one match.
@@ -76,6 +82,9 @@ class Judge:
         figures = measure(x, y, rtol=allowed.rtol, atol=allowed.atol, device=self.device)
         reason = None if x.dtype == y.dtype else f"dtypes differ: {_name(x)} and {_name(y)}"
         pair = dataclasses.replace(pair, figures=figures, reason=reason)
+        drifts = None
+        if self.precision is not None:
+            drifts = self.precision.judge(site, other, x, y)
         if figures.num_different == 0:
             return dataclasses.replace(pair, verdict="identical")
         floor = None if self.floor is None or is_given else self.floor.of(entry)
@@ -86,6 +95,8 @@ class Judge:
                 by_floor: Verdict = "wrong" if found > WRONG else "suspicious" if found > SUSPICIOUS else "rounding"
                 return dataclasses.replace(pair, verdict=by_floor, rho=found, judged_by=BY_FLOOR)
             pair = dataclasses.replace(pair, reason="; ".join(filter(None, (reason, why_not))))
+        if drifts is not None and self.is_drift and not figures.allclose and not figures.num_nonfinite_mismatch:
+            return dataclasses.replace(pair, verdict=drifts, judged_by=BY_PRECISION)
         return dataclasses.replace(pair, verdict="rounding" if figures.allclose else "wrong")
 
     def with_statistics(self, pairs: Sequence[Pair], judged: Sequence[Match], *, all_of_them: bool) -> list[Pair]:

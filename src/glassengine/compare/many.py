@@ -45,8 +45,9 @@ def compare_many(
     floating_point_only: bool = False,
     transpose: Sequence[str] = (),
     device: str = "cpu",
-    fail_on: Literal["rounding", "suspicious", "wrong"] = "wrong",
+    fail_on: Literal["rounding", "suspicious", "wrong"] | None = None,
     min_coverage: float = 0.9,
+    min_snr: float | None = None,
 ) -> Comparisons:
     """Judge every one of `candidates` against `baseline`. The arguments are those of `compare`.
 
@@ -73,6 +74,7 @@ def compare_many(
             device=device,
             fail_on=fail_on,
             min_coverage=min_coverage,
+            min_snr=min_snr,
         )
         for candidate in candidates
     ]

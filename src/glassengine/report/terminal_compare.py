@@ -15,10 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from glassengine.compare.judging import severity
+from glassengine.report.terminal_drift import drift_table
 from glassengine.results import VERDICTS, Comparison, Figures, Pair, Skipped, Summary
 
 STYLES = {"identical": "green", "rounding": "green", "suspicious": "yellow", "wrong": "bold red"}
 MAX_PAIRS = 8
+MAX_DRIFT = 14
 _MAX_REASONS = 5
 _STATISTICS = ("min", "mean", "median", "max", "std")
 
@@ -29,8 +31,12 @@ def comparison(result: Comparison) -> RenderableType:
     ranked = sorted(result.pairs, key=severity, reverse=True)
     # Who asked for some tensors wants to see them all, whatever the verdict.
     is_whole = all(pair.baseline is not None for pair in ranked)
+    if result.drift and not is_whole:
+        parts += [Text(), drift_table(result.drift, MAX_DRIFT)]
+        ranked = [pair for pair in ranked if pair.verdict == "wrong"]
     shown = ranked if is_whole else ranked[:MAX_PAIRS]
-    parts += [Text(), _pairs(shown)]
+    if shown:
+        parts += [Text(), _pairs(shown)]
     if len(ranked) > len(shown):
         rest = Counter(pair.verdict for pair in ranked[len(shown) :])
         counted = ", ".join(f"{rest[name]} {name}" for name in reversed(VERDICTS) if rest[name])

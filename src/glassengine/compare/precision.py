@@ -1,0 +1,75 @@
+"""Two records of two precisions: what they differ by is drift, not a mistake, and is told as a table.
+
+A tolerance of one rounding says nothing of a model that rounds after every op, so that nearly all tensors of float32
+against bfloat16 are beyond it. What is left of the signal says something: tensors beyond tolerance are suspicious, and
+wrong only where more than half of the power is noise, where shapes or whole numbers differ, or numbers overflow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from glassengine.compare.drift import DriftSums, by_growth
+from glassengine.compare.tolerance import is_inexact, tolerance
+from glassengine.recording.source import TensorSource
+from glassengine.results import DriftRow, Verdict
+
+_LOST = 0.5
+"""Noise over signal from which on a tensor is not the baseline's: 3 dB."""
+_FEWEST = 8
+"""Elements below which that says nothing."""
+
+
+def two_precisions(left: TensorSource, right: TensorSource) -> tuple[str, str] | None:
+    """Return the dtypes of the models that two records are of, where these differ in precision."""
+    ours, theirs = (str(side.metadata.get("dtype")) for side in (left, right))
+    if not (is_inexact(ours) and is_inexact(theirs)):
+        return None
+    return (ours, theirs) if tolerance(ours, ours).rtol != tolerance(theirs, theirs).rtol else None
+
+
+@dataclass
+class Precision:
+    """The table of two records, gathered while their tensors are judged one by one.
+
+    Attributes:
+        dtypes: Of both sides.
+        found: Site of the baseline -> that of the candidate, and the sums, in the order in which they were made.
+    """
+
+    dtypes: tuple[str, str]
+    found: dict[str, tuple[str, DriftSums]] = field(default_factory=dict)
+
+    def judge(self, site: str, candidate_site: str, x: Tensor, y: Tensor) -> Verdict:
+        """Add a pair, and return the verdict on it, beyond tolerance as it is."""
+        own = DriftSums()
+        own.add(x, y)
+        _, sums = self.found.setdefault(site, (candidate_site, DriftSums()))
+        sums.merge(own)
+        if not x.is_floating_point() or not y.is_floating_point():
+            return "wrong"
+        return "wrong" if x.numel() >= _FEWEST and own.noise > _LOST * own.signal else "suspicious"
+
+    def table(self) -> tuple[DriftRow, ...]:
+        """Return the rows: outputs of modules and ops, results last."""
+        rows = []
+        for site, (other, sums) in self.found.items():
+            path, _, port = site.partition(":")
+            if not sums.num_tensors or (port and not port.startswith("out")):
+                continue
+            is_result = path in ("", ".", "logits")
+            rows.append(sums.row(site, other, "result" if is_result else "module"))
+        inner = [row for row in rows if row.kind != "result"]
+        return (*by_growth(inner), *(row for row in rows if row.kind == "result"))
+
+
+def over_budget(rows: Sequence[DriftRow], min_snr: float | None) -> str | None:
+    """Return which result loses more than is allowed; where no result was recorded, the last row counts."""
+    results = [row for row in rows if row.kind == "result"] or list(rows[-1:])
+    if min_snr is None or not results:
+        return None
+    least = min(results, key=lambda row: row.snr_db)
+    return None if least.snr_db >= min_snr else f"{least.site}: {least.snr_db:.1f} dB (--min-snr {min_snr:g}dB)"
