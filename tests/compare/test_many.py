@@ -108,6 +108,7 @@ def test_many_passes_every_option_on(tmp_path: Path) -> None:
         "device": "cpu",
         "fail_on": "rounding",
         "min_coverage": 1.0,
+        "min_snr": 1.0,
     }
     assert options.keys() == {
         p.name for p in inspect.signature(compare).parameters.values() if p.kind == p.KEYWORD_ONLY
