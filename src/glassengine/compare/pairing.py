@@ -18,6 +18,7 @@ from typing import Any
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from glassengine.compare.arrangements import Arrangement
 from glassengine.program.program import Program
 from glassengine.sites import Site
 
@@ -26,14 +27,16 @@ from glassengine.sites import Site
 class SitePair:
     """One op of the baseline and its counterpart. `difference` describes arguments that are written differently.
 
-    `method` is "name+fingerprint", "name" (same place in the same module call), "output" (same result of the program)
-    or "consumer" (both feed the same argument of a pair).
+    `method` is "name+fingerprint", "name" (same place in the same module call), "output" (same result of the program),
+    "consumer" (both feed the same argument of a pair) or "content" (what they compute). `arrangement` says how the
+    candidate's tensor becomes one of the baseline's dimensions, where these differ.
     """
 
     baseline: Site
     candidate: Site
     method: str
     difference: str | None
+    arrangement: Arrangement | None = None
 
 
 def pair_sites(baseline: Program, candidate: Program) -> tuple[list[SitePair], list[Site], list[Site]]:

@@ -1,13 +1,15 @@
-"""The tensors of a candidate's program on the steps of a probe, found by shape, size and values."""
+"""The tensors of a candidate's program on the steps of a probe, found by values, in whatever arrangement."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
 
+from glassengine.compare.arrangements import Arrangement, Size, arrangements
 from glassengine.compare.verdict import unit_roundoff
 from glassengine.diagnose.probe import ProbeStep
 from glassengine.program.naming import is_tensor_node
@@ -15,6 +17,26 @@ from glassengine.program.program import Program
 
 Values = list[Any]
 """What one node made in each step."""
+
+_MOST_DIMENSIONS = 6
+_SLACK = 1.01
+"""Beyond what the distance of two tensors allows their means to differ: these are rounded, too."""
+
+
+class Seen(NamedTuple):
+    """A tensor of the candidate, in the arrangement of the baseline."""
+
+    name: str
+    how: Arrangement | None = None
+
+
+class _Sums(NamedTuple):
+    """What no arrangement changes: root mean square, mean of the absolute values, mean, how many there are."""
+
+    size: float
+    absolute: float
+    mean: float
+    number: int
 
 
 class CandidateTensors:
@@ -28,7 +50,10 @@ class CandidateTensors:
         nodes: Name -> node that makes a tensor in every step.
         order: Name -> place in the graph, of every node.
         ancestors: Name -> the node itself and what it is made of, as the bits of their places.
+        all_nodes: Name -> node.
+        inputs: Name of an input -> its node.
         by_shape: Shapes in the steps -> names.
+        by_number: Numbers of elements in the steps -> names.
         taken: Names that are somebody's counterpart; `alike` leaves them out.
     """
 
@@ -37,44 +62,118 @@ class CandidateTensors:
         self._num_unpadded = sum(step.real is None for step in steps)
         everywhere = [node for node in program.graph.nodes if all(node.name in step.values for step in steps)]
         self.nodes: dict[str, Node] = {node.name: node for node in everywhere if is_tensor_node(node)}
+        self.all_nodes: dict[str, Node] = {node.name: node for node in program.graph.nodes}
+        self.inputs = {port.name: self.all_nodes[port.node] for port in program.inputs}
         self.order = {node.name: place for place, node in enumerate(program.graph.nodes)}
-        self.ancestors = _ancestors(program)
+        self.ancestors = ancestors_of(program)
         self.by_shape: dict[tuple[Any, ...], list[str]] = {}
         for name in self.nodes:
-            self.by_shape.setdefault(shapes_of(self.values(name)), []).append(name)
+            self.by_shape.setdefault(shapes_of(self.values(Seen(name))), []).append(name)
+        self.by_number: dict[tuple[int, ...], list[str]] = {}
+        for name in self.nodes:
+            self.by_number.setdefault(numbers_of(self.values(Seen(name))), []).append(name)
         self.taken: set[str] = set()
-        self._sizes: dict[str, list[float]] = {}
+        self._sums: dict[str, list[_Sums]] = {}
 
-    def values(self, name: str) -> Values:
-        """Return what a node made in each step."""
-        return [step.values[name] for step in self._steps]
+    def values(self, seen: Seen) -> Values:
+        """Return what a node made in each step, arranged."""
+        made = [step.values[seen.name] for step in self._steps]
+        return made if seen.how is None else [seen.how.apply(value) for value in made]
 
     def unit(self, name: str) -> float:
         """Return the unit roundoff of a tensor."""
         return unit_roundoff(self.nodes[name].meta["val"].dtype)
 
-    def alike(self, predicted: Values, besides: int) -> Iterator[str]:
-        """Yield the floating tensors of the same shape and, roughly, size, but those at the places `besides`."""
-        sizes = [_size(value) for value in predicted]
-        for name in self.by_shape.get(shapes_of(predicted), ()):
-            if name in self.taken or not self.nodes[name].meta["val"].is_floating_point():
-                continue
-            if besides >> self.order[name] & 1:
-                continue
-            if name not in self._sizes:
-                self._sizes[name] = [_size(value) for value in self.values(name)]
-            both = list(zip(sizes, self._sizes[name], strict=True))[: self._num_unpadded]
-            if all(abs(a - b) <= 0.2 * max(a, b) for a, b in both):
-                yield name
+    def of_number(self, predicted: Values) -> Sequence[str]:
+        """Return the tensors of as many elements."""
+        return self.by_number.get(numbers_of(predicted), ())
 
-    def distance(self, name: str, predicted: Values, *, beside_padding: bool = True) -> float:
+    def alike(self, predicted: Values, besides: int) -> Iterator[Seen]:
+        """Yield the floating tensors of the same shape and, roughly, size, but those at the places `besides`."""
+        sums = [_sums(value) for value in predicted]
+        for name in self.by_shape.get(shapes_of(predicted), ()):
+            if self._is_free(name, besides):
+                both = list(zip(sums, self._sums_of(name), strict=True))[: self._num_unpadded]
+                if all(abs(a.size - b.size) <= 0.2 * max(a.size, b.size) for a, b in both):
+                    yield Seen(name)
+
+    def close(
+        self, predicted: Values, allowed: Callable[[str], float], besides: int, *, beside_padding: bool = True
+    ) -> Iterator[tuple[float, Seen]]:
+        """Yield (distance, tensor) of the floating tensors that are near a prediction, in any arrangement.
+
+        Args:
+            predicted: In each step.
+            allowed: Largest distance of a tensor.
+            besides: Places that are left out.
+            beside_padding: As for `distance`.
+        """
+        sums = [_sums(value) for value in predicted]
+        shapes = shapes_of(predicted)
+        for name in self.by_number.get(numbers_of(predicted), ()):
+            if not self._is_free(name, besides):
+                continue
+            most = allowed(name)
+            theirs = self._sums_of(name)
+            both = list(zip(sums, theirs, strict=True))[: self._num_unpadded]
+            if not all(_may_be_near(a, b, most) for a, b in both):
+                continue
+            for seen in self._arranged(name, shapes):
+                distance = self.distance(seen, predicted, beside_padding=beside_padding)
+                if distance <= most:
+                    yield distance, seen
+                    break
+
+    def arranged(self, name: str, predicted: Values, known: Sequence[Arrangement]) -> Seen | None:
+        """Return a tensor in the arrangement that one of this shape most likely has, whatever its values.
+
+        Args:
+            name: Of the tensor.
+            predicted: What it stands in the place of.
+            known: Arrangements of other tensors, the likely ones first.
+        """
+        ours, theirs = shapes_of(predicted), shapes_of(self.values(Seen(name)))
+        if None in ours or None in theirs:
+            return None
+        for how in known:
+            if all(how.fits(a, b) for a, b in zip(theirs, ours, strict=True)):
+                return Seen(name, None if how.is_trivial else how)
+        if ours == theirs:
+            return Seen(name)
+        return next(self._arranged(name, ours), None)
+
+    def distance(self, seen: Seen, predicted: Values, *, beside_padding: bool = True) -> float:
         """Return the largest distance of any step: rms(tensor - predicted) / rms(predicted), infinite across masks.
 
         What stands in padding counts for nothing; without `beside_padding` steps that have some do not count at all.
         """
-        each = list(zip(self.values(name), predicted, (step.real for step in self._steps), strict=True))
+        each = list(zip(self.values(seen), predicted, (step.real for step in self._steps), strict=True))
         each = each if beside_padding else each[: self._num_unpadded]
         return max(_distance(*_real(theirs, ours, real)) for theirs, ours, real in each)
+
+    def _is_free(self, name: str, besides: int) -> bool:
+        if name in self.taken or not self.nodes[name].meta["val"].is_floating_point():
+            return False
+        return not besides >> self.order[name] & 1
+
+    def _arranged(self, name: str, shapes: tuple[Any, ...]) -> Iterator[Seen]:
+        theirs = shapes_of(self.values(Seen(name)))
+        if theirs == shapes:
+            yield Seen(name)
+        if None in theirs or None in shapes or max(map(len, (theirs[0], shapes[0]))) > _MOST_DIMENSIONS:
+            return
+        if len(set(map(len, theirs))) > 1 or len(set(map(len, shapes))) > 1:
+            return
+        if sum(size > 1 for size in theirs[0]) < 2 and theirs == shapes:
+            return
+        for how in arrangements(_by_dimension(theirs), _by_dimension(shapes)):
+            if not how.is_trivial and all(how.fits(a, b) for a, b in zip(theirs, shapes, strict=True)):
+                yield Seen(name, how)
+
+    def _sums_of(self, name: str) -> list[_Sums]:
+        if name not in self._sums:
+            self._sums[name] = [_sums(value) for value in self.values(Seen(name))]
+        return self._sums[name]
 
 
 def shapes_of(values: Values) -> tuple[Any, ...]:
@@ -82,7 +181,29 @@ def shapes_of(values: Values) -> tuple[Any, ...]:
     return tuple(tuple(value.shape) if isinstance(value, torch.Tensor) else None for value in values)
 
 
-def _ancestors(program: Program) -> dict[str, int]:
+def numbers_of(values: Values) -> tuple[int, ...]:
+    """Return the number of elements in each step."""
+    return tuple(value.numel() if isinstance(value, torch.Tensor) else -1 for value in values)
+
+
+def is_telling(values: Values) -> bool:
+    """Whether tensors have two different numbers: one number is made in too many ways to say anything."""
+    return any(isinstance(v, torch.Tensor) and v.numel() > 1 and bool((v != v.flatten()[0]).any()) for v in values)
+
+
+def _by_dimension(shapes: Sequence[Sequence[int]]) -> list[Size]:
+    return list(zip(*shapes, strict=True))
+
+
+def _may_be_near(ours: _Sums, theirs: _Sums, most: float) -> bool:
+    """Whether two tensors can be so near: the distance bounds that of every mean."""
+    if math.isinf(most):
+        return True
+    allowed = most * ours.size * _SLACK + 1e-30
+    return all(abs(a - b) <= allowed for a, b in zip(ours[:3], theirs[:3], strict=True))
+
+
+def ancestors_of(program: Program) -> dict[str, int]:
     """Return for each node itself and what it is made of, as the bits of their places in the graph."""
     made_of: dict[str, int] = {}
     for place, node in enumerate(program.graph.nodes):
@@ -99,9 +220,22 @@ def _special(value: torch.Tensor) -> torch.Tensor:
 
 def _size(value: torch.Tensor) -> float:
     """Root mean square of the numbers in a tensor."""
+    return _sums(value).size
+
+
+def _sums(value: torch.Tensor) -> _Sums:
+    if not value.numel():
+        return _Sums(0.0, 0.0, 0.0, 0)
     wide = value.double()
-    wide = torch.where(_special(wide), 0.0, wide)
-    return float(wide.square().mean().sqrt()) if wide.numel() else 0.0
+    masked = _special(wide)
+    if bool(masked.any()):
+        wide = torch.where(masked, 0.0, wide)
+    return _Sums(
+        float(torch.linalg.vector_norm(wide)) / math.sqrt(value.numel()),
+        float(wide.abs().mean()),
+        float(wide.mean()),
+        value.numel(),
+    )
 
 
 def _real(theirs: torch.Tensor, ours: torch.Tensor, real: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,6 +19,7 @@ from glassengine.compare.kernels import UNMEASURED, Kernels
 from glassengine.compare.operation import FLOAT32_SUMS, Accumulation
 from glassengine.compare.pairing import SitePair
 from glassengine.compare.tolerance import is_inexact
+from glassengine.diagnose.arranged import Arranged
 from glassengine.diagnose.cases import Case, Inputs, causal_cases, module_cases, taken_by
 from glassengine.diagnose.op_by_op import RUNG, op_by_op
 from glassengine.diagnose.pair_programs import pair_programs
@@ -31,6 +32,7 @@ from glassengine.diagnose.segments import SegmentReplay
 from glassengine.diagnose.severity import Severity
 from glassengine.diagnose.sides import EngineSide, ModuleSide, ProgramSide
 from glassengine.diagnose.source_side import RUNTIME, SourceSide, untouched
+from glassengine.diagnose.untouched import UntouchedCandidate, own_names
 from glassengine.diagnose.weights import compare_weights, weights_of
 from glassengine.engine.build import build_program
 from glassengine.engine.engine import Engine
@@ -205,7 +207,8 @@ def _add_observable(climb: Climb, engine: Engine, observed: Sequence[str]) -> No
     )
     nodes = engine_nodes(climb, engine, observed)
     counterparts = {node: pair.candidate.node for node, pair in climb.pairs.items()}
-    climb.add(EngineSide(engine, nodes, rung="engine", replay=replay, counterparts=counterparts))
+    arranged = Arranged(climb.program, climb.pairs)
+    climb.add(EngineSide(engine, nodes, "engine", replay=replay, counterparts=counterparts, arranged=arranged))
 
 
 def _replay(climb: Climb, pairs: Mapping[str, SitePair], **options: Any) -> Replay:
@@ -232,6 +235,7 @@ def add_model(climb: Climb, candidate: LoadedModel, inputs: Inputs, progress: Pr
     climb.weights = compare_weights(known, {name: tensor for name, tensor in own.items() if name in known})
     progress("exporting the candidate")
     given = None
+    observable: dict[str, Any] = {}
     if candidate.kind == "module":
         given = [taken_by(candidate.module, step) for step in _arguments(candidate, inputs)]
     try:
@@ -249,15 +253,17 @@ def add_model(climb: Climb, candidate: LoadedModel, inputs: Inputs, progress: Pr
             "dtype": None if same else getattr(torch, candidate.dtype),
         }
         replay = _replay(climb, by_node, **options)
-        climb.add(ProgramSide(program, by_node, rung="candidate", replay=replay))
+        climb.pairs, arranged = by_node, Arranged(climb.program, by_node)
+        climb.add(ProgramSide(program, by_node, rung="candidate", replay=replay, arranged=arranged))
         _skip_unpaired(climb, program, by_node, "candidate")
+        observable = {"names": own_names(program, by_node), "arranged": arranged}
     coarsest: torch.dtype = getattr(torch, candidate.dtype)
     runs_onnx = candidate.stored is not None and candidate.stored.onnx is not None
     accumulation = climb.of_runtime(kernels_of(RUNTIME)) if runs_onnx else climb.accumulation
     segments = SegmentReplay(climb.program, coarsest=coarsest, accumulation=accumulation)
     beside = climb.model if isinstance(climb.model, ModuleSide) else None
-    untouched_side = ModuleSide(
-        candidate.module, climb.program, rung="candidate, untouched", replay=segments, beside=beside
+    untouched_side = UntouchedCandidate(
+        candidate.module, climb.program, rung="candidate, untouched", replay=segments, beside=beside, **observable
     )
     climb.add(untouched_side)
     return coarsest

@@ -16,6 +16,7 @@ import torch
 from torch.fx import Node
 
 from glassengine.compare.verdict import INTRODUCED_WRONG, SUSPICIOUS, Reference, unit_roundoff
+from glassengine.diagnose.arranged import Arranged
 from glassengine.diagnose.cut_graph import Piece, clone, cut
 from glassengine.diagnose.sides import EngineSide, Observed, ProgramSide, Side
 from glassengine.diagnose.source_side import RUNTIME, SourceSide
@@ -158,9 +159,14 @@ def candidate_of(
     counterparts |= {ours[port.name]: port.node for port in own.inputs if port.name in ours}
     nodes = {other.name: other for other in own.graph.nodes}
     target = nodes.get(counterparts.get(node.name, ""))
-    if target is None:
+    arranged = Arranged() if isinstance(side, SourceSide) else side.arranged
+    if target is None or arranged.is_arranged(node.name):
         return own, None, {}
-    observed = {counterparts[name]: value for name, value in values.items() if name in counterparts}
+    observed = {
+        counterparts[name]: value
+        for name, value in values.items()
+        if name in counterparts and not arranged.is_arranged(name)
+    }
     near = {other.name for other in _ancestors(target, _DEPTH)}
     kept = {name: clone(value) for name, value in observed.items() if name in near and isinstance(value, torch.Tensor)}
     return own, target, {**own.weights(), **kept}

@@ -349,9 +349,10 @@ def float_nodes(program: Program, kinds: Sequence[str], *, without: tuple[str, .
     """What coverage is counted over: nodes of floating dtype with a site of one of `kinds`.
 
     Module inputs are left out (they are outputs of something else), so are names that start with one of `without`,
-    nodes that depend on weights alone (they are taken from the weights, see `program.outputs`), random numbers and
-    memory that nothing has written.
+    nodes that depend on weights alone (they are taken from the weights, see `program.outputs`), random numbers, memory
+    that nothing has written, and what nothing reads: the last states of a recurrence, say.
     """
+    results = set(program.output_nodes.values())
     constant = {node.name for node in weight_only_nodes(program)}
     counted = [s for s in program.sites if s.kind in kinds and ":in" not in s.name and not s.name.startswith(without)]
     named = {site.node for site in counted} - constant
@@ -362,4 +363,5 @@ def float_nodes(program: Program, kinds: Sequence[str], *, without: tuple[str, .
         and is_tensor_node(node)
         and node.meta["val"].is_floating_point()
         and op_name(node) not in RANDOM | UNDEFINED
+        and (node.users or node.name in results)
     }

@@ -13,6 +13,7 @@ from torch import nn
 from glassengine.capture.hooks import observing
 from glassengine.capture.interpreter import run_program
 from glassengine.compare.pairing import SitePair
+from glassengine.diagnose.arranged import Arranged
 from glassengine.diagnose.cases import Case, StepInputs, taken_by
 from glassengine.diagnose.end_to_end import results_of
 from glassengine.diagnose.regions import RegionReplay
@@ -220,6 +221,7 @@ class ProgramSide:
         rung: Name on screen.
         replay: Replays ops of the baseline on this side's values; None when the two sides differ in dtype.
         counterparts: Baseline node -> node of `program`, where `pairs` are a part of them.
+        arranged: Gives tensors the baseline's dimensions.
     """
 
     program: Program
@@ -229,6 +231,7 @@ class ProgramSide:
     guarantee: str = "judged op by op"
     counterparts: Mapping[str, str] = field(default_factory=dict)
     level: Level = field(default="op", kw_only=True)
+    arranged: Arranged = field(default_factory=Arranged, kw_only=True)
     _values: dict[str, torch.Tensor] = field(default_factory=dict)
     _results: Mapping[str, torch.Tensor] = field(default_factory=dict)
     _caches: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -248,9 +251,12 @@ class ProgramSide:
         self._values = {}
         self._wanted = {pair.candidate.node for pair in self.pairs.values()}
         outputs = self.run({**named, **self._caches})
+        self.arranged.begin_step({**named, **self._caches})
         if self.replay is not None:
             by_node = {node: pair.candidate.node for node, pair in self.pairs.items()}
-            values = {node: self._values[own] for node, own in by_node.items() if own in self._values}
+            values = {
+                ours: self.arranged(ours, self._values[own]) for ours, own in by_node.items() if own in self._values
+            }
             self.replay.begin_step({**named, **self._caches}, values)
             _begin_regions(self.replay, inputs, named)
         self._caches = {past: outputs[present] for past, present in self.program.caches.items()}
@@ -274,7 +280,7 @@ class ProgramSide:
         pair = self.pairs.get(node)
         if pair is None or pair.candidate.node not in self._values:
             return []
-        return [Observed(self._values[pair.candidate.node], pair.candidate.name, pair.method)]
+        return [Observed(self.arranged(node, self._values[pair.candidate.node]), pair.candidate.name, pair.method)]
 
 
 @dataclass
@@ -288,6 +294,7 @@ class EngineSide:
         guarantee: Likewise.
         replay: Replays ops of the baseline on this side's values; None where too few are observed (a release engine).
         counterparts: Baseline node -> node of the engine's program, observed or not.
+        arranged: Gives tensors the baseline's dimensions.
     """
 
     engine: Engine
@@ -297,6 +304,7 @@ class EngineSide:
     replay: Replay | None = None
     counterparts: Mapping[str, str] = field(default_factory=dict)
     level: Level = field(default="op", kw_only=True)
+    arranged: Arranged = field(default_factory=Arranged, kw_only=True)
     _session: Session | None = None
     _case: Case | None = None
     _prompt: Iterator[torch.Tensor] = field(default_factory=lambda: iter(()))
@@ -321,12 +329,14 @@ class EngineSide:
         if not isinstance(inputs, StepInputs):
             results = self.engine(**inputs)
             self._values = {name: results[name] for name in names}
+            self.arranged.begin_step(named_inputs(inputs))
             self._replay_from(named_inputs(inputs), {}, inputs)
             return
         assert self._session is not None
         if next(self._prompt, None) is None:
             self._session.decode(inputs.input_ids)
         self._values = dict(self._session.read(names))
+        self.arranged.begin_step(inputs.named())
         if self.replay is not None:
             self._replay_from(inputs.named(), self._session.read(self.engine.manifest.caches), inputs)
 
@@ -334,7 +344,7 @@ class EngineSide:
         self, named: Mapping[str, Any], caches: Mapping[str, Any], inputs: StepInputs | Mapping[str, Any]
     ) -> None:
         if self.replay is not None:
-            values = {node: self._values[name] for node, (name, _, _) in self.nodes.items()}
+            values = {node: self.arranged(node, self._values[name]) for node, (name, _, _) in self.nodes.items()}
             self.replay.begin_step({**named, **caches}, values)
             _begin_regions(self.replay, inputs, named)
 
@@ -343,7 +353,7 @@ class EngineSide:
         if node not in self.nodes:
             return []
         name, site, method = self.nodes[node]
-        return [Observed(self._values[name], site, method)]
+        return [Observed(self.arranged(node, self._values[name]), site, method)]
 
     def results(self) -> Mapping[str, torch.Tensor]:
         """Return those results of the engine that were read."""
