@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from glassengine.compare.operation import POINTWISE, STEPS
+from glassengine.compare.operation import MOVES, POINTWISE, STEPS
 from glassengine.program.naming import op_name
 from glassengine.results import ExemptionReason
 
@@ -25,7 +25,7 @@ _CASTS = frozenset({"_to_copy", "to", "convert_element_type"})
 _IN_PLACE = POINTWISE | STEPS | _CASTS | {"clamp", "clamp_min", "clamp_max", "abs", "neg", "maximum", "minimum"}
 """Each element of a result of these hangs on those in its own place only."""
 _COMPARISONS = {"lt", "le", "gt", "ge", "eq", "ne"}
-_BESIDE = {"scalar_tensor", "full", "full_like", "ones_like", "zeros_like", "lift_fresh_copy"} | _COMPARISONS
+_BESIDE = MOVES | _COMPARISONS
 """What else is computed ahead: numbers that a program makes to compute with, and conditions."""
 
 

@@ -28,6 +28,32 @@ _ROUND_CORRECTLY = STEPS | {
     *("abs", "floor_divide", "hardtanh", "relu", "sign"),
 }
 _SUMS = {"sum", "cumsum", "diff", "trace", "scatter_add", "index_add"} | PRODUCTS | CONVOLUTIONS
+_OF_WHOLE_NUMBERS = _SUMS | {"add", "sub", "rsub", "mul", "neg", "square", "abs"}
+_A_FEW = 16
+
+
+def keeps_whole_numbers(node: Node, args: Any, kwargs: Any, result: Any, u: float) -> bool:
+    """Whether an op rounds nothing, whatever made its arguments: whole numbers are added up or multiplied, and small.
+
+    Args:
+        node: The op.
+        args: In float64.
+        kwargs: Likewise.
+        result: Its float64 result.
+        u: Unit roundoff of the coarsest dtype in which somebody computes it.
+    """
+    if op_name(node) not in _OF_WHOLE_NUMBERS or not isinstance(result, Tensor):
+        return False
+    floats = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor) and v.is_floating_point()]
+    numbers = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, float)]
+    # The first few tell nearly all tensors that are none.
+    if not all(_is_whole(value.flatten()[:_A_FEW]) for value in floats) or not all(v.is_integer() for v in numbers):
+        return False
+    if not all(_is_whole(value) for value in floats):
+        return False
+    sizes = pytree.tree_map(_size, (tuple(args), dict(kwargs)))
+    total: Any = target_of(node)(*sizes[0], **sizes[1])
+    return bool(total.abs().amax() <= 1 / u) if isinstance(total, Tensor) and total.numel() else False
 
 
 class Exactness:
@@ -96,17 +122,17 @@ class Exactness:
     def _keeps(self, node: Node, name: str, args: Any, kwargs: Any, results: list[Any]) -> bool:
         if is_view(node) or name in MOVES | CASTS | _ROUND_CORRECTLY:
             return True
-        if name not in _SUMS:
+        (result,) = results if len(results) == 1 else (None,)
+        if not isinstance(result, Tensor):
             return False
-        floats = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor) and v.is_floating_point()]
-        if not all(bool((value == value.round()).all()) for value in floats):
-            return False
-        sizes = pytree.tree_map(_size, (tuple(args), dict(kwargs)))
-        total: Any = target_of(node)(*sizes[0], **sizes[1])
-        u = max([unit_roundoff(leaf.dtype) for leaf in results if isinstance(leaf, Tensor) and _is_float(leaf)])
-        if name not in ("cumsum", "sum", "diff", "trace"):
-            u = max(u, self._accumulation.u_sums, self._accumulation.u_operands)
-        return bool(total.amax() <= 1 / u) if isinstance(total, Tensor) and total.numel() else False
+        return keeps_whole_numbers(node, args, kwargs, result, self.unit(name, result.dtype))
+
+    def unit(self, name: str, dtype: torch.dtype) -> float:
+        """Return the unit roundoff of the coarsest dtype in which a candidate may compute the op `name`."""
+        dtypes = [dtype, dtype if self._coarsest is None else self._coarsest]
+        of_products = (self._accumulation.u_sums, self._accumulation.u_operands)
+        found = [unit_roundoff(one) for one in dtypes] + list(of_products if name in PRODUCTS | CONVOLUTIONS else ())
+        return max(found)
 
     def _is_same(self, exact: Any, native: Any) -> bool:
         if not isinstance(exact, Tensor) or not isinstance(native, Tensor):
@@ -135,5 +161,5 @@ def _size(value: Any) -> Any:
     return value.abs() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def _is_float(value: Tensor) -> bool:
-    return value.is_floating_point()
+def _is_whole(value: Tensor) -> bool:
+    return bool((value == value.round()).all())

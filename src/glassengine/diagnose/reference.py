@@ -22,14 +22,14 @@ from glassengine.compare.undefined_casts import Undefined, UndefinedCasts
 from glassengine.compare.verdict import Reference, smallest_precise, unit_roundoff
 from glassengine.diagnose.composites import rounded_inside
 from glassengine.diagnose.exact_product import ExactProduct, is_product
-from glassengine.diagnose.exactness import Exactness
+from glassengine.diagnose.exactness import Exactness, keeps_whole_numbers
 from glassengine.diagnose.exemptions import PADDING, TIES, UNWRITTEN
 from glassengine.diagnose.float64 import double, retarget, target_of, unwritten_nodes
 from glassengine.diagnose.hidden_rows import HiddenRows
 from glassengine.diagnose.hidden_values import HiddenValues
 from glassengine.diagnose.rounding import disturbed, noisy, rounded, rounds
 from glassengine.diagnose.ties_followed import TiesFollowed, settled_sources
-from glassengine.program.naming import is_tensor_node
+from glassengine.program.naming import is_tensor_node, op_name
 from glassengine.program.onnx.function import Composite
 from glassengine.program.program import Program
 from glassengine.results import ExemptionReason
@@ -191,6 +191,7 @@ class ReferenceRun:
         results: list[Any] = []
         product: ExactProduct | None = None
         exact_arguments: tuple[Any, Any] = ((), {})
+        is_rounded = rounds(node)
         for lane in self._lanes:
             if lane == 2 and self._exactness.finds(node, *exact_arguments, *results):
                 return [*results, *([results[0]] * (len(self._lanes) - 2))]
@@ -212,13 +213,23 @@ class ReferenceRun:
                 results.append(self._rounded_inside(node, args, kwargs, generators[lane]))
                 continue
             value = target(*args, **kwargs)
-            if lane == 0 and is_product(node) and isinstance(value, torch.Tensor) and value.is_floating_point():
+            if lane == 0 and self._is_of_whole_numbers(node, args, kwargs, value):
+                is_rounded = False
+            is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+            if lane == 0 and is_rounded and is_float and is_product(node):
                 product = ExactProduct(node, value, args, kwargs, self._stored(node))
-            if lane > 1 and rounds(node):
+            if lane > 1 and is_rounded:
                 disturb = partial(self._noisy, node, args=args, kwargs=kwargs, generator=generators[lane])
                 value = disturb(value) if isinstance(value, torch.Tensor) else pytree.tree_map(disturb, value)
             results.append(value)
         return results
+
+    def _is_of_whole_numbers(self, node: Node, args: Any, kwargs: Any, value: Any) -> bool:
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return False
+        kept = node.meta.get("val")
+        own = kept.dtype if isinstance(kept, torch.Tensor) else value.dtype
+        return keeps_whole_numbers(node, args, kwargs, value, self._exactness.unit(op_name(node), own))
 
     def _again(self, env: Mapping[Node, list[Any]], node: Node, others: Mapping[Node, Any]) -> Any:
         """Compute the exact lane of a node once more, from other values of what it reads."""

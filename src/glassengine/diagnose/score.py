@@ -19,7 +19,7 @@ from glassengine.diagnose.completed import completed
 from glassengine.diagnose.drift import Drift
 from glassengine.diagnose.end_to_end import EndToEnd
 from glassengine.diagnose.evidence import EvidenceBox
-from glassengine.diagnose.exemptions import BELOW, DRAWN, TEXTS, UNWRITTEN, Ledger, Masks, exempt_by_replay
+from glassengine.diagnose.exemptions import BELOW, DRAWN, PADDING, TEXTS, UNWRITTEN, Ledger, Masks, exempt_by_replay
 from glassengine.diagnose.guesses import Guesses
 from glassengine.diagnose.origins import BELOW_TIE, OriginTracker
 from glassengine.diagnose.replay import Replay
@@ -140,7 +140,7 @@ class Score:
             # Between exact values there is nothing to choose.
             is_choice=not judged.tensor.is_floating_point() and not reference.known.is_exact,
             is_broken=judged.tensor.is_floating_point() and not is_finite(judged.tensor),
-            masked=reference.valid is not None,
+            masked=PADDING in reference.known.exempt,
             padding_differs=_padding_differs(judged.tensor, reference),
         )
         assert visited.verdict is not None
@@ -331,9 +331,11 @@ def _is_compensated(local: Judgement, accumulated: Judgement, reference: Referen
 
 
 def _padding_differs(tensor: torch.Tensor, reference: Reference) -> bool:
-    if reference.valid is None or tensor.shape != reference.exact.shape:
+    # What else is left out is followed to where it ends: nothing hangs on it that counts.
+    padding = reference.known.exempt.get(PADDING)
+    if padding is None or tensor.shape != reference.exact.shape:
         return False
-    return bool(((tensor != reference.native) & ~reference.valid).any())
+    return bool(((tensor != reference.native) & padding).any())
 
 
 def _inherited(predicted: torch.Tensor, reference: Reference) -> float | None:
