@@ -34,7 +34,7 @@ import torch
 
 from glassengine.compare.known import NOTHING, Known
 from glassengine.compare.mask_values import HIDDEN, is_below, kind_of, sentinel
-from glassengine.compare.slice_means import SliceMeans
+from glassengine.compare.slice_means import Counted, SliceMeans, slice_means
 from glassengine.results import Verdict
 
 SUSPICIOUS = 4.0
@@ -167,7 +167,7 @@ class Reference:
         if self._floor is not None or not exact.is_floating_point():
             return
         finite_power = exact.square()
-        of_power = SliceMeans(finite_power, self._judged)
+        (of_power,) = slice_means([finite_power], counted := Counted(self._judged))
         # No element is larger than the root of the sum of squares, which is NaN where one of them is.
         self._largest = of_power.total**0.5
         hidden = self.known.hidden
@@ -176,9 +176,10 @@ class Reference:
             self._special = ~exact.isfinite() | (exact.abs() >= self._limit)
             if hidden is not None:
                 self._special |= hidden
-            of_power = SliceMeans(torch.where(exact.isfinite(), finite_power, 0.0), self._counted())
-        counted = self._counted()
-        of_runs = [self._of_run(run, counted) for run in (self.native, *self._noisy)]
+            finite_power = torch.where(exact.isfinite(), finite_power, 0.0)
+            (of_power,) = slice_means([finite_power], counted := Counted(self._counted()))
+        self._counting = counted
+        of_runs = self._of_runs(counted)
         power, whole = of_power.mean, max((means.mean for means in of_runs), default=0.0)
         # Of numbers near zero rounding is large, which says nothing about those of other steps.
         if power > relative_from(self._dtype) ** 2:
@@ -220,12 +221,13 @@ class Reference:
         valid = torch.ones_like(self._tied) if self.valid is None else self.valid
         return int((self._tied & valid).sum()) / max(1, int(valid.sum()))
 
-    def _of_run(self, run: torch.Tensor, counted: torch.Tensor | None) -> SliceMeans:
-        square = (run.double() - self.exact).square_()
-        means = SliceMeans(square, counted)
-        if means.total < math.inf:
-            return means
-        return SliceMeans(square.nan_to_num_(0.0, 0.0, 0.0), counted)
+    def _of_runs(self, counted: Counted) -> list[SliceMeans]:
+        squares = [(run.double() - self.exact).square_() for run in (self.native, *self._noisy)]
+        found = slice_means(squares, counted)
+        for i, means in enumerate(found):
+            if not means.total < math.inf:
+                (found[i],) = slice_means([squares[i].nan_to_num_(0.0, 0.0, 0.0)], counted)
+        return found
 
     def judge(self, candidate: torch.Tensor) -> Judgement:
         """Judge one candidate tensor of any dtype on the same device by the floor alone."""
@@ -319,8 +321,7 @@ class Reference:
         if candidate.dtype is self.native.dtype and _equal(candidate, self.native, self.valid):
             return Judgement("identical", 0.0, _rms(candidate.double() - exact, self._counted()))
         value = candidate.double()
-        counted = self._counted()
-        means = SliceMeans((value - exact).square_(), counted)
+        (means,) = slice_means([(value - exact).square_()], self._counting)
         # No element of `value` is larger than the largest of P and the largest error together.
         is_large = not self._largest + means.total**0.5 < self._limit
         if is_large or self.known.hidden is not None or (self._tied is not None and not is_finite(value)):
