@@ -12,6 +12,7 @@ from glassengine.diagnose.cases import Case
 from glassengine.diagnose.drift import table
 from glassengine.diagnose.fineness import coverage, fineness, region_nodes
 from glassengine.diagnose.regions import covered
+from glassengine.diagnose.repeated import grouped
 from glassengine.diagnose.score import Score, float_nodes
 from glassengine.diagnose.severity import Severity
 from glassengine.diagnose.sides import EngineSide, ModuleSide, ProgramSide
@@ -77,6 +78,7 @@ def conclude(
         found = [as_written(score, program, divergence) for divergence in found]
         origins += found
         rungs.append(_rung(score, program, found, severity.get(score.side.rung), verdicts[score.side.rung]))
+    origins = grouped(origins, program)
     pairs = tuple(pair for score in scores for pair in [*soft.pairs[score.side.rung], *_within_regions(score, program)])
     if not pairs:
         raise IncomparableError("nothing was compared", expected="sites that both sides have")

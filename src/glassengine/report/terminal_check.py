@@ -132,6 +132,8 @@ def _divergence(result: Comparison, found: Divergence) -> Iterator[Text]:
         where += " (prefill)" if found.step == 0 else f" (decode step {found.step})"
     yield Text(f"first divergence: {found.site}", style="bold")
     yield Text(f"  rung     {found.rung}, {where}, verdict {found.verdict}")
+    if found.where:
+        yield Text(f"  where    {found.where}: {found.group}")
     if found.source:
         yield Text(f"  source   {found.source}")
     if found.candidate_site != found.site:
@@ -152,10 +154,15 @@ def _about(result: Comparison, found: Divergence) -> Iterator[Text]:
     else:
         yield Text("  test     --reproduction DIR writes one that shows this without the models")
     inherited = sum(pair.inherited for pair in result.pairs if pair.rung == found.rung)
-    others = [d for d in result.origins if d.rung == found.rung and d is not found]
+    others = [d for d in result.origins if d.rung == found.rung and d.leads and d.site != found.site]
+    if found.group is not None:
+        others = [d for d in others if d.group != found.group]
     yield Text(f"  after    {inherited} later tensors merely inherited an error")
     for other in others[:_MAX_ORIGINS]:
-        yield Text(f"  also     {other.site} (step {other.step}, {other.verdict}) introduced an error of its own")
+        many = f", {other.where}" if other.where else ""
+        kind = f": {other.hints[0].text}" if other.hints else ""
+        text = f"{other.site} (step {other.step}, {other.verdict}{many}) introduced an error of its own{kind}"
+        yield Text(f"  also     {text}")
     if len(others) > _MAX_ORIGINS:
         yield Text(f"  also     {len(others) - _MAX_ORIGINS} more origins (--json has all)")
 

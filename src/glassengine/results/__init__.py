@@ -153,6 +153,8 @@ class Divergence(Result):
     """An op that introduced an error; `introduced` and `inherited` are RMS errors.
 
     `source` is "file:line: line" of the baseline, `candidate_source` that of the candidate where it has one of its own.
+    `group` is what sites at the same place of repeated layers have in common, where several of them went wrong:
+    `also_at` are the others, of the first of them, and `num_alike` is how many such places there are.
     """
 
     rung: str | None
@@ -169,6 +171,22 @@ class Divergence(Result):
     hints: tuple[Hint, ...] = ()
     reproduction: str | None = None
     candidate_source: str | None = None
+    group: str | None = None
+    also_at: tuple[str, ...] = ()
+    num_alike: int = 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether it stands for its group, or for itself alone."""
+        return self.group is None or bool(self.also_at)
+
+    @property
+    def where(self) -> str | None:
+        """In how many layers it is; None where it stands for itself alone."""
+        if not self.also_at:
+            return None
+        number = len(self.also_at) + 1
+        return f"in every layer ({number})" if number == self.num_alike else f"in {number} of {self.num_alike} layers"
 
 
 @dataclass(frozen=True)
