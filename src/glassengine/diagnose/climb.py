@@ -23,6 +23,7 @@ from glassengine.diagnose.arranged import Arranged
 from glassengine.diagnose.cases import Case, Inputs, causal_cases, module_cases, taken_by
 from glassengine.diagnose.op_by_op import RUNG, op_by_op
 from glassengine.diagnose.pair_programs import pair_programs
+from glassengine.diagnose.paired_weights import compare_paired_weights
 from glassengine.diagnose.recorded import RUNG as RECORD
 from glassengine.diagnose.recorded import RecordedOps, RecordedTensors, module_side
 from glassengine.diagnose.regions import RegionReplay, covered
@@ -176,7 +177,7 @@ def add_engine(climb: Climb, release: Engine, progress: Progress, *, only_releas
         )
     climb.built = program
     climb.pairs = pair_programs(climb.program, program, climb.cases)
-    climb.weights = compare_weights(weights_of(climb.program), weights_of(program))
+    climb.weights = compare_paired_weights(climb.program, program, _nodes(climb.pairs))
     if not only_release:
         folder = Path(climb.stack.enter_context(tempfile.TemporaryDirectory(prefix="glassengine-check-")))
         plan = observable(climb, program)
@@ -229,10 +230,6 @@ def _arguments(model: LoadedModel, inputs: Inputs) -> Sequence[Mapping[str, Any]
 
 def add_model(climb: Climb, candidate: LoadedModel, inputs: Inputs, progress: Progress) -> torch.dtype:
     """Another model or port: op by op through its own export, and untouched at module outputs."""
-    known = weights_of(climb.program)
-    own = dict(candidate.module.state_dict(keep_vars=True)) | dict(candidate.module.named_buffers())
-    # A program has no weights that it does not use, and a tied one under one name: what only one side names is no news.
-    climb.weights = compare_weights(known, {name: tensor for name, tensor in own.items() if name in known})
     progress("exporting the candidate")
     given = None
     observable: dict[str, Any] = {}
@@ -244,9 +241,11 @@ def add_model(climb: Climb, candidate: LoadedModel, inputs: Inputs, progress: Pr
         climb.skipped.append(
             Skipped("*", "candidate", f"no op-level rung: {error.what} ({error.got})", rung="candidate")
         )
+        climb.weights = _weights_by_name(climb, candidate)
     else:
         progress("pairing the two programs")
         by_node = pair_programs(climb.program, program, climb.cases)
+        climb.weights = compare_paired_weights(climb.program, program, _nodes(by_node))
         same = candidate.dtype == climb.baseline.dtype
         options: dict[str, Any] = {
             "compiled": not same,
@@ -267,6 +266,20 @@ def add_model(climb: Climb, candidate: LoadedModel, inputs: Inputs, progress: Pr
     )
     climb.add(untouched_side)
     return coarsest
+
+
+def _nodes(pairs: Mapping[str, SitePair]) -> dict[str, str]:
+    return {node: pair.candidate.node for node, pair in pairs.items()}
+
+
+def _weights_by_name(climb: Climb, candidate: LoadedModel) -> WeightsComparison | None:
+    """Compare weights by name where a candidate has all names of the baseline: fewer may coincide by chance."""
+    known = weights_of(climb.program)
+    own = dict(candidate.module.state_dict(keep_vars=True)) | dict(candidate.module.named_buffers())
+    if not known.keys() <= own.keys():
+        return None
+    # A program has no weights that it does not use, and a tied one under one name: what only one side names is no news.
+    return compare_weights(known, {name: tensor for name, tensor in own.items() if name in known})
 
 
 def _skip_unpaired(climb: Climb, program: Program, pairs: Mapping[str, SitePair], rung: str) -> None:

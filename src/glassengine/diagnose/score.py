@@ -211,7 +211,7 @@ class Score:
             is_carried = accumulated.verdict in FLAGGED and not local.is_tie
             judgement = accumulated if is_carried else local
             return _Judged(tensor, judgement, False, inherited, local, is_clean, exempt=exempt)
-        if local.verdict == "suspicious" and self._guesses.differences(node):
+        if local.verdict == "suspicious" and self._guesses.differences(node, tensor, reference):
             # Two kinds of evidence: too large for rounding, and other arguments or weights than the baseline's.
             local = dataclasses.replace(
                 local, verdict="wrong", reason="written differently, and too large for rounding"

@@ -209,4 +209,5 @@ def _joined_weights(encoder: WeightsComparison | None, decoder: WeightsCompariso
         union(encoder.different, decoder.different),
         union(encoder.only_baseline, decoder.only_baseline),
         union(encoder.only_candidate, decoder.only_candidate),
+        union(encoder.how, decoder.how),
     )

@@ -45,10 +45,11 @@ def _is_same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     views = [theirs] if ours.shape == theirs.shape else []
     if theirs.dim() == 2 and theirs.T.shape == ours.shape:
         views.append(theirs.T)
-    return any(_is_equal(ours, view) for view in views)
+    return any(is_equal(ours, view) for view in views)
 
 
-def _is_equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+def is_equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether two tensors of one shape are the same up to a few roundings of the coarser dtype."""
     if not (ours.is_floating_point() and theirs.is_floating_point()):
         return torch.equal(ours, theirs)
     coarser = max((ours.dtype, theirs.dtype), key=unit_roundoff)

@@ -12,6 +12,7 @@ from torch.fx import Node
 from glassengine.compare.operation import CASTS
 from glassengine.compare.pairing import difference
 from glassengine.diagnose.between import passes_on, region_of
+from glassengine.diagnose.hypotheses.hypothesis import literals_of, shown
 from glassengine.diagnose.sides import EngineSide, ProgramSide
 from glassengine.program.naming import op_name
 from glassengine.program.program import Program
@@ -35,7 +36,13 @@ def written_differently(baseline: Program, side: Any) -> dict[str, tuple[str, st
     if own is None or own is baseline:
         return {}
     if isinstance(side, ProgramSide):
-        return {node: (pair.candidate.name, pair.difference) for node, pair in side.pairs.items() if pair.difference}
+        ours = {node.name: node for node in baseline.graph.nodes}
+        there = {node.name: node for node in own.graph.nodes}
+        said = {
+            node: (pair.candidate.name, pair.difference or _telling(ours[node], there[pair.candidate.node]))
+            for node, pair in side.pairs.items()
+        }
+        return {node: (site, how) for node, (site, how) in said.items() if how}
     theirs = {node.name: node for node in own.graph.nodes}
     found = {}
     for node in baseline.graph.nodes:
@@ -45,6 +52,23 @@ def written_differently(baseline: Program, side: Any) -> dict[str, tuple[str, st
         if how is not None:
             found[node.name] = (site, how)
     return found
+
+
+def _telling(ours: Node, theirs: Node) -> str | None:
+    """Return how two calls of one op differ in numbers, words and flags; dimensions are spelled in many ways."""
+    if ours.target != theirs.target or passes_on(ours):
+        return None
+    said = []
+    there = {literal.name: literal.value for literal in literals_of(theirs)}
+    for literal in literals_of(ours):
+        value = there.get(literal.name, literal.value)
+        if (
+            isinstance(literal.value, (float, str, bool))
+            and type(value) is type(literal.value)
+            and value != literal.value
+        ):
+            said.append(f"{literal.name}: {shown(literal.value)} here, {shown(value)} in the candidate")
+    return "; ".join(said) or None
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def _weights(result: Comparison) -> Iterator[Text]:
     found = result.weights
     if found is None or not found.different:
         return
-    names = ", ".join(found.different[:_MAX_REASONS])
+    names = ", ".join((found.how or found.different)[:_MAX_REASONS])
     more = len(found.different) - _MAX_REASONS
     rest = f" and {more} more" if more > 0 else ""
     yield Text(f"weights: {len(found.different)} of {found.compared} differ: {names}{rest}", style="yellow")

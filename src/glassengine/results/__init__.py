@@ -217,12 +217,17 @@ class WrittenDifferently(Result):
 
 @dataclass(frozen=True)
 class WeightsComparison(Result):
-    """Weights of two sides by name: how many are on both, which of them differ by more than rounding, and the rest."""
+    """Weights of two sides: how many are on both, which of them differ by more than rounding, and the rest.
+
+    Of two programs these are the weights that ops read which are each other's counterparts, under the baseline's names;
+    `how` then says in words how those that differ are related.
+    """
 
     compared: int
     different: tuple[str, ...]
     only_baseline: tuple[str, ...]
     only_candidate: tuple[str, ...]
+    how: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -41,12 +41,12 @@ def same_op(question: Question) -> Iterator[Hypothesis]:
     """Yield: all arguments as the candidate's op of the same name has them, several at once."""
     for node in question.trial.ops:
         same = [theirs for theirs in question.theirs if theirs.target is node.target]
-        if len(same) != 1:
+        if not same or (len(same) > 1 and (node is not question.trial.end or same[-1] is not question.theirs[-1])):
             continue
         ours = {literal.place: literal for literal in literals_of(node)}
         differing = [
             (ours[literal.place], literal.value)
-            for literal in literals_of(same[0])
+            for literal in literals_of(same[-1])
             if literal.place in ours and ours[literal.place].value != literal.value and literal.name not in _SKIPPED
         ]
         if not differing:

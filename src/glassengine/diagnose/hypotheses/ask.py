@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from glassengine.compare.verdict import unit_roundoff
 from glassengine.diagnose.between import passes_on, region_of
 from glassengine.diagnose.cut_graph import Piece, cut
-from glassengine.diagnose.hypotheses.explain import explain
+from glassengine.diagnose.hypotheses.explain import differences, explain
 from glassengine.diagnose.hypotheses.hypothesis import constants_of
 from glassengine.diagnose.hypotheses.question import Question, noise_of
 from glassengine.diagnose.hypotheses.trial import FAILS, Trial
@@ -68,6 +68,15 @@ class Asked:
             if hints:
                 return hints
         return []
+
+    @torch.no_grad()
+    def differences(self, node: Node, actual: torch.Tensor, valid: torch.Tensor | None) -> list[Hint]:
+        """Return what of the candidate's op is not the baseline's, and changes the result; arguments as for `hints`."""
+        piece = self._piece(node, 0, ())
+        if piece is None or len(piece.ops) > _MOST_OPS:
+            return []
+        question = self.question(node, piece, actual, valid)
+        return [] if question is None else differences(question)
 
     def question(self, node: Node, piece: Piece, actual: torch.Tensor, valid: torch.Tensor | None) -> Question | None:
         """Return the question of a piece; None where it does not run on the candidate's values, or makes the same."""
@@ -166,7 +175,9 @@ class Asked:
                 continue
             if len(found) == _MOST_OTHERS:
                 break
-            found[_short(self._site(name), site)] = value.detach().double() if value.is_floating_point() else value
+            found[_short(self._site(name), site)] = (
+                value.detach().double() if value.is_floating_point() else value.detach()
+            )
         return found
 
     def _nearest(self, node: Node) -> Iterator[tuple[str, Any]]:

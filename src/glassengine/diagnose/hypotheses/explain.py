@@ -4,10 +4,31 @@ from __future__ import annotations
 
 import torch
 
+from glassengine.diagnose.hypotheses.arguments import same_op
 from glassengine.diagnose.hypotheses.catalogue import FAMILIES
 from glassengine.diagnose.hypotheses.question import Question
 from glassengine.diagnose.hypotheses.trial import OutOfWork
+from glassengine.diagnose.hypotheses.weights_read import weights
 from glassengine.results import Hint
+
+_DIFFERS = 0.5
+"""Score of what differs, and changes the result, but is not all of it."""
+
+
+@torch.no_grad()
+def differences(question: Question) -> list[Hint]:
+    """Return which arguments and weights of the candidate's op change the result by more than rounding."""
+    found = []
+    try:
+        # Of several weights nobody knows here which is which.
+        is_clear = len(question.trial.ops) == 1 and len(question.their_weights) == len(question.weights) == 1
+        for family in (same_op, weights) if is_clear else (same_op,):
+            for hypothesis in family(question):
+                if question.differs(question.trial.changed(hypothesis.edits)):
+                    found.append(Hint(hypothesis.kind, hypothesis.text, _DIFFERS))
+    except OutOfWork:
+        pass
+    return found
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -36,7 +36,7 @@ def weights(question: Question) -> Iterator[Hypothesis]:
 
 
 def relation(
-    name: str, own: str, ours: torch.Tensor, theirs: torch.Tensor, others: dict[str, torch.Tensor] | object = ()
+    name: str, own: str, ours: torch.Tensor, theirs: torch.Tensor, others: Mapping[str, torch.Tensor]
 ) -> tuple[str, str]:
     """Return (kind, words) for how the candidate's weight differs from the baseline's of the same op.
 
@@ -48,10 +48,8 @@ def relation(
         others: The baseline's other weights by name.
     """
     there = name if own.endswith(name) else f"{own} (here {name})"
-    named = dict(others) if isinstance(others, dict) else {}
-    twin = next(
-        (n for n, t in named.items() if n != name and t.shape == ours.shape and _is_same(t.double(), theirs)), None
-    )
+    alike = ((n, t.detach().double()) for n, t in others.items() if n != name and t.shape == ours.shape)
+    twin = next((n for n, tensor in alike if _is_same(tensor, theirs)), None)
     if twin is not None:
         return "swapped", f"{there} holds the weight of {twin}"
     if not bool(theirs.any()):
