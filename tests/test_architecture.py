@@ -19,7 +19,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / PACKAGE
 # From the ground up; a unit (file or folder directly under the package) imports only from floors below its own.
 FLOORS = (
     {"errors", "environment", "torch_versions", "writing", "checksums", "inputs_used"},
-    {"accelerators", "sites", "taps", "results", "blocks", "spans"},
+    {"accelerators", "sites", "taps", "results", "blocks", "spans", "locations"},
     {"recording", "program"},
     {"compare", "capture", "executable"},
     {"report", "backends"},
@@ -31,7 +31,7 @@ FLOORS = (
 FLOOR_OF = {unit: level for level, floor in enumerate(FLOORS) for unit in floor}
 
 # Beside the public names, what the command line may use: the words it prints and the status it ends with.
-CLI_MAY_IMPORT = {"errors", "environment", "results", "report", "cli"}
+CLI_MAY_IMPORT = {"errors", "environment", "locations", "results", "report", "cli"}
 
 MAX_LINES = 400
 

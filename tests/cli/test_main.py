@@ -328,3 +328,60 @@ def test_an_interrupt_while_modules_are_imported_shows_no_traceback(monkeypatch:
     with pytest.raises(SystemExit) as stopped:
         entry.run()
     assert stopped.value.code == 130
+
+
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [
+        (["build", "missing.onnx", "--json"], 2),
+        (["sites", "missing.onnx", "--json"], 2),
+        (["run", "missing", "--json"], 2),
+        (["record", "--json"], 2),
+        (["record", "--json", "--", "missing.py"], 2),
+        (["show", "missing", "--json"], 2),
+        (["compare", "missing", "missing-too", "--json", "-"], 2),
+        (["compare", "missing", "missing-too", "--json=-"], 2),
+        (["check", "missing.onnx", "--json", "-"], 2),
+        (["check", "--no-such-flag", "--json", "-"], 2),
+        (["profile", "missing", "--json"], 2),
+        (["snapshot", "show", "missing", "--json"], 2),
+        (["replay", "missing", "--json", "-"], 2),
+        (["doctor", "--nothing", "--json"], 2),
+    ],
+)
+def test_f41_errors_are_documents_too(command: list[str], status: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(command) == status
+    shown = capsys.readouterr()
+    document = json.loads(shown.out)
+    assert (document["ok"], document["exit_status"]) == (False, status)
+    assert document["error"]["what"] in shown.err
+
+
+def test_f41_the_document_of_an_error_goes_where_it_was_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["compare", "missing", "missing-too", "--json", str(tmp_path / "x.json")]) == 2
+    assert json.loads((tmp_path / "x.json").read_text())["error"]["what"]
+    assert capsys.readouterr().out == ""
+    assert cli.main(["compare", "missing", "missing-too", "--json", str(tmp_path / "no" / "x.json")]) == 2
+    assert cli.main(["record", "--", "missing.py", "--json"]) == 2  # the script's own
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt(), 130), (ValueError("x"), 70)])
+def test_f41_interruptions_and_bugs_are_documents(
+    plant: Plant, capsys: pytest.CaptureFixture[str], error: BaseException, status: int
+) -> None:
+    def command(json: bool = False) -> int:
+        raise error
+
+    plant(command)
+    assert cli.main(["planted", "--json"]) == status
+    assert json.loads(capsys.readouterr().out)["exit_status"] == status
+
+
+def test_f41_the_package_itself_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "glassengine", "--version"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0 and done.stdout.startswith("glass ")

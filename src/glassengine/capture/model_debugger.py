@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from glassengine.capture.record import Recorder, own_directory, record
 from glassengine.errors import GlassError, UsageError
+from glassengine.locations import local
 from glassengine.recording.formats.debug_tree import TreeWriter
 from glassengine.recording.reader import Recording
 from glassengine.sites import port_site
@@ -64,7 +65,7 @@ def model_addition_debugger_context(
     """
     if not isinstance(model, nn.Module):
         raise UsageError("only a module can be debugged", got=type(model).__name__)
-    folder = Path(debug_path or ".")
+    folder = local(debug_path or ".")
     # A compiled model is known by the name of what was compiled.
     name = type(getattr(model, "_orig_mod", model)).__name__
     try:

@@ -20,6 +20,7 @@ from glassengine.capture.gradients import ParameterHooks
 from glassengine.capture.intake import Intake
 from glassengine.capture.module_hooks import ModuleHooks
 from glassengine.errors import GlassError, UnknownNameError, UsageError
+from glassengine.locations import local
 from glassengine.recording.policy import Policy
 from glassengine.recording.worker import BackgroundWriter
 from glassengine.sites import ROOT
@@ -273,6 +274,7 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
 def own_directory(path: Path) -> Path:
     """Return where this process writes what the ranks of its run write to `path`: `rank<r>/` in it, of several."""
     rank, count = _place()
+    path = local(path)
     return path / f"rank{rank}" if count > 1 and path.name != f"rank{rank}" else path
 
 

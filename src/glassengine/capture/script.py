@@ -25,6 +25,7 @@ from glassengine.capture.record import Recorder, own_directory, record
 from glassengine.capture.runtimes import Runtimes, unseen_runtimes
 from glassengine.capture.sessions import Run, SessionRecording
 from glassengine.errors import GlassError, IncomparableError, UsageError
+from glassengine.locations import local
 
 MAX_MODELS = 8
 
@@ -61,7 +62,7 @@ class ScriptRecorder:
         overwrite: bool = False,
     ) -> None:
         # Scripts change the working directory.
-        self.directory = Path(directory).absolute()
+        self.directory = local(directory).absolute()
         self.options: dict[str, Any] = {
             "sites": sites,
             "values": values,

@@ -6,6 +6,7 @@ Status: 0 ok, 1 not ok, 2 usage, 3 back-end, 4 incomparable or corrupt (design, 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
@@ -15,7 +16,7 @@ import typer
 from rich.text import Text
 from typer.exceptions import TyperException
 
-from glassengine.cli.options import err, settings
+from glassengine.cli.options import err, settings, write_json
 from glassengine.errors import GlassError, UsageError
 
 BUG_STATUS = 70
@@ -32,37 +33,46 @@ def exit_status(function: Callable[[], int]) -> int:
         return exc.exit_code
     except KeyboardInterrupt:
         err.print("interrupted")
+        _write(GlassError("interrupted"), INTERRUPTED_STATUS)
         return INTERRUPTED_STATUS
     except BrokenPipeError:
         # What is still buffered would raise again when the interpreter closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE_STATUS
     except GlassError as exc:
-        _print(exc)
-        return exc.exit_status
+        return _print(exc, exc.exit_status)
     except TyperException as exc:
-        _print(_usage_error(exc))
-        return exc.exit_code
+        return _print(_usage_error(exc), exc.exit_code)
     except OSError as exc:
-        _print(UsageError(f"cannot access {exc.filename!r}" if exc.filename else "cannot access a file", got=str(exc)))
-        return UsageError.exit_status
+        what = f"cannot access {exc.filename!r}" if exc.filename else "cannot access a file"
+        return _print(UsageError(what, got=str(exc)), UsageError.exit_status)
     except Exception as exc:
-        _print(
-            GlassError(
-                "this is a bug in Glass Engine, please report it",
-                got=f"{type(exc).__name__}: {exc}",
-                hint=None if settings.verbose else "the traceback is shown with -v",
-            )
+        bug = GlassError(
+            "this is a bug in Glass Engine, please report it",
+            got=f"{type(exc).__name__}: {exc}",
+            hint=None if settings.verbose else "the traceback is shown with -v",
         )
-        return BUG_STATUS
+        return _print(bug, BUG_STATUS)
     return status
 
 
-def _print(error: GlassError) -> None:
+def _print(error: GlassError, status: int) -> int:
     """Print `error:` and the parts of the message; -v adds the traceback of the exception being handled."""
     if settings.verbose:
         err.print(traceback.format_exc(), end="")
     err.print(Text.assemble(("error:", "bold red"), " ", str(error)))
+    _write(error, status)
+    return status
+
+
+def _write(error: GlassError, status: int) -> None:
+    """Write the error as JSON where a document was asked for: whoever reads that needs no other way to know."""
+    if settings.json is None:
+        return
+    parts = {name: getattr(error, name) for name in ("what", "got", "expected", "hint")}
+    document = {"schema_version": 1, "ok": False, "exit_status": status, "error": parts}
+    with contextlib.suppress(OSError, GlassError):  # of which the message on stderr tells already
+        write_json(document, settings.json)
 
 
 def _usage_error(exc: TyperException) -> UsageError:

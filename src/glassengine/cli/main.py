@@ -19,6 +19,7 @@ from typer.main import get_command
 
 from glassengine.cli import options
 from glassengine.cli.errors import exit_status
+from glassengine.locations import local
 
 COMMANDS = {
     "build": "Compile a model into an engine directory.",
@@ -33,6 +34,9 @@ COMMANDS = {
     "replay": "Run a snapshot again, without the code that it came from.",
     "doctor": "Show what Glass Engine finds on this machine: versions, processor, compiler, back-ends.",
 }
+
+# Commands whose --json names a file.
+_JSON_FILES = ("compare", "check", "replay")
 
 _EPILOG = (
     "Exit status: 0 ok, 1 not ok, 2 usage, 3 back-end missing or failed, 4 incomparable, too little coverage or "
@@ -50,6 +54,8 @@ def with_global_flags(function: Callable[..., int]) -> Callable[..., int]:
 
     def call(**arguments: Any) -> int:
         options.configure(**{name: arguments.pop(name) for name in shared.parameters})
+        if options.settings.json is not None:
+            local(options.settings.json)  # before any work is done
         return function(**arguments)
 
     parameters = [*own.parameters.values(), *shared.parameters.values()]
@@ -109,6 +115,21 @@ def _build() -> Any:
     return get_command(app)
 
 
+def _json_wanted(given: Sequence[str]) -> str | None:
+    """Return where a command line wants its JSON document, if it does; before it is parsed, as that may fail."""
+    for index, argument in enumerate(given):
+        if argument == "--":
+            break
+        name, equals, value = argument.partition("=")
+        if name != "--json":
+            continue
+        if equals:
+            return value
+        takes_file = any(command in given[:index] for command in _JSON_FILES)
+        return given[index + 1] if takes_file and index + 1 < len(given) else "-"
+    return None
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit status.
 
@@ -117,6 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     options.reset()
+    options.settings.json = _json_wanted(given)
 
     def run() -> int:
         command = _build()

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -21,6 +20,7 @@ import typer
 from glassengine.cli.console import SafeConsole
 from glassengine.environment import in_ci, is_dumb_terminal
 from glassengine.errors import UsageError
+from glassengine.locations import local
 
 # Site names and tensors are full of square brackets: nothing printed is markup, and no long line is folded.
 out = SafeConsole(markup=False, highlight=False, emoji=False, soft_wrap=True)
@@ -57,7 +57,8 @@ Metrics = Annotated[
 class _Settings:
     """The global flags in effect: `show_progress` may be true and still no bar be drawn (see `progress`).
 
-    `owns_process` says that this process runs one command line and nothing else.
+    `owns_process` says that this process runs one command line and nothing else, `json` where the JSON document goes
+    that was asked for: a file, or "-" for stdout.
     """
 
     quiet: bool = False
@@ -65,6 +66,7 @@ class _Settings:
     show_progress: bool = True
     metrics: bool = False
     owns_process: bool = False
+    json: str | None = None
 
 
 settings = _Settings()
@@ -83,6 +85,7 @@ _handler = _ConsoleHandler()
 def reset() -> None:
     """Return to the defaults: each command line starts from them, also within one process."""
     settings.quiet, settings.verbose, settings.show_progress, settings.metrics = False, 0, True, False
+    settings.json = None
     out.no_color = err.no_color = _NO_COLOR
     configure()
 
@@ -200,4 +203,4 @@ def write_json(document: Mapping[str, Any], destination: str) -> None:
     if destination == "-":
         sys.stdout.write(text)
     else:
-        Path(destination).write_text(text, encoding="utf-8")
+        local(destination).write_text(text, encoding="utf-8")

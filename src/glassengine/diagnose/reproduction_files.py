@@ -36,6 +36,7 @@ from glassengine.diagnose.repro_template import (
 from glassengine.diagnose.torch_source import comment, function_source
 from glassengine.environment import versions
 from glassengine.errors import UsageError
+from glassengine.locations import local
 from glassengine.writing import ASIDE, aside, put_away
 
 SCHEMA_VERSION = 1
@@ -81,6 +82,7 @@ def require_free(directory: Path) -> None:
     Raises:
         UsageError: There are other files, or it is no directory.
     """
+    local(directory)
     if not directory.exists():
         return
     if not directory.is_dir():

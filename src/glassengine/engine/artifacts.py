@@ -29,6 +29,7 @@ from glassengine import environment
 from glassengine.backends.protocol import Backend, describe_network, effective_options, program_network
 from glassengine.engine.manifest import hash_file
 from glassengine.errors import UsageError
+from glassengine.locations import local
 from glassengine.program.artifacts import FORMAT, MANIFEST, SCHEMA_VERSION, read_manifest
 from glassengine.program.graph_diff import diff_graphs, diff_text
 from glassengine.program.listing import NodeLine, Stage, graph_json, graph_text, list_nodes
@@ -55,6 +56,7 @@ class ArtifactWriter:
 
     def __init__(self, directory: Path, about: Mapping[str, Any]) -> None:
         rank = environment.rank()
+        directory = local(directory)
         self.directory = directory / f"rank{rank}" if rank else directory
         self._lines: list[NodeLine] = []
         self._data: dict[str, Any] = {

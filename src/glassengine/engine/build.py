@@ -32,6 +32,7 @@ from glassengine.engine.memory import expected_peaks, weights_bytes
 from glassengine.engine.outputs import BuildPlan
 from glassengine.engine.write import requested_outputs, write_engine
 from glassengine.errors import BackendError, UsageError
+from glassengine.locations import local
 from glassengine.program import LoadedModel, Program, example_inputs, export_programs, load_inputs, load_model
 from glassengine.program.image_text import WITHOUT_IMAGES
 from glassengine.program.onnx.file import is_onnx
@@ -150,7 +151,9 @@ def build(
     chosen, note = choose_backend(backend, for_onnx=is_onnx(model))
     device = choose_device(chosen, device)
     is_object = isinstance(model, nn.Module)
-    target = Path(output_dir) if output_dir is not None else None if is_object else default_directory(str(model))
+    target = local(output_dir) if output_dir is not None else None if is_object else default_directory(str(model))
+    if artifacts is not None:
+        local(artifacts)
     if target is not None and not dry_run:
         files.check_target(target, overwrite=overwrite)
     progress("loading the model")

@@ -16,6 +16,7 @@ import torch
 
 from glassengine.engine.manifest import FILE
 from glassengine.errors import CorruptError, UsageError
+from glassengine.locations import local
 
 WEIGHTS = "weights.safetensors"
 MAIN = "main"
@@ -47,6 +48,7 @@ def check_target(target: Path, *, overwrite: bool) -> None:
     Raises:
         UsageError: It exists and `overwrite` is false, it holds something else than an engine, or it lies under a file.
     """
+    local(target)
     above = next(path for path in target.absolute().parents if path.exists())
     if not above.is_dir():
         raise UsageError(

@@ -23,6 +23,7 @@ import torch
 
 from glassengine import environment
 from glassengine.errors import UsageError
+from glassengine.locations import local
 from glassengine.recording.formats.torch_file import save_pt
 from glassengine.recording.statistics import summarize
 from glassengine.writing import ASIDE, aside, held, put_away
@@ -74,7 +75,7 @@ class StepFiles:
                 hint="--debug-format pt",
             )
         rank = environment.rank()
-        self._root = Path(directory)
+        self._root = local(directory)
         self.directory = self._root / f"rank{rank}" if rank else self._root
         self.num_steps = 0
         self._formats = tuple(dict.fromkeys(formats))

@@ -33,6 +33,7 @@ from glassengine.errors import UsageError
 from glassengine.executable import observers, profile_events
 from glassengine.executable.observers import Execution
 from glassengine.executable.profile_trace import FORMAT, SCHEMA_VERSION, annotate, summarize
+from glassengine.locations import local
 from glassengine.sites import ROOT
 from glassengine.writing import aside, next_directory
 
@@ -54,7 +55,8 @@ class Profile:
 
     def __init__(self, directory: str | Path) -> None:
         self._rank = environment.rank()
-        self._root = Path(directory) / f"rank{self._rank}" if self._rank else Path(directory)
+        root = local(directory)
+        self._root = root / f"rank{self._rank}" if self._rank else root
         self.directory = self._root
         self.num_steps = 0
         self._undo = contextlib.ExitStack()

@@ -23,6 +23,7 @@ from typing import Any
 from glassengine import spans
 from glassengine.errors import GlassError, UsageError
 from glassengine.executable.profile import Profile, prepare
+from glassengine.locations import local
 
 logger = logging.getLogger("glassengine")
 
@@ -167,7 +168,7 @@ def start_server(port: int = DEFAULT_PORT, *, directory: str | Path = "profiles"
     """
     prepare()
     try:
-        server = ProfileServer(port, Path(directory))
+        server = ProfileServer(port, local(directory))
     except OSError as error:
         raise UsageError(
             "the profile server cannot use its directory", got=f"{error.filename}: {error.strerror}"

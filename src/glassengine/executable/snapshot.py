@@ -19,6 +19,7 @@ from glassengine.executable.nonfinite import Origin
 from glassengine.executable.snapshot_graph import load_graph
 from glassengine.executable.snapshot_layout import Entry
 from glassengine.executable.snapshot_tensors import TensorFile, restored, write_tensors
+from glassengine.locations import local
 from glassengine.program.archive import MAX_BYTES
 from glassengine.recording.statistics import summarize
 from glassengine.recording.values import bytes_of
@@ -200,7 +201,7 @@ class Snapshot:
             UsageError: The file exists, or cannot be written.
             CorruptError: Something of the snapshot cannot be read.
         """
-        path = Path(path)
+        path = local(path)
         if path.exists() and not overwrite:
             raise UsageError("the file exists already", got=str(path), hint="replace it with --overwrite")
         stored = {}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from glassengine.errors import UnknownNameError, UsageError
+from glassengine.locations import local
 
 Occasion = Literal["every", "nonfinite", "error"]
 KeepInputs = Literal["reference", "device", "host"]
@@ -84,7 +85,7 @@ def make_policy(
             raise UsageError(f"{name} is below zero", got=str(limit), expected="0 or more, or None for no limit")
     chosen = None if ranks is None else frozenset([ranks] if isinstance(ranks, int) else ranks)
     return Policy(
-        Path(directory).absolute(),
+        local(directory).absolute(),
         occasions,
         words,
         keep_inputs,  # type: ignore[arg-type]  # checked above

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from glassengine.errors import UsageError
+from glassengine.locations import local
 from glassengine.recording import layout, noise_floor
 from glassengine.writing import hold
 
@@ -26,6 +27,7 @@ def make_directory(path: Path, overwrite: bool) -> None:
         UsageError: It cannot be made, holds other files, or a recording that is being written, or one and `overwrite`
             is false.
     """
+    local(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
         names = [item.name for item in path.iterdir()]

@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from glassengine.errors import UnknownNameError, UsageError
+from glassengine.locations import local
 from glassengine.recording.formats.debug_tree import TreeWriter
 from glassengine.recording.formats.torch_file import save_pt
 from glassengine.recording.layout import Entry
@@ -59,7 +60,7 @@ def export(
         CorruptError: The source is damaged.
     """
     opened = open_source(source) if isinstance(source, str | Path) else source
-    target = Path(path)
+    target = local(path)
     kind = format or _BY_SUFFIX.get(target.suffix.lower(), "debug-tree")
     if kind not in FORMATS:
         raise UsageError("unknown format", got=str(kind), expected=FORMATS)

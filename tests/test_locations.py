@@ -1,0 +1,83 @@
+"""What is written is written to files of this machine; addresses of anything else are refused where they are given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import glassengine as glass
+from glassengine.cli.main import main
+from glassengine.errors import UsageError
+from glassengine.locations import local
+
+
+@pytest.mark.parametrize(
+    "given", ["s3://bucket/run", "gs://b/r", "hdfs:/x/y", "https://host/x", Path("s3://bucket/run")]
+)
+def test_f22_addresses_are_no_paths(given: str | Path) -> None:
+    with pytest.raises(UsageError, match="only files of this machine") as raised:
+        local(given)
+    assert "://" in str(raised.value) and "mount it" in str(raised.value)
+
+
+def test_f22_a_file_address_is_told_as_a_path() -> None:
+    with pytest.raises(UsageError, match="/tmp/run") as raised:
+        local("file:///tmp/run")
+    assert raised.value.hint == "/tmp/run"
+
+
+@pytest.mark.parametrize("given", ["run", "a:b", "/tmp/s3://x", "./s3:/x", "C:/run", "C:\\run", "run:", Path("x")])
+def test_paths_are_paths(given: str | Path) -> None:
+    assert local(given) == Path(given)
+
+
+URL = "s3://bucket/run"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["record", "-o", URL, "--", "script.py"],
+        ["record", "-o", URL, "net.py:model", "--inputs", "net.py:inputs"],
+        ["build", "net.py:model", URL],
+        ["build", "net.py:model", "--dry-run", "-o", URL],
+        ["build", "net.py:model", "--artifacts", URL],
+        ["check", "net.py:model", "--json", URL],
+        ["check", "net.py:model", "--reproduction", URL],
+        ["compare", "a", "b", "--json", URL],
+        ["show", "x.pt", "--export", URL],
+    ],
+)
+def test_f22_every_command_that_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text("print(1)\n")
+    (tmp_path / "net.py").write_text(
+        "import torch\nmodel = torch.nn.ReLU\ndef inputs():\n    return {'input': torch.ones(2)}\n"
+    )
+    import torch
+
+    torch.save({"x": torch.ones(2)}, tmp_path / "x.pt")
+    assert main(command) == 2
+    assert "only files of this machine are written" in capsys.readouterr().err
+    assert not (tmp_path / "s3:").exists()
+
+
+def test_f22_calls_that_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    net = nn.ReLU()
+    for call in (
+        lambda: glass.record(net, URL).__enter__(),
+        lambda: glass.record(net, Path(URL)).__enter__(),
+        lambda: glass.profile(URL).__enter__(),
+        lambda: glass.snapshots(URL),
+        lambda: glass.start_server(0, directory=URL),
+        lambda: glass.StepFiles(URL),
+        lambda: glass.model_addition_debugger_context(net, URL).__enter__(),
+    ):
+        with pytest.raises(UsageError, match="only files of this machine"):
+            call()
+    assert not list(tmp_path.iterdir())
