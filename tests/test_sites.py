@@ -13,7 +13,19 @@ from hypothesis import strategies as st
 from transformers.modeling_outputs import BaseModelOutput
 
 from glassengine.errors import UnknownNameError, UsageError
-from glassengine.sites import ROOT, Site, SiteTable, matches, op_site, port_leaves, port_site, tap_site, with_call
+from glassengine.sites import (
+    ROOT,
+    Site,
+    SiteTable,
+    matches,
+    op_site,
+    other_spellings,
+    patterns_of,
+    port_leaves,
+    port_site,
+    tap_site,
+    with_call,
+)
 
 
 def site(name: str, node: str = "n", kind: str = "op", aliases: tuple[str, ...] = ()) -> Site:
@@ -190,3 +202,30 @@ def test_a_name_used_twice_is_refused() -> None:
 def test_a_site_survives_json() -> None:
     original = site("model.mlp", aliases=("linear", "mm_default"))
     assert Site.from_dict(json.loads(json.dumps(original.to_dict()))) == original
+
+
+def test_f39_a_string_is_one_pattern() -> None:
+    assert patterns_of("h.6.mlp_output") == ("h.6.mlp_output",) and patterns_of(["a", "b"]) == ("a", "b")
+    assert patterns_of(iter(["a"])) == ("a",) and patterns_of(()) == ()
+    for wrong in (None, 3, [3], [None]):
+        with pytest.raises(UsageError, match="debug is not a list of patterns"):
+            patterns_of(wrong, "debug")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("layers.0:out[0]", "layers.0"),
+        (".:out[0]", "."),
+        ("gpt_attention_plugin", "fake_gpt_attention_plugin"),
+        ("gpt_attention_plugin_3", "fake_gpt_attention_plugin_3"),
+        ("model.gpt_attention_plugin_3[0]", "model.fake_gpt_attention_plugin_3[0]"),
+    ],
+)
+def test_f39_f41_names_with_another_spelling(name: str, other: str) -> None:
+    assert other in other_spellings(name) and name in other_spellings(other)
+
+
+@pytest.mark.parametrize("name", ["x:out[1]", "x:out[0].y", "x:out.y", "x:in[0]", "x:kv.key"])
+def test_names_without_another_spelling(name: str) -> None:
+    assert other_spellings(name) == ()

@@ -15,6 +15,7 @@ from glassengine.capture.interpreter import run_program
 from glassengine.errors import UsageError
 from glassengine.program.export import export_module
 from glassengine.program.program import Program
+from glassengine.sites import HasSites
 from glassengine.taps import tap_sink
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
@@ -255,3 +256,17 @@ class Engine:
 def test_what_has_no_taps_says_what_to_give(target: object, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         glass.named_network_outputs(target)
+
+
+def test_f39_taps_of_modules_programs_engines_and_exports() -> None:
+    module = Mixin().eval()
+    (found,) = module.named_network_outputs(X)
+    assert found[0] == "inter" and torch.equal(found[1], module.fc(X).relu())
+    program = export_module(module, {"x": X})
+    assert [name for name, _ in program.named_network_outputs()] == ["inter"]
+    with_sites = HasSites()
+    with_sites.sites = program.sites  # as an engine has them
+    assert [name for name, _ in named_network_outputs(with_sites)] == ["inter"]
+    exported = torch.export.export(module, (X,))
+    (result,) = named_network_outputs(exported)
+    assert tuple(result[1].shape) == tuple(module(X).shape)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from glassengine.backends.calibration import calibrate as calibrate
     from glassengine.backends.registry import list_backends as list_backends
+    from glassengine.capture.hooks import NetworkOutputs as NetworkOutputs
     from glassengine.capture.hooks import named_network_outputs as named_network_outputs
     from glassengine.capture.model_debugger import model_addition_debugger_context as model_addition_debugger_context
     from glassengine.capture.record import record as record
@@ -49,11 +50,15 @@ if TYPE_CHECKING:
     from glassengine.executable.profile_server import request_profile as request_profile
     from glassengine.executable.profile_server import start_server as start_server
     from glassengine.executable.snapshot import Snapshot as Snapshot
+    from glassengine.executable.snapshot_callback import (
+        register_hlo_snapshot_callback as register_hlo_snapshot_callback,
+    )
     from glassengine.executable.snapshot_callback import register_snapshot_callback as register_snapshot_callback
     from glassengine.executable.snapshot_list import list_snapshots as list_snapshots
     from glassengine.executable.snapshots import snapshots as snapshots
     from glassengine.executable.steps import add_step_closure as add_step_closure
     from glassengine.executable.steps import current_step as current_step
+    from glassengine.executable.steps import is_master_ordinal as is_master_ordinal
     from glassengine.executable.steps import mark_step as mark_step
     from glassengine.frontends.eager_debug import eager_debug as eager_debug
     from glassengine.program import sites as sites
@@ -63,7 +68,6 @@ if TYPE_CHECKING:
     from glassengine.recording.formats.export import export as export
     from glassengine.recording.reader import Recording as Recording
     from glassengine.spans import Trace as Trace
-    from glassengine.taps import NetworkOutputs as NetworkOutputs
     from glassengine.taps import register_network_output as register_network_output
     from glassengine.taps import tap as tap
 
@@ -76,7 +80,7 @@ _PUBLIC = {
     "Dump": "glassengine.recording.dump",
     "GlassError": "glassengine.errors",
     "IncomparableError": "glassengine.errors",
-    "NetworkOutputs": "glassengine.taps",
+    "NetworkOutputs": "glassengine.capture.hooks",
     "NonFiniteError": "glassengine.executable.nonfinite",
     "Recording": "glassengine.recording.reader",
     "Snapshot": "glassengine.executable.snapshot",
@@ -97,6 +101,7 @@ _PUBLIC = {
     "eager_debug": "glassengine.frontends.eager_debug",
     "examine_cache": "glassengine.executable.cache_report",
     "export": "glassengine.recording.formats.export",
+    "is_master_ordinal": "glassengine.executable.steps",
     "list_backends": "glassengine.backends.registry",
     "list_snapshots": "glassengine.executable.snapshot_list",
     "load": "glassengine.engine.engine",
@@ -114,6 +119,7 @@ _PUBLIC = {
     "record": "glassengine.capture.record",
     "record_script": "glassengine.capture.run_script",
     "record_target": "glassengine.capture.target",
+    "register_hlo_snapshot_callback": "glassengine.executable.snapshot_callback",
     "register_network_output": "glassengine.taps",
     "register_snapshot_callback": "glassengine.executable.snapshot_callback",
     "replay": "glassengine.diagnose.replay_snapshot",

@@ -128,6 +128,47 @@ class SiteTable(Sequence[Site]):
         return [site for site in self._sites if site.name in wanted]
 
 
+class HasSites:
+    """What has a table of sites: a program, an engine."""
+
+    sites: SiteTable
+
+    def named_network_outputs(self) -> Iterator[tuple[str, Site]]:
+        """Iterate over (`<module path>.<name>`, site) of every tap."""
+        return iter([(site.name, site) for site in self.sites if site.kind == "tap"])
+
+
+def patterns_of(given: str | Iterable[str], what: str = "patterns") -> tuple[str, ...]:
+    """Return the patterns of an argument that takes several: a string is one of them.
+
+    Raises:
+        UsageError: It is neither a string nor holds strings alone.
+    """
+    if isinstance(given, str):
+        return (given,)
+    found = tuple(given) if isinstance(given, Iterable) else ()
+    if not isinstance(given, Iterable) or not all(isinstance(pattern, str) for pattern in found):
+        raise UsageError(f"{what} is not a list of patterns", got=repr(given), hint=f'{what}=["layers.*.mlp"]')
+    return found
+
+
+def other_spellings(name: str) -> tuple[str, ...]:
+    """Return what the same tensor is called where it comes in another container, or in the other reference document.
+
+    The first result of a module that returns several is `X:out[0]`, that of one that returns a tensor is `X`. An
+    attention is `gpt_attention_plugin` in the document's network and `fake_gpt_attention_plugin` in its graph.
+    """
+    where, port, rest = name.partition(":out[0]")
+    found = [] if rest else [where if port else f"{name}:out[0]"] if port or ":" not in name else []
+    plugin = _PLUGIN.fullmatch(name)
+    if plugin is not None:
+        found.append(f"{plugin[1]}{'' if plugin[2] else 'fake_'}{plugin[3]}")
+    return tuple(found)
+
+
+_PLUGIN = re.compile(r"((?:.*[./])?)(fake_)?(gpt_attention_plugin(?:_\d+)?(?:[:.\[].*)?)")
+
+
 def matches(pattern: str, name: str) -> bool:
     """Return whether `pattern` names `name`.
 

@@ -93,14 +93,6 @@ def register_network_output(module: object, name: str, value: T) -> T:
     return tap(name, value)
 
 
-class NetworkOutputs:
-    """Mixin that gives a ported module the method `self.register_network_output(name, tensor)`."""
-
-    def register_network_output(self, name: str, value: T) -> T:
-        """Name an intermediate tensor; see `tap`."""
-        return tap(name, value)
-
-
 @contextlib.contextmanager
 def tap_sink(sink: Sink) -> Iterator[None]:
     """Send every tap of this context (thread or task) to `sink(name, tensor)`, beside those that get them already."""

@@ -1016,7 +1016,7 @@ def test_misuse(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="only one module can be recorded"):
             record(target, tmp_path / "r")
     with pytest.raises(UsageError, match="not a list of patterns"):
-        record(Model(), tmp_path / "r", sites="head")
+        record(Model(), tmp_path / "r", sites=[3])  # type: ignore[list-item]
     for budget in (-1, "5G", float("nan")):
         with pytest.raises(UsageError, match="not a byte budget"):
             record(Model(), tmp_path / "r", byte_budget=budget)

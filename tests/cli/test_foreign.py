@@ -214,3 +214,12 @@ def test_what_is_given_and_nothing_else_reaches_generate(
     assert {name for name in seen if name not in always} == expected.keys() - always
     assert {name: seen[name] for name in expected} == expected
     assert seen["on_step"] is None and seen["debug"] is False
+
+
+@pytest.mark.parametrize("flag", ["--tp-size", "--tp_size", "--peft-ids", "--max_beam_width", "--gpt_attention_plugin"])
+def test_f39_flags_without_counterpart_are_told_with_what_there_is(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["build", "model", flag, "2"]) == 2
+    said = capsys.readouterr().err
+    assert f"glass build has no option {flag}: " in said and "hint: " in said and "--help" not in said

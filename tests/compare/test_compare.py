@@ -245,3 +245,35 @@ def test_arguments_that_make_no_sense(tmp_path: Path, arguments: dict[str, Any],
     torch.save({"a": torch.ones(2)}, tmp_path / "x.pt")
     with pytest.raises(UsageError, match=message):
         compare(tmp_path / "x.pt", tmp_path / "x.pt", **arguments)
+
+
+def dumped(directory: Path, name: str, **tensors: torch.Tensor) -> Path:
+    (directory / name).mkdir()
+    torch.save({key.replace("__", ":out[0]"): value for key, value in tensors.items()}, directory / name / "step0.pt")
+    return directory / name
+
+
+def test_f41_the_first_result_of_several_is_the_only_one_of_another_version(tmp_path: Path) -> None:
+    x = torch.arange(4.0)
+    old = dumped(tmp_path, "old", layer__=x, fake_gpt_attention_plugin_1=x, head=x)
+    new = dumped(tmp_path, "new", layer=x + 1, gpt_attention_plugin_1=x, head=x)
+    result = compare(old, new)
+    verdicts = {pair.site: pair.verdict for pair in result.pairs}
+    assert verdicts == {"layer:out[0]": "wrong", "fake_gpt_attention_plugin_1": "identical", "head": "identical"}
+    assert not result.skipped and compare(new, new).ok
+
+
+def test_names_of_another_spelling_do_not_take_the_place_of_namesakes(tmp_path: Path) -> None:
+    x = torch.arange(4.0)
+    old = dumped(tmp_path, "old", layer__=x + 1, layer=x)
+    new = dumped(tmp_path, "new", layer=x)
+    result = compare(old, new, min_coverage=0)
+    assert [(pair.site, pair.verdict) for pair in result.pairs] == [("layer", "identical")]
+    other = dumped(tmp_path, "other", layer=torch.arange(6.0))
+    with pytest.raises(IncomparableError):
+        compare(dumped(tmp_path, "one", layer__=x), other)
+
+
+def test_f39_a_string_names_one_pattern(tmp_path: Path) -> None:
+    one = dumped(tmp_path, "one", abc=torch.ones(2), other=torch.ones(2))
+    assert [pair.site for pair in compare(one, one, show_only="abc").pairs] == ["abc"]

@@ -184,3 +184,18 @@ def test_marking_within_compiled_code_is_not_traced() -> None:
     for expected in (1, 2, 3):
         train(torch.ones(2))
         assert glass.current_step() == expected
+
+
+def test_f39_the_first_process_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert glass.is_master_ordinal() and glass.is_master_ordinal(local=False)
+    monkeypatch.setenv("RANK", "4")
+    assert not glass.is_master_ordinal() and not glass.is_master_ordinal(local=False)
+    monkeypatch.setenv("LOCAL_RANK", "0")  # the first on the second machine
+    assert glass.is_master_ordinal() and not glass.is_master_ordinal(local=False)
+
+
+def test_f39_the_callback_is_registered_by_the_name_of_the_document() -> None:
+    before = glass.register_hlo_snapshot_callback(lambda name, addressable_device_index, execution_count: "")
+    assert glass.register_snapshot_callback(before)("x", 0, 0) == ""

@@ -6,16 +6,17 @@ import contextlib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.export import ExportedProgram
 
 from glassengine.errors import UsageError
-from glassengine.program.program import Program
-from glassengine.sites import ROOT, port_leaves, port_site, tap_site, with_call
-from glassengine.taps import tap_sink
+from glassengine.sites import ROOT, HasSites, port_leaves, port_site, tap_site, with_call
+from glassengine.taps import tap, tap_sink
 
+T = TypeVar("T")
 Observe = Callable[[str, torch.Tensor], None]
 
 
@@ -40,12 +41,15 @@ def observing(module: nn.Module, observe: Observe, *, called_as: Mapping[str, st
         yield
 
 
-def named_network_outputs(target: nn.Module | Program, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+def named_network_outputs(
+    target: nn.Module | HasSites | ExportedProgram, *args: Any, **kwargs: Any
+) -> Iterator[tuple[str, Any]]:
     """Iterate over (`<module path>.<name>`, value) of every tap (row A2).
 
     Args:
-        target: A program, whose sites are given; or a module, which is run once on the other arguments and whose tap
-            values (copies) are given.
+        target: A program or an engine, whose sites are given; a module, which is run once on the other arguments and
+            whose tap values (copies) are given; or what torch.export made, which knows no taps: its results are given,
+            as fake tensors, by the names of their nodes.
         *args: Arguments of the module.
         **kwargs: Keyword arguments of the module.
 
@@ -53,13 +57,17 @@ def named_network_outputs(target: nn.Module | Program, *args: Any, **kwargs: Any
         UsageError: A tap has the name of a submodule, or its name is used twice in one call of its module; or `target`
             is something else, or a module that needs arguments.
     """
-    if isinstance(target, Program):
-        return iter([(site.name, site) for site in target.sites if site.kind == "tap"])
+    if isinstance(target, HasSites):
+        return target.named_network_outputs()
+    if isinstance(target, ExportedProgram):
+        names = dict.fromkeys(target.graph_signature.user_outputs)
+        values = {node.name: node.meta.get("val") for node in target.graph.nodes}
+        return iter([(name, values[name]) for name in names if isinstance(name, str)])
     if not isinstance(target, nn.Module):
         raise UsageError(
             "taps are those of a module or a program",
             got=type(target).__name__,
-            hint="of an engine: glass.named_network_outputs(engine.program)",
+            expected="a module, a program, an engine, or what torch.export made",
         )
     if not args and not kwargs and not _can_be_called(target):
         raise UsageError(
@@ -75,6 +83,18 @@ def named_network_outputs(target: nn.Module | Program, *args: Any, **kwargs: Any
     with _Calls(target, {}).listening(None, keep):
         target(*args, **kwargs)
     return iter(found.items())
+
+
+class NetworkOutputs:
+    """Mixin that gives a ported module the methods `register_network_output` and `named_network_outputs`."""
+
+    def register_network_output(self, name: str, value: T) -> T:
+        """Name an intermediate tensor; see `tap`."""
+        return tap(name, value)
+
+    def named_network_outputs(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """Run the module once and iterate over its taps; see the function of this name."""
+        return named_network_outputs(self, *args, **kwargs)  # type: ignore[arg-type]  # a module, too
 
 
 def _can_be_called(module: nn.Module) -> bool:

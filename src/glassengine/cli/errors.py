@@ -16,6 +16,7 @@ import typer
 from rich.text import Text
 from typer.exceptions import TyperException
 
+from glassengine.cli.foreign import absent
 from glassengine.cli.options import err, settings, write_json
 from glassengine.errors import GlassError, UsageError
 
@@ -79,4 +80,8 @@ def _usage_error(exc: TyperException) -> UsageError:
     """Return a command-line mistake found by Typer in the form of our own errors."""
     context = getattr(exc, "ctx", None)
     command = context.command_path if context is not None else "glass"
+    flag = getattr(exc, "option_name", None)
+    known = absent(flag) if isinstance(flag, str) else None
+    if known is not None:
+        return UsageError(f"{command} has no option {flag}: {known[0]}", hint=known[1])
     return UsageError(exc.format_message().rstrip("."), hint=f"{command} --help")

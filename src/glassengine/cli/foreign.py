@@ -34,6 +34,27 @@ SPELLINGS = {
     "visualize_network": "visualize-network",
 }
 
+_RANKS = ("engines of several ranks are not built", "record the ranks and compare them: glass record, glass compare")
+_ADAPTERS = ("adapters are not chosen at run time", "merge one when building: glass build MODEL --adapter DIR")
+_PLUGINS = ("there are no plugins to turn on: attention is one op of every program", "leave the flag out")
+_BEAMS = ("tokens are chosen greedily or by sampling, not by a search", "leave the flag out, or --do-sample")
+
+# Flags of those tools that mean nothing here -> why, and what there is instead. Without dashes, in either spelling.
+ABSENT: dict[str, tuple[str, str]] = {
+    **dict.fromkeys(("tp-size", "pp-size", "cp-size", "world-size", "tensor-parallelism", "gpus-per-node"), _RANKS),
+    **dict.fromkeys(("workers", "auto-parallel"), _RANKS),
+    **dict.fromkeys(("peft-ids", "lora-dir", "lora-task-uids", "lora-ckpt-source", "hf-lora-dir"), _ADAPTERS),
+    **dict.fromkeys(("gpt-attention-plugin", "gemm-plugin", "use-gemm-plugin", "use-layernorm-plugin"), _PLUGINS),
+    **dict.fromkeys(("num-beams", "beam-width", "max-beam-width"), _BEAMS),
+    "max-num-tokens": ("the tokens of a step are not limited", "--max-batch-size and --max-seq-len limit an engine"),
+    "max-input-len": ("prompts have no limit of their own", "--max-seq-len limits prompt and generated tokens"),
+}
+
+
+def absent(flag: str) -> tuple[str, str] | None:
+    """Return why there is no such flag and what there is instead, of one that users of other tools know."""
+    return ABSENT.get(flag.lstrip("-").replace("_", "-"))
+
 
 def ours(flag: str) -> str:
     """Return our spelling of a flag, given and returned without its dashes."""

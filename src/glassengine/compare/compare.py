@@ -43,7 +43,7 @@ from glassengine.results import (
     counts_of,
     worst,
 )
-from glassengine.sites import matches
+from glassengine.sites import matches, patterns_of
 
 
 def compare(
@@ -91,6 +91,7 @@ def compare(
         CorruptError: A side is damaged.
     """
     check_arguments(rtol, atol, fail_on or "wrong", min_coverage, device)
+    show_only, transpose = patterns_of(show_only, "show_only"), patterns_of(transpose, "transpose")
     rules = None if map is None else load_map(map)
     left, right = (side if not isinstance(side, str | Path) else open_source(side) for side in (baseline, candidate))
     require_same_tokens(left, right)

@@ -12,6 +12,7 @@ from glassengine.compare.maps import Rule, TensorMap
 from glassengine.compare.rules import pair_names
 from glassengine.recording.layout import Entry
 from glassengine.recording.source import TensorSource
+from glassengine.sites import other_spellings
 
 _Place = tuple[int, int, str]
 
@@ -72,6 +73,15 @@ def match(left: TensorSource, right: TensorSource, rules: TensorMap | None = Non
                 found.append(Match(entry, (other,), "name"))
             elif (alias := aliases.get(site)) is not None and (step, rank, alias) in theirs:
                 found.append(Match(entry, (theirs[step, rank, alias],), "alias"))
+            else:
+                spelled = [theirs.get((step, rank, name)) for name in other_spellings(site)]
+                # Not a namesake of another tensor, nor the first of another list.
+                alike = [
+                    other
+                    for other in spelled
+                    if other is not None and other.shape == entry.shape and _place(other) not in ours
+                ]
+                found += [Match(entry, (other,), "alias") for other in alike[:1]]
         matches += found
         used.update(_place(other) for one in found for other in one.candidates)
         if not found:

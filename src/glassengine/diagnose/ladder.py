@@ -60,6 +60,7 @@ from glassengine.program.image_text import IMAGE_TOKEN, PIXELS, WITHOUT_IMAGES, 
 from glassengine.recording.formats.files import KINDS
 from glassengine.recording.source import open_source
 from glassengine.results import Comparison, Skipped
+from glassengine.sites import patterns_of
 
 logger = logging.getLogger("glassengine")
 
@@ -125,6 +126,7 @@ def check(
         BackendError: A back-end is missing or failed.
         IncomparableError: The two sides have nothing in common to judge.
     """
+    passes = patterns_of(passes, "passes")
     if reproduction is not None:
         require_free(Path(reproduction))
     options: dict[str, Any] = {

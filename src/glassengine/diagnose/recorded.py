@@ -24,7 +24,7 @@ from glassengine.errors import IncomparableError, UsageError
 from glassengine.program.export import named_inputs
 from glassengine.program.program import Program
 from glassengine.recording.source import TensorSource
-from glassengine.sites import Site
+from glassengine.sites import Site, other_spellings
 
 RUNG = "record"
 PARTIAL = "the record has it for some positions only"
@@ -72,7 +72,14 @@ class RecordedTensors:
 
     def names(self, site: Site) -> tuple[tuple[str, ...], Rule | None] | None:
         """Return what the record calls a site; by its own name first, then by that of its node."""
-        return next((self._by_name[name] for name in (site.name, site.node) if name in self._by_name), None)
+        return next(
+            (
+                self._by_name[name]
+                for name in (site.name, site.node, *other_spellings(site.name))
+                if name in self._by_name
+            ),
+            None,
+        )
 
     def read(self, site: Site, step: int, inputs: StepInputs | Mapping[str, Any]) -> Observed | None:
         """Return the value of a site in a step, None where there is none, or not of every position."""

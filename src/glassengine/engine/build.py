@@ -36,6 +36,7 @@ from glassengine.locations import local
 from glassengine.program import LoadedModel, Program, example_inputs, export_programs, load_inputs, load_model
 from glassengine.program.image_text import WITHOUT_IMAGES
 from glassengine.program.onnx.file import is_onnx
+from glassengine.sites import patterns_of
 
 logger = logging.getLogger("glassengine")
 
@@ -148,6 +149,7 @@ def build(
         UsageError: The request cannot be carried out; nothing was written.
         BackendError: The back-end is missing or failed; nothing was left behind.
     """
+    add_output, passes = patterns_of(add_output, "add_output"), patterns_of(passes, "passes")
     chosen, note = choose_backend(backend, for_onnx=is_onnx(model))
     device = choose_device(chosen, device)
     is_object = isinstance(model, nn.Module)

@@ -34,10 +34,10 @@ from glassengine.program.image_text import FEATURES, INDEX
 from glassengine.program.onnx.file import read_onnx
 from glassengine.program.outputs import PREFIX, DerivedValues
 from glassengine.program.program import ONNX_GRAPH, load_graph, load_names, load_program
-from glassengine.sites import SiteTable
+from glassengine.sites import HasSites, SiteTable
 
 
-class Engine:
+class Engine(HasSites):
     """A loaded engine.
 
     Attributes:

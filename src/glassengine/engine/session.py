@@ -26,7 +26,7 @@ from glassengine.engine.requests import as_asked
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.program.image_text import INDEX
 from glassengine.program.outputs import PREFIX, DerivedValues
-from glassengine.sites import matches
+from glassengine.sites import matches, patterns_of
 
 if TYPE_CHECKING:
     from glassengine.engine.engine import Engine
@@ -347,7 +347,7 @@ def select_names(engine: Engine, patterns: Sequence[str]) -> list[str]:
         UnknownNameError: It names nothing at all.
     """
     wanted: set[str] = set()
-    for pattern in patterns:
+    for pattern in patterns_of(patterns, "debug"):
         found = {name for name in engine.debug_names if name == pattern}
         found = found or {e.name for e in engine.manifest.added_outputs if pattern in (e.site, e.node)}
         found = found or {

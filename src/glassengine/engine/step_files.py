@@ -26,6 +26,7 @@ from glassengine.errors import UsageError
 from glassengine.locations import local
 from glassengine.recording.formats.torch_file import save_pt
 from glassengine.recording.statistics import summarize
+from glassengine.sites import patterns_of
 from glassengine.writing import ASIDE, aside, held, put_away
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class StepFiles:
     """
 
     def __init__(self, directory: str | Path, *, formats: Sequence[str] = ("pt", "txt")) -> None:
+        formats = patterns_of(formats, "formats")
         unknown = [name for name in formats if name not in FORMATS]
         if unknown or not formats:
             raise UsageError(

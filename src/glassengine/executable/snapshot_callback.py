@@ -70,6 +70,10 @@ def register_snapshot_callback(callback: Callback) -> Callback:
     return previous.function
 
 
+register_hlo_snapshot_callback = register_snapshot_callback
+"""As the document calls it."""
+
+
 def is_default() -> bool:
     """Return whether nobody registered a callback, or it was taken back."""
     return _registered.function is inputs_always

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from glassengine import spans
+from glassengine import environment, spans
 from glassengine.errors import UsageError
 from glassengine.executable.metrics import registry
 
@@ -80,6 +80,17 @@ _steps = _Steps()
 def current_step() -> int:
     """Return how many steps were marked so far, which is the number of the step that is running; the first is 0."""
     return _steps.number
+
+
+def is_master_ordinal(local: bool = True) -> bool:
+    """Return whether this process is the first of its run.
+
+    Args:
+        local: Of those on this machine.
+    """
+    if not local and torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank() == 0
+    return (environment.local_rank() if local else environment.rank()) == 0
 
 
 def add_step_closure(closure: Callable[..., Any], args: Sequence[Any] = (), run_async: bool = False) -> None:

@@ -25,7 +25,7 @@ from glassengine.program.onnx.exported import TranslatedFile, translate_file, wi
 from glassengine.program.onnx.file import OnnxFile, read_onnx
 from glassengine.program.states import State
 from glassengine.program.tracing import without_collections
-from glassengine.sites import Site, SiteTable
+from glassengine.sites import HasSites, Site, SiteTable
 
 SCHEMA_VERSION = 1
 GRAPH_LEVEL = "run_decompositions({})"
@@ -58,7 +58,7 @@ class OnnxGraph:
 
 
 @dataclass
-class Program:
+class Program(HasSites):
     """An exported, functional, named program.
 
     Attributes:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Collection, Sequence
 
 from glassengine.errors import UsageError
-from glassengine.sites import matches
+from glassengine.sites import matches, patterns_of
 
 NO_VALUES = "values were not asked for"
 OVER_BUDGET = "the byte budget was used up"
@@ -106,8 +106,7 @@ def _step_numbers(steps: Collection[int]) -> Collection[int]:
 
 
 def _patterns(name: str, patterns: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise UsageError(f"{name} is not a list of patterns", got=repr(patterns), hint=f'{name}=["layers.*.mlp"]')
-    for pattern in patterns:
+    found = patterns_of(patterns, name)
+    for pattern in found:
         matches(pattern, "")
-    return tuple(patterns)
+    return found

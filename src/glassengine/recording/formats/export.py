@@ -16,7 +16,7 @@ from glassengine.recording.formats.debug_tree import TreeWriter
 from glassengine.recording.formats.torch_file import save_pt
 from glassengine.recording.layout import Entry
 from glassengine.recording.source import TensorSource, open_source
-from glassengine.sites import matches
+from glassengine.sites import matches, patterns_of
 from glassengine.writing import aside
 
 Format = Literal["pt", "npz", "debug-tree"]
@@ -65,7 +65,7 @@ def export(
     if kind not in FORMATS:
         raise UsageError("unknown format", got=str(kind), expected=FORMATS)
     names = dict.fromkeys(entry.site for entry in opened.entries)
-    wanted = names if sites is None else _matching(sites, names)
+    wanted = names if sites is None else _matching(patterns_of(sites, "sites"), names)
     parts: dict[tuple[int, int], list[Entry]] = {}
     for entry in opened.entries:
         if entry.site in wanted and step in (None, entry.step):
