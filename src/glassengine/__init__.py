@@ -7,6 +7,7 @@ always the public function, and what the submodule defines is imported with `fro
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import sys
 import types
@@ -154,6 +155,20 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value
+
+
+def _tell_of_nothing() -> None:
+    loaded = sys.modules
+    # A command runs what it runs; only with a script it is the user's own code that may have run nothing.
+    is_users = "glassengine.cli.main" not in loaded or "glassengine.capture.run_script" in loaded
+    # Without torch there was nothing to run, and what takes long to import is not imported for this.
+    if is_users and "torch" in loaded:
+        from glassengine.executable.snapshot_environment import tell_of_nothing
+
+        tell_of_nothing()
+
+
+atexit.register(_tell_of_nothing)
 
 
 def __dir__() -> list[str]:

@@ -93,7 +93,18 @@ def test_help_of_every_command(name: str, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_every_command_file_is_in_the_table(root: Path) -> None:
-    shared = {"__init__", "__main__", "main", "bars", "console", "options", "errors", "foreign", "run_forward"}
+    shared = {
+        "__init__",
+        "__main__",
+        "main",
+        "bars",
+        "console",
+        "options",
+        "errors",
+        "foreign",
+        "run_forward",
+        "script_line",
+    }
     files = {path.stem for path in (root / "src/glassengine/cli").glob("*.py")}
     assert files - shared == set(cli.COMMANDS)
 

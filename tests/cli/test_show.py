@@ -164,6 +164,8 @@ def test_a_directory_of_several_recordings_says_so(
     recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(recording, tmp_path / "Net")
+    assert main(["show", str(tmp_path)]) == 0  # the only one
+    shutil.copytree(recording, tmp_path / "Other")
     assert main(["show", str(tmp_path)]) == 2
     assert f"one of the recordings in it: {tmp_path / 'Net'}" in " ".join(capsys.readouterr().err.split())
 

@@ -464,7 +464,9 @@ def test_reading_runs_no_code(planted: glass.Snapshot, tmp_path: Path) -> None:
 
 
 def test_what_is_no_snapshot_is_refused_with_a_hint(planted: glass.Snapshot, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=rf"one of its 1 snapshots, such as .*{planted.path.name}"):
+    assert glass.Snapshot.open(tmp_path).path == planted.path  # the only one there: F24
+    shutil.copytree(planted.path, tmp_path / "a-copy")
+    with pytest.raises(UsageError, match=rf"one of its 2 snapshots, such as .*{planted.path.name}"):
         glass.Snapshot.open(tmp_path)
     with pytest.raises(UsageError, match="not a snapshot"):
         glass.Snapshot.open(tmp_path / "nothing")
@@ -485,3 +487,25 @@ def test_a_directory_is_listed_with_what_is_damaged_or_unfinished(planted: glass
         "copy": ("damaged", ()),
         ".x.1-2.partial": ("unfinished", ()),
     }
+
+
+def test_f24_inputs_that_a_graph_was_specialised_for(tmp_path: Path) -> None:
+    class Switched(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = torch.nn.Linear(2, 2)
+
+        def forward(
+            self, x: torch.Tensor, use_cache: bool = True, scale: float = 2.0, mode: str = "a", mask: Any = None
+        ) -> torch.Tensor:
+            result: torch.Tensor = x if use_cache else self.fc(x) * scale
+            return result
+
+    given = {"use_cache": False, "scale": 3.0, "mode": "b"}
+    x = torch.ones(1, 2)
+    engine = glass.build(Switched(), tmp_path / "e", backend="eager", inputs={"x": x, **given, "mask": None})
+    with glass.snapshots(tmp_path / "s") as taking:
+        engine(x=x, **given)
+    (written,) = taking.written
+    assert [entry.name for entry in glass.Snapshot.open(written).inputs] == ["fc.weight", "fc.bias", "x"]
+    assert glass.replay(tmp_path / "s").ok

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 import timeit
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +15,10 @@ import torch
 
 import glassengine as glass
 from glassengine.environment import SnapshotRequest, snapshot_request
+from glassengine.executable import snapshot_environment
 from glassengine.executable.executable import Executable
 from glassengine.executable.observers import Execution, is_watched
-from glassengine.executable.snapshot_environment import policy_of
+from glassengine.executable.snapshot_environment import policy_of, tell_of_nothing
 
 MakeExecutable = Callable[..., Executable]
 X = torch.ones(2)
@@ -162,3 +166,48 @@ def test_looking_at_the_variables_costs_next_to_nothing() -> None:
     # About a microsecond; a busy machine is allowed ten times that.
     assert not is_watched()
     assert min(timeit.repeat(is_watched, number=2000, repeat=5)) / 2000 < 15e-6
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_told"),
+    [
+        ({"XLA_FLAGS": "--xla_dump_hlo_snapshots --xla_dump_to=dump"}, True),
+        ({"XLA_FLAGS": "--xla_dump_to=dump", "NEURON_DUMP_HLO_SNAPSHOT": "1"}, True),
+        ({"XLA_FLAGS": "--xla_dump_to=dump"}, False),
+        ({"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}, False),
+        ({}, False),
+    ],
+)
+def test_f25_snapshots_that_were_asked_for_and_nothing_ran(
+    variables: dict[str, str], is_told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(snapshot_environment, "_was_asked", False)
+    tell_of_nothing()
+    assert ("no execution was seen" in caplog.text) == is_told
+
+
+def test_f25_nothing_is_told_where_something_ran(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, executable: Executable, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(snapshot_environment, "_was_asked", False)
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_hlo_snapshots --xla_dump_to={tmp_path}")
+    executable.run([X])
+    tell_of_nothing()
+    assert "no execution was seen" not in caplog.text
+
+
+def test_f25_a_program_says_it_when_it_ends(tmp_path: Path) -> None:
+    code = "import glassengine, torch; torch.nn.Linear(2, 2)(torch.ones(2))"
+    variables = {**os.environ, "XLA_FLAGS": "--xla_dump_hlo_snapshots --xla_dump_to=dump"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0 and "XLA_FLAGS asks for snapshots, and no execution was seen" in done.stderr

@@ -393,3 +393,43 @@ def test_inputs_that_are_not_there_get_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "inputs.json").write_text("{}")
     with pytest.raises(UnknownNameError, match=r"unknown inputs file[\s\S]*nearest: .*inputs.json"):
         load_inputs(str(tmp_path / "input.json"))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"architecture": "LlamaForCausalLM", "dtype": "float16", "mapping": {"tp_size": 1}}, "a checkpoint of"),
+        ({"pretrained_config": {"architecture": "LlamaForCausalLM"}, "build_config": {}}, "an engine of"),
+    ],
+)
+def test_f40_directories_of_tensorrt_llm(tmp_path: Path, config: dict[str, Any], said: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match=f"is {said} TensorRT-LLM") as raised:
+        load_model(tmp_path)
+    assert "Hugging Face" in str(raised.value.hint)
+
+
+@pytest.mark.parametrize("config", ['{"model_type": "no-such", "architecture": "x"}', "[]", "{", '"x"'])
+def test_other_configurations_are_left_to_transformers(tmp_path: Path, config: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(UsageError, match="cannot be loaded"):
+        load_model(tmp_path)
+
+
+def test_f41_a_misspelt_name_asks_no_hub_for_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    (tmp_path / "tiny-llama").mkdir()
+    (tmp_path / "tiny-llama" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    asked = []
+
+    def fail(url: str, timeout: float) -> None:
+        asked.append(timeout)
+        raise ConnectionError("planted")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", fail)
+    with pytest.raises(UsageError, match=r"cannot be reached: planted[\s\S]*nearest: tiny-llama"):
+        load_model("tiny-lama")
+    assert asked == [5.0]

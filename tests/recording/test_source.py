@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from glassengine.errors import CorruptError, UsageError
+from glassengine.recording.reader import Recording
 from glassengine.recording.source import open_source
 from glassengine.recording.writer import RecordingWriter
 
@@ -202,3 +203,20 @@ def test_paths(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.pt")
     with pytest.raises(UsageError, match="not a plain file"):
         open_source(tmp_path / "pipe.pt")
+
+
+def test_f41_a_directory_with_exactly_one_recording(tmp_path: Path) -> None:
+    with RecordingWriter(tmp_path / "r" / "Net", metadata={}) as writer:
+        writer.write("a", 0, torch.ones(2))
+        writer.commit(0)
+    (tmp_path / "r" / "notes").mkdir()
+    assert (
+        names(open_source(tmp_path / "r")) == ["a"] == [entry.site for entry in Recording.open(tmp_path / "r").entries]
+    )
+    with RecordingWriter(tmp_path / "r" / "Other", metadata={}) as writer:
+        writer.write("a", 0, torch.ones(2))
+        writer.commit(0)
+    with pytest.raises(UsageError, match="one of the recordings in it"):
+        open_source(tmp_path / "r")
+    with pytest.raises(UsageError, match="there is no recording"):
+        Recording.open(tmp_path / "r")

@@ -12,6 +12,7 @@ from rich.text import Text
 
 import glassengine as glass
 from glassengine.cli.options import err, out, progress, settings, write_json
+from glassengine.cli.script_line import ScriptLine, read_script_line
 from glassengine.errors import IncomparableError, UsageError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -78,12 +79,13 @@ def command(
         "byte_budget": _size(byte_budget),
         "overwrite": overwrite,
     }
-    if target[0].endswith(".py") or target[0] == "-m":
+    line = read_script_line(target)
+    if line is not None:
         given = (inputs, max_new_tokens, tokens_of, device)
         if any(option is not None for option in given) or dry_run or noise_floor:
             got = "--inputs, --max-new-tokens, --tokens-of, --device, --noise-floor or --dry-run"
             raise UsageError("a script brings its own inputs, and is run once", got=got)
-        return _script(target, output_dir, policy, json)
+        return _script(line, output_dir, policy, json)
     if len(target) > 1:
         raise UsageError("more than one TARGET", got=" ".join(target), hint="glass record -o DIR -- script.py ARGS...")
     with progress(f"recording {target[0]}"):
@@ -113,14 +115,15 @@ def command(
     return 0 if result.ok else 1
 
 
-def _script(target: list[str], output_dir: str, policy: dict[str, Any], json: bool) -> int:
-    if target == ["-m"]:
-        raise UsageError("no module is named", got="-m", hint="glass record -o DIR -- -m module ARGS...")
+def _script(line: ScriptLine, output_dir: str, policy: dict[str, Any], json: bool) -> int:
     absolute = Path(output_dir).absolute()
-    is_module = target[0] == "-m"
-    script, *arguments = target[1:] if is_module else target
     result = glass.record_script(
-        script, arguments, path=output_dir, is_module=is_module, ends_process=settings.owns_process, **policy
+        line.script,
+        line.arguments,
+        path=output_dir,
+        is_module=line.is_module,
+        ends_process=settings.owns_process,
+        **policy,
     )
     sys.stdout.flush()
     # The script's own output is on stdout; what is ours goes beside it.

@@ -29,7 +29,7 @@ def command(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> int:
     """List the names of a model's, engine's or recording's tensors, without building."""
-    if (Path(target) / "recording.json").is_file():
+    if [*Path(target).glob("recording.json"), *Path(target).glob("*/recording.json")]:
         rows = _recorded(target, pattern)
     else:
         with progress(f"exporting {target}"):

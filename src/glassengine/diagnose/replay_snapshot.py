@@ -157,7 +157,7 @@ def replay(
             ok = origin is None and not was_there
             return Replayed(**told, ok=ok, first_nonfinite=origin, notes=tuple(notes))
         if bisect:
-            bisection, piece = bisect_graph(graph, arguments, chosen, progress, Path(snapshot))
+            bisection, piece = bisect_graph(graph, arguments, chosen, progress, found.path)
             if reproduction is not None and piece is not None:
                 progress("writing a reproduction")
                 bisection = reproduce_bisection(Path(reproduction), bisection, piece)

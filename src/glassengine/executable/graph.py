@@ -11,7 +11,7 @@ import enum
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from glassengine.program.naming import source_line
-from glassengine.program.program import Program
+from glassengine.program.program import Program, copied_graph
 
 GraphKind = Literal["inference", "forward", "backward", "engine"]
 InputKind = Literal["parameter", "buffer", "input", "size", "saved", "tangent", "other"]
@@ -140,8 +140,9 @@ def input_spec(
 def captured_program(program: Program) -> CapturedGraph:
     """Return the functional graph of a stored program: weights are inputs, updated caches are results."""
     ports, names, weights = {port.node: port.name for port in program.inputs}, program.weight_names(), program.weights()
+    module = _without_placeholders(program, ports.keys() | names.keys())
     inputs = []
-    for node in program.graph.find_nodes(op="placeholder"):
+    for node in module.graph.find_nodes(op="placeholder"):
         name = ports.get(node.name) or names.get(node.name) or node.name
         kind: InputKind = "input" if node.name not in names else "parameter"
         if kind == "parameter" and not isinstance(weights.get(node.name), torch.nn.Parameter):
@@ -151,7 +152,17 @@ def captured_program(program: Program) -> CapturedGraph:
     returned: Any = program.graph.output_node().args[0]
     outputs = [results.get(node.name, node.name) for node in returned]
     held = {names[node]: value for node, value in weights.items()}
-    return CapturedGraph(program.exported.graph_module, tuple(inputs), tuple(outputs), "engine", held)
+    return CapturedGraph(module, tuple(inputs), tuple(outputs), "engine", held)
+
+
+def _without_placeholders(program: Program, kept: Collection[str]) -> GraphModule:
+    """Return the graph without inputs that it was specialised for (a flag, a number, None), which no run is given."""
+    module: GraphModule = program.exported.graph_module
+    graph = copied_graph(module.graph)
+    gone = [node for node in graph.find_nodes(op="placeholder") if node.name not in kept and not node.users]
+    for node in gone:
+        graph.erase_node(node)
+    return GraphModule(module, graph) if gone else module
 
 
 def mutated_placeholders(graph: torch.fx.Graph) -> set[Node]:

@@ -79,10 +79,10 @@ class Snapshot:
 
     @classmethod
     def open(cls, path: str | Path) -> Snapshot:
-        """Open the directory of a snapshot, or what `pack` made of one.
+        """Open the directory of a snapshot, or what `pack` made of one, or a directory that holds one alone.
 
         Raises:
-            UsageError: There is nothing there, or a directory of snapshots.
+            UsageError: There is nothing there, or a directory of several snapshots.
             CorruptError: It is damaged, or of a newer schema.
         """
         path = Path(path)
@@ -93,7 +93,10 @@ class Snapshot:
             return cls(path, _parsed(path, packed.metadata[layout.META]), packed)
         meta = path / layout.META
         if not meta.is_file():
-            inside = sorted(item.parent.name for item in path.glob(f"*/{layout.META}")) if path.is_dir() else []
+            found = sorted(item.parent for item in path.glob(f"*/{layout.META}")) if path.is_dir() else []
+            inside = [item.name for item in found if not item.name.endswith(".partial")]
+            if len(inside) == 1:
+                return cls.open(path / inside[0])
             raise UsageError(
                 "not a snapshot",
                 got=str(path),

@@ -36,10 +36,30 @@ _ON_ERROR: dict[str, KeepInputs] = {
 }
 
 
+_was_asked = False
+
+
 def requested_taker() -> SnapshotTaker | None:
     """Return what takes the snapshots that the environment asks for now; None, after a microsecond, for none."""
+    global _was_asked
     request = environment.snapshot_request()
-    return None if request is None else _taker_of(request, _working_directory())
+    if request is None:
+        return None
+    _was_asked = True
+    return _taker_of(request, _working_directory())
+
+
+def tell_of_nothing() -> None:
+    """Say at the end of a program that the environment asks for snapshots, and no execution was seen."""
+    request = environment.snapshot_request()
+    if request is None or _was_asked or policy_of(request, _working_directory()) is None:
+        return
+    name = "XLA_FLAGS" if "dump_hlo_snapshots" in request.xla_flags else "NEURON_DUMP_HLO_SNAPSHOT"
+    logger.warning(
+        "%s asks for snapshots, and no execution was seen: nothing ran as an engine, in eager debug mode, or by "
+        'torch.compile(backend="glass")',
+        name,
+    )
 
 
 def _working_directory() -> str:

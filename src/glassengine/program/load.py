@@ -33,6 +33,9 @@ _LIMITS = {
 }
 """Key of the metadata -> where configurations state it."""
 
+CONFIG = "config.json"
+_HUB_SECONDS = 5.0
+_MAX_CONFIG_BYTES = 10_000_000
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -220,11 +223,14 @@ def _from_transformers(
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise UsageError(f"{spec} is not a model directory", got="no config.json in it", expected=FORMS)
+        _refuse_tensorrt_llm(spec, path)
     elif path.is_file():
         raise UsageError(f"a {path.suffix or 'plain'} file cannot be a MODEL", got=spec, expected=FORMS)
     elif not _HUB_ID.fullmatch(spec) or ("/" in spec and path.parent.is_dir()):
         here = [str(p) for p in path.parent.glob("*") if p.is_dir()] if path.parent.is_dir() else []
         raise UnknownNameError("model directory", spec, here, hint=f"MODEL is {FORMS}")
+    else:
+        _require_hub(spec, options["revision"])
     try:
         config = AutoConfig.from_pretrained(spec, **options)
         model_class = model_class_of(config, is_sentence_encoder=(path / "modules.json").is_file())
@@ -274,13 +280,63 @@ def _loading_error(spec: str, error: Exception) -> UsageError:
             got="an auto_map in its configuration",
             hint="read that code, then add --trust-remote-code (trust_remote_code=True)",
         )
-    first = f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
     if Path(spec).expanduser().is_dir():
         return UsageError(f"{spec} cannot be loaded", got=described(error, installed=False))
-    near = nearest(spec, [str(p) for p in Path().glob("*/*") if (p / "config.json").is_file()])
+    return _unknown(spec, f"{type(error).__name__}: {text.splitlines()[0] if text else ''}")
+
+
+def _unknown(spec: str, got: str) -> UsageError:
+    here = [str(p.parent) for pattern in ("*", "*/*") for p in Path().glob(f"{pattern}/config.json")]
+    near = nearest(spec, here)
     return UsageError(
-        f"unknown model {spec!r}", got=first, expected=FORMS + (f"; nearest: {', '.join(near)}" if near else "")
+        f"unknown model {spec!r}", got=got, expected=FORMS + (f"; nearest: {', '.join(near)}" if near else "")
     )
+
+
+def _refuse_tensorrt_llm(spec: str, path: Path) -> None:
+    """Refuse what TensorRT-LLM's tools write: it has a config.json, too, that transformers takes for its own.
+
+    Raises:
+        UsageError: It is a checkpoint or an engine of theirs.
+    """
+    file = path / CONFIG
+    try:
+        config = json.loads(file.read_text(encoding="utf-8")) if file.stat().st_size < _MAX_CONFIG_BYTES else None
+    except (OSError, ValueError, RecursionError):
+        return  # which transformers tells about
+    if not isinstance(config, dict):
+        return
+    hint = "give the directory of Hugging Face that it was converted from"
+    if "pretrained_config" in config and "build_config" in config:
+        raise UsageError(
+            f"{spec} is an engine of TensorRT-LLM",
+            expected=FORMS,
+            hint=f"{hint}; what the engine prints with --debug_mode is compared: glass compare",
+        )
+    if isinstance(config.get("architecture"), str) and "model_type" not in config:
+        raise UsageError(
+            f"{spec} is a checkpoint of TensorRT-LLM", got=f"architecture {config['architecture']!r}", hint=hint
+        )
+
+
+def _require_hub(spec: str, revision: str) -> None:
+    """Refuse an id that is in no cache while the hub cannot be reached: transformers tries for a minute.
+
+    Raises:
+        UsageError: It names nothing here, and nobody can be asked.
+    """
+    import huggingface_hub as hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if hub.constants.HF_HUB_OFFLINE or isinstance(hub.try_to_load_from_cache(spec, CONFIG, revision=revision), str):
+        return
+    try:
+        hub.get_hf_file_metadata(hub.hf_hub_url(spec, CONFIG, revision=revision), timeout=_HUB_SECONDS)
+    except HfHubHTTPError:
+        return  # it answers, and transformers tells what
+    except Exception as error:
+        reason = str(error).strip() or type(error).__name__
+        raise _unknown(spec, f"no directory of this name, and the hub cannot be reached: {reason}") from error
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:

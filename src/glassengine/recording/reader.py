@@ -61,7 +61,7 @@ class Recording:
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """Open the recording directory `path`.
+        """Open the recording directory `path`, or the only one in it.
 
         Raises:
             UsageError: There is no recording.
@@ -70,6 +70,9 @@ class Recording:
         directory = Path(path)
         if not (directory / layout.MANIFEST).exists():
             of_ranks = sorted(directory.glob(f"rank*/{layout.MANIFEST}"))
+            inside = [] if of_ranks else sorted(directory.glob(f"*/{layout.MANIFEST}"))
+            if len(inside) == 1:
+                return cls.open(inside[0].parent)
             raise UsageError(
                 "there is no recording",
                 got=str(directory),

@@ -96,6 +96,10 @@ def _open_json(path: Path) -> TensorSource:
     )
 
 
+def _is_recorded(path: Path) -> bool:
+    return (path / MANIFEST).is_file() or bool(rank_directories(path))
+
+
 def _open_directory(path: Path) -> TensorSource:
     if (path / MANIFEST).exists():
         return Recording.open(path)
@@ -108,11 +112,13 @@ def _open_directory(path: Path) -> TensorSource:
     if holds_arrays(path):
         return NpyFolder(path)
     there = sorted(item.name for item in path.iterdir())
-    recordings = sorted(str(manifest.parent) for manifest in path.glob(f"*/{MANIFEST}"))
+    recordings = [item for item in sorted(path.iterdir()) if item.is_dir() and _is_recorded(item)]
+    if len(recordings) == 1:  # what a recorded script that calls one model leaves
+        return _open_directory(recordings[0])
     raise UsageError(
         "the directory holds no tensors that can be read",
         got=f"{path}: {', '.join(there[:5]) or 'nothing'}{', ...' if len(there) > 5 else ''}",
         expected=f"a recording ({MANIFEST}), step files (step0.pt, ...), arrays (<name>-step0.npy, ...) or a dump of "
         "transformers, msprobe or SGLang",
-        hint=f"one of the recordings in it: {', '.join(recordings[:8])}" if recordings else None,
+        hint=f"one of the recordings in it: {', '.join(map(str, recordings[:8]))}" if recordings else None,
     )
