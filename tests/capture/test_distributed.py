@@ -48,7 +48,7 @@ def test_placements_mesh_and_the_shape_of_the_whole(
         model(tensor_parallel.DTensor.from_local(WHOLE, mesh, [replicate, partial]))
         model(WHOLE)
     opened = Recording.open(tmp_path / "r")
-    same = {"shape": (3, 4), "mesh": (1, 1), "names": ("data", "tensor"), "coordinate": (0, 0)}
+    same = {"shape": (3, 4), "mesh": (1, 1), "names": ("data", "tensor"), "coordinate": (0, 0), "ranks": (0,)}
     assert opened.entry(".", 0).sharding == Sharding(placements=("R", "S(1)"), **same)  # type: ignore[arg-type]
     assert opened.entry(".", 1).sharding == Sharding(placements=("R", "P(sum)"), **same)  # type: ignore[arg-type]
     assert opened.entry(".", 2).sharding is None

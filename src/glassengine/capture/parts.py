@@ -37,6 +37,7 @@ def sharding_of(tensor: Tensor) -> Sharding | None:
         mesh=tuple(mesh.shape),
         names=tuple(mesh.mesh_dim_names or ()),
         coordinate=tuple(mesh.get_coordinate() or ()),
+        ranks=tuple(mesh.mesh.flatten().tolist()),
     )
 
 

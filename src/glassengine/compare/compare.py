@@ -14,11 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from glassengine.compare.first import Order, phase_of
 from glassengine.compare.judging import BY_FLOOR, BY_GIVEN_TOLERANCE, BY_TOLERANCE, Judge
 from glassengine.compare.maps import TensorMap, load_map
 from glassengine.compare.matching import Match, Matching, match
 from glassengine.compare.precision import Precision, over_budget, two_precisions
-from glassengine.compare.rank_hints import rank_hints
+from glassengine.compare.rank_hints import rank_hints, wrong_ranks
 from glassengine.compare.ranks import PutTogether, expect_counterparts, sides_of_one_rank
 from glassengine.compare.requirements import (
     check_arguments,
@@ -26,6 +27,7 @@ from glassengine.compare.requirements import (
     require_names,
     require_same_tokens,
 )
+from glassengine.compare.together import judge_all
 from glassengine.compare.tolerance import is_inexact, tolerance
 from glassengine.recording.layout import Entry
 from glassengine.recording.noise_floor import NoiseFloor, read_noise_floor
@@ -113,7 +115,7 @@ def compare(
     is_drift = precision is not None and fail_on is None and rtol is None and atol is None
     fail_on = fail_on or "wrong"
     judge = Judge(left, right, rtol, atol, transpose, device, floor, precision, is_drift)
-    pairs = judge.with_statistics([judge.pair(one) for one in chosen], chosen, all_of_them=bool(show_only))
+    pairs = judge.with_statistics(judge_all(judge, chosen, left, right), chosen, all_of_them=bool(show_only))
     skipped, unmatched = _skipped(matching, show_only, floating_point_only)
     verdict = worst(pair.verdict for pair in pairs)
     coverage = _coverage(matching, chosen, show_only, floating_point_only)
@@ -226,17 +228,18 @@ def _coverage(
 def _first_divergence(
     pairs: Sequence[Pair], judged: Sequence[Match], left: TensorSource, right: TensorSource
 ) -> Divergence | None:
-    levels: tuple[Verdict, ...] = ("wrong", "suspicious")
-    indices = (i for level in levels for i, pair in enumerate(pairs) if pair.verdict == level)
-    found = next(indices, None)
-    if found is None:
+    order = Order(left)
+    worst_first = {"wrong": 0, "suspicious": 1}
+    flagged = [i for i, pair in enumerate(pairs) if pair.verdict in worst_first]
+    if not flagged:
         return None
+    found = min(flagged, key=lambda i: (worst_first[pairs[i].verdict], order.key(judged[i].baseline)))
     pair, entry = pairs[found], judged[found].baseline
     sources, candidate_sources = (side.metadata.get("sources") for side in (left, right))
     source = sources.get(entry.site) if isinstance(sources, dict) else None
     there = candidate_sources.get(pair.candidate_site) if isinstance(candidate_sources, dict) else None
     return Divergence(
-        rung=_phase(entry.site) if left.metadata.get("gradients") else None,
+        rung=phase_of(entry.site) if left.metadata.get("gradients") else None,
         step=entry.step,
         site=entry.site,
         node=entry.node,
@@ -249,15 +252,20 @@ def _first_divergence(
         inherited=None,
         hints=_hints(judged[found], left, right),
         candidate_source=there if isinstance(there, str) else None,
+        rank=_rank(judged[found], left, right),
     )
 
 
-def _phase(site: str) -> str:
-    """Return in which part of a training step a site of a recording is made."""
-    port = site.rpartition(":")[2]
-    if port == "param" or port.startswith("state."):
-        return "update"
-    return "backward" if port.startswith("grad") else "forward"
+def _rank(match: Match, left: TensorSource, right: TensorSource) -> int | None:
+    """Return the rank that has a tensor wrong; None where all have, or there is one."""
+    if isinstance(left, PutTogether) or isinstance(right, PutTogether):
+        if match.rule is not None:
+            return None
+        sides = ((right, match.candidates[0], left, match.baseline), (left, match.baseline, right, match.candidates[0]))
+        side, own, other, counterpart = sides[0] if isinstance(right, PutTogether) else sides[1]
+        assert isinstance(side, PutTogether)
+        return next(iter(wrong_ranks(side, own, other.tensor(counterpart))), None)
+    return match.baseline.rank if any(entry.rank != match.baseline.rank for entry in left.entries) else None
 
 
 def _hints(match: Match, left: TensorSource, right: TensorSource) -> tuple[Hint, ...]:

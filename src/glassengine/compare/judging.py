@@ -63,8 +63,12 @@ class Judge:
     precision: Precision | None = None
     is_drift: bool = False
 
-    def pair(self, match: Match) -> Pair:
+    def pair(self, match: Match, *, added: Sequence[Match] = ()) -> Pair:
         """Return the verdict on one match.
+
+        Args:
+            match: What belongs together.
+            added: What the candidate has of the same tensor under other names: shares of a gradient.
 
         Raises:
             UsageError: An operation of the map, or a transposition, does not fit the tensor.
@@ -75,6 +79,9 @@ class Judge:
         judged_by = BY_GIVEN_TOLERANCE if is_given else BY_TOLERANCE
         pair = Pair(step, site, other, match.method, 1.0, "wrong", judged_by, rank=entry.rank)
         x, y = self._tensors(match)
+        for one in added:
+            _, share = self._tensors(one)
+            y = y + share if share.shape == y.shape else y
         if x.shape != y.shape:
             what = shapes.difference(tuple(x.shape), tuple(y.shape), site)
             return dataclasses.replace(pair, judged_by=BY_SHAPE, reason=what)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from glassengine.compare.assembly import EXPLAINED, MEAN, SUM, Assembly, error_of
 from glassengine.compare.hints import tensor_hints
-from glassengine.compare.ranks import EXPLAINED, PutTogether, error_of
+from glassengine.compare.ranks import PutTogether, is_of_activation, is_of_parameter
+from glassengine.compare.spread import sample_of
 from glassengine.recording.layout import Entry
 from glassengine.results import Hint
 
-_MAX_ORDERED = 5
-"""Ranks up to which every order of them is tried; beyond, exchanges of two."""
+_MAX_NAMED = 16
+"""Ranks that are listed one by one."""
 
 
 def rank_hints(source: PutTogether, entry: Entry, whole: Tensor) -> tuple[Hint, ...]:
@@ -26,68 +27,136 @@ def rank_hints(source: PutTogether, entry: Entry, whole: Tensor) -> tuple[Hint, 
         entry: A tensor that was judged wrong.
         whole: Its counterpart.
     """
-    copies = source.copies(entry)
-    if any(copy.shape != whole.shape for copy in copies.wholes) or not whole.is_floating_point():
+    judged = source.tensor(entry)
+    if judged.shape != whole.shape or whole.dtype is torch.bool or whole.is_complex():
         return ()
-    worst = max(copies.wholes, key=lambda copy: error_of(copy, whole))
-    error = error_of(worst, whole)
+    error = error_of(judged, whole)
     if not 0 < error < math.inf:
         return ()
-    if len(copies.wholes) > 1:
-        found = list(_of_copies(copies.wholes, copies.ranks, whole, error))
-    elif copies.dim is not None:
-        parts = [(rank, part) for rank, part in source.parts(entry) if rank in copies.ranks[0]]
-        found = list(_of_parts(parts, copies.dim, whole, error))
-    else:
-        found = []
-    return (*found, *tensor_hints(whole.double(), worst, None))
+    assembly, _ = source.assembly(entry)
+    if not whole.is_floating_point():
+        return (
+            *_of_twins(assembly, whole),
+            *_of_order(assembly, whole, error),
+            *_of_ranks(source, entry, whole, error),
+        )
+    layout = source.layout(entry.step)
+    num_groups = 1 if layout is None else layout.num_groups
+    found = [
+        *_of_sums(assembly, entry.site, whole, error),
+        *_of_data(judged, entry.site, whole, error, num_groups),
+        *_of_order(assembly, whole, error),
+    ]
+    if not found:
+        found += _of_ranks(source, entry, whole, error)
+    if not found and len(assembly.ranks) > 1 and _error_but_for_a_vector(judged, whole) <= EXPLAINED * error:
+        text = (
+            f"every row is off by the same vector: is a bias added in each of {len(assembly.ranks)} ranks, or in none?"
+        )
+        found.append(Hint("bias", text, 0.8))
+    if whole.numel() == 1 and float(whole):
+        found.append(Hint("scale", f"the candidate is {float(judged) / float(whole):.6g} times the baseline", 0.7))
+    return (*found, *tensor_hints(whole.double(), judged, None))
 
 
-def _of_copies(copies: Sequence[Tensor], ranks: Sequence[Sequence[int]], whole: Tensor, error: float) -> Iterator[Hint]:
-    everyone = sorted(itertools.chain(*ranks))
-    if error_of(torch.stack([copy.double() for copy in copies]).sum(0), whole) <= EXPLAINED * error:
-        text = f"the results of ranks {_names(everyone)} add up to the baseline: a reduction (all-reduce) is missing"
+def wrong_ranks(source: PutTogether, entry: Entry, whole: Tensor) -> tuple[int, ...]:
+    """Return the ranks that have `entry` wrong; none where all have, or where that cannot be told."""
+    errors = source.errors(entry, whole)
+    if errors is None or len(errors) < 2:
+        return ()
+    worst = max(errors.values())
+    wrong = tuple(sorted(rank for rank, size in errors.items() if size > EXPLAINED * worst))
+    return wrong if len(wrong) < len(errors) else ()
+
+
+def _of_sums(assembly: Assembly, site: str, whole: Tensor, error: float) -> Iterator[Hint]:
+    if max(map(len, assembly.cells())) < 2 or not assembly.differ:
+        return
+    ranks = _names(assembly.ranks)
+    total = Assembly(assembly.parts, assembly.way, SUM, differ=True).whole(whole)
+    if error_of(total, whole) <= EXPLAINED * error:
+        text = f"the results of ranks {ranks} add up to the baseline: a reduction (all-reduce) is missing"
         yield Hint("reduction", text, 0.95)
-        return
-    wrong = [of for of, copy in zip(ranks, copies, strict=True) if error_of(copy, whole) > EXPLAINED * error]
-    if len(wrong) < len(ranks):
-        yield Hint("rank", f"wrong in rank {_names(itertools.chain(*wrong))}, right in the others", 0.9)
-        return
-    if _error_but_for_a_vector(copies[0], whole) <= EXPLAINED * error:
-        text = f"every row is off by the same vector: is a bias added in each of {len(everyone)} ranks, or in none?"
-        yield Hint("bias", text, 0.8)
+    elif _error_but_for_a_vector(total, whole) <= EXPLAINED * error:
+        text = f"the results of ranks {ranks} add up to the baseline but for the same vector in every row"
+        yield Hint("reduction", f"{text}: a reduction (all-reduce) is missing, and each rank adds the bias", 0.9)
+    elif is_of_parameter(site):
+        mean = Assembly(assembly.parts, assembly.way, MEAN, differ=True).whole(whole)
+        if error_of(mean, whole) <= EXPLAINED * error:
+            text = f"those of ranks {ranks} average to the baseline: they are never averaged, or after the backward"
+            yield Hint("reduction", f"{text}; with optimizer=... what is made of them is recorded, too", 0.95)
 
 
-def _of_parts(parts: Sequence[tuple[int, Tensor]], dim: int, whole: Tensor, error: float) -> Iterator[Hint]:
-    ranks, tensors = [rank for rank, _ in parts], [tensor for _, tensor in parts]
-    for order in _orders(len(parts)):
-        together = torch.cat([tensors[i] for i in order], dim)
-        agrees = f"in the order of ranks {_names(ranks[i] for i in order)} they agree"
-        if error_of(together, whole) <= EXPLAINED * error:
-            yield Hint("order", f"{agrees}: shards are exchanged", 0.95)
+def _of_twins(assembly: Assembly, whole: Tensor) -> Iterator[Hint]:
+    """Yield which ranks were given the same where each should have a part of its own."""
+    if len(set(assembly.way.cells)) < len(assembly.parts):
+        return
+    for i, part in enumerate(assembly.parts):
+        twins = [one for one in assembly.parts[:i] if torch.equal(one.tensor, part.tensor)]
+        if twins and not torch.equal(part.tensor, assembly.place(i, whole)):
+            text = f"ranks {_names(twins[0].ranks)} and {_names(part.ranks)} have the same"
+            yield Hint("order", f"{text}, and no rank has what the baseline has in that place", 0.9)
             return
-        if _error_but_for_a_vector(together, whole) <= EXPLAINED * error:
+
+
+def _of_data(judged: Tensor, site: str, whole: Tensor, error: float, num_groups: int) -> Iterator[Hint]:
+    """Yield what became of a mean over the rows of all ranks."""
+    if num_groups < 2 or not (is_of_parameter(site) or is_of_activation(site)):
+        return
+    for factor, text in (
+        (num_groups, f"{num_groups} times the baseline: gradients of {num_groups} ranks are added up, not averaged"),
+        (1 / num_groups, f"a {num_groups}th of the baseline: averaged over ranks whose losses are sums, not means"),
+    ):
+        if is_of_parameter(site) and error_of(judged / factor, whole) <= EXPLAINED * error:
+            yield Hint("average", text, 0.9)
+
+
+def _of_order(assembly: Assembly, whole: Tensor, error: float) -> Iterator[Hint]:
+    """Yield in which other order the parts agree: each is looked for in all places at once."""
+    parts, way = assembly.parts, assembly.way
+    if not way.dims or len(set(way.cells)) < len(parts) or len({part.tensor.shape for part in parts}) > 1:
+        return
+    tensors = [part.tensor.double() for part in parts]
+    places = [assembly.place(i, whole).double() for i in range(len(parts))]
+    ranks = [_names(part.ranks) for part in parts]
+    for is_centered in (False, True):
+        ours, theirs = ([_centered(x) for x in side] if is_centered else side for side in (tensors, places))
+        order = torch.cdist(torch.stack(list(map(sample_of, theirs))), torch.stack(list(map(sample_of, ours)))).argmin(
+            1
+        )
+        if order.tolist() == list(range(len(parts))) or len(set(order.tolist())) < len(parts):
+            continue
+        left = math.sqrt(sum(error_of(ours[j], theirs[i]) ** 2 for i, j in enumerate(order.tolist())) / len(parts))
+        if left > EXPLAINED * error:
+            continue
+        moved = [i for i, j in enumerate(order.tolist()) if i != j]
+        if len(parts) <= _MAX_NAMED:
+            agrees = f"in the order of ranks {', '.join(ranks[j] for j in order.tolist())} they agree"
+        else:
+            swaps = ", ".join(f"{ranks[int(order[i])]} for {ranks[i]}" for i in moved[:_MAX_NAMED])
+            agrees = f"with the part of rank {swaps} they agree"
+        if is_centered:
             text = "but for one vector in every row: shards of the weight are exchanged, those of the bias are not"
             yield Hint("order", f"{agrees} {text}", 0.9)
-            return
-    starts = itertools.accumulate((tensor.shape[dim] for tensor in tensors), initial=0)
-    errors = [
-        error_of(tensor, whole.narrow(dim, start, tensor.shape[dim]))
-        for tensor, start in zip(tensors, starts, strict=False)
-    ]
-    wrong = [rank for rank, size in zip(ranks, errors, strict=True) if size > EXPLAINED * error]
-    if len(wrong) < len(ranks):
-        yield Hint("rank", f"wrong in the part of rank {_names(wrong)}, right in those of the others", 0.9)
-
-
-def _orders(count: int) -> Iterator[tuple[int, ...]]:
-    """Yield the orders to try, other than the own one."""
-    own = tuple(range(count))
-    if count <= _MAX_ORDERED:
-        yield from (order for order in itertools.permutations(own) if order != own)
+        else:
+            yield Hint("order", f"{agrees}: shards are exchanged", 0.95)
         return
-    for j, k in itertools.combinations(own, 2):
-        yield tuple(k if i == j else j if i == k else i for i in own)
+
+
+def _of_ranks(source: PutTogether, entry: Entry, whole: Tensor, error: float) -> Iterator[Hint]:
+    wrong = wrong_ranks(source, entry, whole)
+    if wrong:
+        assembly, _ = source.assembly(entry)
+        if len(set(assembly.way.cells)) > 1 or len(assembly.parts) == 1:
+            text = f"wrong in the part of rank {_names(wrong)}, right in those of the others"
+        else:
+            text = f"wrong in rank {_names(wrong)}, right in the others"
+        yield Hint("rank", text, 0.9)
+
+
+def _centered(x: Tensor) -> Tensor:
+    """Return what is left of each row without what all rows have."""
+    return x - x.reshape(-1, x.shape[-1]).mean(0) if x.dim() > 1 else x
 
 
 def _error_but_for_a_vector(x: Tensor, whole: Tensor) -> float:
@@ -98,4 +167,6 @@ def _error_but_for_a_vector(x: Tensor, whole: Tensor) -> float:
 
 
 def _names(ranks: Iterable[int]) -> str:
-    return ", ".join(map(str, ranks))
+    named: Sequence[int] = list(ranks)
+    more = f" and {len(named) - _MAX_NAMED} more" if len(named) > _MAX_NAMED else ""
+    return ", ".join(map(str, named[:_MAX_NAMED])) + more

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -10,7 +11,7 @@ from glassengine.errors import IncomparableError, UnknownNameError, UsageError
 from glassengine.recording.policy import NO_VALUES
 from glassengine.recording.source import TensorSource
 from glassengine.results import VERDICTS
-from glassengine.sites import matches
+from glassengine.sites import ROOT, matches
 
 
 def require_same_tokens(left: TensorSource, right: TensorSource) -> None:
@@ -19,6 +20,12 @@ def require_same_tokens(left: TensorSource, right: TensorSource) -> None:
     if x is None or y is None or x == y:
         return
     rows_x, rows_y = (side if isinstance(side, list) else [side] for side in (x, y))
+    # In which order ranks have the rows of a batch, or which positions of them, their inputs tell, which are judged.
+    num_ranks = [side.metadata.get("num_ranks", 1) for side in (left, right)]
+    if (num_ranks[0] > 1) != (num_ranks[1] > 1) and (
+        _are_shares(rows_x, rows_y) or all(map(_has_inputs, (left, right)))
+    ):
+        return
     where = next((i for i, (a, b) in enumerate(zip(rows_x, rows_y, strict=False)) if a != b), None)
     got = f"{len(rows_x)} and {len(rows_y)} rows" if where is None else f"the first difference is in row {where}"
     raise IncomparableError(
@@ -27,6 +34,19 @@ def require_same_tokens(left: TensorSource, right: TensorSource) -> None:
         expected="the same token ids: what follows a different token is different for good reasons",
         hint=f"record the candidate on the baseline's tokens: glass record TARGET --tokens-of {left.path}",
     )
+
+
+def _has_inputs(side: TensorSource) -> bool:
+    return any(entry.site.startswith(f"{ROOT}:in") and entry.dtype == "int64" for entry in side.entries)
+
+
+def _are_shares(x: Sequence[Any], y: Sequence[Any]) -> bool:
+    """Whether both sides have the same rows in any order, or the same tokens where rows are cut."""
+    if all(isinstance(row, list) for row in (*x, *y)):
+        if {len(row) for row in x} == {len(row) for row in y}:
+            return set(map(tuple, x)) == set(map(tuple, y))
+        return {token for row in x for token in row} == {token for row in y for token in row}
+    return False
 
 
 def require_names(patterns: Sequence[str], *sides: TensorSource) -> None:

@@ -94,6 +94,7 @@ class Sharding:
         mesh: Sizes of the mesh.
         names: Names of its dimensions, where they have any.
         coordinate: Where in the mesh the process is; empty where it has no part in it.
+        ranks: The processes of the mesh, the last dimension fastest; empty where that was not recorded.
     """
 
     shape: tuple[int, ...]
@@ -101,6 +102,7 @@ class Sharding:
     mesh: tuple[int, ...]
     names: tuple[str, ...] = ()
     coordinate: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         """Return for example `shard S(0) of [4,2] on a mesh of [2]`."""

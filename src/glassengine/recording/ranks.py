@@ -24,7 +24,7 @@ class RankRecordings:
 
     Attributes:
         path: The directory.
-        metadata: That of the first rank; "token_ids" are the rows of all ranks, once where all have the same, and
+        metadata: That of the first rank; "token_ids" are the rows of all ranks, once of ranks that have the same, and
             "num_ranks" is how many recordings there are.
         complete: Whether each of them is, and none is missing from the first to the last.
         entries: The tensors in order of step and rank.
@@ -41,9 +41,10 @@ class RankRecordings:
         each = list(self._recordings.values())
         self.metadata: dict[str, Any] = {**each[0].metadata, "num_ranks": len(each)}
         rows = [recording.metadata.get("token_ids") for recording in each]
-        # Ranks that split a batch have rows of their own.
+        # Ranks that split a batch have rows of their own; those that share the work on a row have the same.
         if all(isinstance(of_rank, list) for of_rank in rows) and any(of_rank != rows[0] for of_rank in rows):
-            self.metadata["token_ids"] = [row for of_rank in rows for row in of_rank or ()]
+            distinct = [of_rank for i, of_rank in enumerate(rows) if of_rank not in rows[:i]]
+            self.metadata["token_ids"] = [row for of_rank in distinct for row in of_rank or ()]
         is_gapless = list(self._recordings) == list(range(len(each)))
         self.complete = is_gapless and all(recording.complete for recording in each)
         found = [

@@ -114,7 +114,8 @@ def sharding_from(payload: object) -> Sharding | None:
         raise ValueError("a sharding is not an object")
     found: dict[str, tuple[Any, ...]] = {}
     for field in dataclasses.fields(Sharding):
-        items = payload.get(field.name)
+        # Recordings of earlier versions do not say which ranks a mesh has.
+        items = payload.get(field.name, [] if field.name == "ranks" else None)
         is_text = field.name in ("placements", "names")
         if not isinstance(items, list) or not all(
             isinstance(item, str) if is_text else _is_size(item) for item in items
@@ -122,7 +123,11 @@ def sharding_from(payload: object) -> Sharding | None:
             raise ValueError("a sharding is not what it should be")
         found[field.name] = tuple(items)
     rank = len(found["mesh"])
-    if len(found["placements"]) != rank or any(len(found[key]) not in (0, rank) for key in ("names", "coordinate")):
+    if (
+        len(found["placements"]) != rank
+        or len(found["ranks"]) not in (0, math.prod(found["mesh"]))
+        or any(len(found[key]) not in (0, rank) for key in ("names", "coordinate"))
+    ):
         raise ValueError("a sharding does not fit its mesh")
     return Sharding(**found)
 

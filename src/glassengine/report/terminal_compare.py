@@ -80,10 +80,9 @@ def _divergence(result: Comparison) -> Iterator[Text]:
     found = result.first_divergence
     if found is None:
         return
-    pair = next(
-        (p for p in result.pairs if (p.step, p.site) == (found.step, found.site) and p.verdict == "wrong"), None
-    )
-    rank = f" (rank {pair.rank})" if pair is not None and pair.rank else ""
+    there = [p for p in result.pairs if (p.step, p.site, p.verdict) == (found.step, found.site, "wrong")]
+    pair = next((p for p in there if found.rank in (None, p.rank)), next(iter(there), None))
+    rank = f" (rank {found.rank})" if found.rank is not None else ""
     phase = f", {found.rung}" if found.rung else ""
     yield Text(f"\nfirst divergence: step {found.step}{phase}, {found.site}{rank}", style="bold")
     if found.candidate_site != found.site:

@@ -155,6 +155,7 @@ class Divergence(Result):
     `source` is "file:line: line" of the baseline, `candidate_source` that of the candidate where it has one of its own.
     `group` is what sites at the same place of repeated layers have in common, where several of them went wrong:
     `also_at` are the others, of the first of them, and `num_alike` is how many such places there are.
+    `rank` is the process that made it, of several; None where all did, or where there is one.
     """
 
     rung: str | None
@@ -174,6 +175,7 @@ class Divergence(Result):
     group: str | None = None
     also_at: tuple[str, ...] = ()
     num_alike: int = 1
+    rank: int | None = None
 
     @property
     def leads(self) -> bool:

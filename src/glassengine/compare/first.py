@@ -1,0 +1,112 @@
+"""Which of the tensors that are wrong was made first, in a run of several processes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from glassengine.recording.layout import Entry
+from glassengine.recording.source import TensorSource
+from glassengine.sites import ROOT
+
+_PHASES = ("forward", "backward", "update")
+
+
+def phase_of(site: str) -> str:
+    """Return in which part of a training step a site of a recording is made."""
+    port = site.rpartition(":")[2]
+    if port == "param" or port.startswith("state."):
+        return "update"
+    return "backward" if port.startswith("grad") else "forward"
+
+
+class Order:
+    """The order in which the processes of one run made their tensors.
+
+    All have the same clock, the order of sites within a step. Processes that have modules of their own are stages: in a
+    forward the later ones come after all of the earlier ones, in a backward ahead of them.
+
+    Args:
+        source: Of one rank or of several.
+    """
+
+    def __init__(self, source: TensorSource) -> None:
+        self._place: dict[tuple[int, int, str], tuple[int, ...]] = {}
+        by_step: dict[int, dict[int, list[Entry]]] = defaultdict(lambda: defaultdict(list))
+        for entry in source.entries:
+            by_step[entry.step][entry.rank].append(entry)
+        for step, by_rank in by_step.items():
+            self._place_step(step, by_rank)
+
+    def key(self, entry: Entry) -> tuple[int, ...]:
+        """Return what sorts entries of the source: by step, by position in it, by rank."""
+        return entry.step, *self._place[entry.step, entry.rank, entry.site], entry.rank
+
+    def _place_step(self, step: int, by_rank: Mapping[int, Sequence[Entry]]) -> None:
+        stages = _stages(by_rank)
+        for stage, ranks in enumerate(stages):
+            merged = _merged([[entry.site for entry in by_rank[rank]] for rank in ranks])
+            for rank in ranks:
+                for entry in by_rank[rank]:
+                    phase = _PHASES.index(phase_of(entry.site))
+                    number = -stage if phase == 1 else stage
+                    self._place[step, rank, entry.site] = (phase, number, merged[entry.site])
+
+
+def _stages(by_rank: Mapping[int, Sequence[Entry]]) -> list[list[int]]:
+    """Return the ranks of each stage, in the order of their first one; all in one where there are no stages."""
+    paths = {rank: {_path(entry.site) for entry in entries} for rank, entries in by_rank.items()}
+    everywhere = set.intersection(*paths.values())
+    stages: list[tuple[set[str], list[int]]] = []
+    for rank, found in sorted(paths.items()):
+        own = found - everywhere
+        for known, ranks in stages:
+            if 2 * len(known & own) >= min(len(known), len(own)):
+                known |= own
+                ranks.append(rank)
+                break
+        else:
+            stages.append((own, [rank]))
+    # Where all go on with the same modules, what only some have in between (experts, say) is no stage.
+    holders = {
+        path for path in everywhere if any(_is_inside(other, path) for found in paths.values() for other in found)
+    }
+    if len(stages) > 1 and all(_goes_on(entries, everywhere - holders, everywhere) for entries in by_rank.values()):
+        return [sorted(paths)]
+    return [ranks for _, ranks in stages]
+
+
+def _goes_on(entries: Sequence[Entry], common: set[str], everywhere: set[str]) -> bool:
+    """Whether one of the `common` modules is called after the last one that not all processes have."""
+    forward = [_path(entry.site) for entry in entries if phase_of(entry.site) == "forward"]
+    last = max((i for i, path in enumerate(forward) if path not in everywhere), default=-1)
+    return any(path in common for path in forward[last + 1 :])
+
+
+def _path(site: str) -> str:
+    return site.partition(":")[0].partition("@")[0]
+
+
+def _is_inside(path: str, holder: str) -> bool:
+    return path != ROOT and (holder == ROOT or path.startswith(f"{holder}."))
+
+
+def _merged(sequences: Sequence[Sequence[str]]) -> dict[str, int]:
+    """Return the position of each site in one sequence of all of them; what one has alone is after what it follows."""
+    merged = list(sequences[0])
+    known = set(merged)
+    for sequence in sequences[1:]:
+        if known.issuperset(sequence):
+            continue
+        at = 0
+        where = {site: i for i, site in enumerate(merged)}
+        inserts: list[tuple[int, str]] = []
+        for site in sequence:
+            if site in known:
+                at = where[site] + 1
+            else:
+                inserts.append((at, site))
+                known.add(site)
+        for offset, (position, site) in enumerate(inserts):
+            merged.insert(position + offset, site)
+    return {site: i for i, site in enumerate(merged)}

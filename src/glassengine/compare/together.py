@@ -1,0 +1,34 @@
+"""Judges all pairs of a comparison: each alone, then those that say something of each other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from glassengine.compare.judging import Judge
+from glassengine.compare.matching import Match
+from glassengine.compare.open_shares import never_added_up
+from glassengine.compare.ranks import PutTogether
+from glassengine.compare.shared_gradients import SHARED, shared_gradients
+from glassengine.recording.source import TensorSource
+from glassengine.results import FLAGGED, Pair
+
+
+def judge_all(judge: Judge, chosen: Sequence[Match], left: TensorSource, right: TensorSource) -> list[Pair]:
+    """Return the verdict on each pair; shares of a sum that are never added up are judged as what they are."""
+    pairs = [judge.pair(one) for one in chosen]
+    # What is judged once more is no second row of the table of drifts.
+    judge = dataclasses.replace(judge, precision=None)
+    for numbers in shared_gradients(pairs, chosen):
+        together = judge.pair(chosen[numbers[0]], added=[chosen[i] for i in numbers[1:]])
+        if together.verdict not in FLAGGED:
+            for i in numbers:
+                site, other = chosen[i].baseline.site, chosen[i].candidate_site
+                pairs[i] = dataclasses.replace(together, site=site, candidate_site=other, reason=SHARED)
+    sides = ((left, [one.baseline for one in chosen]), (right, [one.candidates[0] for one in chosen]))
+    for side, entries in sides:
+        if isinstance(side, PutTogether):
+            for i in never_added_up(pairs, chosen, side, entries):
+                side.reject(entries[i])
+                pairs[i] = judge.pair(chosen[i])
+    return pairs
