@@ -22,6 +22,12 @@ from torch import Tensor
 
 from glassengine.results import DriftRow
 
+LOST = 0.5
+"""Noise over signal from which on a tensor is not the baseline's any more: 3 dB."""
+
+LITTLE_LEFT = 0.1
+"""Noise over signal from which on little is left of it: 10 dB."""
+
 
 @dataclass
 class DriftSums:

@@ -12,13 +12,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from glassengine.compare.drift import DriftSums, by_growth
+from glassengine.compare.drift import LOST, DriftSums, by_growth
 from glassengine.compare.tolerance import is_inexact, tolerance
 from glassengine.recording.source import TensorSource
 from glassengine.results import DriftRow, Verdict
 
-_LOST = 0.5
-"""Noise over signal from which on a tensor is not the baseline's: 3 dB."""
 _FEWEST = 8
 """Elements below which that says nothing."""
 
@@ -51,7 +49,7 @@ class Precision:
         sums.merge(own)
         if not x.is_floating_point() or not y.is_floating_point():
             return "wrong"
-        return "wrong" if x.numel() >= _FEWEST and own.noise > _LOST * own.signal else "suspicious"
+        return "wrong" if x.numel() >= _FEWEST and own.noise > LOST * own.signal else "suspicious"
 
     def table(self) -> tuple[DriftRow, ...]:
         """Return the rows: outputs of modules and ops, results last."""

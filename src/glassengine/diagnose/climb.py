@@ -99,7 +99,7 @@ def start(
         cases = causal_cases(model, inputs, steps)
         given = None
     else:
-        given = _arguments(model, inputs)
+        given = arguments_of(model, inputs)
         cases = module_cases(given)
     progress("exporting the program")
     program = export_program(model, inputs=given)
@@ -219,7 +219,7 @@ def _replay(climb: Climb, pairs: Mapping[str, SitePair], **options: Any) -> Repl
     return make(climb.program, **{"accumulation": climb.accumulation, **options})
 
 
-def _arguments(model: LoadedModel, inputs: Inputs) -> Sequence[Mapping[str, Any]]:
+def arguments_of(model: LoadedModel, inputs: Inputs) -> Sequence[Mapping[str, Any]]:
     """Return the keyword arguments of a plain module's steps."""
     if inputs is None:
         if model.stored is not None:
@@ -234,7 +234,7 @@ def add_model(climb: Climb, candidate: LoadedModel, inputs: Inputs, progress: Pr
     given = None
     observable: dict[str, Any] = {}
     if candidate.kind == "module":
-        given = [taken_by(candidate.module, step) for step in _arguments(candidate, inputs)]
+        given = [taken_by(candidate.module, step) for step in arguments_of(candidate, inputs)]
     try:
         program = export_program(candidate, inputs=given)
     except UsageError as error:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 
-from glassengine.compare.drift import DriftSums
+from glassengine.compare.drift import LITTLE_LEFT, LOST, DriftSums
 from glassengine.compare.operation import RANDOM
 from glassengine.compare.tolerance import is_inexact, tolerance
 from glassengine.compare.verdict import Judgement, Reference
@@ -91,6 +92,24 @@ class EndToEnd:
                 judged = _judged(reference, theirs[own], may_tie)
                 self._add(name, own, method, judged, reference.valid, baseline, theirs[own], where)
 
+    def compare_signals(
+        self, theirs: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor], where: tuple[str, int]
+    ) -> None:
+        """Compare results of a quantized candidate: by what is left of the signal.
+
+        Args:
+            theirs: Results of the candidate in this step.
+            ours: Those of the untouched baseline.
+            where: Case and step.
+        """
+        for name in results_of(self.program):
+            own, method = self._counterpart(name, theirs)
+            if own is None or name not in ours:
+                self.not_compared[name] = _MISSING
+            else:
+                judged = _by_signal(ours[name], theirs[own]), 0.0
+                self._add(name, own, method, judged, None, ours[name], theirs[own], where, judged_by="signal")
+
     def end_step(
         self, theirs: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor], where: tuple[str, int]
     ) -> None:
@@ -134,6 +153,8 @@ class EndToEnd:
         baseline: torch.Tensor,
         value: torch.Tensor,
         where: tuple[str, int],
+        *,
+        judged_by: Literal["noise floor", "signal"] = "noise floor",
     ) -> None:
         judgement, exempt = judged
         figures = _figures(baseline, value, valid)
@@ -158,6 +179,7 @@ class EndToEnd:
             cosine_similarity=figures.cosine,
             rho=judgement.rho,
             exempt=exempt,
+            judged_by=judged_by,
         )
         before = self._found.get(name)
         self._found[name] = made if before is None else _worse(before, made)
@@ -210,6 +232,26 @@ def _judged(reference: Reference, value: torch.Tensor, may_tie: bool) -> tuple[J
     if may_tie:
         return judgement, exempt
     return replace(whole, reason=whole.reason or _CHOSEN_ALIKE), 0.0
+
+
+def _by_signal(baseline: torch.Tensor, value: torch.Tensor) -> Judgement:
+    """Judge a result of a quantized candidate: a changed shape is wrong, and so is more noise than half of the signal.
+
+    Whole numbers (chosen tokens) may be others where scores are close; those that differ are counted by the figures.
+    """
+    if baseline.shape != value.shape:
+        return Judgement("wrong", None, None, f"shape {tuple(value.shape)}, baseline {tuple(baseline.shape)}")
+    if torch.equal(baseline, value):
+        return Judgement("identical", 0.0, 0.0)
+    if not (baseline.is_floating_point() and value.is_floating_point()):
+        return Judgement("suspicious", None, None, f"{int((baseline != value).sum())} of {value.numel()} differ")
+    if not bool(value.isfinite().all()) and bool(baseline.isfinite().all()):
+        return Judgement("wrong", None, None, "values that are not finite")
+    sums = DriftSums()
+    sums.add(baseline, value)
+    lost = sums.noise / sums.signal if sums.signal else math.inf if sums.noise else 0.0
+    verdict: Verdict = "wrong" if lost > LOST else "suspicious" if lost > LITTLE_LEFT else "rounding"
+    return Judgement(verdict, None, math.sqrt(sums.noise / max(1, value.numel())))
 
 
 def _passed_on(baseline: torch.Tensor, value: torch.Tensor) -> Judgement:

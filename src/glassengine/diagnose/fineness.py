@@ -8,6 +8,8 @@ region of more than `MOST_OPS` ops counts as judged only where the results agree
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from glassengine.diagnose.regions import RegionReplay, covered
 from glassengine.diagnose.score import Score, float_nodes
@@ -20,21 +22,36 @@ from glassengine.results import MOST_OPS, Fineness
 
 def fineness(score: Score, program: Program) -> Fineness:
     """Return how finely the float-valued ops of `program` were judged by `score`."""
+    inside = region_nodes(score, program)
+    found = fineness_of(program, score.side.rung, score.judged_nodes, inside)
+    if score.side.level == "result":
+        # Of what was judged there, nothing says how it came about.
+        found = replace(found, op_by_op=0.0, results_only=found.op_by_op + found.results_only)
+    return found
+
+
+def fineness_of(program: Program, rung: str, judged: Collection[str], inside: Mapping[str, set[str]]) -> Fineness:
+    """Return how finely the float-valued ops of `program` were judged.
+
+    Args:
+        program: The baseline's.
+        rung: Where.
+        judged: Nodes that were judged.
+        inside: Nodes inside of regions -> judged nodes at which these end.
+    """
     named = float_nodes(program, ("op",))
     if not named:
-        return Fineness(score.side.rung, 0, 1.0, 0.0, 0.0, 0.0)
-    judged = named & score.judged_nodes
-    inside = region_nodes(score, program)
-    ends = {end for found in inside.values() for end in found} & judged
+        return Fineness(rung, 0, 1.0, 0.0, 0.0, 0.0)
+    ends = {end for found in inside.values() for end in found} & named
     sizes = _sizes(program, inside)
     of_region = {node: min(sizes[end] for end in inside[node]) for node in named & inside.keys()}
     of_region |= {end: sizes[end] for end in ends}
     small = {node for node, size in of_region.items() if size <= MOST_OPS}
-    alone = set() if score.side.level == "result" else judged - ends
+    alone = (named & set(judged)) - ends
     largest = max(ends, key=lambda end: sizes[end], default=None)
     num_large = len(of_region) - len(small)
     return Fineness(
-        rung=score.side.rung,
+        rung=rung,
         num_sites=len(named),
         op_by_op=len(alone) / len(named),
         in_regions=len(small) / len(named),
@@ -56,7 +73,7 @@ def region_nodes(score: Score, program: Program) -> dict[str, set[str]]:
     return {node: ends for node, ends in inside.items() if ends <= score.judged_nodes}
 
 
-def _sizes(program: Program, inside: dict[str, set[str]]) -> Counter[str]:
+def _sizes(program: Program, inside: Mapping[str, set[str]]) -> Counter[str]:
     """Return how many ops each region has that compute something, its end among them."""
     sizes: Counter[str] = Counter()
     for node in program.graph.nodes:

@@ -25,7 +25,15 @@ from glassengine.compare.maps import load_map
 from glassengine.compare.operation import ACCUMULATIONS, Accumulation
 from glassengine.compare.verdict import unit_roundoff
 from glassengine.diagnose.bisect_release import bisect_release
-from glassengine.diagnose.cases import Case, beside_tokens, in_one_forward, read_inputs, tokens_in_one_forward
+from glassengine.diagnose.cases import (
+    Case,
+    beside_tokens,
+    in_one_forward,
+    module_cases,
+    read_inputs,
+    tokens_in_one_forward,
+)
+from glassengine.diagnose.check_quantized_graph import check_quantized_graph, is_quantized_pair
 from glassengine.diagnose.climb import (
     Climb,
     Progress,
@@ -34,6 +42,7 @@ from glassengine.diagnose.climb import (
     add_model,
     add_op_by_op,
     add_record,
+    arguments_of,
     start,
 )
 from glassengine.diagnose.conclude import conclude
@@ -193,6 +202,12 @@ def check(
             model, without_decoding = replace(model, kind="module"), "the candidate is a plain module"
         elif model.kind == "module" and other.kind == "causal_lm":
             given, other = in_one_forward(given), replace(other, kind="module")
+    if is_quantized_pair(model, other):
+        assert other is not None
+        if reproduction is not None or accumulation is not None:
+            raise UsageError("--reproduction and --accum are for floats", got=f"the quantized file {candidate}")
+        cases, limits = module_cases(arguments_of(model, given)), (fail_on, min_coverage, min_snr)
+        return check_quantized_graph(model, other, cases, limits, progress)
     parts = _parts(engine, 2 if model.has_encoder else 1)
     with ExitStack() as stack:
         stack.enter_context(threads_for(model.module))

@@ -74,8 +74,9 @@ def _headline(result: Comparison) -> Text:
     elif result.verdict in FLAGGED:
         text.append(f"worst verdict {result.verdict}", style=_STYLES[result.verdict])
     else:
-        is_same = result.verdict == "identical"
-        text.append("bitwise identical" if is_same else "every difference is explained by rounding")
+        by_signal = any(found.judged_by == "signal" for found in result.results)
+        explained = f"every difference is explained by {'the quantization' if by_signal else 'rounding'}"
+        text.append("bitwise identical" if result.verdict == "identical" else explained)
     text.append(f"\nbaseline {result.baseline}, candidate {result.candidate}")
     return text
 

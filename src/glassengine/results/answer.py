@@ -53,6 +53,8 @@ class ResultComparison(Result):
         cosine_similarity: Least of a step.
         rho: Largest ratio of error and noise floor.
         exempt: Share of the elements that do not count (ties, undefined values), padding aside.
+        judged_by: "signal" where the candidate is quantized: rounding explains nothing then, and what is left of the
+            signal counts.
     """
 
     name: str
@@ -74,10 +76,11 @@ class ResultComparison(Result):
     cosine_similarity: float | None
     rho: float | None
     exempt: float = 0.0
+    judged_by: Literal["noise floor", "signal"] = "noise floor"
 
     @property
     def agrees(self) -> bool:
-        """Whether rounding explains all of the difference."""
+        """Whether rounding explains all of the difference; of a quantized candidate whether the signal is there."""
         return self.verdict not in FLAGGED
 
     @property
@@ -90,7 +93,7 @@ class ResultComparison(Result):
         are = self.is_plural
         if self.verdict == "identical":
             return f"{self.name} {'are' if are else 'is'} bitwise identical"
-        if self.agrees:
+        if self.agrees and self.judged_by == "noise floor":
             size = self._size()
             return f"{self.name} {'agree' if are else 'agrees'} within rounding" + (f": {size}" if size else "")
         differs = f"{self.name} {'differ' if are else 'differs'}"
