@@ -9,6 +9,10 @@ import torch
 from torch import nn
 
 import glassengine as glass
+from glassengine.diagnose.cases import Case
+from glassengine.diagnose.segments import SegmentReplay
+from glassengine.diagnose.sides import ModuleSide
+from glassengine.program.export import export_module
 from glassengine.results import Comparison
 from glassengine.testing import models
 
@@ -71,3 +75,72 @@ def test_the_screen_says_which_guarantee_holds(inputs: str) -> None:
         "candidate": "judged op by op",
         "candidate, untouched": "judged by segments",
     }
+
+
+class Remembers(nn.Module):
+    """Two steps: the second one reads what the first one left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.third(self.second(self.first(x).relu()).relu())
+
+
+def _walked(observed: dict[str, torch.Tensor]) -> dict[str, str | None]:
+    """Return the verdict of each layer of `Remembers` on `observed`; None where the segment is not judged."""
+    model = models.drawn(Remembers)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
+    program = export_module(model, {"x": x})
+    nodes = {node.name: node for node in program.graph.nodes}
+    layers = {site.name: nodes[site.node] for site in program.sites if site.kind == "module" and site.name != "."}
+    replay = SegmentReplay(program)
+    by_node = {layers[name].name: value for name, value in observed.items()}
+    replay.begin_step({"x": x}, by_node.get, lambda node, value: None)
+    found = {}
+    for name in ("first", "second", "third"):
+        judged = replay.judge(layers[name], observed[name], None) if name in observed else None
+        found[name] = None if judged is None else judged.judgement.verdict
+    return found
+
+
+def test_f42_no_segment_stands_on_a_tensor_that_has_another_shape() -> None:
+    model = models.drawn(Remembers)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
+    first = model.first(x) * 1.5  # type: ignore[operator]
+    second = model.second(first.relu())  # type: ignore[operator]
+    third = model.third(second.relu())  # type: ignore[operator]
+    assert _walked({"first": first, "second": second, "third": third}) == {
+        "first": "wrong",
+        "second": "identical",
+        "third": "identical",
+    }
+    # What the second layer was given is not known: it is not to blame for what the first one did.
+    assert _walked({"first": first.flatten(), "second": second, "third": third}) == {
+        "first": None,
+        "second": None,
+        "third": "identical",
+    }
+
+
+def test_f42_what_is_left_of_a_step_stands_on_its_own_tensors() -> None:
+    """A side forgets the tensors of a step when the next one runs; what nobody asked for is run only then."""
+    model = models.drawn(Remembers)
+    program = export_module(model, {"x": torch.zeros(4, 8)})
+    asked: list[torch.Tensor | None] = []
+
+    class Remembered(SegmentReplay):
+        def _finish(self) -> None:
+            if self._walk is not None:
+                asked.append(self._observed(node))
+            super()._finish()
+
+    node = next(site.node for site in program.sites if site.name == "second")
+    side = ModuleSide(model, program, replay=Remembered(program))
+    side.begin(Case("inputs", 2))
+    for value in (1.0, 2.0):
+        side.step({"x": torch.full((4, 8), value)})
+    with torch.no_grad():
+        earlier = model.second(model.first(torch.full((4, 8), 1.0)).relu())  # type: ignore[operator]
+    assert len(asked) == 1 and asked[0] is not None and torch.equal(asked[0], earlier)

@@ -16,7 +16,7 @@ from glassengine.diagnose.repeated import grouped
 from glassengine.diagnose.score import Score, float_nodes
 from glassengine.diagnose.severity import Severity
 from glassengine.diagnose.sides import EngineSide, ModuleSide, ProgramSide
-from glassengine.diagnose.standing import decide, softened
+from glassengine.diagnose.standing import Decision, decide, softened
 from glassengine.diagnose.written import left_out, written_differently
 from glassengine.errors import IncomparableError
 from glassengine.program.naming import is_tensor_node, op_name
@@ -60,6 +60,7 @@ def conclude(
     min_snr: float | None = None,
     environment: Mapping[str, Any],
     cases: Sequence[Case] = (),
+    accumulated: str | None = None,
 ) -> Comparison:
     """Return the comparison; see design section 6 for `ok`.
 
@@ -87,6 +88,8 @@ def conclude(
     if weights is not None and set(weights.different) - _folded(main, program):
         # No tensor of these inputs may depend on it (the embedding of another token), but it is there.
         verdict = worst([verdict, "suspicious"])
+    if accumulated is not None:
+        verdict = worst([verdict, "suspicious"])
     results = tuple(result for score in scores for result in score.results.found)
     agree = bool(results) and all(result.agrees for result in results)
     judged = coverage(main, program, results_agree=agree)
@@ -97,6 +100,8 @@ def conclude(
     first = _first(origins, order, [score.side.rung for score in scores])
     limits: dict[str, Any] = {"fail_on": fail_on, "min_coverage": min_coverage, "min_snr": min_snr}
     decision = decide(verdict, results, first, severity, judged, **limits)
+    if accumulated is not None and first is None and decision.standing == "weights differ":
+        decision = Decision("differs inside", accumulated)
     left_out = [item for score in scores for item in score.left_out.values()]
     all_skipped = [
         *skipped,
@@ -137,6 +142,7 @@ def conclude(
         written_differently=tuple(_written_differently(program, scores)),
         exemptions=main.ledger.exemptions(),
         num_elements=main.ledger.num_elements,
+        notes=() if accumulated is None else (accumulated,),
     )
 
 

@@ -77,6 +77,10 @@ class EvidenceBox:
         self._order = {node.name: index for index, node in enumerate(program.graph.nodes)}
         self._kept: dict[str, Evidence] = {}
 
+    def emptied(self) -> EvidenceBox:
+        """Return a box for the same program that keeps nothing yet."""
+        return EvidenceBox(self._program)
+
     def get(self, node: str, step: int) -> Evidence | None:
         """Return what was kept of a divergence."""
         found = self._kept.get(node)

@@ -17,7 +17,7 @@ from torch.fx import Node
 from glassengine.compare.mask_values import HIDDEN
 from glassengine.compare.operation import ATTENTION
 from glassengine.compare.undefined_casts import Undefined
-from glassengine.diagnose.hidden_values import MASK_OF_ATTENTION, SOFTMAX
+from glassengine.diagnose.hidden_values import MASK_OF_ATTENTION, MAXIMA, SOFTMAX
 from glassengine.program.naming import op_name
 from glassengine.results import ExemptionReason
 
@@ -42,6 +42,11 @@ class HiddenRows(Undefined):
         if name in SOFTMAX:
             source, dim = node.all_input_nodes[0], node.args[1] if len(node.args) > 1 else node.kwargs["dim"]
             return self._sees_nothing(source, value_of(source), dim if isinstance(dim, int) else -1)
+        if name in MAXIMA:
+            dims: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+            scores = value_of(node.all_input_nodes[0])
+            along = list(range(scores.dim())) if dims is None or dims == [] else dims
+            return self._sees_nothing(node.all_input_nodes[0], scores, along, keep=value.dim() == scores.dim())
         if name == ATTENTION:
             own = node.args[MASK_OF_ATTENTION] if len(node.args) > MASK_OF_ATTENTION else node.kwargs.get("attn_mask")
             return self._sees_nothing(own, value_of(own), -1) if isinstance(own, Node) else None
@@ -52,9 +57,11 @@ class HiddenRows(Undefined):
         found = super().of(node)
         return None if found is None or bool(found.all()) else found
 
-    def _sees_nothing(self, node: Node, scores: torch.Tensor, dim: int) -> torch.Tensor | None:
+    def _sees_nothing(
+        self, node: Node, scores: torch.Tensor, dim: int | list[int], *, keep: bool = True
+    ) -> torch.Tensor | None:
         """Return which rows along `dim` hold hidden places only; None where no row does."""
-        if not scores.dim() or not scores.shape[dim]:
+        if not scores.dim() or not scores.numel():
             return None
         if scores.dtype is torch.bool:
             seen = scores
@@ -63,5 +70,5 @@ class HiddenRows(Undefined):
             if self._hidden is not None and known is None:
                 return None
             seen = scores > HIDDEN if known is None else ~known
-        none: torch.Tensor = ~seen.any(dim, keepdim=True)
+        none: torch.Tensor = ~seen.any(dim, keepdim=keep)
         return none if bool(none.any()) else None

@@ -1,4 +1,4 @@
-"""Where a tensor holds numbers that hide a place from a softmax, which is all that becomes of it.
+"""Where a tensor holds numbers that hide a place from a softmax or a maximum, which is all that becomes of it.
 
 One implementation writes the least number of the dtype, another one minus infinity or -1e9, a third adds two of them;
 the softmax makes 0 of each. Such a number is not compared by its size, only by whether it hides (see
@@ -23,6 +23,9 @@ from glassengine.diagnose.exactness import Exactness
 from glassengine.program.naming import op_name
 
 SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
+MAXIMA = frozenset({"amax", "argmax", "logsumexp"})
+"""What takes the largest does not look at what hides either, where there is anything else."""
+
 MASK_OF_ATTENTION = 3
 """Place of the mask among the arguments of attention."""
 
@@ -138,7 +141,7 @@ def _read_by_softmax(graph: Graph) -> tuple[set[Node], set[Node]]:
 
 def _hides_for(user: Node, node: Node, found: set[Node]) -> bool:
     name = op_name(user)
-    if name in SOFTMAX:
+    if name in SOFTMAX | MAXIMA:
         return user.args[0] is node
     if name == ATTENTION:
         mask = user.args[MASK_OF_ATTENTION] if len(user.args) > MASK_OF_ATTENTION else user.kwargs.get("attn_mask")

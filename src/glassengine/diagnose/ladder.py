@@ -24,6 +24,7 @@ from glassengine.backends.registry import get_backend
 from glassengine.compare.maps import load_map
 from glassengine.compare.operation import ACCUMULATIONS, Accumulation
 from glassengine.compare.verdict import unit_roundoff
+from glassengine.diagnose.accumulated import judge_alike
 from glassengine.diagnose.bisect_release import bisect_release
 from glassengine.diagnose.cases import (
     Case,
@@ -247,6 +248,7 @@ def check(
                     score.drift = Drift()
             progress(f"judging {len(climb.cases)} case{'s' if len(climb.cases) > 1 else ''}")
             _judge(climb, climb.model, climb.scores, coarsest, _severity_counter(climb, progress))
+            alike = judge_alike(climb, partial(_judge_again, climb, coarsest), progress)
             if bisect_outputs:
                 built_by = engine.manifest.backend if engine is not None else backend
                 again = partial(_judge, climb, coarsest=coarsest, on_step=lambda *_: None)
@@ -267,6 +269,7 @@ def check(
                 min_snr=min_snr,
                 environment=environment.describe(),
                 cases=climb.cases,
+                accumulated=alike,
             )
             results.append(result)
         result = results[0] if len(results) == 1 else joined(*results)
@@ -307,6 +310,10 @@ def _judge(
         accumulation=replace(climb.accumulation, kernels=climb.kernels),
         on_step=on_step,
     )
+
+
+def _judge_again(climb: Climb, coarsest: torch.dtype | None, scores: Sequence[Score]) -> None:
+    _judge(climb, climb.model, scores, coarsest, lambda *_: None)
 
 
 def _explain(climb: Climb, backend: str | None, coarsest: torch.dtype | None, progress: Progress) -> None:

@@ -46,6 +46,11 @@ class RegionReplay(Replay):
         self.program = program
         self._segments = SegmentReplay(program, coarsest=dtype, accumulation=accumulation)
 
+    def accumulate(self, how: Accumulation) -> None:
+        """Take products to be summed so from the next case on, inside of regions too."""
+        super().accumulate(how)
+        self._segments.accumulate(how)
+
     def begin(self) -> None:
         """Start a case, with an empty cache."""
         self._segments.begin()

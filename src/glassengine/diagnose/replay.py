@@ -102,6 +102,10 @@ class Replay:
         self._values = {self._inputs[name]: tensor for name, tensor in inputs.items() if name in self._inputs}
         self._values |= values
 
+    def accumulate(self, how: Accumulation) -> None:
+        """Take products to be summed so from the next case on; kernels stay those of the side's runtime."""
+        self.accumulation = dataclasses.replace(how, kernels=self.accumulation.kernels)
+
     @property
     def values(self) -> Mapping[str, Any]:
         """What the candidate was given and made in this step, by baseline node."""

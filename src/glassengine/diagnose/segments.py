@@ -5,12 +5,14 @@ forced: wherever the side was observed, its value is judged, and then takes the 
 counts once, in the segment that made it, and the floor is that of one segment instead of all depth so far.
 
 Where a choice inside a segment is a tie (two experts that rounding cannot tell apart), what hangs on it is left out, as
-everywhere (`ties_followed`); all else is judged. Random numbers inside of it leave the segment unjudged: there the
-accumulated floor decides.
+everywhere (`ties_followed`); all else is judged. Random numbers inside of it leave the segment unjudged, and so does a
+tensor that the side has in another shape, in this step or in the one that filled a cache: what it made of that is not
+known. There the accumulated floor decides.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Generator, Mapping
 
 import torch
@@ -45,16 +47,29 @@ class SegmentReplay:
         self, program: Program, *, coarsest: torch.dtype | None = None, accumulation: Accumulation = FLOAT32_SUMS
     ) -> None:
         self._program = program
-        self._options = {"coarsest": coarsest, "accumulation": accumulation}
+        self._coarsest, self._accumulation = coarsest, accumulation
         self._floors: dict[str, float] = {}
+        nodes = {node.name: node for node in program.graph.nodes}
+        inputs = {port.name: port.node for port in program.inputs}
+        self._presents = [
+            (inputs[past], nodes[program.output_nodes[present]]) for past, present in program.caches.items()
+        ]
         self._ports = {port.name: port.node for port in program.inputs}
         self.values: dict[str, torch.Tensor] = {}
         self.begin()
 
+    def accumulate(self, how: Accumulation) -> None:
+        """Take products to be summed so from the next case on; kernels stay those of the side's runtime."""
+        self._accumulation = dataclasses.replace(how, kernels=self._accumulation.kernels)
+
     def begin(self) -> None:
         """Start a case, with an empty cache."""
-        self._run = ReferenceRun(self._program, relative_floors=self._floors, **self._options)  # type: ignore[arg-type]
+        self._run = ReferenceRun(
+            self._program, coarsest=self._coarsest, accumulation=self._accumulation, relative_floors=self._floors
+        )
         self._walk: Generator[tuple[Node, Reference], torch.Tensor | None, None] | None = None
+        self._unknown: dict[str, bool] = {}
+        self._has_run = False
 
     def begin_step(
         self, inputs: Mapping[str, torch.Tensor], observed: Callable[[str], torch.Tensor | None], valid: Valid
@@ -67,17 +82,18 @@ class SegmentReplay:
             valid: As for `ReferenceRun.step`.
         """
         self._finish()
+        self._unknown = {past: self._is_unknown(node) for past, node in self._presents if self._has_run}
+        self._has_run = True
         self._walk = self._run.walk(inputs, valid)
         self.values = {self._ports[name]: tensor for name, tensor in inputs.items() if name in self._ports}
         self._observed = observed
         self._current: tuple[Node, Reference] | None = None
-        self._random: dict[str, bool] = {}
 
     @torch.no_grad()
     def judge(
         self, node: Node, candidate: torch.Tensor, valid: torch.Tensor | None, known: Known = NOTHING
     ) -> Replayed | None:
-        """Judge what the segment that ends in `node` introduced; None where it holds random numbers.
+        """Judge what the segment that ends in `node` introduced; None where it stands on what nobody knows.
 
         `valid` and `known` are those of the accumulated reference; the segment's own say the same.
         """
@@ -86,7 +102,7 @@ class SegmentReplay:
                 return None
         reference = self._current[1]
         value = _completed(candidate, reference)
-        if value is None or self._is_random(node):
+        if value is None or self._is_unknown(node):
             return None
         return Replayed(reference.judge(value), reference.exact, reference.known.exempt)
 
@@ -98,10 +114,11 @@ class SegmentReplay:
             node, reference = self._current
             value = self._observed(node.name)
             forced = None if value is None else _completed(value, reference)
+            is_lost = value is not None and forced is None
             if forced is not None:
                 self.values[node.name] = forced
             # What was observed is what comes after is computed from: no random numbers above it matter any more.
-            self._random[node.name] = False if forced is not None else self._is_random(node)
+            self._unknown[node.name] = forced is None and (is_lost or self._is_unknown(node))
         try:
             self._current = next(self._walk) if self._current is None else self._walk.send(forced)
         except StopIteration:
@@ -109,7 +126,7 @@ class SegmentReplay:
             return False
         node, reference = self._current
         if op_name(node) in RANDOM:
-            self._random[node.name] = True
+            self._unknown[node.name] = True
         return True
 
     def _finish(self) -> None:
@@ -118,11 +135,11 @@ class SegmentReplay:
             while self._walk is not None and self._advance():
                 pass
 
-    def _is_random(self, node: Node) -> bool:
-        found = self._random.get(node.name)
+    def _is_unknown(self, node: Node) -> bool:
+        found = self._unknown.get(node.name)
         if found is None:
-            found = any(self._is_random(source) for source in node.all_input_nodes)
-            self._random[node.name] = found
+            found = any(self._is_unknown(source) for source in node.all_input_nodes)
+            self._unknown[node.name] = found
         return found
 
 

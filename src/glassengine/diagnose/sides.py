@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -122,7 +123,8 @@ class ModuleSide:
             named = inputs.named() if isinstance(inputs, StepInputs) else named_inputs(inputs)
             if self.program.layout is not None and self._steps == 0:
                 named |= empty_caches(self.program, named)
-            self.replay.begin_step(named, self._last, partial(_valid, self.program, inputs))
+            # What is left of this step is run when the next one begins, and stands on tensors of this one.
+            self.replay.begin_step(named, copy.copy(self)._last, partial(_valid, self.program, inputs))
         self._steps += 1
 
     def _raise(self, error: Exception) -> NoReturn:

@@ -49,6 +49,10 @@ def largest_by_infinity(w: Any, x: Tensor, ids: Tensor) -> Tensor:
     return torch.where((ids != 0)[..., None], x @ w.v, float("-inf")).amax(1)
 
 
+def largest_over_less(w: Any, x: Tensor, ids: Tensor) -> Tensor:
+    return (x @ w.v).masked_fill((ids == 0)[..., None], -1e4).amax(1)
+
+
 def largest_of_all(w: Any, x: Tensor, ids: Tensor) -> Tensor:
     return (x @ w.v).amax(1)
 
@@ -96,7 +100,12 @@ def ignored_too_many(w: Any, x: Tensor, ids: Tensor) -> Tensor:
 CORPUS = (
     Entry("row of padding", without_a_row, (without_tokens,), (with_the_row,)),
     Entry("mean of real tokens", pooled, (pooled_by_products,), (pooled_with_padding, pooled_over_all)),
-    Entry("largest of real tokens", largest_of_real, (largest_by_infinity,), (largest_of_all, largest_over_zeros)),
+    Entry(
+        "largest of real tokens",
+        largest_of_real,
+        (largest_by_infinity, largest_over_less),
+        (largest_of_all, largest_over_zeros),
+    ),
     Entry("last token", of_the_last, (of_the_last_by_places,), (of_the_last_column,)),
     Entry("ignored labels", ignored, (ignored_by_factor,), (not_ignored, ignored_too_many)),
 )

@@ -1,0 +1,81 @@
+"""Products that are all summed in half precision are told of once, and hide no mistake of another op."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import glassengine as glass
+from glassengine.diagnose import check
+from glassengine.results import Comparison
+
+SIZE = 512
+
+
+class Coarse(nn.Linear):
+    """Sums are rounded to bfloat16 after every 16 terms."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros(*x.shape[:-1], self.out_features, dtype=x.dtype)
+        for start in range(0, self.in_features, 4):
+            total = total + x[..., start : start + 4] @ self.weight[:, start : start + 4].t()
+        return total
+
+
+class Net(nn.Module):
+    """Four layers with a norm between them."""
+
+    def __init__(self, *, coarse: bool = False, slope: float = 0.01) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList((Coarse if coarse else nn.Linear)(SIZE, SIZE, bias=False) for _ in range(4))
+        self.act = nn.LeakyReLU(slope)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.act(layer(x)) * 4
+        return x
+
+
+def checked(other: nn.Module, tmp_path: Path, accumulation: str | None = None) -> Comparison:
+    torch.set_num_threads(1)
+    x = torch.randn(64, SIZE, generator=torch.Generator().manual_seed(1)).bfloat16()
+    torch.save({"x": x}, tmp_path / "x.pt")
+    with torch.no_grad(), glass.record(other.bfloat16().eval(), tmp_path / "record"):
+        other(x)
+    return check(
+        Net().bfloat16().eval(),
+        candidate=tmp_path / "record",
+        inputs=str(tmp_path / "x.pt"),
+        accumulation=accumulation,
+        min_coverage=0.4,
+    )
+
+
+def test_f45_products_that_are_summed_coarsely_are_told_of_once(tmp_path: Path) -> None:
+    found = checked(Net(coarse=True), tmp_path)
+    assert found.verdict == "suspicious" and found.ok and not found.origins, found.origins
+    assert len(found.notes) == 1 and "products are summed in bfloat16" in found.notes[0]
+    assert "--accum bfloat16" in found.notes[0]
+
+
+def test_f45_another_mistake_beside_them_is_named(tmp_path: Path) -> None:
+    found = checked(Net(coarse=True, slope=0.3), tmp_path)
+    assert not found.ok and found.first_divergence is not None
+    assert found.first_divergence.site.startswith("act") or "leaky" in found.first_divergence.site
+
+
+@pytest.mark.parametrize("accumulation", [None, "bfloat16"])
+def test_nothing_is_said_of_what_is_declared_or_right(accumulation: str | None, tmp_path: Path) -> None:
+    found = checked(Net(coarse=accumulation is not None), tmp_path, accumulation)
+    assert found.ok and found.verdict in ("identical", "rounding") and found.notes == ()
+
+
+def test_one_wrong_product_is_no_way_to_sum(tmp_path: Path) -> None:
+    other = Net()
+    other.layers[2].weight.data *= 1.05  # type: ignore[operator, union-attr]
+    found = checked(other, tmp_path)
+    assert not found.ok and found.notes == ()
