@@ -12,6 +12,7 @@ from torch import nn
 import glassengine as glass
 from glassengine.cli.main import main
 from glassengine.errors import IncomparableError, UsageError
+from glassengine.recording.reader import Recording
 from glassengine.recording.writer import RecordingWriter
 from glassengine.testing import models
 
@@ -182,3 +183,38 @@ def test_f27_several_ranks_are_refused_before_anything_is_loaded(tmp_path: Path)
     with pytest.raises(UsageError, match="a record of several ranks"):
         glass.check(str(tmp_path / "no_model_here"), candidate=str(tmp_path / "r"), progress=heard.append)
     assert heard == []
+
+
+class Flat(nn.Module):
+    """A serving engine's model: tokens of one row, positions, and logits that are computed after the forward."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.model, self.lm_head = inner.model, inner.lm_head
+        self.tokens: list[torch.Tensor] = []
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        self.tokens.append(input_ids)
+        hidden: torch.Tensor = self.model(torch.cat(self.tokens)[None], use_cache=False).last_hidden_state[0]
+        return hidden[-len(input_ids) :]
+
+
+@pytest.mark.parametrize("kind", ["right", "wrong"])
+def test_f43_a_record_of_a_serving_engine(tmp_path: Path, baseline: nn.Module, kind: str) -> None:
+    """Flat tensors, [tokens, ...]: hooks of a model that takes rows see rows, so that they are flattened afterwards."""
+    served = Flat(models.llama() if kind == "right" else wrong_llama()).eval()
+    ids = torch.tensor(PROMPTS[1])
+    with torch.no_grad(), glass.record(served, tmp_path / "rows"):
+        served.lm_head(served(ids, torch.arange(len(ids)))[[-1]])
+    rows = Recording.open(tmp_path / "rows")
+    with RecordingWriter(tmp_path / "flat", metadata=rows.metadata) as w:
+        for entry in rows.entries:
+            tensor = rows.tensor(entry)
+            w.write(entry.site, 0, tensor[0] if tensor.dim() == 3 and len(tensor) == 1 else tensor)
+        w.commit(0, token_ids=rows.metadata["token_ids"])
+    result = glass.check(baseline, candidate=tmp_path / "flat", min_coverage=0.5)
+    assert result.ok == (kind == "right"), result.not_ok_because
+    assert result.counts["compared"] > 20
+    if kind == "wrong":
+        assert result.first_divergence is not None
+        assert result.first_divergence.site == "model.layers.1.mlp.down_proj"

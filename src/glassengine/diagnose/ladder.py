@@ -53,7 +53,7 @@ from glassengine.diagnose.image_programs import start_with_images
 from glassengine.diagnose.judge import run_cases
 from glassengine.diagnose.op_by_op import RUNG, explain
 from glassengine.diagnose.quantization import check_quantized_checkpoint, is_quantized_candidate
-from glassengine.diagnose.recorded import PARTIAL, RecordedTensors, recorded_case, require_one_rank
+from glassengine.diagnose.recorded import PARTIAL, RecordedTensors, case_of, require_one_rank
 from glassengine.diagnose.recorded import RUNG as RECORD
 from glassengine.diagnose.reproduce import with_reproduction
 from glassengine.diagnose.reproduction_files import require_free
@@ -212,7 +212,7 @@ def check(
     parts = _parts(engine, 2 if model.has_encoder else 1)
     with ExitStack() as stack:
         stack.enter_context(threads_for(model.module))
-        case = recorded_case(record) if record is not None and inputs is None else None
+        case = case_of(record, model.kind) if record is not None and inputs is None else None
         if model.decoding == "encoder_decoder":
             climbs: Sequence[Climb] = start_both(model, given, steps, stack, progress)
         elif model.decoding == "images":

@@ -86,7 +86,7 @@ class RecordedTensors:
         found = self._read(site, step)
         if found is None or not isinstance(inputs, StepInputs):
             return found
-        value = found.tensor
+        value = _by_rows(found.tensor, site, inputs)
         at, cache = site.axes.get("sequence"), site.axes.get("cache")
         if at is not None and at < value.dim() and value.shape[at] != inputs.input_ids.shape[1]:
             # `generate` of transformers asks for the logits of the last position alone.
@@ -115,6 +115,20 @@ class RecordedTensors:
         parts = [layouts.apply(rule.candidate_ops, part, lookup=lookup) for part in parts]
         value = parts[0] if rule.concat_dim is None else torch.cat(parts, rule.concat_dim)
         return Observed(value, " + ".join(names), "map")
+
+
+def _by_rows(value: Tensor, site: Site, inputs: StepInputs) -> Tensor:
+    """Return a tensor [batch, sequence, ...] of one that has the tokens of all rows behind one another.
+
+    Serving engines compute without padding; what is returned has zeros there, which are not judged.
+    """
+    is_flat = value.dim() == len(site.shape) - 1 and (site.axes.get("batch"), site.axes.get("sequence")) == (0, 1)
+    mask = inputs.token_mask
+    if not is_flat or value.shape[0] != int(mask.sum()):
+        return value
+    rows = value.new_zeros((*mask.shape, *value.shape[1:]))
+    rows[mask] = value
+    return rows
 
 
 def require_one_rank(source: TensorSource) -> None:
@@ -195,6 +209,23 @@ class RecordedOps:
 def module_side(tensors: RecordedTensors, program: Program, **options: Any) -> RecordedModules:
     """Return the side of a record without op sites."""
     return RecordedModules(nn.Identity(), program, tensors=tensors, rung=RUNG, **options)
+
+
+def case_of(source: TensorSource, kind: str) -> Case | None:
+    """Return what a record was made with, for a model of a kind; None where a plain module's record does not say.
+
+    Raises:
+        IncomparableError: A language model's record does not say it: on other tokens everything is another.
+    """
+    case = recorded_case(source)
+    if case is None and kind == "causal_lm":
+        raise IncomparableError(
+            "the record does not say on which tokens it was made",
+            got=f"{source.path}: no token ids of rows that can be told apart",
+            expected="a recording of a model that is given input_ids [batch, sequence], or those of one row",
+            hint="say them: --inputs FILE",
+        )
+    return case
 
 
 def recorded_case(source: TensorSource) -> Case | None:
