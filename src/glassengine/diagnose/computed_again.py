@@ -18,7 +18,9 @@ from glassengine.compare.operation import CASTS, MOVES, POINTWISE, U_ACCUMULATE,
 from glassengine.diagnose.float64 import retarget, target_of
 from glassengine.program.naming import op_name
 
-_COMPUTED_AGAIN = POINTWISE | MOVES | CASTS
+_AVERAGES = frozenset({"mean", "sum"})
+"""Of a normalisation that is written out, which runtimes fuse."""
+_COMPUTED_AGAIN = POINTWISE | MOVES | CASTS | _AVERAGES
 MOST_DEPTH = 3
 
 
@@ -113,7 +115,7 @@ class ComputedAgain:
             return None
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return None
-        if inner is not None and op_name(node) in POINTWISE:
+        if inner is not None and op_name(node) in POINTWISE | _AVERAGES:
             operation = Operation(op_name(node), target_of(node), args, kwargs, value)
             # In registers: what is computed again is not stored in between.
             stored = self._roundoff(node, self._observed[node.name])

@@ -90,6 +90,11 @@ def _reproduce(directory: Path, divergence: Divergence, evidence: Evidence, base
         weights,
         sites,
     )
+    if baseline.onnx is not None:
+        recorded = replace(recorded, exact=None)  # functions of ONNX have no source
+    if evidence.program is not None and evidence.program.onnx is not None and evidence.target is not None:
+        _reproduce_onnx(directory, recorded, evidence)
+        return
     for found in _attempts(recorded, evidence):
         if _shows(found):
             write_reproduction(directory, found)
@@ -99,6 +104,26 @@ def _reproduce(directory: Path, divergence: Divergence, evidence: Evidence, base
     except UsageError:
         # An op that cannot be written as source.
         write_reproduction(directory, replace(recorded, exact=None))
+
+
+def _reproduce_onnx(directory: Path, recorded: Reproduction, evidence: Evidence) -> None:
+    """Write the nodes of the candidate's ONNX graph, as few as show the mistake, or those of the op as recorded."""
+    last: Reproduction | None = None
+    seen: set[tuple[str, ...]] = set()
+    for depth in _DEPTHS:
+        region = evidence.candidate(depth)
+        if region is None or (key := tuple(node.name for node in region.ops)) in seen:
+            continue
+        seen.add(key)
+        runner = evidence.backend if evidence.backend in ("onnxruntime", "openvino") else "onnxruntime"
+        own = {**recorded.about, "shown by": f"{runner} alone"}
+        found = replace(recorded, about=own, runner=runner, candidate=region, graph=evidence.program)
+        last = last or replace(found, about=recorded.about, runner="recorded")
+        found = found if depth == 1 else _of_region(found, region)
+        if _shows(found):
+            write_reproduction(directory, found)
+            return
+    write_reproduction(directory, last or recorded)
 
 
 def _names(letter: str, program: Program) -> tuple[dict[str, str], dict[str, str]]:

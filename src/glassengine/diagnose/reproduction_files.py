@@ -7,6 +7,8 @@
     actual.safetensors       what the candidate made when it was recorded
     reproduction.json        what this is about; written last
 
+Where the candidate is an ONNX graph, its nodes are written as one (see `onnx_reproduction`).
+
 The test needs torch, safetensors and the back-end. What an earlier run left is put away in `earlier-NNN` first.
 """
 
@@ -24,6 +26,7 @@ import torch
 from safetensors.torch import save
 
 from glassengine.diagnose.cut_graph import Piece
+from glassengine.diagnose.onnx_reproduction import ARRAYS, MODEL, onnx_files
 from glassengine.diagnose.repro_template import (
     CHECK,
     HEADER,
@@ -37,6 +40,7 @@ from glassengine.diagnose.torch_source import comment, function_source
 from glassengine.environment import versions
 from glassengine.errors import UsageError
 from glassengine.locations import local
+from glassengine.program.program import Program
 from glassengine.writing import ASIDE, aside, put_away
 
 SCHEMA_VERSION = 1
@@ -44,6 +48,7 @@ TEST = "test_repro.py"
 ABOUT = "reproduction.json"
 _TENSORS = ("inputs.safetensors", "weights.safetensors", "expected.safetensors", "actual.safetensors")
 FILES = (TEST, *_TENSORS, ABOUT)
+_ALL_FILES = (TEST, MODEL, *ARRAYS, *_TENSORS, ABOUT)
 _EARLIER = re.compile(r"earlier-\d+")
 
 
@@ -62,6 +67,7 @@ class Reproduction:
         weights: "e:" (exact) or "c:" (candidate) and the name of an input -> qualified name, of parameters and buffers.
         sites: Likewise -> site, of all others.
         settings: Options of the back-end.
+        graph: The candidate's program where that is an ONNX graph, which is written instead of source.
     """
 
     about: Mapping[str, Any]
@@ -74,6 +80,7 @@ class Reproduction:
     weights: Mapping[str, str] = field(default_factory=dict)
     sites: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    graph: Program | None = None
 
 
 def require_free(directory: Path) -> None:
@@ -87,7 +94,9 @@ def require_free(directory: Path) -> None:
         return
     if not directory.is_dir():
         raise UsageError(f"{directory} is no directory", hint="--reproduction DIR, of its own")
-    others = [p.name for p in directory.iterdir() if not (p.name in FILES or _EARLIER.fullmatch(p.name) or _is_left(p))]
+    others = [
+        p.name for p in directory.iterdir() if not (p.name in _ALL_FILES or _EARLIER.fullmatch(p.name) or _is_left(p))
+    ]
     if others:
         raise UsageError(
             f"{directory} holds other files than a reproduction",
@@ -108,10 +117,10 @@ def write_reproduction(directory: Path, found: Reproduction) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for left in [path for path in directory.iterdir() if _is_left(path)]:
         left.unlink()
-    earlier = [directory / name for name in reversed(FILES) if (directory / name).exists()]
+    earlier = [directory / name for name in reversed(_ALL_FILES) if (directory / name).exists()]
     if earlier:
         put_away(directory, earlier)
-    for name in FILES:
+    for name in (name for name in _ALL_FILES if name in files):
         with aside(directory / name) as path:
             path.write_bytes(files[name])
 
@@ -132,6 +141,11 @@ def _is_left(path: Path) -> bool:
 
 
 def _files(found: Reproduction) -> dict[str, bytes]:
+    if found.graph is not None:
+        assert found.candidate is not None
+        about = {"schema_version": SCHEMA_VERSION, **found.about}
+        values = (found.expected, found.allowed, found.actual)
+        return onnx_files(found.graph, found.candidate, found.runner, about, *values)
     names, tensors = _named(found)
     given = {name: tensor for name, tensor in tensors.items() if name.startswith("x")}
     weights = {name: tensor for name, tensor in tensors.items() if name.startswith("w")}

@@ -144,7 +144,7 @@ def _accumulation(
         terms = num_terms(op, args, value)
         noise = absolute * math.sqrt(min(terms, 1 << 16)) * U_ACCUMULATE
         biased = one_after_another(op, value, args, kwargs) if terms >= _MANY else None
-        return noise if biased is None else noise + (biased - value).abs()
+        return noise if biased is None else noise + 2 * (biased - value).abs()
     return None
 
 
