@@ -53,21 +53,19 @@ class ComputedAgain:
         Args:
             op: The op.
             call: What computes its result.
-            depth: How many ops back; None where no input is computed again.
+            depth: How many ops back; 0 for inputs as they were observed, which may have been rounded otherwise.
         """
         inner: dict[str, torch.Tensor] = {}
         try:
             made = self._made(op, call, depth, inner, {})
-            if made is None:
-                return None
             carried = torch.zeros_like(made.exact)
             for name, bound in inner.items():
                 moved = [self._made(op, call, depth, None, {name: sign * bound}) for sign in (1.0, -1.0)]
-                effects = [(part.exact - made.exact).abs() for part in moved if part is not None]
+                effects = [(part.exact - made.exact).abs() for part in moved]
                 carried = carried + torch.stack(effects).amax(0).nan_to_num(0.0, 0.0, 0.0)
         except (NoCounterpart, RuntimeError, IndexError, ValueError):
             return None  # what the candidate made an input of does not fit the input
-        return made, carried
+        return (made, carried) if inner else None
 
     def _made(
         self,
@@ -76,51 +74,57 @@ class ComputedAgain:
         depth: int,
         inner: dict[str, torch.Tensor] | None,
         moved: Mapping[str, torch.Tensor],
-    ) -> Operation | None:
-        again: dict[str, torch.Tensor] = {}
-        for source in op.all_input_nodes:
-            value = self._again(source, depth, inner, moved)
-            if value is not None:
-                again[source.name] = value
-        if not again:
-            return None
-        args, kwargs = torch.fx.node.map_arg(
-            (op.args, dict(op.kwargs)), lambda source: again.get(source.name, self._value_of(source))
-        )
+    ) -> Operation:
+        read = {source: self._read(source, depth, inner, moved) for source in op.all_input_nodes}
+        args, kwargs = torch.fx.node.map_arg((op.args, dict(op.kwargs)), read.__getitem__)
         args, kwargs = pytree.tree_map(retarget, (args, kwargs))
         return Operation(op_name(op), call, args, kwargs, call(*args, **kwargs))
 
-    def _again(
+    def _read(
         self, node: Node, depth: int, inner: dict[str, torch.Tensor] | None, moved: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor | None:
-        """Return an observed value in float64, computed once more; None where it is as it was observed.
+    ) -> Any:
+        """Return what a kernel may have read for `node`: computed again up to `depth` ops back, or as it was observed.
 
         Args:
             node: Yields the value.
             depth: How many ops back.
-            inner: Filled with the rounding bound of each value that is computed again.
+            inner: Filled with the rounding bound of each value that a kernel may have rounded otherwise.
             moved: Node -> what to add to its value.
         """
-        if not depth or node.name not in self._observed or op_name(node) not in _COMPUTED_AGAIN:
-            return None
-        sources = {source: self._again(source, depth - 1, inner, moved) for source in node.all_input_nodes}
+        value = self._value_of(node)
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        if node.name not in self._observed or not is_float or node.op != "call_function":
+            return value
+        name = op_name(node)
+        moves = name in MOVES
+        if not moves and not (depth > 0 and name in _COMPUTED_AGAIN):
+            if inner is not None and name not in CASTS:
+                self._note(node, self._called(node, self._value_of), inner)
+            return value.double() + moved[node.name] if node.name in moved else value
+        made = self._called(node, lambda source: self._read(source, depth - (not moves), inner, moved))
+        if made is None or made.exact.shape != value.shape:
+            return value
+        if inner is not None and not moves and name not in CASTS:
+            self._note(node, made, inner)
+        return made.exact + moved[node.name] if node.name in moved else made.exact
+
+    def _called(self, node: Node, read: Callable[[Node], Any]) -> Operation | None:
+        """Return the op of a node on what `read` gives; None where it cannot be computed."""
         try:
-            args, kwargs = torch.fx.node.map_arg(
-                (node.args, dict(node.kwargs)),
-                lambda source: self._value_of(source) if sources[source] is None else sources[source],
-            )
+            args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), read)
             args, kwargs = pytree.tree_map(retarget, (args, kwargs))
-            value = target_of(node)(*args, **kwargs)
+            exact = target_of(node)(*args, **kwargs)
         except (NoCounterpart, RuntimeError, IndexError, ValueError):
             return None
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            return None
-        if inner is not None and op_name(node) in POINTWISE | _AVERAGES:
-            operation = Operation(op_name(node), target_of(node), args, kwargs, value)
-            # In registers: what is computed again is not stored in between.
-            stored = self._roundoff(node, self._observed[node.name])
-            roundoff = Roundoff(min(stored.u, U_ACCUMULATE), tiny=stored.tiny, kernel=stored.kernel)
-            bound = rounding_bound(operation, roundoff)
-            if bound is not None:
-                inner[node.name] = bound
-        return value + moved[node.name] if node.name in moved else value
+        is_float = isinstance(exact, torch.Tensor) and exact.is_floating_point()
+        return Operation(op_name(node), target_of(node), args, kwargs, exact) if is_float else None
+
+    def _note(self, node: Node, operation: Operation | None, inner: dict[str, torch.Tensor]) -> None:
+        """Note how far a kernel may have rounded a value otherwise, in registers: it is not stored in between."""
+        if operation is None or operation.exact.shape != self._observed[node.name].shape:
+            return
+        stored = self._roundoff(node, self._observed[node.name])
+        u, u_sums = min(stored.u, U_ACCUMULATE), stored.u_sums
+        bound = rounding_bound(operation, Roundoff(u, tiny=stored.tiny, u_sums=u_sums, kernel=stored.kernel))
+        if bound is not None:
+            inner[node.name] = bound

@@ -151,7 +151,7 @@ class Replay:
         found = self._judged(node, op, operation, candidate, native, args, kwargs, valid)
         if self._compiled and found.verdict in FLAGGED and found.rho is not None:
             again = ComputedAgain(self._values, self._value, self._roundoff)
-            for depth in range(1, MOST_DEPTH + 1):
+            for depth in range(MOST_DEPTH + 1):
                 both = again.operation(op, call, depth)
                 if both is None or both[0].exact.shape != candidate.shape:
                     break

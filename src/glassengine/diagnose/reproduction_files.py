@@ -100,7 +100,7 @@ def require_free(directory: Path) -> None:
     if others:
         raise UsageError(
             f"{directory} holds other files than a reproduction",
-            got=", ".join(sorted(others)[:5]),
+            got=", ".join(others[:5]),
             hint="--reproduction DIR, a new directory",
         )
 
