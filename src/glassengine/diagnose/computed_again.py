@@ -14,14 +14,19 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.compare.bounds import rounding_bound
-from glassengine.compare.operation import CASTS, MOVES, POINTWISE, U_ACCUMULATE, Operation, Roundoff
+from glassengine.compare.operation import CASTS, MOVES, POINTWISE, SUMS, U_ACCUMULATE, Operation, Roundoff
 from glassengine.diagnose.float64 import retarget, target_of
+from glassengine.errors import BackendError
 from glassengine.program.naming import op_name
 
 _AVERAGES = frozenset({"mean", "sum"})
 """Of a normalisation that is written out, which runtimes fuse."""
 _COMPUTED_AGAIN = POINTWISE | MOVES | CASTS | _AVERAGES
 MOST_DEPTH = 3
+_CANCELLED = 4.0
+"""From so many times the rounding bound of the op on, what its inputs were off by is more than its own rounding."""
+_TYPICAL = 1 / 8
+"""Of the bound of a sum, whose terms kernels add in several lanes."""
 
 
 class NoCounterpart(Exception):
@@ -63,9 +68,13 @@ class ComputedAgain:
                 moved = [self._made(op, call, depth, None, {name: sign * bound}) for sign in (1.0, -1.0)]
                 effects = [(part.exact - made.exact).abs() for part in moved]
                 carried = carried + torch.stack(effects).amax(0).nan_to_num(0.0, 0.0, 0.0)
-        except (NoCounterpart, RuntimeError, IndexError, ValueError):
+            own = rounding_bound(made, Roundoff(U_ACCUMULATE)) if inner else None
+        except (NoCounterpart, BackendError, RuntimeError, IndexError, ValueError):
             return None  # what the candidate made an input of does not fit the input
-        return (made, carried) if inner else None
+        if own is None:
+            return None
+        # Only where terms cancel: elsewhere the op's own bound has room for what its inputs were off by.
+        return made, torch.where(carried > _CANCELLED * own, carried, 0.0)
 
     def _made(
         self,
@@ -114,7 +123,7 @@ class ComputedAgain:
             args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), read)
             args, kwargs = pytree.tree_map(retarget, (args, kwargs))
             exact = target_of(node)(*args, **kwargs)
-        except (NoCounterpart, RuntimeError, IndexError, ValueError):
+        except (NoCounterpart, BackendError, RuntimeError, IndexError, ValueError):
             return None
         is_float = isinstance(exact, torch.Tensor) and exact.is_floating_point()
         return Operation(op_name(node), target_of(node), args, kwargs, exact) if is_float else None
@@ -127,4 +136,4 @@ class ComputedAgain:
         u, u_sums = min(stored.u, U_ACCUMULATE), stored.u_sums
         bound = rounding_bound(operation, Roundoff(u, tiny=stored.tiny, u_sums=u_sums, kernel=stored.kernel))
         if bound is not None:
-            inner[node.name] = bound
+            inner[node.name] = bound * _TYPICAL if op_name(node) in SUMS else bound

@@ -41,6 +41,7 @@ from glassengine.diagnose.reference import NUM_NOISE_RUNS
 from glassengine.diagnose.replayed import Replayed, called, part_of
 from glassengine.diagnose.rounding import FROM_MEMORY, disturbed, noisy, other_kernel, reads_memory, rounds
 from glassengine.diagnose.ties import chosen_along, is_unordered, tied_choices
+from glassengine.errors import BackendError
 from glassengine.program.naming import is_tensor_node, op_name
 from glassengine.program.onnx.function import Composite
 from glassengine.program.outputs import weight_only_nodes
@@ -138,7 +139,7 @@ class Replay:
             exact_args, exact_kwargs = pytree.tree_map(retarget, (args, kwargs))
             exact = call(*exact_args, **exact_kwargs)
             native = self._native(op, call, args, kwargs, exact)
-        except (RuntimeError, IndexError, ValueError):
+        except (BackendError, RuntimeError, IndexError, ValueError):
             # The candidate's inputs do not fit the baseline's op: their own shapes are judged where they are made.
             return None
         if not isinstance(exact, torch.Tensor) or exact.shape != candidate.shape:
@@ -177,7 +178,7 @@ class Replay:
             if isinstance(op.target, Composite):
                 return bound_of(operation.exact, self._noise(node, op, operation, roundoff))
             bound = rounding_bound(operation, roundoff)
-        except (NoCounterpart, RuntimeError, IndexError, ValueError):
+        except (NoCounterpart, BackendError, RuntimeError, IndexError, ValueError):
             return None
         return bound
 
