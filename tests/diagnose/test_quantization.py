@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -306,3 +307,20 @@ def test_command_line(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     save_quantized(models.llama(), tmp_path / "bad", "gptq", spoil=moved_zeros)
     assert main(["check", str(base), "--candidate", str(tmp_path / "bad"), "--steps", "0", "--quiet"]) == 1
     assert f"{UP}.weight: " in capsys.readouterr().out
+
+
+def test_f15_the_drift_of_a_checkpoint_has_its_modules_and_its_results(base: Path, tmp_path: Path) -> None:
+    save_quantized(models.llama(), tmp_path, "gptq")
+    result = check(base, candidate=tmp_path, steps=0)
+    rows = {row.site: row for row in result.drift}
+    assert [row.kind for row in result.drift].count("result") == 1 and result.drift[-1].site == "logits"
+    assert rows["model.embed_tokens"].snr_db == math.inf and rows["model.embed_tokens"].share == 0
+    down = rows["model.layers.0.mlp.down_proj"]
+    # What it introduced on the candidate's inputs, and what came in with these.
+    assert down.introduced_db is not None and down.introduced_db > down.snr_db
+    inner = result.drift[:-1]
+    assert sum(row.share or 0 for row in inner) == pytest.approx(1)
+    (ends,) = result.results
+    assert ends.judged_by == "signal" and ends.snr_db == rows["logits"].snr_db
+    assert result.inputs[0].inputs[0].origin == "built-in prompts"
+    assert not check(base, candidate=tmp_path, steps=0, min_snr=90.0).ok

@@ -75,7 +75,7 @@ def test_figures_that_are_none_or_no_numbers() -> None:
     assert found.quantization is not None
     without = dataclasses.replace(found.quantization, kl=None, token_agreement=None, logits_snr_db=-math.inf)
     text = "\n".join(drawn(dataclasses.replace(found, quantization=without)))
-    assert "inf" in text and "-inf dB at the results of 25 positions" in text and "KL 0" not in text
+    assert "inf" in text and "-inf dB at 25 positions" in text and "KL 0" not in text
 
 
 def test_long_names_take_more_rows() -> None:

@@ -107,7 +107,7 @@ class EndToEnd:
             if own is None or name not in ours:
                 self.not_compared[name] = _MISSING
             else:
-                judged = _by_signal(ours[name], theirs[own]), 0.0
+                judged = by_signal(ours[name], theirs[own]), 0.0
                 self._add(name, own, method, judged, None, ours[name], theirs[own], where, judged_by="signal")
 
     def end_step(
@@ -234,7 +234,7 @@ def _judged(reference: Reference, value: torch.Tensor, may_tie: bool) -> tuple[J
     return replace(whole, reason=whole.reason or _CHOSEN_ALIKE), 0.0
 
 
-def _by_signal(baseline: torch.Tensor, value: torch.Tensor) -> Judgement:
+def by_signal(baseline: torch.Tensor, value: torch.Tensor) -> Judgement:
     """Judge a result of a quantized candidate: a changed shape is wrong, and so is more noise than half of the signal.
 
     Whole numbers (chosen tokens) may be others where scores are close; those that differ are counted by the figures.

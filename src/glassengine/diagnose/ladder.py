@@ -167,6 +167,7 @@ def check(
             inputs=inputs,
             steps=steps,
             fail_on=fail_on,
+            min_snr=min_snr,
             progress=progress,
             **options,
         )

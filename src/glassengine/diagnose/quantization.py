@@ -10,6 +10,7 @@ Both sides are loaded in float32, so that the rounding of a smaller dtype is not
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from glassengine.compare import rescaling
 from glassengine.compare.quantization import WeightError, judge_weight
 from glassengine.diagnose.cases import read_inputs
+from glassengine.diagnose.checkpoint_drift import checkpoint_drift
 from glassengine.diagnose.quantization_effects import (
     Progress,
     Weight,
@@ -28,12 +30,13 @@ from glassengine.diagnose.quantization_effects import (
     outcome_of,
     watching,
 )
-from glassengine.diagnose.quantization_result import RUNG, concluded, finished
+from glassengine.diagnose.quantization_result import RUNG, concluded, finished, result_of, within_budget
 from glassengine.diagnose.threads import threads_for
 from glassengine.errors import IncomparableError
+from glassengine.inputs_used import Origin, input_used
 from glassengine.program import LoadedModel, load_model
 from glassengine.program.quantized import is_quantized, quantization_steps
-from glassengine.results import Comparison, Quantization, Skipped
+from glassengine.results import CaseInputs, Comparison, DriftRow, Quantization, Skipped
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -52,6 +55,7 @@ def check_quantized_checkpoint(
     inputs: str | None = None,
     steps: int = 3,
     fail_on: str = "wrong",
+    min_snr: float | None = None,
     progress: Progress = lambda text: None,
     **options: Any,
 ) -> Comparison:
@@ -65,6 +69,7 @@ def check_quantized_checkpoint(
         inputs: As for `check`.
         steps: As for `check_quantized`.
         fail_on: As for `check`.
+        min_snr: As for `check`.
         progress: Called with a sentence when a stage begins.
         options: As for `load_model`.
 
@@ -79,7 +84,8 @@ def check_quantized_checkpoint(
     theirs = load_model(candidate, dtype=dtype, **options)
     steps_of = quantization_steps(candidate, **options)
     with threads_for(ours.module):
-        return check_quantized(ours, theirs, steps_of, inputs=inputs, steps=steps, fail_on=fail_on, progress=progress)
+        limits: dict[str, Any] = {"fail_on": fail_on, "min_snr": min_snr}
+        return check_quantized(ours, theirs, steps_of, inputs=inputs, steps=steps, progress=progress, **limits)
 
 
 @torch.no_grad()
@@ -91,6 +97,7 @@ def check_quantized(
     inputs: str | None = None,
     steps: int = 3,
     fail_on: str = "wrong",
+    min_snr: float | None = None,
     progress: Progress = lambda text: None,
 ) -> Comparison:
     """Judge a quantised model against the unquantised one, and say which layers cost how much.
@@ -102,6 +109,7 @@ def check_quantized(
         inputs: As for `check`.
         steps: Tokens that the baseline adds to each prompt.
         fail_on: As for `check`.
+        min_snr: As for `check`.
         progress: Called with a sentence when a stage begins.
 
     Raises:
@@ -124,7 +132,10 @@ def check_quantized(
     parameters = dict(baseline.module.named_parameters())
     with watching(baseline.module, parameters, weights):
         expected = outcome_of(baseline.module, forwards)
-    total = difference(expected, outcome_of(candidate.module, forwards))
+    found = outcome_of(candidate.module, forwards)
+    total = difference(expected, found)
+    progress("measuring the drift")
+    drift = checkpoint_drift(baseline.module, candidate.module, forwards)
     one_by_one(baseline.module, parameters, weights, forwards, expected, progress)
     result = Quantization(
         method=str((candidate.metadata.get("quantization") or {}).get("method")),
@@ -145,7 +156,21 @@ def check_quantized(
         for name in theirs
         if name not in both
     ]
-    return concluded(baseline, candidate, result, only, both, fail_on)
+    ends = result_of(expected, found, total, len(forwards))
+    last = DriftRow(ends.name, ends.name, "result", len(forwards), total["snr_db"], total["cosine"])
+    answer = replace(
+        concluded(baseline, candidate, result, only, both, fail_on),
+        results=(ends,),
+        drift=(*drift, last),
+        inputs=tuple(_inputs(f"forward {at}", one, is_given=inputs is not None) for at, one in enumerate(forwards)),
+    )
+    return within_budget(answer, total["snr_db"], min_snr)
+
+
+def _inputs(name: str, forward: Mapping[str, Any], *, is_given: bool) -> CaseInputs:
+    origin: Origin = "given" if is_given else "built-in prompts" if "input_ids" in forward else "made up"
+    tensors = {key: value for key, value in forward.items() if isinstance(value, Tensor)}
+    return CaseInputs(name, 1, tuple(input_used(key, one, step=0, origin=origin) for key, one in tensors.items()))
 
 
 def _weights_of(module: nn.Module) -> dict[str, Tensor]:

@@ -176,9 +176,16 @@ def difference(expected: Outcome, found: Outcome) -> dict[str, Any]:
     return {
         "error": error,
         "snr_db": snr_db(power, error),
+        "cosine": cosine(b, c),
         "kl": logits.mean_kl if logits else None,
         "agreement": logits.top1_agreement if logits else None,
     }
+
+
+def cosine(b: Tensor, c: Tensor) -> float:
+    """Return the cosine of two tensors of one shape; 1 where both are zero."""
+    norms = float(b.double().norm()) * float(c.double().norm())
+    return float((b.double() * c.double()).sum()) / norms if norms else float(not bool(c.any()) and not bool(b.any()))
 
 
 def snr_db(power: float, error: float) -> float:

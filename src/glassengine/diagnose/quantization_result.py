@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from glassengine import environment
-from glassengine.diagnose.quantization_effects import Weight, snr_db
+from glassengine.diagnose.end_to_end import by_signal
+from glassengine.diagnose.quantization_effects import Outcome, Weight, snr_db
 from glassengine.program import LoadedModel
 from glassengine.results import (
     Comparison,
@@ -15,6 +18,7 @@ from glassengine.results import (
     Pair,
     Quantization,
     QuantizedWeight,
+    ResultComparison,
     Rung,
     Skipped,
     Verdict,
@@ -130,6 +134,44 @@ def concluded(
         ),
         quantization=found,
     )
+
+
+def result_of(expected: Outcome, found: Outcome, total: Mapping[str, Any], num_steps: int) -> ResultComparison:
+    """Return the results of both sides, over all forwards together: judged by what is left of the signal."""
+    b, c = expected.rows, found.rows
+    judgement = by_signal(b, c)
+    name = "logits" if expected.are_logits else "output"
+    return ResultComparison(
+        name=name,
+        candidate_name=name,
+        rung=RUNG,
+        method="name",
+        verdict=judgement.verdict,
+        reason=judgement.reason,
+        case=None,
+        step=0,
+        num_steps=num_steps,
+        shape=tuple(b.shape),
+        dtype="float32",
+        candidate_dtype="float32",
+        max_abs_diff=float((c.double() - b.double()).abs().max()) if b.numel() else 0.0,
+        largest=float(b.double().abs().max()) if b.numel() else 0.0,
+        ulp=None,
+        snr_db=total["snr_db"],
+        cosine_similarity=total["cosine"],
+        rho=None,
+        judged_by="signal",
+    )
+
+
+def within_budget(found: Comparison, snr: float, min_snr: float | None) -> Comparison:
+    """Return what was found, not ok where the results lose more of the signal than is allowed."""
+    if not found.ok:
+        return dataclasses.replace(found, standing="differs inside")
+    if min_snr is None or snr >= min_snr:
+        return found
+    reason = f"the results have {snr:.1f} dB (--min-snr {min_snr:g}dB)"
+    return dataclasses.replace(found, ok=False, standing="over budget", not_ok_because=reason)
 
 
 def _site(name: str) -> str:

@@ -10,10 +10,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from glassengine.report.terminal_drift import drift_table
 from glassengine.results import Comparison, Quantization, QuantizedWeight
 
 _ROWS, _COLUMNS, _NAME = 24, 100, 21
 _MAX_HINTS = 4
+_DRIFT_ROWS, _DRIFT_HEAD = 6, 4
 _STYLES = {"identical": "green", "rounding": "green", "suspicious": "yellow", "wrong": "bold red"}
 _WORDS = {"identical": "identical", "rounding": "quantisation", "suspicious": "suspicious", "wrong": "MISTAKE"}
 
@@ -24,12 +26,16 @@ def quantization(result: Comparison, found: Quantization) -> RenderableType:
     head.append("ok" if result.ok else "NOT OK", style="bold green" if result.ok else "bold red")
     head.append(f": {result.not_ok_because or 'every difference is explained by the quantisation'}")
     head.append(f"\nbaseline {result.baseline}, candidate {result.candidate} ({found.method})")
-    tail = [*_mistakes(result), *_total(found)]
+    total = _total(found)
+    tail = _mistakes(result)
     if result.skipped:
         tail.append(Text(f"not judged: {len(result.skipped)} weights that only one side has (--json has all)"))
     # The table has its head of two lines, a rule, an empty line at both ends, and a line for what is not shown.
-    left = _ROWS - 6 - sum(_num_rows(text) for text in (head, *tail))
-    return Group(head, _table(found, max(left, 1)), *tail)
+    left = _ROWS - 6 - sum(_num_rows(text) for text in (head, *total, *tail))
+    # Where nothing is a mistake, the question is where the signal goes.
+    drift = [drift_table(result.drift, _DRIFT_ROWS)] if result.drift and not result.origins else []
+    left -= sum(table.row_count + _DRIFT_HEAD for table in drift)
+    return Group(head, *total, _table(found, max(left, 1)), *drift, *tail)
 
 
 def _num_rows(text: Text) -> int:
@@ -87,7 +93,7 @@ def _mistakes(result: Comparison) -> list[Text]:
 
 
 def _total(found: Quantization) -> list[Text]:
-    text = f"all together: {_number(found.logits_snr_db, '.1f')} dB at the results of {found.num_tokens} positions"
+    text = f"results  {_number(found.logits_snr_db, '.1f')} dB at {found.num_tokens} positions"
     if found.kl is None or found.token_agreement is None:
         return [Text(text)]
     alone = sum(weight.kl or 0.0 for weight in found.weights)
