@@ -7,7 +7,6 @@ a step. A plain module gets its inputs, one step per dict.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 
 from glassengine.engine.prompts import load_tokenizer
-from glassengine.errors import IncomparableError, UsageError
+from glassengine.errors import UsageError
 from glassengine.inputs_used import InputUsed, Origin, input_used
 from glassengine.program import LoadedModel, load_inputs
 from glassengine.program.causal_lm import accepted
@@ -194,32 +193,20 @@ def tokens_in_one_forward(model: LoadedModel, port: nn.Module, inputs: Inputs) -
 
     Args:
         model: The causal LM; its tokenizer encodes text.
-        port: A module that takes `input_ids`. Where it takes no `attention_mask`, no batch with padding is made up.
+        port: Takes tokens, and perhaps a mask.
         inputs: As for `causal_cases`.
 
     Raises:
-        IncomparableError: The port takes no `input_ids`.
         UsageError: As for `causal_cases`.
     """
     known = accepted(port, dict.fromkeys(_OF_TOKENS))
-    if "input_ids" not in known:
-        raise IncomparableError(
-            "the two sides are different kinds of model",
-            got=f"a {type(port).__name__} that takes {', '.join(inspect.signature(port.forward).parameters)}",
-            expected="the baseline's input_ids (and attention_mask)",
-            hint="name the arguments of its forward as those of the baseline's",
-        )
     if inputs is not None and not isinstance(inputs, str):
         return [{"use_cache": False, **_all_real(step, known), **step} for step in inputs]
     recipes = _RECIPES if inputs is None else {}
     steps = MadeUp(recipes=recipes, origin="built-in prompts" if inputs is None else "given")
     for case in causal_cases(model, inputs, 0):
         assert case.input_ids is not None and case.attention_mask is not None
-        of_case = {"input_ids": case.input_ids, "attention_mask": case.attention_mask, "use_cache": False}
-        if "attention_mask" in known:
-            steps.append(of_case)
-        elif bool(case.attention_mask.all()):
-            steps.append({name: value for name, value in of_case.items() if name != "attention_mask"})
+        steps.append({"input_ids": case.input_ids, "attention_mask": case.attention_mask, "use_cache": False})
     return steps
 
 

@@ -19,8 +19,9 @@ from glassengine.compare.kernels import UNMEASURED, Kernels
 from glassengine.compare.operation import FLOAT32_SUMS, Accumulation
 from glassengine.compare.pairing import SitePair
 from glassengine.compare.tolerance import is_inexact
+from glassengine.diagnose.arguments import Arguments, without_cache
 from glassengine.diagnose.arranged import Arranged
-from glassengine.diagnose.cases import Case, Inputs, causal_cases, module_cases, taken_by
+from glassengine.diagnose.cases import Case, Inputs, causal_cases, module_cases
 from glassengine.diagnose.op_by_op import RUNG, op_by_op
 from glassengine.diagnose.pair_programs import pair_programs
 from glassengine.diagnose.paired_weights import compare_paired_weights
@@ -34,11 +35,13 @@ from glassengine.diagnose.severity import Severity
 from glassengine.diagnose.sides import EngineSide, ModuleSide, ProgramSide
 from glassengine.diagnose.source_side import RUNTIME, SourceSide, untouched
 from glassengine.diagnose.untouched import UntouchedCandidate, own_names
+from glassengine.diagnose.step_by_step import program_of
 from glassengine.diagnose.weights import compare_weights, weights_of
 from glassengine.engine.build import build_program
 from glassengine.engine.engine import Engine
 from glassengine.errors import GlassError, IncomparableError, UsageError
 from glassengine.program import LoadedModel, Program, example_inputs, export_program, load_inputs
+from glassengine.program.example_inputs import MadeUp
 from glassengine.program.inputs.programs import stored_inputs
 from glassengine.program.outputs import OutputPlan, plan_outputs
 from glassengine.program.passes import apply_pass
@@ -90,9 +93,27 @@ class Climb:
 
 
 def start(
-    model: LoadedModel, inputs: Inputs, steps: int, stack: ExitStack, progress: Progress, case: Case | None = None
+    model: LoadedModel,
+    inputs: Inputs,
+    steps: int,
+    stack: ExitStack,
+    progress: Progress,
+    case: Case | None = None,
+    arguments: Arguments | None = None,
+    exported: Program | None = None,
 ) -> Climb:
-    """Return a climb with the exported program and its first side: the untouched model; `case` is what is run."""
+    """Return a climb with the exported program and its first side: the untouched model.
+
+    Args:
+        model: The baseline.
+        inputs: What `--inputs` names, read.
+        steps: Decode steps after the prefill.
+        stack: Ends with the check.
+        progress: Called with a sentence when a stage begins.
+        case: What is run, where that is known.
+        arguments: How the inputs become arguments of the model; None where they are its own.
+        exported: Its program, where there is one already.
+    """
     if case is not None and model.kind == "causal_lm":
         cases, given = [case], None
     elif model.kind == "causal_lm":
@@ -101,9 +122,12 @@ def start(
     else:
         given = arguments_of(model, inputs)
         cases = module_cases(given)
-    progress("exporting the program")
-    program = export_program(model, inputs=given)
+    if exported is None:
+        progress("exporting the program")
+    program = export_program(model, inputs=given) if exported is None else exported
     side = untouched(model, program)
+    if isinstance(side, ModuleSide):
+        side.arguments = arguments
     kernels = side.replay.accumulation.kernels if isinstance(side, SourceSide) else UNMEASURED
     climb = Climb(model, program, cases, side, [], kernels=kernels, stack=stack)
     climb.add(side)
@@ -220,29 +244,47 @@ def _replay(climb: Climb, pairs: Mapping[str, SitePair], **options: Any) -> Repl
 
 
 def arguments_of(model: LoadedModel, inputs: Inputs) -> Sequence[Mapping[str, Any]]:
-    """Return the keyword arguments of a plain module's steps."""
+    """Return the keyword arguments of a plain module's steps: one forward each, without a cache as a result."""
     if inputs is None:
         if model.stored is not None:
             return stored_inputs(model.module, model.stored)
         return example_inputs(model.module, model.directory)
-    return load_inputs(inputs) if isinstance(inputs, str) else inputs
+    given = load_inputs(inputs) if isinstance(inputs, str) else inputs
+    if model.stored is not None or isinstance(given, MadeUp):
+        return given
+    return [without_cache(model.module, step) for step in given]
 
 
-def add_model(climb: Climb, candidate: LoadedModel, inputs: Inputs, progress: Progress) -> torch.dtype:
-    """Another model or port: op by op through its own export, and untouched at module outputs."""
-    progress("exporting the candidate")
-    given = None
+def add_model(
+    climb: Climb,
+    candidate: LoadedModel,
+    arguments: Arguments | None,
+    exported: Program | UsageError | None,
+    progress: Progress,
+) -> torch.dtype:
+    """Another model or port: op by op through its own export, and untouched at module outputs.
+
+    Args:
+        climb: With the baseline.
+        candidate: The other model.
+        arguments: How the inputs become its arguments; None for a model that generates.
+        exported: Its program, or why it has none; None where that is to be found out.
+        progress: Called with a sentence when a stage begins.
+    """
     observable: dict[str, Any] = {}
-    if candidate.kind == "module":
-        given = [taken_by(candidate.module, step) for step in arguments_of(candidate, inputs)]
-    try:
-        program = export_program(candidate, inputs=given)
-    except UsageError as error:
-        climb.skipped.append(
-            Skipped("*", "candidate", f"no op-level rung: {error.what} ({error.got})", rung="candidate")
-        )
+    if exported is None:
+        progress("exporting the candidate")
+        exported = program_of(candidate)
+    if isinstance(exported, UsageError):
+        reason = f"no op-level rung: {exported.what} ({exported.got})"
+        climb.skipped.append(Skipped("*", "candidate", reason, rung="candidate"))
         climb.weights = _weights_by_name(climb, candidate)
     else:
+        program = exported
+        if arguments is not None:
+            # The inputs of both have one name, by which they are given and paired.
+            renamed = tuple(replace(port, name=arguments.ours(port.name)) for port in program.inputs)
+            program = replace(program, inputs=renamed)
         progress("pairing the two programs")
         by_node = pair_programs(climb.program, program, climb.cases)
         climb.weights = compare_paired_weights(climb.program, program, _nodes(by_node))
@@ -262,7 +304,14 @@ def add_model(climb: Climb, candidate: LoadedModel, inputs: Inputs, progress: Pr
     segments = SegmentReplay(climb.program, coarsest=coarsest, accumulation=accumulation)
     beside = climb.model if isinstance(climb.model, ModuleSide) else None
     untouched_side = UntouchedCandidate(
-        candidate.module, climb.program, rung="candidate, untouched", replay=segments, beside=beside, **observable
+        candidate.module,
+        climb.program,
+        rung="candidate, untouched",
+        replay=segments,
+        beside=beside,
+        arguments=arguments,
+        state=candidate.state,
+        **observable,
     )
     climb.add(untouched_side)
     return coarsest

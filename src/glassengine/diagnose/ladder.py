@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ from glassengine.compare.maps import load_map
 from glassengine.compare.operation import ACCUMULATIONS, Accumulation
 from glassengine.compare.verdict import unit_roundoff
 from glassengine.diagnose.accumulated import judge_alike
+from glassengine.diagnose.arguments import Arguments
 from glassengine.diagnose.bisect_release import bisect_release
 from glassengine.diagnose.cases import (
     Case,
@@ -61,6 +62,7 @@ from glassengine.diagnose.score import Score
 from glassengine.diagnose.severity import Severity
 from glassengine.diagnose.sides import EngineSide, ModuleSide
 from glassengine.diagnose.source_side import SourceSide
+from glassengine.diagnose.step_by_step import Stage, numbered, specialized, staged
 from glassengine.diagnose.threads import threads_for
 from glassengine.diagnose.two_programs import beside_source, joined, start_both
 from glassengine.engine.engine import Engine, load
@@ -211,6 +213,8 @@ def check(
         cases, limits = module_cases(arguments_of(model, given)), (fail_on, min_coverage, min_snr)
         return check_quantized_graph(model, other, cases, limits, progress)
     parts = _parts(engine, 2 if model.has_encoder else 1)
+    of_stages: Sequence[Stage | None] = (None,) * len(parts)
+    theirs: Arguments | None = None
     with ExitStack() as stack:
         stack.enter_context(threads_for(model.module))
         case = case_of(record, model.kind) if record is not None and inputs is None else None
@@ -219,6 +223,12 @@ def check(
         elif model.decoding == "images":
             climbs = start_with_images(model, given, steps, stack, progress)
             parts = parts[-len(climbs) :]
+        elif other is not None and model.kind == "module":
+            ours, theirs, found = staged(model, other, arguments_of(model, given), progress)
+            climbs = [start(s.baseline, s.steps, steps, stack, progress, None, ours, s.ours) for s in found]
+            for climb, one in zip(climbs, found, strict=True):
+                climb.skipped += specialized(one)
+            of_stages, parts = found, [None] * len(climbs)
         else:
             climbs = [start(model, given, steps, stack, progress, case)]
         if model.kind == "causal_lm" and (reason := model.metadata.get(WITHOUT_IMAGES)):
@@ -226,7 +236,7 @@ def check(
         if without_decoding is not None:
             climbs[0].skipped.append(Skipped("decode steps", "both", f"{without_decoding}, without a decode loop"))
         results = []
-        for climb, part in zip(climbs, parts, strict=True):
+        for climb, part, stage in zip(climbs, parts, of_stages[-len(climbs) :], strict=True):
             climb.accumulation = _accumulation(accumulation)
             coarsest = None
             if part is not None:
@@ -236,7 +246,8 @@ def check(
                 tensors = RecordedTensors(record, climb.program, load_map(map) if map else None)
                 coarsest = add_record(climb, tensors)
             elif other is not None:
-                coarsest = add_model(climb, other, given, progress)
+                candidate_now = other if stage is None else stage.candidate
+                coarsest = add_model(climb, candidate_now, theirs, stage and stage.theirs, progress)
             else:
                 # Passes are those of the last program, as when an engine is built.
                 own_passes = passes if climb is climbs[-1] else ()
@@ -272,8 +283,8 @@ def check(
                 cases=climb.cases,
                 accumulated=alike,
             )
-            results.append(result)
-        result = results[0] if len(results) == 1 else joined(*results)
+            results.append(result if stage is None else numbered(result, stage.numbers))
+        result = reduce(joined, results)
         if reproduction is None or result.first_divergence is None:
             return result
         progress("writing a reproduction")

@@ -15,6 +15,7 @@ from glassengine.capture.hooks import observing
 from glassengine.capture.interpreter import run_program
 from glassengine.compare.pairing import SitePair
 from glassengine.diagnose.arranged import Arranged
+from glassengine.diagnose.arguments import Arguments
 from glassengine.diagnose.cases import Case, StepInputs, taken_by
 from glassengine.diagnose.end_to_end import results_of
 from glassengine.diagnose.regions import RegionReplay
@@ -27,6 +28,7 @@ from glassengine.engine.session import Session
 from glassengine.errors import GlassError, IncomparableError
 from glassengine.program.causal_lm import accepted, cache_argument, expert_modules
 from glassengine.program.export import named_inputs
+from glassengine.program.module_state import ModuleState, holding, kept_results
 from glassengine.program.program import Program
 from glassengine.program.raised import described, raised_in
 from glassengine.program.signature import named_results
@@ -79,6 +81,8 @@ class ModuleSide:
         rung: Name on screen.
         replay: Judges the segments between module outputs; None leaves the accumulated floor.
         beside: Of a candidate: the untouched baseline, which runs each step before it.
+        arguments: How inputs become arguments of its forward; None where they have the same names.
+        state: What it remembers before a step, where a forward changes that.
 
     Attributes:
         logits: Of the last step, [B, S, V].
@@ -91,9 +95,12 @@ class ModuleSide:
     replay: SegmentReplay | None = None
     guarantee: str = "judged by segments"
     beside: ModuleSide | None = None
+    arguments: Arguments | None = None
+    state: ModuleState | None = None
     logits: torch.Tensor | None = None
     level: Level = field(default="segment", kw_only=True)
     _results: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    _kept: Mapping[str, torch.Tensor] = field(default_factory=dict)
     _values: dict[str, torch.Tensor] = field(default_factory=dict)
     _cache: Any = None
     _steps: int = 0
@@ -151,7 +158,7 @@ class ModuleSide:
     def _run(self, inputs: StepInputs | Mapping[str, Any]) -> None:
         with torch.no_grad(), observing(self.module, self._keep, called_as=self.program.called_as):
             if not isinstance(inputs, StepInputs):
-                self._results = named_results(self.forward(inputs))
+                self._results = {**named_results(self.forward(inputs)), **self._kept}
                 return
             seen = int(inputs.cache_position[-1]) + 1
             self.logits, caches = self.decode(inputs, seen)
@@ -164,7 +171,13 @@ class ModuleSide:
 
     def forward(self, inputs: Mapping[str, Any]) -> Any:
         """Run a forward that nothing follows, and return what it returns."""
-        return self.module(**taken_by(self.module, inputs))
+        given = taken_by(self.module, inputs) if self.arguments is None else self.arguments.of(inputs)
+        if self.state is None:
+            return self.module(**given)
+        with holding(self.module, self.state):
+            result = self.module(**given)
+            self._kept = kept_results(self.module, self.program.output_nodes)
+        return result
 
     def results(self) -> Mapping[str, torch.Tensor]:
         """Return what the forward returned."""

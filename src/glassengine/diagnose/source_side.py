@@ -67,7 +67,7 @@ class SourceSide:
 def untouched(model: LoadedModel, program: Program) -> ModuleSide | SourceSide:
     """Return the side of the baseline itself."""
     if model.stored is None:
-        return ModuleSide(model.module, program, replay=SegmentReplay(program))
+        return ModuleSide(model.module, program, replay=SegmentReplay(program), state=model.state)
     if program.onnx is not None:  # run by kernels of its own
         accumulation = Accumulation(kernels=kernels_of(RUNTIME))
         return SourceSide(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ from glassengine.errors import UsageError
 from glassengine.program import image_text
 from glassengine.program.example_inputs import encoder_inputs, example_inputs, said_of_made_up
 from glassengine.program.export import export_causal_lm, export_module
+from glassengine.program.export_specialized import export_specialized
 from glassengine.program.export_two import export_encoder_decoder, export_image_text
 from glassengine.program.listing import OnStage, stage_of
 from glassengine.program.load import LoadedModel, load_inputs, load_model
+from glassengine.program.module_state import holding
 from glassengine.program.passes import apply_pass
 from glassengine.program.program import Program, load_names
 from glassengine.program.raised import forward_errors
@@ -36,6 +39,7 @@ def export_program(
     inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     passes: Sequence[str] = (),
     on_stage: OnStage | None = None,
+    specialized: bool = False,
 ) -> Program:
     """Export a loaded model once and run user passes over it; of a model that generates with two, the decoder.
 
@@ -45,11 +49,12 @@ def export_program(
             inputs up for any other one of transformers.
         passes: `file.py:function`, in order.
         on_stage: Called with each stage as it is reached: "exported" (as traced), "functional", "pass-<function>".
+        specialized: Let the trace of a plain module see the values of `inputs`, which are those of one step.
 
     Raises:
         UsageError: It cannot be traced or run; or it is a plain module whose inputs are unknown.
     """
-    return export_programs(model, inputs=inputs, passes=passes, on_stage=on_stage)[-1]
+    return export_programs(model, inputs=inputs, passes=passes, on_stage=on_stage, specialized=specialized)[-1]
 
 
 def export_programs(
@@ -59,6 +64,7 @@ def export_programs(
     passes: Sequence[str] = (),
     on_stage: OnStage | None = None,
     on_encoder_stage: OnStage | None = None,
+    specialized: bool = False,
 ) -> tuple[Program, ...]:
     """Export all programs of a loaded model: one, or two of which the last decodes; passes and stages are its.
 
@@ -68,12 +74,13 @@ def export_programs(
         passes: As for `export_program`.
         on_stage: As for `export_program`.
         on_encoder_stage: The same for what runs before the first step: an encoder, or the vision program.
+        specialized: As for `export_program`.
 
     Raises:
         UsageError: As `export_program`.
     """
     with forward_errors(model.module, f"{model.spec} cannot be exported, its forward raised in"):
-        earlier, program = _exported(model, inputs, passes, on_stage, on_encoder_stage)
+        earlier, program = _exported(model, inputs, passes, on_stage, on_encoder_stage, specialized)
     if on_stage is not None:
         on_stage(stage_of(program, "functional"))
     for spec in passes:
@@ -89,6 +96,7 @@ def _exported(
     passes: Sequence[str],
     on_stage: OnStage | None,
     on_encoder_stage: OnStage | None,
+    specialized: bool,
 ) -> tuple[tuple[Program, ...], Program]:
     """Return the programs before the last one, and that."""
     earlier: tuple[Program, ...] = ()
@@ -111,8 +119,15 @@ def _exported(
     else:
         if inputs is None:
             inputs = example_inputs(model.module, model.directory)
-        with said_of_made_up(model.module, inputs):
-            program = export_module(model.module, inputs, metadata=model.metadata, on_stage=on_stage)
+        keeps = model.state is not None
+        held = holding(model.module, model.state, as_buffers=True) if keeps else contextlib.nullcontext()
+        with said_of_made_up(model.module, inputs), held:
+            options: dict[str, Any] = {"metadata": model.metadata, "on_stage": on_stage, "keeps_state": keeps}
+            if specialized:
+                (step,) = [inputs] if isinstance(inputs, Mapping) else inputs
+                program = export_specialized(model.module, step, **options)
+            else:
+                program = export_module(model.module, inputs, **options)
     return earlier, program
 
 

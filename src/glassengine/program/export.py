@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils import _pytree as pytree
 from glassengine.errors import UsageError
 from glassengine.program import causal_lm, encoder_decoder, image_text
 from glassengine.program.frames import helper_lines
-from glassengine.program.keywords import explicit_keywords
+from glassengine.program.keywords import explicit_keywords, methods_of_classes, plain_results
 from glassengine.program.listing import OnStage, Stage
 from glassengine.program.marks import collect_marks, marking
 from glassengine.program.naming import Paths, build_sites, describe_shape
@@ -28,8 +29,10 @@ from glassengine.program.signature import (
     result_names,
     tensor_results_only,
     user_inputs,
+    with_state_as_results,
 )
 from glassengine.program.small_sizes import small_sizes
+from glassengine.program.specialized import real_values, without_assertions
 from glassengine.program.tracing import fast_tracing
 from glassengine.sites import port_leaves
 
@@ -73,6 +76,7 @@ def export_module(
     *,
     metadata: dict[str, Any] | None = None,
     on_stage: OnStage | None = None,
+    keeps_state: bool = False,
 ) -> Program:
     """Export any module for the given keyword arguments.
 
@@ -82,10 +86,11 @@ def export_module(
             dynamic, everything else is fixed.
         metadata: Kept in the program.
         on_stage: As in `export_causal_lm`.
+        keeps_state: Whether it may change its buffers: what they are afterwards is one more result each, by its name.
 
     Raises:
-        UsageError: The steps do not fit together, torch.export cannot trace the module, it changes its buffers, or
-            multiplies numbers of two dtypes.
+        UsageError: The steps do not fit together, torch.export cannot trace the module, it changes its buffers and may
+            not, or multiplies numbers of two dtypes.
     """
     steps = [inputs] if isinstance(inputs, Mapping) else list(inputs)
     if not steps:
@@ -101,8 +106,9 @@ def export_module(
         input_names=list(named_inputs(example)),
         output_names=None,
         layout=None,
-        metadata={**(metadata or {}), FIXED_INPUTS: _fixed_inputs(example)},
+        metadata={**(metadata or {}), FIXED_INPUTS: fixed_inputs(example)},
         on_stage=on_stage,
+        keeps_state=keeps_state,
     )
     require_one_dtype(program)
     if has_values and (smallest := small_sizes(module, program, steps)):
@@ -110,7 +116,7 @@ def export_module(
     return program
 
 
-def _fixed_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
+def fixed_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments that are no tensors: their values become part of the graph."""
     tensors = {port.removeprefix(":in.").split("[")[0].split(".")[0] for port, _ in port_leaves(":in", dict(inputs))}
     return {k: v for k, v in inputs.items() if k not in tensors and isinstance(v, (bool, int, float, str, type(None)))}
@@ -192,25 +198,39 @@ def traced_program(
     metadata: dict[str, Any],
     on_stage: OnStage | None,
     is_part: bool = False,
+    keeps_state: bool = False,
+    with_values: bool = False,
 ) -> Program:
-    """Trace and name; `is_part` keeps what leads to the results, for a program that is not all of `module`."""
+    """Trace and name.
+
+    `is_part` keeps what leads to the results, for a program that is not all of `module`; `with_values` lets the
+    exporter see the values of `inputs`, for which the program then holds alone.
+    """
     # Compiled code relies on the strides of the example, and back-ends hand their inputs on as contiguous tensors.
     inputs = pytree.tree_map_only(torch.Tensor, _contiguous, inputs)
     try:
         marked = marking(getattr(module, prefix) if prefix else module)
+        seen = real_values() if with_values else nullcontext()
         with (
             torch.no_grad(),
             quiet(),
             fast_tracing(dynamic),
+            methods_of_classes(module),
             explicit_keywords(module, inputs),
+            plain_results(module),
             marked,
             helper_lines(),
+            seen,
         ):
             exported = torch.export.export(module, (), kwargs=inputs, dynamic_shapes=dynamic, strict=False)
         if on_stage is not None:
             on_stage(_traced_stage(exported, input_names, output_names or result_names(exported), kind))
-        with torch.no_grad(), quiet(), fast_tracing(dynamic):
+        with torch.no_grad(), quiet(), fast_tracing(dynamic), real_values() if with_values else nullcontext():
             exported = exported.run_decompositions({})
+        exported = without_assertions(exported) if with_values else exported
+        if keeps_state:
+            output_names = output_names or result_names(exported)
+            exported = with_state_as_results(exported, output_names)
     except UsageError:
         raise
     except Exception as error:

@@ -18,6 +18,7 @@ from glassengine.errors import GlassError, UnknownNameError, UsageError, nearest
 from glassengine.program import adapters, image_text
 from glassengine.program.factory import call_factory, is_factory, without_bars
 from glassengine.program.model_class import model_class_of, without_weights
+from glassengine.program.module_state import ModuleState
 from glassengine.program.program import Program
 from glassengine.program.quantized import load_quantized, take_settings
 from glassengine.program.raised import described
@@ -53,6 +54,7 @@ class LoadedModel:
         directory: Hugging Face directory or id with configuration and tokenizer, if it came from one.
         metadata: JSON values for engines and recordings.
         stored: The program that it is already, of an ONNX file or a .pt2 file: nothing is exported.
+        state: What it remembers when it is exported and run, where a forward changes that.
     """
 
     module: nn.Module
@@ -63,6 +65,7 @@ class LoadedModel:
     metadata: dict[str, Any] = field(default_factory=dict)
     decoding: str = ""
     stored: Program | None = None
+    state: ModuleState | None = None
 
     @property
     def has_encoder(self) -> bool:

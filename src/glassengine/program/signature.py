@@ -16,6 +16,7 @@ from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, Tens
 from torch.utils import _pytree as pytree
 
 from glassengine.errors import UsageError
+from glassengine.program.module_state import STATE
 from glassengine.program.program import rebuilt
 
 
@@ -42,6 +43,24 @@ def tensor_results_only(exported: ExportedProgram, names: list[str]) -> Exported
     output.args = (tuple(arg for arg, keep in zip(output.args[0], kept, strict=True) if keep),)
     new_specs = [spec for spec, keep in zip(specs, kept, strict=True) if keep]
     return rebuilt(exported, exported.graph, new_specs, out_spec=pytree.tree_structure(tuple(names)))
+
+
+def with_state_as_results(exported: ExportedProgram, names: list[str]) -> ExportedProgram:
+    """Return the program with what it would change in its buffers as results, whose names come first in `names`."""
+    specs = exported.graph_signature.output_specs
+    changed = [spec for spec in specs if spec.kind is OutputKind.BUFFER_MUTATION]
+    if not changed:
+        return exported
+    num_other = sum(spec.kind is not OutputKind.USER_OUTPUT for spec in specs) - len(changed)
+    kept = [spec for spec in specs if spec.kind not in (OutputKind.BUFFER_MUTATION, OutputKind.USER_OUTPUT)]
+    results = [OutputSpec(OutputKind.USER_OUTPUT, spec.arg, None) for spec in changed]
+    results += [spec for spec in specs if spec.kind is OutputKind.USER_OUTPUT]
+    assert len(kept) == num_other
+    names[:0] = [f"{STATE}{spec.target}" for spec in changed]
+    nodes = dict(zip((spec.arg.name for spec in specs), exported.graph.output_node().args[0], strict=True))
+    order = [*kept, *results]
+    exported.graph.output_node().args = (tuple(nodes[spec.arg.name] for spec in order),)
+    return rebuilt(exported, exported.graph, order, out_spec=pytree.tree_structure(tuple(names)))
 
 
 def require_unchanged_buffers(specs: Sequence[OutputSpec], model: str) -> None:

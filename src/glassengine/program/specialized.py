@@ -1,0 +1,106 @@
+"""Traces that hold for the inputs at hand: of code that looks at values, which an exporter does not have.
+
+A branch on a tensor, a loop as long as a tensor says, rows that a mask picks: with real values beside the symbolic ones
+the exporter goes the way that these inputs go. What it cannot follow at all (gradients inside of a forward, arrays of
+NumPy) is run once, and the ops of torch are written down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+SPECIALIZED = "specialized"
+"""Key of the metadata: how a program was traced that holds for the inputs of one step."""
+WITH_VALUES = "exported with the values of its inputs"
+WRITTEN_DOWN = "run once, and its ops written down"
+
+_ASSERTIONS = frozenset({"_assert_scalar", "_assert_async", "_assert_tensor_metadata"})
+
+
+@contextlib.contextmanager
+def real_values() -> Iterator[None]:
+    """Let what is exported in the block see the values of its inputs."""
+    import torch._functorch.config as config
+
+    noisy = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch._export")]
+    were = [logger.disabled for logger in noisy]
+    options: dict[str, Any] = {
+        "fake_tensor_propagate_real_tensors": True,
+        "generate_fake_kernels_from_real_mismatches": True,
+    }
+    try:
+        for logger in noisy:
+            logger.disabled = True
+        with config.patch(options):
+            yield
+    finally:
+        for logger, was in zip(noisy, were, strict=True):
+            logger.disabled = was
+
+
+def without_assertions(exported: ExportedProgram) -> ExportedProgram:
+    """Erase what a graph asserts of values, and the numbers that only that needs: it is run on these inputs alone."""
+    graph = exported.graph
+    for node in reversed(list(graph.nodes)):
+        name = getattr(node.target, "_opname", "")
+        is_number = isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool))
+        if node.op == "call_function" and not node.users and (name in _ASSERTIONS or is_number):
+            graph.erase_node(node)
+    exported.graph_module.recompile()
+    return exported
+
+
+def written_down(module: nn.Module, inputs: Mapping[str, Any]) -> nn.Module:
+    """Run a module once and return one with the same weights, under the same names, that repeats the ops of that run.
+
+    Args:
+        module: In evaluation mode.
+        inputs: Keyword arguments.
+    """
+    weights: dict[str, torch.Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    leaves, spec = pytree.tree_flatten(dict(inputs))
+
+    def run(given: dict[str, torch.Tensor], tensors: list[torch.Tensor]) -> Any:
+        fresh = iter(tensors)
+        filled = [next(fresh) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        results = torch.func.functional_call(module, given, (), pytree.tree_unflatten(filled, spec))
+        return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, torch.Tensor) else None, results)
+
+    trace = make_fx(run, tracing_mode="real", _error_on_data_dependent_ops=False)
+    graph_module = trace(weights, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+    return _Repeated(module, graph_module)
+
+
+class _Repeated(nn.Module):
+    def __init__(self, module: nn.Module, graph_module: Any) -> None:
+        super().__init__()
+        self._graph = (graph_module,)  # no submodule: its ops are those of the root
+        self._names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            part: Any = self
+            *path, last = name.split(".")
+            for step in path:
+                if step not in part._modules:
+                    part.add_module(step, nn.Module())
+                part = part._modules[step]
+            if isinstance(tensor, nn.Parameter):
+                part.register_parameter(last, tensor)
+            else:
+                part.register_buffer(last, tensor)
+
+    def forward(self, **inputs: Any) -> Any:
+        weights: dict[str, Any] = {}
+        for name in self._names:
+            path, _, last = name.rpartition(".")
+            weights[name] = getattr(self.get_submodule(path), last)
+        tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+        return self._graph[0](weights, tensors)

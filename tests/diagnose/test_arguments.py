@@ -1,0 +1,175 @@
+"""Ports whose forward has other arguments: what belongs to what is told by position, or by what is done with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from glassengine.diagnose import check
+from glassengine.errors import IncomparableError
+from glassengine.testing import models
+from glassengine.testing.architectures import FAMILIES
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.kinds, self.linear = nn.Embedding(20, 8), nn.Embedding(3, 8), nn.Linear(8, 8)
+
+    def run(self, ids: Tensor, kinds: Tensor, mask: Tensor) -> Tensor:
+        x = self.table(ids) + self.kinds(kinds)
+        scores = (x @ x.transpose(1, 2)).masked_fill(mask[:, None] == 0, -1e9)
+        return self.linear(scores.softmax(-1) @ x)
+
+
+class Ours(Base):
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.run(input_ids, token_type_ids, attention_mask)
+
+
+class OtherOrder(Base):
+    def forward(self, pad: Tensor, x: Tensor, segments: Tensor) -> Tensor:
+        return self.run(x, segments, pad)
+
+
+class WithoutMask(Base):
+    def forward(self, x: Tensor, segments: Tensor) -> Tensor:
+        return self.run(x, segments, torch.ones_like(x))
+
+
+def save(tmp_path: Path, steps: Any) -> str:
+    torch.save(steps, tmp_path / "inputs.pt")
+    return str(tmp_path / "inputs.pt")
+
+
+def step(*, padded: bool) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.ones(2, 6).long()
+    mask[1, 4:] = 0 if padded else 1
+    kinds = torch.randint(0, 3, (2, 6), generator=generator)
+    return {
+        "input_ids": torch.randint(3, 20, (2, 6), generator=generator),
+        "token_type_ids": kinds,
+        "attention_mask": mask,
+    }
+
+
+def alike(port: nn.Module, baseline: nn.Module) -> nn.Module:
+    port.load_state_dict(baseline.state_dict())
+    return port
+
+
+def test_f30_several_inputs_of_other_names_in_another_order(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    baseline = Ours()
+    inputs = save(tmp_path, [step(padded=True)])
+    result = check(baseline, candidate=alike(OtherOrder(), baseline), inputs=inputs)
+    assert result.ok and result.coverage == 1.0
+    wrong = alike(OtherOrder(), baseline)
+    wrong.linear.weight.data[0, 0] += 0.1  # type: ignore[union-attr, operator]
+    assert not check(baseline, candidate=wrong, inputs=inputs).ok
+
+
+def test_f30_an_input_that_the_port_does_not_take(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    baseline = Ours()
+    port = alike(WithoutMask(), baseline)
+    with pytest.raises(IncomparableError, match="does not take all inputs"):
+        check(baseline, candidate=port, inputs=save(tmp_path, [step(padded=True)]))
+
+
+class Optional(Base):
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        return self.run(input_ids, token_type_ids, mask)
+
+
+def test_f30_a_mask_without_padding_says_nothing(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    baseline = Optional()
+    port = alike(WithoutMask(), baseline)
+    assert check(baseline, candidate=port, inputs=save(tmp_path, [step(padded=False)])).ok
+
+
+class GptPort(nn.Module):
+    """A model of transformers behind a forward of the kind that tutorials have."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        logits = self.model(input_ids=idx, use_cache=False).logits
+        loss = None if targets is None else nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return logits, loss
+
+
+def test_f30_a_language_model_that_takes_idx() -> None:
+    result = check(models.gpt2(), candidate=GptPort(models.gpt2()))
+    assert result.ok and result.coverage > 0.9
+    wrong = models.gpt2()
+    wrong.transformer.h[1].mlp.c_fc.weight.data[0, 0] += 1.0
+    assert not check(models.gpt2(), candidate=GptPort(wrong)).ok
+
+
+def given_to(family: str, tmp_path: Path) -> str:
+    ids = torch.randint(3, 60, (2, 5), generator=torch.Generator().manual_seed(0))
+    inputs: dict[str, Tensor] = {"input_ids": ids}
+    if family == "whisper":
+        inputs = {"input_features": torch.randn(2, 16, 60), "decoder_input_ids": ids}
+    return save(tmp_path, [inputs])
+
+
+class Whisper(nn.Module):
+    """Hands on all that the model returns, its cache among it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, mel: Tensor, tokens: Tensor) -> Any:
+        return self.model(input_features=mel, decoder_input_ids=tokens)
+
+
+@pytest.mark.parametrize("family", ["mamba", pytest.param("whisper", marks=pytest.mark.slow)])
+def test_f29_a_reference_that_returns_a_cache_unless_it_is_told(family: str, tmp_path: Path) -> None:
+    result = check(FAMILIES[family](), candidate=FAMILIES[family](), inputs=given_to(family, tmp_path))
+    assert result.ok and result.coverage > 0.9, result.not_ok_because
+
+
+@pytest.mark.slow
+def test_f29_a_port_that_hands_on_a_cache(tmp_path: Path) -> None:
+    port = Whisper(FAMILIES["whisper"]())
+    result = check(FAMILIES["whisper"](), candidate=port, inputs=given_to("whisper", tmp_path))
+    assert result.ok and result.coverage > 0.9, result.not_ok_because
+
+
+class Cache:
+    """An object of its own, as a cache is."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class Caching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        y = self.linear(x)
+        return {"y": y, "cache": Cache(y)}
+
+
+def test_f29_an_object_among_the_results_is_left_out(tmp_path: Path) -> None:
+    baseline, port = Caching(), Caching()
+    port.load_state_dict(baseline.state_dict())
+    inputs = save(tmp_path, [{"x": torch.randn(2, 4)}])
+    result = check(baseline, candidate=port, inputs=inputs)
+    assert result.ok and result.coverage == 1.0
+    port.linear.bias.data += 0.1
+    assert not check(baseline, candidate=port, inputs=inputs).ok
