@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -173,3 +174,45 @@ def test_f29_an_object_among_the_results_is_left_out(tmp_path: Path) -> None:
     assert result.ok and result.coverage == 1.0
     port.linear.bias.data += 0.1
     assert not check(baseline, candidate=port, inputs=inputs).ok
+
+
+class Tied(nn.Module):
+    """One norm that two layers know by names of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+        for layer in self.layers:
+            layer.norm = self.norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + self.step(layer, x)
+        return x
+
+    def step(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(layer.norm(x))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.01])
+def test_f26_methods_that_were_replaced_on_an_instance(factor: float, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    baseline, port = Tied(), Tied()
+    port.load_state_dict(baseline.state_dict())
+
+    def step(self: Tied, layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(layer.norm(x)) * factor  # type: ignore[operator]
+
+    def linear(self: nn.Linear, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+    port.step = MethodType(step, port)  # type: ignore[method-assign]
+    port.forward = MethodType(Tied.forward, port)  # type: ignore[method-assign]
+    for layer in port.layers:
+        layer.forward = MethodType(linear, layer)
+    result = check(baseline, candidate=port, inputs=save(tmp_path, [{"x": torch.randn(2, 4)}]))
+    assert result.ok == (factor == 1.0)
+    assert result.coverage == 1.0
+    assert "candidate" in {rung.name for rung in result.rungs}
+    assert isinstance(vars(port)["forward"], MethodType) and type(port) is Tied

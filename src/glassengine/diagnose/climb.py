@@ -33,10 +33,7 @@ from glassengine.diagnose.score import Score
 from glassengine.diagnose.segments import SegmentReplay
 from glassengine.diagnose.severity import Severity
 from glassengine.diagnose.sides import EngineSide, ModuleSide, ProgramSide
-from glassengine.diagnose.source_side import RUNTIME, SourceSide, untouched
-from glassengine.diagnose.untouched import UntouchedCandidate, own_names
-from glassengine.diagnose.step_by_step import program_of
-from glassengine.diagnose.weights import compare_weights, weights_of
+from glassengine.diagnose.source_side import SourceSide, untouched
 from glassengine.engine.build import build_program
 from glassengine.engine.engine import Engine
 from glassengine.errors import GlassError, IncomparableError, UsageError
@@ -173,8 +170,8 @@ def add_passes(climb: Climb, passes: Sequence[str], progress: Progress) -> None:
         climb.built = apply_pass(climb.built, spec)
         climb.pairs = pair_programs(climb.program, climb.built, climb.cases)
         rung = f"pass {spec}"
-        climb.add(ProgramSide(climb.built, climb.pairs, rung=rung, replay=_replay(climb, climb.pairs)))
-        _skip_unpaired(climb, climb.built, climb.pairs, rung)
+        climb.add(ProgramSide(climb.built, climb.pairs, rung=rung, replay=replay_of(climb, climb.pairs)))
+        skip_unpaired(climb, climb.built, climb.pairs, rung)
 
 
 def add_op_by_op(climb: Climb, backend: str | None, progress: Progress) -> None:
@@ -201,7 +198,7 @@ def add_engine(climb: Climb, release: Engine, progress: Progress, *, only_releas
         )
     climb.built = program
     climb.pairs = pair_programs(climb.program, program, climb.cases)
-    climb.weights = compare_paired_weights(climb.program, program, _nodes(climb.pairs))
+    climb.weights = compare_paired_weights(climb.program, program, nodes(climb.pairs))
     if not only_release:
         folder = Path(climb.stack.enter_context(tempfile.TemporaryDirectory(prefix="glassengine-check-")))
         plan = observable(climb, program)
@@ -222,7 +219,7 @@ def _release_side(climb: Climb, release: Engine) -> EngineSide:
 
 def _add_observable(climb: Climb, engine: Engine, observed: Sequence[str]) -> None:
     capabilities = registry.find_backend(engine.manifest.backend).capabilities
-    replay = _replay(
+    replay = replay_of(
         climb,
         climb.pairs,
         compiled=True,
@@ -236,7 +233,7 @@ def _add_observable(climb: Climb, engine: Engine, observed: Sequence[str]) -> No
     climb.add(EngineSide(engine, nodes, "engine", replay=replay, counterparts=counterparts, arranged=arranged))
 
 
-def _replay(climb: Climb, pairs: Mapping[str, SitePair], **options: Any) -> Replay:
+def replay_of(climb: Climb, pairs: Mapping[str, SitePair], **options: Any) -> Replay:
     """Return the replay of a side whose program has counterparts `pairs`: with regions where an op has none."""
     is_whole = all(site.node in pairs for site in climb.program.sites if site.kind == "op")
     make = Replay if is_whole else RegionReplay
@@ -255,83 +252,13 @@ def arguments_of(model: LoadedModel, inputs: Inputs) -> Sequence[Mapping[str, An
     return [without_cache(model.module, step) for step in given]
 
 
-def add_model(
-    climb: Climb,
-    candidate: LoadedModel,
-    arguments: Arguments | None,
-    exported: Program | UsageError | None,
-    progress: Progress,
-) -> torch.dtype:
-    """Another model or port: op by op through its own export, and untouched at module outputs.
-
-    Args:
-        climb: With the baseline.
-        candidate: The other model.
-        arguments: How the inputs become its arguments; None for a model that generates.
-        exported: Its program, or why it has none; None where that is to be found out.
-        progress: Called with a sentence when a stage begins.
-    """
-    observable: dict[str, Any] = {}
-    if exported is None:
-        progress("exporting the candidate")
-        exported = program_of(candidate)
-    if isinstance(exported, UsageError):
-        reason = f"no op-level rung: {exported.what} ({exported.got})"
-        climb.skipped.append(Skipped("*", "candidate", reason, rung="candidate"))
-        climb.weights = _weights_by_name(climb, candidate)
-    else:
-        program = exported
-        if arguments is not None:
-            # The inputs of both have one name, by which they are given and paired.
-            renamed = tuple(replace(port, name=arguments.ours(port.name)) for port in program.inputs)
-            program = replace(program, inputs=renamed)
-        progress("pairing the two programs")
-        by_node = pair_programs(climb.program, program, climb.cases)
-        climb.weights = compare_paired_weights(climb.program, program, _nodes(by_node))
-        same = candidate.dtype == climb.baseline.dtype
-        options: dict[str, Any] = {
-            "compiled": not same,
-            "dtype": None if same else getattr(torch, candidate.dtype),
-        }
-        replay = _replay(climb, by_node, **options)
-        climb.pairs, arranged = by_node, Arranged(climb.program, by_node)
-        climb.add(ProgramSide(program, by_node, rung="candidate", replay=replay, arranged=arranged))
-        _skip_unpaired(climb, program, by_node, "candidate")
-        observable = {"names": own_names(program, by_node), "arranged": arranged}
-    coarsest: torch.dtype = getattr(torch, candidate.dtype)
-    runs_onnx = candidate.stored is not None and candidate.stored.onnx is not None
-    accumulation = climb.of_runtime(kernels_of(RUNTIME)) if runs_onnx else climb.accumulation
-    segments = SegmentReplay(climb.program, coarsest=coarsest, accumulation=accumulation)
-    beside = climb.model if isinstance(climb.model, ModuleSide) else None
-    untouched_side = UntouchedCandidate(
-        candidate.module,
-        climb.program,
-        rung="candidate, untouched",
-        replay=segments,
-        beside=beside,
-        arguments=arguments,
-        state=candidate.state,
-        **observable,
-    )
-    climb.add(untouched_side)
-    return coarsest
-
-
-def _nodes(pairs: Mapping[str, SitePair]) -> dict[str, str]:
+def nodes(pairs: Mapping[str, SitePair]) -> dict[str, str]:
+    """Return baseline node -> candidate node."""
     return {node: pair.candidate.node for node, pair in pairs.items()}
 
 
-def _weights_by_name(climb: Climb, candidate: LoadedModel) -> WeightsComparison | None:
-    """Compare weights by name where a candidate has all names of the baseline: fewer may coincide by chance."""
-    known = weights_of(climb.program)
-    own = dict(candidate.module.state_dict(keep_vars=True)) | dict(candidate.module.named_buffers())
-    if not known.keys() <= own.keys():
-        return None
-    # A program has no weights that it does not use, and a tied one under one name: what only one side names is no news.
-    return compare_weights(known, {name: tensor for name, tensor in own.items() if name in known})
-
-
-def _skip_unpaired(climb: Climb, program: Program, pairs: Mapping[str, SitePair], rung: str) -> None:
+def skip_unpaired(climb: Climb, program: Program, pairs: Mapping[str, SitePair], rung: str) -> None:
+    """List the ops of both programs that have no counterpart and are in no region."""
     taken = {pair.candidate.node for pair in pairs.values()}
     inside = covered(climb.program, pairs)
     for site in climb.program.sites:

@@ -41,7 +41,6 @@ from glassengine.diagnose.climb import (
     Progress,
     add_built,
     add_engine,
-    add_model,
     add_op_by_op,
     add_record,
     arguments_of,
@@ -53,6 +52,7 @@ from glassengine.diagnose.evidence import EvidenceBox
 from glassengine.diagnose.image_programs import start_with_images
 from glassengine.diagnose.judge import run_cases
 from glassengine.diagnose.op_by_op import RUNG, explain
+from glassengine.diagnose.other_model import add_model
 from glassengine.diagnose.quantization import check_quantized_checkpoint, is_quantized_candidate
 from glassengine.diagnose.recorded import PARTIAL, RecordedTensors, case_of, require_one_rank
 from glassengine.diagnose.recorded import RUNG as RECORD
@@ -247,7 +247,7 @@ def check(
                 coarsest = add_record(climb, tensors)
             elif other is not None:
                 candidate_now = other if stage is None else stage.candidate
-                coarsest = add_model(climb, candidate_now, theirs, stage and stage.theirs, progress)
+                coarsest = add_model(climb, candidate_now, theirs, None if stage is None else stage.theirs, progress)
             else:
                 # Passes are those of the last program, as when an engine is built.
                 own_passes = passes if climb is climbs[-1] else ()

@@ -14,21 +14,21 @@ from torch import nn
 from glassengine.capture.hooks import observing
 from glassengine.capture.interpreter import run_program
 from glassengine.compare.pairing import SitePair
-from glassengine.diagnose.arranged import Arranged
 from glassengine.diagnose.arguments import Arguments
+from glassengine.diagnose.arranged import Arranged
 from glassengine.diagnose.cases import Case, StepInputs, taken_by
 from glassengine.diagnose.end_to_end import results_of
 from glassengine.diagnose.regions import RegionReplay
 from glassengine.diagnose.replay import Replay
 from glassengine.diagnose.segments import SegmentReplay
 from glassengine.diagnose.until_here import until_here
-from glassengine.diagnose.validity import valid_mask
+from glassengine.diagnose.validity import valid_in_step
 from glassengine.engine.engine import Engine
 from glassengine.engine.session import Session
 from glassengine.errors import GlassError, IncomparableError
 from glassengine.program.causal_lm import accepted, cache_argument, expert_modules
 from glassengine.program.export import named_inputs
-from glassengine.program.module_state import ModuleState, holding, kept_results
+from glassengine.program.module_state import ModuleState, run_with
 from glassengine.program.program import Program
 from glassengine.program.raised import described, raised_in
 from glassengine.program.signature import named_results
@@ -131,7 +131,7 @@ class ModuleSide:
             if self.program.layout is not None and self._steps == 0:
                 named |= empty_caches(self.program, named)
             # What is left of this step is run when the next one begins, and stands on tensors of this one.
-            self.replay.begin_step(named, copy.copy(self)._last, partial(_valid, self.program, inputs))
+            self.replay.begin_step(named, copy.copy(self)._last, partial(valid_in_step, self.program, inputs))
         self._steps += 1
 
     def _raise(self, error: Exception) -> NoReturn:
@@ -172,11 +172,7 @@ class ModuleSide:
     def forward(self, inputs: Mapping[str, Any]) -> Any:
         """Run a forward that nothing follows, and return what it returns."""
         given = taken_by(self.module, inputs) if self.arguments is None else self.arguments.of(inputs)
-        if self.state is None:
-            return self.module(**given)
-        with holding(self.module, self.state):
-            result = self.module(**given)
-            self._kept = kept_results(self.module, self.program.output_nodes)
+        result, self._kept = run_with(self.module, self.state, given, self.program.output_nodes)
         return result
 
     def results(self) -> Mapping[str, torch.Tensor]:
@@ -392,15 +388,7 @@ def _begin_regions(replay: Replay, inputs: StepInputs | Mapping[str, Any], named
     if isinstance(replay, RegionReplay):
         ours = replay.program
         caches = empty_caches(ours, named) if ours.layout is not None else {}
-        replay.begin_region_step({**named, **caches}, partial(_valid, ours, inputs))
-
-
-def _valid(
-    program: Program, inputs: StepInputs | Mapping[str, Any], node: torch.fx.Node, value: torch.Tensor
-) -> torch.Tensor | None:
-    if not isinstance(inputs, StepInputs):
-        return None
-    return valid_mask(program.sites.by_node[node.name][0], value, inputs)
+        replay.begin_region_step({**named, **caches}, partial(valid_in_step, ours, inputs))
 
 
 def empty_caches(program: Program, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from glassengine.compare.mask_values import is_mask
 from glassengine.diagnose.cases import StepInputs
+from glassengine.program.program import Program
 from glassengine.sites import Site
 
 
@@ -43,3 +47,12 @@ def _spread(table: torch.Tensor, value: torch.Tensor, *axes: int) -> torch.Tenso
     for axis in axes:
         shape[axis] = value.shape[axis]
     return table.permute(order).reshape(shape)
+
+
+def valid_in_step(
+    program: Program, inputs: StepInputs | Mapping[str, Any], node: torch.fx.Node, value: torch.Tensor
+) -> torch.Tensor | None:
+    """Return which elements of the value of a node are no padding in a step; None where all are real."""
+    if not isinstance(inputs, StepInputs):
+        return None
+    return valid_mask(program.sites.by_node[node.name][0], value, inputs)

@@ -98,8 +98,24 @@ def holding(module: nn.Module, state: ModuleState | None, *, as_buffers: bool = 
             part.__dict__.update(own)
 
 
-def kept_results(module: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Return those of the results `names` of a program that are what its module remembers now; see `STATE`."""
+def run_with(
+    module: nn.Module, state: ModuleState | None, arguments: Mapping[str, Any], names: Iterable[str]
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return what a forward returns, and those of the results `names` that it remembers afterwards; see `STATE`.
+
+    Args:
+        module: The module.
+        state: What it remembers before; None leaves it to itself.
+        arguments: Of its forward.
+        names: Of the results of its program.
+    """
+    if state is None:
+        return module(**arguments), {}
+    with holding(module, state):
+        return module(**arguments), _kept_results(module, names)
+
+
+def _kept_results(module: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
     found = {}
     for name in names:
         path, _, attribute = name.removeprefix(STATE).rpartition(".")

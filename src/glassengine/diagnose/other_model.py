@@ -1,0 +1,96 @@
+"""Another model as candidate: op by op through its own export, and untouched at module outputs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from glassengine.backends.calibration import kernels_of
+from glassengine.diagnose.arguments import Arguments
+from glassengine.diagnose.arranged import Arranged
+from glassengine.diagnose.climb import Climb, Progress, nodes, replay_of, skip_unpaired
+from glassengine.diagnose.pair_programs import pair_programs
+from glassengine.diagnose.paired_weights import compare_paired_weights
+from glassengine.diagnose.segments import SegmentReplay
+from glassengine.diagnose.sides import ModuleSide, ProgramSide
+from glassengine.diagnose.source_side import RUNTIME
+from glassengine.diagnose.step_by_step import program_of
+from glassengine.diagnose.untouched import UntouchedCandidate, own_names
+from glassengine.diagnose.weights import compare_weights, weights_of
+from glassengine.errors import UsageError
+from glassengine.program import LoadedModel, Program
+from glassengine.results import Skipped, WeightsComparison
+
+
+def add_model(
+    climb: Climb,
+    candidate: LoadedModel,
+    arguments: Arguments | None,
+    exported: Program | UsageError | None,
+    progress: Progress,
+) -> torch.dtype:
+    """Another model or port: op by op through its own export, and untouched at module outputs.
+
+    Args:
+        climb: With the baseline.
+        candidate: The other model.
+        arguments: How the inputs become its arguments; None for a model that generates.
+        exported: Its program, or why it has none; None where that is to be found out.
+        progress: Called with a sentence when a stage begins.
+    """
+    observable: dict[str, Any] = {}
+    if exported is None:
+        progress("exporting the candidate")
+        exported = program_of(candidate)
+    if isinstance(exported, UsageError):
+        reason = f"no op-level rung: {exported.what} ({exported.got})"
+        climb.skipped.append(Skipped("*", "candidate", reason, rung="candidate"))
+        climb.weights = _weights_by_name(climb, candidate)
+    else:
+        program = exported
+        if arguments is not None:
+            # The inputs of both have one name, by which they are given and paired.
+            renamed = tuple(replace(port, name=arguments.ours(port.name)) for port in program.inputs)
+            program = replace(program, inputs=renamed)
+        progress("pairing the two programs")
+        by_node = pair_programs(climb.program, program, climb.cases)
+        climb.weights = compare_paired_weights(climb.program, program, nodes(by_node))
+        same = candidate.dtype == climb.baseline.dtype
+        options: dict[str, Any] = {
+            "compiled": not same,
+            "dtype": None if same else getattr(torch, candidate.dtype),
+        }
+        replay = replay_of(climb, by_node, **options)
+        climb.pairs, arranged = by_node, Arranged(climb.program, by_node)
+        climb.add(ProgramSide(program, by_node, rung="candidate", replay=replay, arranged=arranged))
+        skip_unpaired(climb, program, by_node, "candidate")
+        observable = {"names": own_names(program, by_node), "arranged": arranged}
+    coarsest: torch.dtype = getattr(torch, candidate.dtype)
+    runs_onnx = candidate.stored is not None and candidate.stored.onnx is not None
+    accumulation = climb.of_runtime(kernels_of(RUNTIME)) if runs_onnx else climb.accumulation
+    segments = SegmentReplay(climb.program, coarsest=coarsest, accumulation=accumulation)
+    beside = climb.model if isinstance(climb.model, ModuleSide) else None
+    untouched_side = UntouchedCandidate(
+        candidate.module,
+        climb.program,
+        rung="candidate, untouched",
+        replay=segments,
+        beside=beside,
+        arguments=arguments,
+        state=candidate.state,
+        **observable,
+    )
+    climb.add(untouched_side)
+    return coarsest
+
+
+def _weights_by_name(climb: Climb, candidate: LoadedModel) -> WeightsComparison | None:
+    """Compare weights by name where a candidate has all names of the baseline: fewer may coincide by chance."""
+    known = weights_of(climb.program)
+    own = dict(candidate.module.state_dict(keep_vars=True)) | dict(candidate.module.named_buffers())
+    if not known.keys() <= own.keys():
+        return None
+    # A program has no weights that it does not use, and a tied one under one name: what only one side names is no news.
+    return compare_weights(known, {name: tensor for name, tensor in own.items() if name in known})

@@ -1,0 +1,120 @@
+"""Ports that look at values: judged with the inputs at hand, each step by a trace of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from glassengine.diagnose import check
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+class Masked(Base):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.second(self.linear(x).masked_fill(mask[..., None], 0.0))
+
+
+class Branches(Base):
+    """Leaves the mask out where it hides nothing."""
+
+    factor = 1.0
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = self.linear(x)
+        if mask.any():
+            y = y.masked_fill(mask[..., None], 0.0) * self.factor
+        return self.second(y)
+
+
+class Experts(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x[:, 0] > 0).long()
+        parts = [expert(x) * (chosen == number)[:, None] for number, expert in enumerate((self.second, self.linear))]
+        return parts[0] + parts[1]
+
+
+class Routed(Base):
+    """Each expert computes the rows that were sent to it."""
+
+    factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, result = (x[:, 0] > 0).long(), torch.zeros_like(x)
+        for number, expert in enumerate((self.second, self.linear)):
+            rows = (chosen == number).nonzero()[:, 0]
+            if rows.numel() == 0:
+                continue
+            result[rows] = expert(x[rows]) * self.factor
+        return result
+
+
+class Energy(Base):
+    """Forces: what a sum of tanh is derived by."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).tanh()
+        return ((1 - y * y) @ self.linear.weight) + 0.0 * self.second(x)
+
+
+class Derived(Base):
+    factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            points = x.detach().requires_grad_(True)
+            energy = (self.linear(points).tanh() * self.factor).sum()
+            return torch.autograd.grad(energy, points)[0] + 0.0 * self.second(x)
+
+
+def inputs(tmp_path: Path, steps: Any) -> str:
+    torch.save(steps, tmp_path / "inputs.pt")
+    return str(tmp_path / "inputs.pt")
+
+
+def judged(baseline: nn.Module, port: Any, factor: float, given: str) -> Any:
+    port.load_state_dict(baseline.state_dict())
+    port.factor = factor
+    return check(baseline, candidate=port, inputs=given)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.01])
+def test_f30_a_branch_on_a_mask(factor: float, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    mask = torch.tensor([[False, False, True]])
+    steps = [{"x": torch.randn(1, 3, 4), "mask": one} for one in (torch.zeros_like(mask), mask)]
+    result = judged(Masked(), Branches(), factor, inputs(tmp_path, steps))
+    assert result.ok == (factor == 1.0) and result.coverage > 0.9
+    assert any("it looks at values" in item.reason for item in result.skipped)
+    if factor != 1.0:
+        assert result.first_divergence.step == 1
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.01])
+def test_f30_rows_that_are_sent_to_experts(factor: float, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    result = judged(Experts(), Routed(), factor, inputs(tmp_path, [{"x": torch.randn(6, 4)}]))
+    assert result.ok == (factor == 1.0), result.not_ok_because
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.01])
+def test_f32_a_port_that_computes_gradients_in_its_forward(factor: float, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    result = judged(Energy(), Derived(), factor, inputs(tmp_path, [{"x": torch.randn(3, 4)}]))
+    assert result.ok == (factor == 1.0), result.not_ok_because
+
+
+def test_f32_a_baseline_that_computes_gradients_in_its_forward(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    given = inputs(tmp_path, [{"x": torch.randn(3, 4)}])
+    for factor in (1.0, 1.01):
+        result = judged(Derived(), Derived(), factor, given)
+        assert result.ok == (factor == 1.0), result.not_ok_because
