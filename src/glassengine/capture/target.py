@@ -19,7 +19,8 @@ from glassengine.capture.known_tokens import KnownTokens
 from glassengine.capture.module_hooks import ModuleHooks
 from glassengine.capture.record import own_directory, record
 from glassengine.errors import UsageError
-from glassengine.program.load import LoadedModel, load_inputs, load_model
+from glassengine.program.inputs.given import load_inputs
+from glassengine.program.load import LoadedModel, load_model
 from glassengine.program.raised import forward_errors
 from glassengine.recording.layout import LeftOut, Sharding
 from glassengine.recording.policy import Policy

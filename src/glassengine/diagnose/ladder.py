@@ -25,7 +25,6 @@ from glassengine.compare.maps import load_map
 from glassengine.compare.operation import ACCUMULATIONS, Accumulation
 from glassengine.compare.verdict import unit_roundoff
 from glassengine.diagnose.accumulated import judge_alike
-from glassengine.diagnose.arguments import Arguments
 from glassengine.diagnose.bisect_release import bisect_release
 from glassengine.diagnose.cases import (
     Case,
@@ -52,7 +51,7 @@ from glassengine.diagnose.evidence import EvidenceBox
 from glassengine.diagnose.image_programs import start_with_images
 from glassengine.diagnose.judge import run_cases
 from glassengine.diagnose.op_by_op import RUNG, explain
-from glassengine.diagnose.other_model import add_model
+from glassengine.diagnose.other_model import add_model, start_stage
 from glassengine.diagnose.quantization import check_quantized_checkpoint, is_quantized_candidate
 from glassengine.diagnose.recorded import PARTIAL, RecordedTensors, case_of, require_one_rank
 from glassengine.diagnose.recorded import RUNG as RECORD
@@ -62,7 +61,7 @@ from glassengine.diagnose.score import Score
 from glassengine.diagnose.severity import Severity
 from glassengine.diagnose.sides import EngineSide, ModuleSide
 from glassengine.diagnose.source_side import SourceSide
-from glassengine.diagnose.step_by_step import Stage, numbered, specialized, staged
+from glassengine.diagnose.step_by_step import numbered, staged
 from glassengine.diagnose.threads import threads_for
 from glassengine.diagnose.two_programs import beside_source, joined, start_both
 from glassengine.engine.engine import Engine, load
@@ -213,8 +212,7 @@ def check(
         cases, limits = module_cases(arguments_of(model, given)), (fail_on, min_coverage, min_snr)
         return check_quantized_graph(model, other, cases, limits, progress)
     parts = _parts(engine, 2 if model.has_encoder else 1)
-    of_stages: Sequence[Stage | None] = (None,) * len(parts)
-    theirs: Arguments | None = None
+    of_stages: Sequence[Any] = (None,) * len(parts)
     with ExitStack() as stack:
         stack.enter_context(threads_for(model.module))
         case = case_of(record, model.kind) if record is not None and inputs is None else None
@@ -224,11 +222,9 @@ def check(
             climbs = start_with_images(model, given, steps, stack, progress)
             parts = parts[-len(climbs) :]
         elif other is not None and model.kind == "module":
-            ours, theirs, found = staged(model, other, arguments_of(model, given), progress)
-            climbs = [start(s.baseline, s.steps, steps, stack, progress, None, ours, s.ours) for s in found]
-            for climb, one in zip(climbs, found, strict=True):
-                climb.skipped += specialized(one)
-            of_stages, parts = found, [None] * len(climbs)
+            of_stages = staged(model, other, arguments_of(model, given), progress)
+            climbs = [start_stage(stage, stack, progress) for stage in of_stages]
+            parts = [None] * len(climbs)
         else:
             climbs = [start(model, given, steps, stack, progress, case)]
         if model.kind == "causal_lm" and (reason := model.metadata.get(WITHOUT_IMAGES)):
@@ -246,8 +242,7 @@ def check(
                 tensors = RecordedTensors(record, climb.program, load_map(map) if map else None)
                 coarsest = add_record(climb, tensors)
             elif other is not None:
-                candidate_now = other if stage is None else stage.candidate
-                coarsest = add_model(climb, candidate_now, theirs, None if stage is None else stage.theirs, progress)
+                coarsest = add_model(climb, other, stage, progress)
             else:
                 # Passes are those of the last program, as when an engine is built.
                 own_passes = passes if climb is climbs[-1] else ()

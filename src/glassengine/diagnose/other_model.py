@@ -2,44 +2,51 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from glassengine.backends.calibration import kernels_of
-from glassengine.diagnose.arguments import Arguments
 from glassengine.diagnose.arranged import Arranged
-from glassengine.diagnose.climb import Climb, Progress, nodes, replay_of, skip_unpaired
+from glassengine.diagnose.climb import Climb, Progress, nodes, replay_of, skip_unpaired, start
 from glassengine.diagnose.pair_programs import pair_programs
 from glassengine.diagnose.paired_weights import compare_paired_weights
 from glassengine.diagnose.segments import SegmentReplay
 from glassengine.diagnose.sides import ModuleSide, ProgramSide
 from glassengine.diagnose.source_side import RUNTIME
-from glassengine.diagnose.step_by_step import program_of
+from glassengine.diagnose.step_by_step import Stage, program_of, specialized
 from glassengine.diagnose.untouched import UntouchedCandidate, own_names
 from glassengine.diagnose.weights import compare_weights, weights_of
 from glassengine.errors import UsageError
-from glassengine.program import LoadedModel, Program
+from glassengine.program import LoadedModel
 from glassengine.results import Skipped, WeightsComparison
+
+
+def start_stage(stage: Stage, stack: ExitStack, progress: Progress) -> Climb:
+    """Return the climb of a stage, with its first side: the untouched baseline."""
+    climb = start(stage.baseline, stage.steps, 0, stack, progress, arguments=stage.ours_of, exported=stage.ours)
+    climb.skipped += specialized(stage)
+    return climb
 
 
 def add_model(
     climb: Climb,
-    candidate: LoadedModel,
-    arguments: Arguments | None,
-    exported: Program | UsageError | None,
+    other: LoadedModel,
+    stage: Stage | None,
     progress: Progress,
 ) -> torch.dtype:
     """Another model or port: op by op through its own export, and untouched at module outputs.
 
     Args:
         climb: With the baseline.
-        candidate: The other model.
-        arguments: How the inputs become its arguments; None for a model that generates.
-        exported: Its program, or why it has none; None where that is to be found out.
+        other: The other model.
+        stage: What of it is run; None for a model that generates.
         progress: Called with a sentence when a stage begins.
     """
+    candidate = other if stage is None else stage.candidate
+    arguments, exported = (None, None) if stage is None else (stage.theirs_of, stage.theirs)
     observable: dict[str, Any] = {}
     if exported is None:
         progress("exporting the candidate")

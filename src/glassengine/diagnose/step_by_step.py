@@ -38,6 +38,8 @@ class Stage:
         numbers: Which of all steps they are.
         ours: Program of the baseline; None where it is not exported yet.
         theirs: Program of the candidate, or why it has none.
+        ours_of: How steps become arguments of the baseline; None where they are its own.
+        theirs_of: How they become arguments of the candidate.
     """
 
     baseline: LoadedModel
@@ -46,12 +48,14 @@ class Stage:
     numbers: Sequence[int]
     ours: Program | None = None
     theirs: Program | UsageError | None = None
+    ours_of: Arguments | None = None
+    theirs_of: Arguments | None = None
 
 
 def staged(
     baseline: LoadedModel, candidate: LoadedModel, steps: Sequence[Step], progress: Callable[[str], None]
-) -> tuple[Arguments | None, Arguments, list[Stage]]:
-    """Return how steps become arguments of the baseline (None: as they are) and of the candidate, and the stages.
+) -> list[Stage]:
+    """Return the stages of a check, with their programs.
 
     Args:
         baseline: A plain module.
@@ -68,8 +72,8 @@ def staged(
     progress("exporting both")
     found = []
     for stage in _stages(baseline, candidate, steps, ours, theirs):
-        found += _exported(stage, ours, theirs)
-    return ours if theirs.own else None, theirs, found
+        found += _exported(replace(stage, ours_of=ours if theirs.own else None, theirs_of=theirs), ours, theirs)
+    return found
 
 
 def specialized(stage: Stage) -> list[Skipped]:

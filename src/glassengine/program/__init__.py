@@ -13,8 +13,9 @@ from glassengine.program.example_inputs import encoder_inputs, example_inputs, s
 from glassengine.program.export import export_causal_lm, export_module
 from glassengine.program.export_specialized import export_specialized
 from glassengine.program.export_two import export_encoder_decoder, export_image_text
+from glassengine.program.inputs.given import load_inputs
 from glassengine.program.listing import OnStage, stage_of
-from glassengine.program.load import LoadedModel, load_inputs, load_model
+from glassengine.program.load import LoadedModel, load_model
 from glassengine.program.module_state import holding
 from glassengine.program.passes import apply_pass
 from glassengine.program.program import Program, load_names

@@ -1,4 +1,4 @@
-"""Load what a user calls MODEL or --inputs: a Hugging Face directory or id, a factory, a file of tensors."""
+"""Load what a user calls MODEL: a Hugging Face directory or id, a factory, a stored program, a module."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -169,29 +169,6 @@ def load_model(
         metadata |= image_text.described(module) if reason is None else {image_text.WITHOUT_IMAGES: reason}
     kind = "causal_lm" if is_causal else "module"
     return LoadedModel(module, name, kind, metadata["dtype"], directory, metadata, decoding)
-
-
-def load_inputs(spec: str) -> list[dict[str, Any]]:
-    """Load keyword arguments, one dict per step.
-
-    Args:
-        spec: `file.py:factory` that returns a dict or a list of dicts, or a file: .pt, .safetensors, .npz, .json.
-
-    Raises:
-        UsageError: No such file, an unknown ending, or something else than dicts of tensors and plain values.
-    """
-    if is_factory(spec):
-        return _steps(call_factory(spec), spec)
-    path = Path(spec)
-    if not path.is_file():
-        siblings = [str(p) for p in path.parent.glob("*") if p.is_file()] if path.parent.is_dir() else []
-        raise UnknownNameError("inputs file", spec, siblings, hint="--inputs FILE, or --inputs file.py:factory")
-    try:
-        return _steps(_read(path), spec)
-    except UsageError:
-        raise
-    except Exception as error:
-        raise UsageError(f"{path} cannot be read", got=f"{type(error).__name__}: {error}") from error
 
 
 def fingerprint(module: nn.Module) -> str:
@@ -369,34 +346,3 @@ def _is_causal_lm(module: nn.Module) -> bool:
 def _has_head(model: Any) -> bool:
     """Whether a model of transformers gives logits of a next token."""
     return bool(model.can_generate()) and model.get_output_embeddings() is not None
-
-
-def _read(path: Path) -> Any:
-    if path.suffix in (".pt", ".pth"):
-        return torch.load(path, map_location="cpu", weights_only=True)
-    if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        return load_file(path)
-    if path.suffix == ".npz":
-        import numpy as np
-
-        with np.load(path, allow_pickle=False) as archive:
-            return {name: torch.from_numpy(archive[name]) for name in archive.files}
-    if path.suffix == ".json":
-        return json.loads(path.read_text(), object_hook=_tensors)
-    raise UsageError(f"{path} has an unknown ending", got=path.suffix, expected=".pt, .safetensors, .npz, .json")
-
-
-def _tensors(data: dict[str, Any]) -> dict[str, Any]:
-    return {key: torch.tensor(value) if isinstance(value, list) else value for key, value in data.items()}
-
-
-def _steps(data: Any, spec: str) -> list[dict[str, Any]]:
-    steps = list(data) if isinstance(data, (list, tuple)) else [data]
-    if not steps or not all(isinstance(step, Mapping) for step in steps):
-        kinds = ", ".join(sorted({type(step).__name__ for step in steps})) or "nothing"
-        raise UsageError(
-            f"{spec} does not hold inputs", got=kinds, expected="a dict of keyword arguments, or a list of them"
-        )
-    return [dict(step) for step in steps]
