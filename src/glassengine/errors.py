@@ -7,6 +7,7 @@ the exact flag or call that helps. The exit status of the command line belongs t
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 
 
@@ -61,6 +62,8 @@ class UnknownNameError(UsageError):
         names = list(available)
         close = nearest(name, names)
         expected = f"one of {len(names)} names" + (f", nearest: {', '.join(close)}" if close else "")
+        if not names:
+            expected = "there are none"
         if not close and 0 < len(names) <= _FEW:
             expected = f"one of {', '.join(dict.fromkeys(names))}"
         super().__init__(f"unknown {kind} {name!r}", expected=expected, hint=hint)
@@ -82,6 +85,15 @@ class CorruptError(GlassError):
     """A file or directory is truncated, damaged, or written by a newer version."""
 
     exit_status = 4
+
+
+_PLACE_ONLY = re.compile(r"Exception from \S+|Check '.*' failed at \S+|\S+\.(?:c|cc|cpp|cu|h|hpp):\d+:?")
+
+
+def first_line(error: object) -> str:
+    """Return the first line of a message that says what is wrong, and not only where in somebody's C++; "" for none."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next((line for line in lines if not _PLACE_ONLY.fullmatch(line)), lines[0] if lines else "")
 
 
 def nearest(name: str, available: Iterable[str], limit: int = 5) -> list[str]:

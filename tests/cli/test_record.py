@@ -283,3 +283,22 @@ def test_a_disk_that_fills_up_while_an_engine_runs(
     assert not opened.complete and 0 < len(opened.steps) < len(whole.steps)
     for entry in opened.entries:
         assert torch.equal(opened.tensor(entry), whole.tensor(entry.site, entry.step))
+
+
+def test_f40_the_directory_for_artifacts_gets_the_steps_of_a_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "script.py").write_text(
+        "import torch\nnet = torch.nn.Linear(2, 2).requires_grad_(False)\n"
+        "for i in range(2): net(torch.full((2,), float(i)))\n"
+    )
+    monkeypatch.setenv("DEBUG_ARTIFACTS_DIR", str(tmp_path / "artifacts"))
+    command = ["record", "--overwrite", "-o", str(tmp_path / "out"), "--", str(tmp_path / "script.py")]
+    assert main(command) == 0
+    found = torch.load(tmp_path / "artifacts" / "Linear" / "step1.pt", weights_only=True)
+    opened = Recording.open(tmp_path / "out")
+    assert list(found) == [".:in[0]", "."] and torch.equal(found["."], opened.tensor(".", 1))
+    assert "min 1" in (tmp_path / "artifacts" / "Linear" / "step1.txt").read_text()
+    assert f"wrote the tensors of 2 steps to {tmp_path / 'artifacts' / 'Linear'}" in capsys.readouterr().err
+    assert main(command) == 0  # an earlier run's files are not mixed with the new ones
+    assert (tmp_path / "artifacts" / "Linear" / "earlier-001" / "step1.pt").is_file()

@@ -180,3 +180,11 @@ def test_names_do_not_move_the_cursor(tmp_path: Path, capsys: pytest.CaptureFixt
         assert main(["show", str(tmp_path / "r"), *flags]) == 0
         shown = capsys.readouterr().out
         assert "\x1b" not in shown and "\u202e" not in shown and "\\x1b[2J\\u202e\\udc80\\n" in shown
+
+
+def test_f41_statistics_of_a_recording_without_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    net = torch.nn.Linear(2, 2).requires_grad_(False)
+    with glassengine.record(net, tmp_path / "r", values=False):
+        net(torch.tensor([3.0, -4.0]))
+    assert main(["show", str(tmp_path / "r"), ".:in[0]"]) == 0
+    assert "float32[2] without values, min -4, max 3, norm 5: " in capsys.readouterr().out

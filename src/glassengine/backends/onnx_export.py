@@ -29,7 +29,7 @@ from torch.export.graph_signature import TensorArgument
 
 from glassengine.backends.onnx_network import mark_nodes, name_layers
 from glassengine.backends.protocol import Capabilities
-from glassengine.errors import BackendError
+from glassengine.errors import BackendError, first_line
 from glassengine.program.onnx.file import fill
 from glassengine.program.onnx.session import with_outputs
 from glassengine.program.outputs import functional_form, result_names
@@ -147,7 +147,7 @@ def _one_reason() -> Iterator[None]:
             first = first.__cause__
         raise BackendError(
             "the program cannot be converted to ONNX",
-            got=f"{type(first).__name__}: {str(first).strip().splitlines()[0] if str(first) else ''}",
+            got=f"{type(first).__name__}: {first_line(first)}",
             hint="another one with --backend, eager or inductor",
         ) from error
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
 import glassengine as glass
+from glassengine import environment
 from glassengine.cli.options import err, out, progress, settings, write_json
 from glassengine.cli.script_line import ScriptLine, read_script_line
 from glassengine.errors import IncomparableError, UsageError
@@ -134,9 +136,27 @@ def _script(line: ScriptLine, output_dir: str, policy: dict[str, Any], json: boo
             # As it was named: the directory that the script has changed to is not the one of the shell.
             named = Path(output_dir) / Path(path).relative_to(absolute)
             err.print(f"recorded {named}: glass show {named}")
+    named = environment.debug_artifacts_dir()
+    if named is not None:
+        for path in map(Path, result.recordings):
+            _write_steps(path, named / path.relative_to(absolute))
     if result.reason is not None and not json:
         err.print(Text.assemble(("error:", "bold red"), " ", result.reason))
     return result.status or (0 if result.recordings else IncomparableError.exit_status)
+
+
+def _write_steps(recording: Path, directory: Path) -> None:
+    """Write the steps of a recording as `glass run --debug_mode` writes them, into what DEBUG_ARTIFACTS_DIR names."""
+    opened = glass.Recording.open(recording)
+    by_step: dict[int, list[Any]] = {}
+    for entry in opened.entries:
+        by_step.setdefault(entry.step, []).append(entry)
+    with glass.StepFiles(directory) as files:
+        for step, entries in by_step.items():
+            tensors = {entry.site: opened.tensor(entry) for entry in entries}
+            files(SimpleNamespace(step=step, debug_buffers=tensors))  # type: ignore[arg-type]
+    if not settings.quiet:
+        err.print(f"wrote the tensors of {files.num_steps} steps to {directory}")
 
 
 def _steps(text: str | None) -> frozenset[int] | None:

@@ -92,7 +92,7 @@ def command(
             if entry.sharding is not None:
                 out.print(f"step {entry.step}, rank {entry.rank}, {printable(entry.site)}: {entry.sharding}")
         for item in map(_as_shown, left_out):
-            out.print(f"step {item.step}, rank {item.rank}, {item.site}: not recorded: {item.reason}")
+            out.print(f"step {item.step}, rank {item.rank}, {item.site}: {_light(item)}: {item.reason}")
         return 0
     if not opened.complete:
         out.print(f"incomplete: {printable(str(opened.incomplete_because))}")
@@ -109,6 +109,21 @@ def command(
     if not settings.quiet and len(opened.steps) > len(wanted):
         err.print(f"{len(wanted)} of {len(opened.steps)} steps; others with --step, all of one site with PATTERN")
     return 0
+
+
+def _light(item: Any) -> str:
+    """Return what is known of a tensor without values: its shape, and the statistics that were taken of it."""
+    found = item.statistics
+    if found is None:
+        return "not recorded"
+    shape = f"{item.dtype}[{', '.join(map(str, item.shape))}]" if item.dtype is not None else "a tensor"
+    extremes = (f"{name} {'-' if value is None else format(value, '.6g')}" for name, value in _extremes(found))
+    numbers = f"{', '.join(extremes)}, norm {found.norm:.6g}"
+    return f"{shape} without values, {numbers}" + (f", {found.num_nonfinite} not finite" if found.num_nonfinite else "")
+
+
+def _extremes(found: Any) -> tuple[tuple[str, float | None], ...]:
+    return ("min", found.min), ("max", found.max)
 
 
 def _as_shown(tensor: Any) -> Any:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glassengine.errors import UsageError, nearest
+from glassengine.errors import UsageError, first_line, nearest
 from glassengine.recording.layout import STORED
 
 Lookup = Callable[[str], Tensor]
@@ -87,7 +87,7 @@ def apply(operations: Sequence[Operation], tensor: Tensor, *, lookup: Lookup) ->
             tensor = _OPERATIONS[operation.op][2](tensor, lookup, operation.arguments)
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
             shape = f"{str(before.dtype).removeprefix('torch.')}{list(before.shape)}"
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             raise UsageError(f"{operation} does not fit the tensor", got=f"{shape}: {reason}") from error
         if before.numel() and not tensor.numel():
             raise UsageError(f"{operation} leaves nothing to compare", got=str(list(before.shape)))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from glassengine.errors import IncomparableError, UnknownNameError, UsageError
+from glassengine.errors import IncomparableError, UnknownNameError, UsageError, first_line
 from glassengine.recording.policy import NO_VALUES
 from glassengine.recording.source import TensorSource
 from glassengine.results import VERDICTS
@@ -69,7 +69,7 @@ def check_arguments(rtol: float | None, atol: float | None, fail_on: str, min_co
     try:
         torch.zeros(1, dtype=torch.float64, device=device) + 1
     except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise UsageError(
             "the device cannot be used",
             got=f"{device}: {reason}",

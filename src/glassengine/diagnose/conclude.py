@@ -143,6 +143,7 @@ def conclude(
         exemptions=main.ledger.exemptions(),
         num_elements=main.ledger.num_elements,
         notes=() if accumulated is None else (accumulated,),
+        generates=program.kind == "causal_lm",
     )
 
 

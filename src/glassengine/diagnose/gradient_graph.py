@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from glassengine.diagnose.flat_program import flat_program, with_values
-from glassengine.errors import UsageError
+from glassengine.errors import UsageError, first_line
 from glassengine.program.outputs import is_view
 from glassengine.program.program import Program
 from glassengine.sites import ROOT
@@ -101,7 +101,7 @@ def gradient_program(
                 [tensor.detach() for tensor in named.values()], list(tensors.values())
             )
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise UsageError("the training step cannot be traced", got=f"{type(module).__name__}: {reason}") from error
     names = [placeholder_name(name) for name in (*named, *tensors)]
     for node, name in zip(traced.graph.find_nodes(op="placeholder"), names, strict=True):

@@ -25,7 +25,7 @@ from glassengine.diagnose.reproduce import reproduce_bisection
 from glassengine.diagnose.reproduction_files import require_free
 from glassengine.diagnose.run_graph import GraphRun, compile_run, without_numbers
 from glassengine.diagnose.snapshot_state import as_recorded, captured_graph, device_of, set_random_states
-from glassengine.errors import BackendError, UsageError
+from glassengine.errors import BackendError, UsageError, first_line
 from glassengine.executable.graph import CapturedGraph
 from glassengine.executable.nonfinite import find_origin, kinds_of
 from glassengine.executable.snapshot import Snapshot
@@ -248,7 +248,7 @@ def _first_nonfinite(graph: CapturedGraph, arguments: Sequence[Any], progress: P
     except Exception as error:
         raise UsageError(
             "the graph cannot be run node by node",
-            got=f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}",
+            got=f"{type(error).__name__}: {first_line(error)}",
             hint="glass replay SNAPSHOT runs it as it was run",
         ) from error
     return None if finding.origin is None else asdict(finding.origin)

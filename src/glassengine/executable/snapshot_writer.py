@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from glassengine import environment
+from glassengine.errors import first_line
 from glassengine.executable import snapshot_layout as layout
 from glassengine.executable.graph import CapturedGraph
 from glassengine.executable.snapshot_entries import EntryWriter
@@ -255,7 +256,7 @@ def _written(graph: CapturedGraph, *, with_source: bool) -> _Graph:
         return _Graph(graph_archive(flat), constants=flat.constants)
     except Exception as error:
         # A snapshot without a graph is still worth more than none.
-        reason = next(iter(str(error).strip().splitlines()), "")
+        reason = first_line(error)
         return _Graph(problem=f"torch cannot write it: {type(error).__name__}: {reason[:_MAX_REASON]}")
 
 

@@ -14,7 +14,7 @@ from torch.export.graph_signature import InputKind, SymBoolArgument, SymFloatArg
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.errors import CorruptError, UsageError
+from glassengine.errors import CorruptError, UsageError, first_line
 from glassengine.program.archive import inert_archive
 from glassengine.program.export import named_inputs, named_program
 from glassengine.program.naming import Paths, is_tensor_node, op_name
@@ -127,7 +127,7 @@ def read_exported(path: Path) -> tuple[StoredModule, Program]:
     except Exception as error:
         raise CorruptError(
             f"{path.name} cannot be read",
-            got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            got=f"{type(error).__name__}: {first_line(error)}",
             expected="a program of this version of torch, whose ops are registered in this process",
         ) from error
     arguments = _Arguments.of(exported)

@@ -11,7 +11,7 @@ from types import FrameType
 
 from torch import nn
 
-from glassengine.errors import GlassError, UsageError
+from glassengine.errors import GlassError, UsageError, first_line
 
 _OURS = str(Path(__file__).parents[1])
 _TORCH = str(Path(nn.__file__).parents[1])
@@ -20,9 +20,8 @@ _INSTALLED = "site-packages"
 
 
 def described(error: BaseException, *, installed: bool = True) -> str:
-    """Return the class of an exception, the first line of its message, and where it was raised; see `source_of`."""
-    lines = str(error).strip().splitlines()
-    text = f"{type(error).__name__}: {lines[0] if lines else ''}".rstrip(": ")
+    """Return the class of an exception, the line of its message that says why, and where it was; see `source_of`."""
+    text = f"{type(error).__name__}: {first_line(error)}".rstrip(": ")
     where = source_of(error, installed=installed)
     return text if where is None else f"{text}, raised at {where}"
 

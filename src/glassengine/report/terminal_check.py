@@ -129,7 +129,7 @@ def _written_differently(result: Comparison) -> Iterator[Text]:
 
 def _divergence(result: Comparison, found: Divergence) -> Iterator[Text]:
     where = f"step {found.step}"
-    if found.rung not in ("forward", "backward", "run", "update"):
+    if result.generates and found.rung not in ("forward", "backward", "run", "update"):
         where += " (prefill)" if found.step == 0 else f" (decode step {found.step})"
     yield Text(f"first divergence: {found.site}", style="bold")
     yield Text(f"  rung     {found.rung}, {where}, verdict {found.verdict}")

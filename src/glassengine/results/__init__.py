@@ -242,7 +242,7 @@ class Comparison(Result):
     that the verdict rests on first. `inputs` is what all sides ran on. `drift` is the table of a less precise
     candidate in order of execution, results last. `exemptions` are the elements that did not count, by reason, of
     `num_elements` that the two sides have in common on the rung that was judged finest; `notes` are sentences about the
-    candidate as a whole.
+    candidate as a whole. `generates` says that step 0 is a prefill, and the others decode.
 
     `weights` is None where both sides have theirs from one place. `calibration` says what the verdicts on two records
     rest on: "uncalibrated", or what they were calibrated by; None where models were run. `quantization` is there for a
@@ -278,6 +278,7 @@ class Comparison(Result):
     exemptions: tuple[Exemption, ...] = ()
     num_elements: int = 0
     notes: tuple[str, ...] = ()
+    generates: bool = False
     schema_version: int = SCHEMA_VERSION
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from glassengine.errors import BackendError
+from glassengine.errors import BackendError, first_line
 from glassengine.program.onnx.file import torch_dtype
 from glassengine.program.onnx.function import OnnxFunction
 
@@ -88,7 +88,7 @@ class OneNode:
                 failure = error
         raise BackendError(
             f"the operator {self._proto.op_type} cannot be evaluated alone",
-            got=f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}",
+            got=f"{type(failure).__name__}: {first_line(failure)}",
             expected="an operator of the ONNX standard, or one that ONNX Runtime knows",
         ) from failure
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from glassengine.errors import BackendError
+from glassengine.errors import BackendError, first_line
 from glassengine.program.onnx.file import INSTALL, OnnxFile
 from glassengine.taps import deliver
 
@@ -57,7 +57,7 @@ def open_session(file: OnnxFile, outputs: Sequence[str]) -> Any:
     except Exception as error:
         raise BackendError(
             f"ONNX Runtime does not take {file.path.name}",
-            got=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+            got=f"{type(error).__name__}: {first_line(error)}",
             expected="standard operators, or those of ONNX Runtime (com.microsoft)",
         ) from error
 
@@ -102,7 +102,7 @@ class OnnxModel(nn.Module):
         except Exception as error:
             raise BackendError(
                 f"ONNX Runtime cannot run {self.file.path.name}",
-                got=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+                got=f"{type(error).__name__}: {first_line(error)}",
             ) from error
         return {
             name: torch.from_numpy(value) for name, value in zip(names, found, strict=True) if hasattr(value, "dtype")
