@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
@@ -33,7 +35,7 @@ def test_extras_are_those_of_the_package(text: str, root: Path) -> None:
 
 
 def test_it_runs_the_command_and_not_as_root(text: str) -> None:
-    assert 'ENTRYPOINT ["glass"]' in text
+    assert 'ENTRYPOINT ["/opt/glassengine/docker/entrypoint.sh"]' in text
     assert text.index("USER glass") < text.index("ENTRYPOINT")
 
 
@@ -41,3 +43,23 @@ def test_files_that_the_package_is_made_from_are_copied(text: str, root: Path) -
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     for name in (project["readme"], *project["license-files"]):
         assert re.search(rf"^COPY .*\b{re.escape(name)}", text, re.MULTILINE), name
+
+
+@pytest.mark.parametrize(
+    ("given", "runs"),
+    [
+        (["check", "model"], "glass check model"),
+        (["glass", "doctor"], "glass doctor"),
+        (["bash", "-c", "echo a shell"], "a shell"),
+        (["sh", "-c", "echo a shell"], "a shell"),
+        (["--help"], "glass --help"),
+        ([], "glass"),
+    ],
+)
+def test_f40_the_image_gives_a_shell(given: list[str], runs: str, root: Path, tmp_path: Path) -> None:
+    (tmp_path / "glass").write_text('#!/bin/sh\necho glass "$@"\n')
+    (tmp_path / "glass").chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    command = [str(root / "docker" / "entrypoint.sh"), *given]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "PATH": path})
+    assert done.stdout.strip() == runs

@@ -4,6 +4,7 @@
     ```python             one namespace for the whole page; what it prints is in the ```text block after <!-- output -->
     <!-- file: NAME -->   the next block is the content of a file
     <!-- original -->     the next block is quoted from the document that the page translates: never run
+    <!-- check            Python that runs in the namespace of the page and shows nothing: what a bullet promises
 
 Any other block is a mistake, so nothing on a page goes unchecked. In expected output, `...` stands for anything.
 """
@@ -28,7 +29,8 @@ import torch
 from glassengine.cli.main import main
 
 FENCE = re.compile(
-    r"(?:<!-- (?P<mark>[^\n]*?) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
+    r"(?:<!-- (?P<mark>[^\n]*?) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$|^<!-- check\n(?P<check>.*?)^-->$",
+    re.DOTALL | re.MULTILINE,
 )
 NUMBER = re.compile(r"(?<![\w./])-?\d[\d,.]*(?:e[+-]?\d+)?(?!\w)%?")
 
@@ -45,16 +47,13 @@ class Block:
 
 
 def blocks_of(page: str) -> list[Block]:
-    return [
-        Block(
-            found["mark"] or "",
-            found["language"],
-            found["text"],
-            found.start("text"),
-            page.count("\n", 0, found.start("text")) + 1,
-        )
-        for found in FENCE.finditer(page)
-    ]
+    found = []
+    for match in FENCE.finditer(page):
+        part = "text" if match["check"] is None else "check"
+        start = match.start(part)
+        language = match["language"] if part == "text" else "python"
+        found.append(Block(match["mark"] or "", language, match[part], start, page.count("\n", 0, start) + 1))
+    return found
 
 
 def scrubbed(line: str) -> str:

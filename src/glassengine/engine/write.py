@@ -124,5 +124,9 @@ def requested_outputs(program: Program, settings: Settings) -> list[outputs.Requ
     requests = read_requests(settings.add_output)
     if settings.implicit_outputs:
         requests += requests_from_environment()
-        requests += outputs.tap_requests(program) if program.kind == "module" else []
+    if not settings.implicit_outputs or program.kind != "module":
+        return outputs.resolve_requests(program, requests)
+    # A tap that was asked for, in another dtype say, is not added once more as it is.
+    asked = {request.name for request in outputs.resolve_requests(program, requests)}
+    requests += [request for request in outputs.tap_requests(program) if request.pattern not in asked]
     return outputs.resolve_requests(program, requests)

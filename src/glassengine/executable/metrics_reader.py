@@ -28,26 +28,35 @@ _TIME = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m(?!s))?(?:(\d+)s)?(?:(\d+)ms
 _BYTES = re.compile(r"(-?\d+(?:\.\d+)?)(B|KB|MB|GB|TB|PB)")
 
 
-def read_metrics(path: str | Path) -> MetricsReport:
-    """Read a report from a file: the text of `metrics_report()`, of `torch_xla.debug.metrics.metrics_report()`, a log
-    that contains one of them, or JSON: `metrics().to_dict()` or what a command printed with `--json --metrics`.
+def read_metrics(source: str | Path) -> MetricsReport:
+    """Read a report.
+
+    Args:
+        source: A file, or lines of text: what `metrics_report()` or `torch_xla.debug.metrics.metrics_report()` returned,
+            a log that contains one of them, or JSON: `metrics().to_dict()` or what a command printed with
+            `--json --metrics`.
 
     Raises:
         UsageError: There is no such file.
         CorruptError: It holds no report, or a damaged one.
     """
-    file = Path(path)
+    if isinstance(source, str) and ("\n" in source or source.lstrip().startswith("{")):
+        return _read(source, "the report")
+    file = Path(source)
     if not file.is_file():
-        raise UsageError("unknown file of metrics", got=str(path))
+        raise UsageError("unknown file of metrics", got=str(source))
     if file.stat().st_size > MAX_BYTES:
-        raise CorruptError("the file is too large for a report", got=f"{file.stat().st_size} bytes: {path}")
-    text = file.read_text(encoding="utf-8", errors="replace")
+        raise CorruptError("the file is too large for a report", got=f"{file.stat().st_size} bytes: {source}")
+    return _read(file.read_text(encoding="utf-8", errors="replace"), file.name)
+
+
+def _read(text: str, name: str) -> MetricsReport:
     if not text.lstrip().startswith("{"):
         return parse_metrics(text)
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{file.name} is damaged JSON", got=str(error)) from error
+        raise CorruptError(f"{name} is damaged JSON", got=str(error)) from error
     inner = data.get("metrics")
     return MetricsReport.from_dict(inner if isinstance(inner, dict) else data)
 
