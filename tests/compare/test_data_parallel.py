@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from glassengine.capture.record import record
 from glassengine.cli.main import main
 from glassengine.compare import compare
+from glassengine.recording.reader import Recording
+from glassengine.recording.writer import RecordingWriter
 from glassengine.results import Comparison
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
@@ -153,3 +155,61 @@ def test_f10_a_wrong_layer_of_one_rank(one: Path, tmp_path: Path) -> None:
     nets[1].act.register_forward_hook(lambda module, args, result: result * 1.01)
     found = compare(one, train(nets, tmp_path / "r")).first_divergence
     assert found is not None and (found.site, found.rank, found.rung) == ("act", 1, "forward")
+
+
+def test_f10_rows_that_are_dealt_out_in_any_order(one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = torch.tensor([2, 0, 3, 1])
+    monkeypatch.setattr(f"{__name__}.X", X[order])
+    monkeypatch.setattr(f"{__name__}.Y", Y[order])
+    result = run(one, tmp_path / "r")
+    assert (result.ok, result.coverage) == (True, 1.0), result.first_divergence
+
+
+def test_f10_gradients_that_are_averaged_steps_later(tmp_path: Path) -> None:
+    """Microbatches: gradients are local in the first step, and averaged, all of them, in the second."""
+
+    def train_twice(nets: list[Net], path: Path, averages: bool = True) -> Path:
+        rows = list(zip(X.chunk(len(nets)), Y.chunk(len(nets)), strict=True))
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+        records = []
+        for rank, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
+            own = record(net, path / f"rank{rank}" if len(nets) > 1 else path, gradients=True, optimizer=optimizer)
+            own.__enter__()
+            records.append(own)
+        for _ in range(2):
+            for net, (x, y) in zip(nets, rows, strict=True):
+                net(x, y)["loss"].backward()
+        for parameters in zip(*(net.parameters() for net in nets), strict=True):
+            mean = torch.stack([p.grad for p in parameters if p.grad is not None]).mean(0)
+            for parameter in parameters:
+                parameter.grad = mean.clone() if averages else parameter.grad
+        for own, optimizer in zip(records, optimizers, strict=True):
+            optimizer.step()
+            own.__exit__(None, None, None)
+        return path
+
+    one = train_twice([Net()], tmp_path / "one")
+    result = compare(one, train_twice([Net(), Net()], tmp_path / "two"))
+    assert (result.ok, result.coverage) == (True, 1.0), result.first_divergence
+    found = compare(one, train_twice([Net(), Net()], tmp_path / "wrong", averages=False)).first_divergence
+    assert found is not None and found.hints[0].kind == "reduction" and found.step == 0
+
+
+def test_f10_without_a_record_of_the_inputs(tmp_path: Path) -> None:
+    def strip(path: Path) -> Path:
+        for place in (path,) if (path / "recording.json").exists() else sorted(path.iterdir()):
+            opened = Recording.open(place)
+            there = tmp_path / f"stripped-{path.name}" / (place.name if place != path else "")
+            with RecordingWriter(there, metadata=opened.metadata) as w:
+                for step in opened.steps:
+                    for entry in opened.entries:
+                        if entry.step == step and not entry.site.startswith(".:in"):
+                            w.write(entry.site, step, opened.tensor(entry))
+                    w.commit(step)
+        return tmp_path / f"stripped-{path.name}"
+
+    one = strip(train([Net()], tmp_path / "one", exchange="none"))
+    result = compare(one, strip(train([Net(), Net()], tmp_path / "two")))
+    assert (result.ok, result.coverage) == (True, 1.0), result.first_divergence
+    found = compare(one, strip(train([Net(), Net()], tmp_path / "never", exchange="never"))).first_divergence
+    assert found is not None and found.site.endswith(":grad") and found.hints[0].kind == "reduction"

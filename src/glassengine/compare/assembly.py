@@ -104,14 +104,14 @@ class Assembly:
 
 
 def settled(
-    assembly: Assembly, reference: Tensor, *, has_own_data: bool, is_of_parameter: bool, is_updated: bool = False
+    assembly: Assembly, reference: Tensor, *, has_own_data: bool | None, is_of_parameter: bool, is_updated: bool = False
 ) -> Assembly:
     """Return what parts in one place are to each other.
 
     Args:
         assembly: Parts in their places.
         reference: The counterpart of the whole.
-        has_own_data: Whether groups of ranks were given different data.
+        has_own_data: Whether groups of ranks were given different data; None where that is not known.
         is_of_parameter: Whether the tensor belongs to a parameter, which is the same for all data.
         is_updated: Whether it is what an update made.
     """
@@ -129,7 +129,8 @@ def settled(
         return assembly
     error = error_of(assembly.whole(reference), reference)
     # Results of what each rank was given are its own; of a parameter there is one for all.
-    is_local = has_own_data and not assembly.way.by_data and not is_of_parameter
+    is_local = has_own_data is not False and not assembly.way.by_data and not is_of_parameter
+    is_local = is_local and (has_own_data is True or reference.numel() == 1)
     # What an update made is the same in all ranks, whatever their gradients were.
     for kind in (SUM, MEAN) if not is_updated else ():
         if kind == MEAN and not is_of_parameter and not is_local:

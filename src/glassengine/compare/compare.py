@@ -14,19 +14,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from glassengine.compare.first import Order, phase_of
+from glassengine.compare.first import Order
 from glassengine.compare.judging import BY_FLOOR, BY_GIVEN_TOLERANCE, BY_TOLERANCE, Judge
 from glassengine.compare.maps import TensorMap, load_map
 from glassengine.compare.matching import Match, Matching, match
+from glassengine.compare.phases import phase_of
 from glassengine.compare.precision import Precision, over_budget, two_precisions
 from glassengine.compare.rank_hints import rank_hints, wrong_ranks
-from glassengine.compare.ranks import PutTogether, expect_counterparts, sides_of_one_rank
+from glassengine.compare.ranks import PutTogether
 from glassengine.compare.requirements import (
     check_arguments,
     nothing_to_compare,
     require_names,
     require_same_tokens,
 )
+from glassengine.compare.sides_of_ranks import expect_counterparts, sides_of_one_rank
 from glassengine.compare.together import judge_all
 from glassengine.compare.tolerance import is_inexact, tolerance
 from glassengine.recording.layout import Entry

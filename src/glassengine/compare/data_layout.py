@@ -73,7 +73,38 @@ def data_layout(inputs: Sequence[tuple[Tensor, Mapping[int, Tensor]]]) -> DataLa
                     {rank: index[place] for rank, place in zip(ranks, spread, strict=True)},
                     {rank: numbers[place] for rank, place in zip(ranks, spread, strict=True)},
                 )
-    return None
+    return _by_content(usable, sizes) if math.prod(counts) == counts[0] else None
+
+
+def _by_content(usable: Sequence[tuple[Tensor, Mapping[int, Tensor]]], sizes: tuple[int, ...]) -> DataLayout | None:
+    """Return who has which rows where they are dealt out in any order; None where rows are alike, or one is missing."""
+    rows = {_row(usable, i): i for i in range(sizes[0])}
+    ranks = sorted(usable[0][1])
+    found: dict[int, tuple[int | None, ...]] = {}
+    for rank in ranks:
+        own = [(whole, {rank: parts[rank]}) for whole, parts in usable]
+        found[rank] = tuple(rows.get(_row(own, i, rank)) for i in range(own[0][1][rank].shape[0]))
+    groups = {at: number for number, at in enumerate(dict.fromkeys(found.values()))}
+    dealt = [row for at in groups for row in at]
+    if (
+        len(rows) < sizes[0]
+        or None in dealt
+        or sorted(row for row in dealt if row is not None) != list(range(sizes[0]))
+    ):
+        return None
+    others: tuple[None, ...] = (None,) * (len(sizes) - 1)
+    return DataLayout(
+        sizes,
+        {rank: (torch.tensor(at), *others) for rank, at in found.items()},
+        {rank: groups[at] for rank, at in found.items()},
+    )
+
+
+def _row(
+    usable: Sequence[tuple[Tensor, Mapping[int, Tensor]]], row: int, rank: int | None = None
+) -> tuple[object, ...]:
+    """Return what all inputs of a row are, of the whole or of a rank."""
+    return tuple(_bytes((whole if rank is None else parts[rank])[row]) for whole, parts in usable)
 
 
 def _counts(usable: Sequence[tuple[Tensor, Mapping[int, Tensor]]], sizes: tuple[int, ...]) -> list[int] | None:

@@ -5,19 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from glassengine.compare.phases import PHASES, phase_of
 from glassengine.recording.layout import Entry
 from glassengine.recording.source import TensorSource
 from glassengine.sites import ROOT
-
-_PHASES = ("forward", "backward", "update")
-
-
-def phase_of(site: str) -> str:
-    """Return in which part of a training step a site of a recording is made."""
-    port = site.rpartition(":")[2]
-    if port == "param" or port.startswith("state."):
-        return "update"
-    return "backward" if port.startswith("grad") else "forward"
 
 
 class Order:
@@ -48,7 +39,7 @@ class Order:
             merged = _merged([[entry.site for entry in by_rank[rank]] for rank in ranks])
             for rank in ranks:
                 for entry in by_rank[rank]:
-                    phase = _PHASES.index(phase_of(entry.site))
+                    phase = PHASES.index(phase_of(entry.site))
                     number = -stage if phase == 1 else stage
                     self._place[step, rank, entry.site] = (phase, number, merged[entry.site])
 

@@ -184,7 +184,7 @@ def _of_stages(source: TensorSource, whole: TensorSource, names: LocalNames) -> 
             inside = (
                 other
                 for other in alike[step, entry.dtype, entry.shape]
-                if _path(site) in _above(_path(names.of(other.rank, other.site)))
+                if (name := names.of(other.rank, other.site)) in order and _path(site) in _above(_path(name))
             )
             if any(_are_same(source, entry, other) for other in inside):
                 found.add((entry.rank, step, entry.site))

@@ -6,12 +6,12 @@ was added up before; where nothing follows, it is not added up at all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from glassengine.compare.first import phase_of
 from glassengine.compare.matching import Match
 from glassengine.compare.padding import CACHES
-from glassengine.compare.ranks import PutTogether, is_of_parameter
+from glassengine.compare.phases import is_of_parameter, phase_of
+from glassengine.compare.ranks import PutTogether
 from glassengine.compare.tolerance import is_inexact
 from glassengine.recording.layout import Entry
 from glassengine.results import FLAGGED, Pair
@@ -36,19 +36,42 @@ def never_added_up(
     by_step: dict[int, list[int]] = {}
     for i, one in enumerate(judged):
         by_step.setdefault(one.baseline.step, []).append(i)
-    updated = {(one.baseline.step, one.baseline.site): i for i, one in enumerate(judged)}
+    of_site: dict[str, list[int]] = {}
+    for i, one in enumerate(judged):
+        of_site.setdefault(one.baseline.site, []).append(i)
     for i in (i for i, flag in enumerate(is_open) if flag):
         site = judged[i].baseline.site
         if is_of_parameter(site):
-            after = updated.get((judged[i].baseline.step, f"{site.partition(':')[0].partition('@')[0]}:param"))
-            # All ranks made the same of them: what is wrong then came after.
-            is_made = after is not None and (pairs[after].verdict not in FLAGGED or _is_same_in_all(side, own[after]))
+            is_made = _is_used(i, is_open, pairs, judged, of_site, side, own)
         else:
             later = [k for k in by_step[judged[i].baseline.step] if k > i and not is_open[k]]
             is_made = _is_made(i, later, pairs, judged, side, own)
         if not is_made:
             found.append(i)
     return found
+
+
+def _is_used(
+    i: int,
+    is_open: Sequence[bool],
+    pairs: Sequence[Pair],
+    judged: Sequence[Match],
+    of_site: Mapping[str, Sequence[int]],
+    side: PutTogether,
+    own: Sequence[Entry],
+) -> bool:
+    """Whether the gradients that ranks have of a parameter are put together: what is made of them later shows it.
+
+    That is the next update, which may be steps later where gradients are accumulated; or the sum of gradients itself.
+    """
+    entry = judged[i].baseline
+    path = entry.site.partition(":")[0].partition("@")[0]
+    updates = [k for k in of_site.get(f"{path}:param", ()) if judged[k].baseline.step >= entry.step]
+    if updates:
+        # All ranks made the same of them: what is wrong then came after.
+        return pairs[updates[0]].verdict not in FLAGGED or _is_same_in_all(side, own[updates[0]])
+    later = [k for k in of_site[entry.site] if judged[k].baseline.step > entry.step and not is_open[k]]
+    return bool(later) and pairs[later[0]].verdict not in FLAGGED
 
 
 def _is_made(

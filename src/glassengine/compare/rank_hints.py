@@ -10,7 +10,8 @@ from torch import Tensor
 
 from glassengine.compare.assembly import EXPLAINED, MEAN, SUM, Assembly, error_of
 from glassengine.compare.hints import tensor_hints
-from glassengine.compare.ranks import PutTogether, is_of_activation, is_of_parameter
+from glassengine.compare.phases import is_of_activation, is_of_parameter
+from glassengine.compare.ranks import PutTogether
 from glassengine.compare.spread import sample_of
 from glassengine.recording.layout import Entry
 from glassengine.results import Hint

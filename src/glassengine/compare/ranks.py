@@ -20,8 +20,8 @@ from torch import Tensor
 from glassengine.compare.assembly import COPIES, Assembly, error_of, settled
 from glassengine.compare.data_layout import data_layout
 from glassengine.compare.local_names import LocalNames, local_names
-from glassengine.compare.matching import Match, Matching
 from glassengine.compare.padding import CACHES
+from glassengine.compare.phases import is_of_activation, is_of_parameter
 from glassengine.compare.shards import Local, assembled, is_spread, meshes, owners, why_not_assembled
 from glassengine.compare.spread import (
     Arrangement,
@@ -281,7 +281,7 @@ class PutTogether:
         found = settled(
             assembly,
             reference,
-            has_own_data=layout is not None and layout.num_groups > 1,
+            has_own_data=None if layout is None else layout.num_groups > 1,
             is_of_parameter=is_of_parameter(key[1]),
             is_updated=is_of_parameter(key[1]) and not key[1].endswith(":grad"),
         )
@@ -289,7 +289,7 @@ class PutTogether:
 
     def _factor_of(self, entry: Entry, assembly: Assembly) -> int:
         """Return how many times the whole's the gradients of an activation are."""
-        if not is_of_activation(entry.site) or not assembly.way.by_data:
+        if not is_of_activation(entry.site) or not self._has_own_rows(entry.step, assembly):
             return 1
         if entry.step not in self._factors:
             self._factors[entry.step] = self._told_factor(entry.step)
@@ -302,74 +302,28 @@ class PutTogether:
         activations are that many times those of a mean over all rows. Those of the parameters prove the average.
         """
         layout = self.layout(step)
-        if layout is None or layout.num_groups < 2:
-            return 1
         keys = [key for key in self._expected if key[0] == step and is_of_activation(key[1]) and key in self._parts]
         found: list[float] = []
+        counts: Counter[int] = Counter()
         for key in keys[:: max(1, len(keys) // _NUM_FACTORS)]:
             assembly, reference = self.assembly(self._parts_as_entry(key))
-            if reference is None or not assembly.way.by_data or assembly.differ:
+            if reference is None or not self._has_own_rows(step, assembly) or assembly.differ:
                 continue
+            counts[assembly.way.whole[0] // assembly.parts[0].tensor.shape[0]] += 1
             factors = [factor_of(part.tensor, assembly.place(i, reference)) for i, part in enumerate(assembly.parts)]
             found += [factor for factor in factors if factor is not None]
         if not found:
             return 1
         middle = statistics.median(found)
-        return layout.num_groups if abs(middle - layout.num_groups) <= _SAME_FACTOR * layout.num_groups else 1
+        count = counts.most_common(1)[0][0] if layout is None else layout.num_groups
+        return count if abs(middle - count) <= _SAME_FACTOR * count else 1
+
+    def _has_own_rows(self, step: int, assembly: Assembly) -> bool:
+        """Whether the parts are those of different rows; the first dimension, where the inputs do not tell."""
+        return bool(assembly.way.by_data) if self.layout(step) is not None else 0 in assembly.way.dims
 
     def _parts_as_entry(self, key: _Key) -> Entry:
         return dataclasses.replace(self._parts[key][0], rank=0, site=key[1])
-
-
-def sides_of_one_rank(left: TensorSource, right: TensorSource) -> tuple[TensorSource, TensorSource]:
-    """Return both sides, that of several ranks put together where the other one has a single rank.
-
-    Sides that both have several are compared rank by rank.
-    """
-    several = [len({entry.rank for entry in side.entries}) > 1 for side in (left, right)]
-    if several[0] == several[1]:
-        return left, right
-    return (PutTogether(left, right), right) if several[0] else (left, PutTogether(right, left))
-
-
-def expect_counterparts(left: TensorSource, right: TensorSource, matching: Matching) -> Matching:
-    """Tell a side that is put together what each tensor is judged against.
-
-    Returns:
-        The matching without what cannot be put together, which is listed with its reason.
-    """
-    possible: list[Match] = []
-    impossible: list[tuple[Entry, str]] = []
-    for match in matching.matches:
-        reason = None
-        if isinstance(left, PutTogether):
-            reason = _reason(left, match.baseline, right, match.candidates[0], match)
-        elif isinstance(right, PutTogether):
-            found = (_reason(right, entry, left, match.baseline, match) for entry in match.candidates)
-            reason = next(filter(None, found), None)
-        if reason is None:
-            possible.append(match)
-        else:
-            impossible.append((match.baseline, reason))
-    return Matching(tuple(possible), (*matching.baseline_only, *impossible), matching.candidate_only)
-
-
-def _reason(side: PutTogether, entry: Entry, other: TensorSource, counterpart: Entry, match: Match) -> str | None:
-    rule = match.rule
-    if len(match.candidates) == 1 and (rule is None or not (rule.baseline_ops or rule.candidate_ops)):
-        side.expect(entry, other, counterpart)
-    return side.why_not(entry)
-
-
-def is_of_parameter(site: str) -> bool:
-    """Whether a site is that of a parameter: its gradient, what an update made of it, or the optimizer's state."""
-    port = site.partition(":")[2]
-    return port in ("grad", "param") or port.startswith("state.")
-
-
-def is_of_activation(site: str) -> bool:
-    """Whether a site is the gradient of an activation."""
-    return site.partition(":")[2].startswith(("grad_in", "grad_out"))
 
 
 def _can_be_arranged(shapes: Sequence[tuple[int, ...]], count: int, whole: tuple[int, ...], site: str) -> bool:

@@ -97,22 +97,37 @@ class DataLayout:
 
 def take(whole: Tensor, index: Index) -> Tensor:
     """Return the part of `whole` that lies at `index`."""
-    for dim, at in enumerate(index):
-        if at is None:
-            continue
-        start, size = int(at[0]) if len(at) else 0, len(at)
-        is_run = size and int(at[-1]) == start + size - 1 and bool((at.diff() == 1).all())
-        whole = whole.narrow(dim, start, size) if is_run else whole.index_select(dim, at)
+    whole, rest = _narrowed(whole, index)
+    for dim, at in rest:
+        whole = whole.index_select(dim, at)
     return whole
 
 
 def put(whole: Tensor, index: Index, part: Tensor) -> None:
     """Write `part` into `whole` at `index`."""
-    places = [at if at is not None else torch.arange(size) for at, size in zip(index, whole.shape, strict=True)]
-    if places:
-        whole[torch.meshgrid(*places, indexing="ij")] = part
-    else:
+    whole, rest = _narrowed(whole, index)
+    if not rest:
         whole.copy_(part)
+    elif len(rest) == 1:
+        whole.index_copy_(*rest[0], part)
+    else:
+        scattered = dict(rest)
+        places = [scattered.get(dim, torch.arange(size)) for dim, size in enumerate(whole.shape)]
+        whole[torch.meshgrid(*places, indexing="ij")] = part
+
+
+def _narrowed(whole: Tensor, index: Index) -> tuple[Tensor, list[tuple[int, Tensor]]]:
+    """Return a view that is cut along all dimensions where positions follow one another, and what is left to do."""
+    rest = []
+    for dim, at in enumerate(index):
+        if at is None:
+            continue
+        start, size = int(at[0]) if len(at) else 0, len(at)
+        if size and int(at[-1]) == start + size - 1 and bool((at.diff() == 1).all()):
+            whole = whole.narrow(dim, start, size)
+        else:
+            rest.append((dim, at))
+    return whole, rest
 
 
 def shape_of_whole(part: Shape, whole: Shape, *, is_cache: bool) -> Shape | None:
