@@ -6,10 +6,10 @@ STAMP := .venv/.installed
 # Two threads for demo and bench; the suite runs workers of one thread, a core each, up to four.
 export OMP_NUM_THREADS ?= 2
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(max(2, min(4, os.cpu_count() or 2)))")
-test test-all test-cuda: export OMP_NUM_THREADS = 1
+test test-all test-cuda test-foreign: export OMP_NUM_THREADS = 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-all test-cuda lint bench
+.PHONY: demo test test-all test-cuda test-foreign lint bench
 
 demo: $(STAMP)
 	$(BIN)/glass check examples/tiny-llama
@@ -23,6 +23,17 @@ test-all: $(STAMP)
 # For a machine with a GPU, where a torch with CUDA takes the place of the pinned one; elsewhere it only lists them.
 test-cuda: $(STAMP)
 	$(BIN)/python -m pytest -q -m cuda -rs
+
+# Models of other authors, in an environment of their own beside this one's packages, without what they depend on.
+test-foreign: $(STAMP) .venv-foreign/.installed
+	.venv-foreign/bin/python -m pytest -q tests/foreign
+
+.venv-foreign/.installed: tests/foreign/requirements.txt
+	$(PYTHON) -m venv .venv-foreign
+	echo "$(CURDIR)/.venv/lib/$$(ls .venv/lib)/site-packages" > .venv-foreign/lib/$$(ls .venv-foreign/lib)/site-packages/beside.pth
+	echo "$(CURDIR)/src" >> .venv-foreign/lib/$$(ls .venv-foreign/lib)/site-packages/beside.pth
+	.venv-foreign/bin/pip install --no-deps -r tests/foreign/requirements.txt
+	touch $@
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

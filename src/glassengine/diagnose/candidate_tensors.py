@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ Values = list[Any]
 """What one node made in each step."""
 
 _MOST_DIMENSIONS = 6
+_MOST_LIKELY = 3
+"""Arrangements in which a tensor is tried that is wrong, and so in none of them what was predicted."""
 _SLACK = 1.01
 """Beyond what the distance of two tensors allows their means to differ: these are rounded, too."""
 
@@ -124,8 +127,8 @@ class CandidateTensors:
                     yield distance, seen
                     break
 
-    def arranged(self, name: str, predicted: Values, known: Sequence[Arrangement]) -> Seen | None:
-        """Return a tensor in the arrangement that one of this shape most likely has, whatever its values.
+    def arranged(self, name: str, predicted: Values, known: Sequence[Arrangement]) -> Iterator[Seen]:
+        """Yield a tensor in the arrangements that one of this shape most likely has, whatever its values.
 
         Args:
             name: Of the tensor.
@@ -134,13 +137,12 @@ class CandidateTensors:
         """
         ours, theirs = shapes_of(predicted), shapes_of(self.values(Seen(name)))
         if None in ours or None in theirs:
-            return None
-        for how in known:
-            if all(how.fits(a, b) for a, b in zip(theirs, ours, strict=True)):
-                return Seen(name, None if how.is_trivial else how)
+            return
+        fitting = [how for how in known if all(how.fits(a, b) for a, b in zip(theirs, ours, strict=True))]
+        likely = [Seen(name, None if how.is_trivial else how) for how in fitting]
         if ours == theirs:
-            return Seen(name)
-        return next(self._arranged(name, ours), None)
+            likely.insert(0, Seen(name))
+        yield from itertools.islice(dict.fromkeys([*likely, *self._arranged(name, ours)]), _MOST_LIKELY)
 
     def distance(self, seen: Seen, predicted: Values, *, beside_padding: bool = True) -> float:
         """Return the largest distance of any step: rms(tensor - predicted) / rms(predicted), infinite across masks.

@@ -27,10 +27,7 @@ from torch.fx import Node
 
 from glassengine.compare.operation import CASTS, RANDOM, UNDEFINED
 from glassengine.compare.pairing import SitePair
-from glassengine.diagnose.between import (
-    next_below,
-    sibling_of,
-)
+from glassengine.diagnose.between import next_below, passes_on, sibling_of
 from glassengine.diagnose.candidate_tensors import Seen, Values, shapes_of
 from glassengine.diagnose.gone_wrong import Search
 from glassengine.diagnose.known_pairs import Known
@@ -88,13 +85,15 @@ class Counterparts:
             if not self._is_number(node) or node.name in self._known.found:
                 continue
             predicted = self._known.predictions.values[node.name]
-            if explained.get(node.name, math.inf) <= _TIGHT:
-                # It is right as far as it matters; what the same op makes of the same is right elsewhere, or drowns.
-                same = self._known.same_op(node, predicted)
-                if same is not None:
-                    self._known.settle(node, same)
+            apart = explained.get(node.name)
+            if apart is not None and passes_on(node):
                 continue
-            found = self._search.wrong(node, predicted, self._known.proposal(node), meets=node.name in explained)
+            found = self._search.wrong(node, predicted, self._known.proposal(node), meets=apart is not None)
+            if apart is not None and apart <= _TIGHT:
+                # It drowns: what is below is right as it is.
+                for other, seen in found:
+                    self._known.settle(other, seen)
+                continue
             if found and not is_last:
                 start = min(self._places[other.name] for other, _ in found)
                 for later in nodes[start:]:

@@ -67,7 +67,8 @@ class Search:
         """
         pairs = self._pairs
         below = next_below(node, pairs.order, _AHEAD)
-        following = list(self._following(below, {node.name: predicted}))
+        first = 1 if meets else None
+        following = list(itertools.islice(self._following(below, {node.name: predicted}), first))
         without, explained = following[0] if following else (None, None)
         padded = None if without is None else next(self._following(below, {node.name: predicted}, padded=True), None)
         if without is not None and padded is None:
@@ -81,7 +82,8 @@ class Search:
         for seen in self._to_try(node, predicted, proposed) if without != 0 or not meets else filter(None, [same]):
             if self._num_tried > _MOST_TRIED:
                 return []
-            found = self._following(below, {node.name: pairs.tensors.values(seen)}, (seen,))
+            ahead = below[:without] if meets and seen != same else below
+            found = self._following(ahead, {node.name: pairs.tensors.values(seen)}, (seen,))
             followed, by = next(found, (None, None))
             if followed is None or by is None:
                 continue
@@ -120,34 +122,35 @@ class Search:
         return []
 
     def _to_try(self, node: Node, predicted: Values, proposed: Seen | None) -> Iterator[Seen]:
-        tensors, shapes = self._pairs.tensors, shapes_of(predicted)
-        seen: set[str] = set()
+        shapes = shapes_of(predicted)
+        tried: set[Seen] = set()
         hows = self._pairs.hows()
-        for name in self._names_to_try(node, predicted, proposed):
-            if name is None or name in seen or name not in tensors.nodes:
+        for some in self._likely(node, predicted, proposed):
+            tensors = self._pairs.tensors
+            if some.name not in tensors.nodes:
                 continue
-            seen.add(name)
-            found = tensors.arranged(name, predicted, hows)
-            if found is None:
-                continue
-            values = tensors.values(found)
-            if shapes_of(values) == shapes and all(value.is_floating_point() for value in values):
-                yield found
+            # How a tensor is arranged is known of what is near, and of what has the dimensions of the baseline's.
+            known = some.how is not None or shapes_of(tensors.values(some)) == shapes
+            for seen in [some] if known else tensors.arranged(some.name, predicted, hows):
+                values = tensors.values(seen)
+                is_float = all(value.is_floating_point() for value in values)
+                if seen not in tried and is_float and shapes_of(values) == shapes:
+                    tried.add(seen)
+                    yield seen
 
-    def _names_to_try(self, node: Node, predicted: Values, proposed: Seen | None) -> Iterator[str | None]:
+    def _likely(self, node: Node, predicted: Values, proposed: Seen | None) -> Iterator[Seen]:
+        """Yield the tensors that may stand in the place of a node, the likely ones first."""
         pairs, tensors = self._pairs, self._pairs.tensors
-        same = pairs.same_op(node, predicted)
-        yield same.name if same is not None else None
-        yield proposed.name if proposed is not None else None
+        yield from filter(None, [pairs.same_op(node, predicted), proposed])
         near = sorted(tensors.close(predicted, lambda name: _NEAR, 0, beside_padding=False), key=lambda item: item[0])
-        yield from (found.name for _, found in near[:_MOST_NEAR])
+        yield from (seen for _, seen in near[:_MOST_NEAR])
         inputs = [pairs.found[source.name].name for source in region_of(node, pairs.found)[1]]
-        yield from (name for name in self._read_with_weights(node) if name not in tensors.taken or name in inputs)
-        yield from inputs
+        names = [name for name in self._read_with_weights(node) if name not in tensors.taken or name in inputs]
         last = max((tensors.order[name] for name in inputs), default=0)
-        numbers = tensors.of_number(predicted)
-        behind = [name for name in numbers if tensors.order[name] > last and name not in tensors.taken]
-        yield from self._one_of_each(behind, predicted)[:_TRIALS]
+        behind = [
+            name for name in tensors.of_number(predicted) if tensors.order[name] > last and name not in tensors.taken
+        ]
+        yield from map(Seen, dict.fromkeys([*names, *inputs, *self._one_of_each(behind, predicted)[:_TRIALS]]))
 
     def _one_of_each(self, names: Sequence[str], predicted: Values) -> list[str]:
         """Return of each tensor and its views and copies the one that is most like what is predicted."""

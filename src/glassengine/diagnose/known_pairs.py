@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -95,8 +96,10 @@ class Known:
         name = proposed.name if proposed is not None and proposed.name in free else free[0] if len(free) == 1 else None
         if name is None or predicted is None:
             return None if name is None else Seen(name)
-        found = self.tensors.arranged(name, predicted, self.hows())
-        return found if found is not None and shapes_of(self.tensors.values(found)) == shapes_of(predicted) else None
+        found = list(self.tensors.arranged(name, predicted, self.hows()))
+        shape = shapes_of(predicted)
+        fitting = [seen for seen in found if shapes_of(self.tensors.values(seen)) == shape]
+        return min(fitting, key=lambda seen: self.tensors.distance(seen, predicted), default=None)
 
     def proposal(self, node: Node) -> Seen | None:
         """Return the tensor of the same place in a module of the same name."""
@@ -190,8 +193,9 @@ class Known:
         self._roundoff.setdefault(node.name, self._roundoff_of(node))
 
     def hows(self) -> list[Arrangement]:
-        """Return the arrangements of the tensors found so far, the latest first."""
-        return list(dict.fromkeys(seen.how for seen in reversed(self.found.values()) if seen.how is not None))
+        """Return the arrangements of the tensors found so far, the most frequent first."""
+        found = Counter(seen.how for seen in self.found.values() if seen.how is not None)
+        return [how for how, _ in found.most_common()]
 
     def is_near(self, node: Node, seen: Seen, predicted: Values) -> bool:
         """Whether a tensor is what is predicted of `node` up to rounding."""

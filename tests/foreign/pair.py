@@ -1,0 +1,60 @@
+"""A model of one author beside the same model of another one, and mistakes that may be in the second."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two implementations of one model.
+
+    Attributes:
+        name: On screen.
+        packages: What has to be installed.
+        make: Given a mistake, or "" for a port that is right, returns baseline and candidate of the same weights.
+        inputs: Of one forward, by name.
+        mistakes: Mistake -> the sites of the baseline, as patterns, one of which has to be named.
+    """
+
+    name: str
+    packages: Sequence[str]
+    make: Callable[[str], tuple[nn.Module, nn.Module]]
+    inputs: Mapping[str, Tensor]
+    mistakes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+def module_of(package: str, file: str) -> Any:
+    """Return one module of a package, without what the package itself imports: sound, images, training."""
+    found = importlib.util.find_spec(package)
+    assert found is not None and found.submodule_search_locations is not None
+    path = f"{found.submodule_search_locations[0]}/{file}"
+    spec = importlib.util.spec_from_file_location(f"{package}_{file.removesuffix('.py')}".replace("/", "_"), path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def copied(target: nn.Module, tensors: Mapping[str, Any]) -> None:
+    """Fill the weights of a module by name; every name must be there."""
+    target.load_state_dict({name: tensor.detach().clone() for name, tensor in tensors.items()})
+
+
+def shaken(module: nn.Module) -> nn.Module:
+    """Return a module in which no weight is what it was made as: ones and zeros of norms say nothing."""
+    for tensor in module.parameters():
+        tensor.data.add_(0.1 * tensor.new_empty(tensor.shape).normal_())
+    for name, tensor in module.named_buffers():
+        if name.endswith("running_mean"):
+            tensor.normal_()
+        if name.endswith("running_var"):
+            tensor.uniform_(0.5, 2)
+    return module.eval()
