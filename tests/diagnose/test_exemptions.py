@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from glassengine.compare.exemptions import CASTS, PADDING, TIES, Ledger, together
 from glassengine.diagnose import check
-from glassengine.diagnose.exemptions import CASTS, PADDING, TIES, Ledger, together
 from glassengine.results import Exemption
 
 

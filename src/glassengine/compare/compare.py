@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from glassengine.compare.exemptions import Ledger
 from glassengine.compare.first import Order
 from glassengine.compare.judging import BY_FLOOR, BY_GIVEN_TOLERANCE, BY_TOLERANCE, Judge
 from glassengine.compare.maps import TensorMap, load_map
@@ -116,7 +117,8 @@ def compare(
     precision = None if dtypes is None else Precision(dtypes)
     is_drift = precision is not None and fail_on is None and rtol is None and atol is None
     fail_on = fail_on or "wrong"
-    judge = Judge(left, right, rtol, atol, transpose, device, floor, precision, is_drift)
+    ledger = Ledger()
+    judge = Judge(left, right, rtol, atol, transpose, device, floor, precision, is_drift, ledger)
     pairs = judge.with_statistics(judge_all(judge, chosen, left, right), chosen, all_of_them=bool(show_only))
     skipped, unmatched = _skipped(matching, show_only, floating_point_only)
     verdict = worst(pair.verdict for pair in pairs)
@@ -151,6 +153,8 @@ def compare(
         else _calibration(pairs, floor, left, why_not),
         standing=_standing(reason, over, is_bad=is_bad),
         drift=drift,
+        exemptions=ledger.exemptions(),
+        num_elements=ledger.num_elements,
         same_weights=_same_weights(left, right),
         not_ok_because=reason,
         too_little=reason is not None and not is_bad and over is None,

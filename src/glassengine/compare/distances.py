@@ -121,7 +121,7 @@ def slice_maxima(baseline: Tensor, candidate: Tensor) -> tuple[SliceMaxima, ...]
 def pattern_mismatches(baseline: Tensor, candidate: Tensor, *, sentinels: Sequence[float] = ()) -> PatternMismatches:
     """Return how many elements are of another kind: of opposite sign, zero on one side, a mask sentinel on one side.
 
-    An infinity, and a number of at least a quarter of the largest one of its dtype, is a sentinel; one of each sign.
+    An infinity, and a number near the largest of its dtype (`mask_values.sentinel`), is a sentinel; one of each sign.
     Elements that are NaN on some side, and sentinels, are neither zero nor have a sign.
 
     Args:

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from glassengine.compare import layouts, shapes
+from glassengine.compare.exemptions import PADDING, Ledger
 from glassengine.compare.globs import NameIndex
+from glassengine.compare.mask_values import without_hidden
 from glassengine.compare.matching import Match
 from glassengine.compare.measure import measure, summarize, summarize_errors
 from glassengine.compare.padding import CACHES, Padding
@@ -51,6 +53,7 @@ class Judge:
         floor: What rounding alone does to the tensors of the baseline, where that was measured.
         precision: Where the sides are of two precisions: gathers the drift.
         is_drift: Whether what is beyond tolerance is judged by what is left of the signal.
+        ledger: Counts elements that did not count.
     """
 
     left: TensorSource
@@ -62,6 +65,7 @@ class Judge:
     floor: NoiseFloor | None = None
     precision: Precision | None = None
     is_drift: bool = False
+    ledger: Ledger | None = None
 
     def pair(self, match: Match, *, added: Sequence[Match] = ()) -> Pair:
         """Return the verdict on one match.
@@ -79,6 +83,8 @@ class Judge:
         judged_by = BY_GIVEN_TOLERANCE if is_given else BY_TOLERANCE
         pair = Pair(step, site, other, match.method, 1.0, "wrong", judged_by, rank=entry.rank)
         x, y = self._tensors(match)
+        if self.ledger is not None:
+            self._count(self.ledger, match, x)
         for one in added:
             _, share = self._tensors(one)
             y = y + share if share.shape == y.shape else y
@@ -87,6 +93,10 @@ class Judge:
             return dataclasses.replace(pair, judged_by=BY_SHAPE, reason=what)
         allowed = self._tolerance(match, x, y)
         figures = measure(x, y, rtol=allowed.rtol, atol=allowed.atol, device=self.device)
+        if not figures.allclose and (shown := without_hidden(x, y)) is not None:
+            # Whatever number hides a place is as good as any other.
+            x, y = shown
+            figures = measure(x, y, rtol=allowed.rtol, atol=allowed.atol, device=self.device)
         reason = None if x.dtype == y.dtype else f"dtypes differ: {_name(x)} and {_name(y)}"
         pair = dataclasses.replace(pair, figures=figures, reason=reason)
         drifts = None
@@ -166,6 +176,17 @@ class Judge:
         if valid is None:
             return x, y
         return tuple(torch.where(valid, side, torch.zeros((), dtype=side.dtype)) for side in (x, y))  # type: ignore[return-value]
+
+    def _count(self, ledger: Ledger, match: Match, x: Tensor) -> None:
+        """Count what `_counted` leaves out; `x` is what it left of the baseline's tensor."""
+        entry = match.baseline
+        if match.rule is not None or any(matches(pattern, entry.site) for pattern in self.transpose):
+            ledger.add(entry.site, x.numel(), {})
+            return
+        valid = self._paddings[0].valid(entry, tuple(x.shape))
+        ledger.add(entry.site, x.numel(), {} if valid is None else {PADDING: ~valid})
+        if entry.site.endswith(CACHES):
+            ledger.add(entry.site, max(0, math.prod(entry.shape) - x.numel()), {}, whole=PADDING)
 
     @functools.cached_property
     def _paddings(self) -> tuple[Padding, Padding]:

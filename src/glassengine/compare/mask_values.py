@@ -18,10 +18,16 @@ HIDDEN = -9e3
 """Numbers from here down hide a slot: -1e4, as bfloat16 rounds it, is the least that anybody writes."""
 
 
+_BEYOND_NUMBERS = 1e30
+_SHARE, _SHARE_OF_HALF = 0.25, 0.9
+"""Of the largest number. Float16 holds activations of half of it, of which a mistake must be seen."""
+
+
 def sentinel(*dtypes: torch.dtype) -> float:
     """Return from which size on values are mask sentinels (finfo.min plus a score) in one of `dtypes`, not numbers."""
     real = [dtype.to_real() if dtype.is_complex else dtype for dtype in dtypes]
-    return min((torch.finfo(dtype).max / 4 for dtype in real if dtype.is_floating_point), default=math.inf)
+    largest = [torch.finfo(dtype).max for dtype in real if dtype.is_floating_point]
+    return min(((_SHARE if one > _BEYOND_NUMBERS else _SHARE_OF_HALF) * one for one in largest), default=math.inf)
 
 
 def kind_of(value: Tensor, limit: float) -> Tensor:
@@ -43,6 +49,20 @@ def is_mask(value: Tensor) -> bool:
         return False
     low, high = torch.aminmax(value)
     return bool(high == 0) and bool(low <= HIDDEN) and bool(((value == 0) | (value <= HIDDEN)).all())
+
+
+def without_hidden(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return two tensors of which nothing but their values is known with 0 where both hide; None where they do nowhere.
+
+    A number hides in a mask, which holds zeros beside, or where it is the least of its own dtype.
+    """
+    if not x.is_floating_point() or not y.is_floating_point() or x.shape != y.shape:
+        return None
+    if is_mask(x) and is_mask(y):
+        both = (x <= HIDDEN) & (y <= HIDDEN)
+    else:
+        both = (x <= -sentinel(x.dtype)) & (y <= -sentinel(y.dtype))
+    return (x.masked_fill(both, 0.0), y.masked_fill(both, 0.0)) if bool(both.any()) else None
 
 
 def size_but_hidden(value: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ def judge_all(judge: Judge, chosen: Sequence[Match], left: TensorSource, right: 
     """Return the verdict on each pair; shares of a sum that are never added up are judged as what they are."""
     pairs = [judge.pair(one) for one in chosen]
     # What is judged once more is no second row of the table of drifts.
-    judge = dataclasses.replace(judge, precision=None)
+    judge = dataclasses.replace(judge, precision=None, ledger=None)
     for numbers in shared_gradients(pairs, chosen):
         together = judge.pair(chosen[numbers[0]], added=[chosen[i] for i in numbers[1:]])
         if together.verdict not in FLAGGED:

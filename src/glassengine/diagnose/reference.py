@@ -16,6 +16,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.checksums import crc32
+from glassengine.compare.exemptions import PADDING, TIES, UNWRITTEN
 from glassengine.compare.known import Known
 from glassengine.compare.operation import FLOAT32_SUMS, Accumulation
 from glassengine.compare.undefined_casts import Undefined, UndefinedCasts
@@ -23,7 +24,6 @@ from glassengine.compare.verdict import Reference, smallest_precise, unit_roundo
 from glassengine.diagnose.composites import rounded_inside
 from glassengine.diagnose.exact_product import ExactProduct, is_product
 from glassengine.diagnose.exactness import Exactness, keeps_whole_numbers
-from glassengine.diagnose.exemptions import PADDING, TIES, UNWRITTEN
 from glassengine.diagnose.float64 import double, retarget, target_of, unwritten_nodes
 from glassengine.diagnose.hidden_rows import HiddenRows
 from glassengine.diagnose.hidden_values import HiddenValues

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from glassengine.compare.exemptions import Masks
 from glassengine.compare.verdict import Judgement
-from glassengine.diagnose.exemptions import Masks
 from glassengine.diagnose.float64 import target_of
 from glassengine.program.outputs import is_view
 

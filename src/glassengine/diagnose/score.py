@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch.fx import Node
 
+from glassengine.compare.exemptions import BELOW, DRAWN, PADDING, UNWRITTEN, Ledger, Masks
 from glassengine.compare.measure import measure
 from glassengine.compare.operation import RANDOM, UNDEFINED
 from glassengine.compare.tolerance import tolerance
@@ -19,7 +20,7 @@ from glassengine.diagnose.completed import completed
 from glassengine.diagnose.drift import Drift
 from glassengine.diagnose.end_to_end import EndToEnd
 from glassengine.diagnose.evidence import EvidenceBox
-from glassengine.diagnose.exemptions import BELOW, DRAWN, PADDING, TEXTS, UNWRITTEN, Ledger, Masks, exempt_by_replay
+from glassengine.diagnose.exemptions import TEXTS, exempt_by_replay
 from glassengine.diagnose.guesses import Guesses
 from glassengine.diagnose.origins import BELOW_TIE, OriginTracker
 from glassengine.diagnose.replay import Replay

@@ -18,9 +18,9 @@ import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
+from glassengine.compare.exemptions import together
 from glassengine.diagnose.cases import Case, Inputs, StepInputs, causal_cases
 from glassengine.diagnose.climb import Climb, Progress
-from glassengine.diagnose.exemptions import together
 from glassengine.diagnose.segments import SegmentReplay
 from glassengine.diagnose.sides import ModuleSide
 from glassengine.errors import UsageError
