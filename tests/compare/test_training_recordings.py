@@ -57,3 +57,46 @@ def test_the_step_where_two_runs_part(
 def test_two_runs_that_do_not_part(tmp_path: Path) -> None:
     result = glass.compare(trained(tmp_path / "a"), trained(tmp_path / "b"))
     assert result.verdict == "identical" and result.first_divergence is None
+
+
+class Branches(nn.Module):
+    """Two modules and a residual read one tensor; `copy` makes another one of it for each module."""
+
+    def __init__(self, copy: str | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.left, self.right, self.last = (nn.Linear(4, 4) for _ in range(4))
+        self.copy = copy
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        for_left, for_right = y, y
+        if self.copy is not None:
+            for_left, for_right = y.clone(), y.clone()
+            if self.copy == "wrong":
+                for_left.register_hook(lambda gradient: gradient * 1.5)
+        residual = 0.5 * y if self.copy != "without residual" else 0
+        y = self.left(for_left).tanh() + self.right(for_right).sigmoid() + residual
+        return self.last(y + y.detach())
+
+
+@pytest.mark.parametrize("copy", ["right", "wrong"])
+def test_modules_that_have_a_share_of_a_gradient_each(copy: str, tmp_path: Path) -> None:
+    """Modules that get copies, as those that convert their inputs, see their own share of the gradient alone."""
+
+    def trained(path: Path, copy: str | None) -> Path:
+        net = Branches(copy)
+        with glass.record(net, path, gradients=True):
+            net(torch.randn(3, 4, generator=torch.Generator().manual_seed(1))).square().sum().backward()
+        return path
+
+    result = glass.compare(trained(tmp_path / "one", None), trained(tmp_path / "copies", copy))
+    assert result.ok == (copy == "right"), result.first_divergence
+    if copy == "right":
+        shares = {pair.site for pair in result.pairs if pair.reason is not None}
+        assert shares == {"left:grad_in[0]", "right:grad_in[0]"}
+    else:
+        # The sum is wrong where what made the tensor gets it.
+        found = result.first_divergence
+        assert found is not None and found.rung == "backward"
+        assert found.site in ("first:grad_out", "left:grad_in[0]", "right:grad_in[0]")

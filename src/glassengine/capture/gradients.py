@@ -21,8 +21,10 @@ def watch(tensor: Tensor, site: str, step: int, intake: Intake) -> Any:
     """
     seen = 0
 
-    def arrived(gradient: Tensor) -> None:
+    def arrived(gradient: Tensor | None) -> None:
         nonlocal seen
+        if gradient is None:
+            return  # of what a custom function has no gradient for
         path, colon, port = site.partition(":")
         intake.take(f"{with_call(path, seen)}{colon}{port}" if seen else site, step, gradient)
         seen += 1

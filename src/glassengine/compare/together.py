@@ -9,7 +9,7 @@ from glassengine.compare.judging import Judge
 from glassengine.compare.matching import Match
 from glassengine.compare.open_shares import never_added_up
 from glassengine.compare.ranks import PutTogether
-from glassengine.compare.shared_gradients import SHARED, shared_gradients
+from glassengine.compare.shared_gradients import OWN_SHARE, SHARED, shared_gradients, shares_of_right_sums
 from glassengine.recording.source import TensorSource
 from glassengine.results import FLAGGED, Pair
 
@@ -25,6 +25,8 @@ def judge_all(judge: Judge, chosen: Sequence[Match], left: TensorSource, right: 
             for i in numbers:
                 site, other = chosen[i].baseline.site, chosen[i].candidate_site
                 pairs[i] = dataclasses.replace(together, site=site, candidate_site=other, reason=SHARED)
+    for i, k in shares_of_right_sums(pairs, chosen, left).items():
+        pairs[i] = dataclasses.replace(pairs[i], verdict=pairs[k].verdict, reason=f"{OWN_SHARE}: {pairs[k].site}")
     sides = ((left, [one.baseline for one in chosen]), (right, [one.candidates[0] for one in chosen]))
     for side, entries in sides:
         if isinstance(side, PutTogether):
