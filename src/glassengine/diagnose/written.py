@@ -15,8 +15,10 @@ from glassengine.diagnose.between import passes_on, region_of
 from glassengine.diagnose.hypotheses.hypothesis import literals_of, shown
 from glassengine.diagnose.sides import EngineSide, ProgramSide
 from glassengine.program.naming import op_name
+from glassengine.program.outputs import weight_only_nodes
 from glassengine.program.program import Program
 
+_MOST_ONE_SIDED = 4
 _MOST = 8
 """Ops of a region beyond which a list of them says nothing."""
 
@@ -93,14 +95,21 @@ def left_out(baseline: Program, side: Any, name: str) -> LeftOut | None:
     if target is None:
         return None
     above, ends = region_of(nodes[0][name], found)
-    ours = _names(above)
+    constants = [{node.name for node in weight_only_nodes(program)} for program in (baseline, own)]
+    # What one side keeps as a buffer, the other may compute.
+    ours = _names([node for node in above if node.name == name or node.name not in constants[0]])
     # What goes in has taken the place of what comes out.
     is_its_input = target.name in {found[end.name] for end in ends}
-    theirs = [] if is_its_input else _names(region_of(target, set(found.values()))[0])
+    region = [] if is_its_input else region_of(target, set(found.values()))[0]
+    theirs = _names([node for node in region if node is target or node.name not in constants[1]])
     if Counter(ours) == Counter(theirs) or len(ours) == len(theirs) == 1 or max(len(ours), len(theirs)) > _MOST:
         return None
     text = f"the baseline has {_listed(ours)} here, the candidate {_listed(theirs)}"
-    return LeftOut(text, not (Counter(ours) - Counter(theirs)) or not (Counter(theirs) - Counter(ours)))
+    missing, more = Counter(ours) - Counter(theirs), Counter(theirs) - Counter(ours)
+    is_one_sided = not (missing and more)
+    if is_one_sided and sum((missing or more).values()) > _MOST_ONE_SIDED:
+        return None  # two tensors that have little to do with each other
+    return LeftOut(text, is_one_sided)
 
 
 def _counterparts(side: ProgramSide | EngineSide) -> Mapping[str, str]:

@@ -62,6 +62,8 @@ def drawn(name: str) -> Tensor:
     }
     if name == "ids":
         return torch.tensor([[3, 1, 4, 7, 5], [9, 2, 6, 8, 3]])
+    if name == "bands":
+        return 1e4 ** -(torch.arange(4.0) / 4)
     if name in ("cos", "sin"):
         table = torch.arange(6)[:, None] * (1.0 / 100 ** (torch.arange(4) / 4))
         table = torch.cat([table, table], -1)
@@ -327,6 +329,39 @@ PLANTED = {
         "position",
         "base: 10000 here, 500000 in",
     ),
+    "base of a buffer": Planted(
+        lambda bands: torch.arange(6.0)[:, None] * bands,
+        lambda bands: torch.arange(6.0)[:, None] * 5e5 ** -(torch.arange(4.0) / 4),
+        lambda bands: bands * torch.arange(6.0)[:, None],
+        "position",
+        "(theta): 10000 here, 500000 in the candidate",
+        ("bands",),
+    ),
+    "unbiased variance of a norm": Planted(
+        lambda x: F.layer_norm(x, (16,)),
+        lambda x: (x - x.mean(-1, True)) / (x.var(-1, keepdim=True) + 1e-5).sqrt(),
+        lambda x: (x - x.mean(-1, True)) / (x.var(-1, False, keepdim=True) + 1e-5).sqrt(),
+        "other",
+        "unbiased",
+    ),
+    "eps outside of the root": Planted(
+        lambda x: F.layer_norm(x, (16,), eps=1e-3),
+        lambda x: (x - x.mean(-1, True)) / (x.std(-1, correction=0, keepdim=True) + 1e-3),
+        lambda x: (x - x.mean(-1, True)) / (x.var(-1, False, keepdim=True) + 1e-3).sqrt(),
+        "eps",
+        "not below it",
+    ),
+    "softmax missing": Planted(
+        sdpa, lambda q, k, v: q @ k.mT @ v * 8**-0.5, attention, "other", "softmax is missing", QKV
+    ),
+    "mask after the softmax": Planted(
+        sdpa_causal,
+        lambda q, k, v: ((q @ k.mT * 8**-0.5).softmax(-1) * causal()) @ v,
+        lambda q, k, v: attention(q, k, v, causal()),
+        "mask",
+        "multiplied after the softmax",
+        QKV,
+    ),
     "positions from one": Planted(
         lambda ids, t: t[torch.arange(5)] + t[ids],
         lambda ids, t: t[torch.arange(1, 6)] + t[ids],
@@ -344,9 +379,11 @@ PLANTED = {
         ("ids", "table"),
     ),
     "causal mask missing": Planted(
-        sdpa_causal, sdpa, lambda q, k, v: attention(q, k, v, causal()), "mask", "is_causal: True here, False", QKV
+        sdpa_causal, sdpa, lambda q, k, v: attention(q, k, v, causal()), "mask", "causal mask is missing", QKV
     ),
-    "a causal mask too many": Planted(sdpa, sdpa_causal, attention, "mask", "is_causal: False here, True", QKV),
+    "a causal mask too many": Planted(
+        sdpa, sdpa_causal, attention, "mask", "a causal mask that the baseline has not", QKV
+    ),
     "a mask by one": Planted(
         sdpa_causal,
         lambda q, k, v: attention(q, k, v, causal(by=1)),
@@ -459,7 +496,7 @@ PLANTED = {
         lambda x: F.leaky_relu(x, 0.2),
         lambda x: torch.where(x > 0, x, 0.01 * x),
         "activation",
-        "0.2 in the candidate",
+        "(0.2) in the candidate",
     ),
     "slice by one": Planted(
         lambda x: x[:, :-1], lambda x: x[:, 1:], lambda x: x[:, :4] + 0, "position", "moved by -1 along axis 1"

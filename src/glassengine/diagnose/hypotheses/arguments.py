@@ -31,7 +31,7 @@ _SUMS = frozenset({"add", "sub", "rsub"})
 _ROOTS = frozenset({"rsqrt", "sqrt", "pow", "div", "log", "reciprocal", "true_divide"})
 _MOST_STEPS = 8
 _SKIPPED = frozenset(
-    {"layout", "device", "pin_memory", "memory_format", "dtype", "dropout_p", "train", "training", "alpha"}
+    {"layout", "device", "pin_memory", "memory_format", "dtype", "dropout_p", "train", "training", "alpha", "beta"}
 )
 _MASKS = frozenset({"is_causal", "diagonal"})
 _POSITIONS = frozenset({"start", "end", "step", "index", "shifts", "dims"})
@@ -98,7 +98,7 @@ def _called_as(target: Any, leaves: list[Any], spec: Any, places: list[int]) -> 
 
 def as_theirs(question: Question) -> Iterator[Hypothesis]:
     """Yield: one argument has a value that the candidate's own ops have somewhere in the place of the piece."""
-    pool = list(question.their_values)
+    pool = [value for value in question.their_values if not _is_whole(value)]
     for literal in _literals(question):
         for value in pool:
             value = _fitting(literal, value)
@@ -109,9 +109,43 @@ def as_theirs(question: Question) -> Iterator[Hypothesis]:
 def usual(question: Question) -> Iterator[Hypothesis]:
     """Yield: one argument has another value of those that people write, or is left out."""
     for literal in _literals(question):
-        for value in _usual(question, literal):
+        for value in _usual(question, literal) if not _is_whole(literal.value) else ():
             if not _is_same(value, literal.value):
                 yield _becoming(question, literal, value)
+
+
+def whole(question: Question) -> Iterator[Hypothesis]:
+    """Yield the same for dimensions, indices and sizes: there are many, and some of them fit by chance."""
+    pool = [value for value in question.their_values if _is_whole(value)]
+    for literal in _literals(question):
+        if not _is_whole(literal.value):
+            continue
+        theirs = (_fitting(literal, value) for value in pool)
+        for value in [*(value for value in theirs if value is not None), *_usual(question, literal)]:
+            if not _is_same(value, literal.value):
+                yield _becoming(question, literal, value)
+
+
+def bases(question: Question) -> Iterator[Hypothesis]:
+    """Yield: frequencies of another base (the theta of a rotation) than those that the baseline keeps as a buffer."""
+    theirs = [float(value) for value in question.their_values if isinstance(value, (int, float)) and value > 1]
+    for node in question.trial.inputs:
+        value = question.trial.values[node]
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.numel() < 3:
+            continue
+        flat = value.flatten()
+        if flat.numel() != max(value.shape) or bool((flat <= 0).any()):
+            continue
+        steps = flat[1:] / flat[:-1]
+        if float(steps.std()) > 1e-5 * float(steps.abs().mean()) or float(steps[0]) >= 1:
+            continue
+        places = torch.arange(len(flat), dtype=torch.float64) / len(flat)
+        base = float(steps.mean()) ** -len(flat)
+        for other in dict.fromkeys([*theirs, *_BASES]):
+            if abs(other - base) > 1e-3 * base:
+                made = (flat[0] * other**-places).reshape(value.shape)
+                text = f"base of the frequencies (theta): {base:.6g} here, {other:.6g} in the candidate"
+                yield Hypothesis("position", text, {node: _value(made)})
 
 
 def solved(question: Question) -> Iterator[Hypothesis]:
@@ -146,6 +180,9 @@ def _text(question: Question, literal: Literal, value: Any) -> str:
         return f"the {verb} by {shown(literal.value)} is missing"
     if op in _SUMS and value == 0 and literal.value:
         return f"{shown(literal.value)} is not {'added' if op == 'add' else 'subtracted'}"
+    if op in _SUMS and isinstance(literal.value, int) and isinstance(value, (int, float)):
+        verb = "added" if op == "add" else "subtracted"
+        return f"{shown(literal.value)} is {verb} here, {shown(value)} in the candidate"
     if op == "clamp" and value is None:
         return f"the clamp has no {name}: {shown(literal.value)} here"
     return f"{op}: {name}: {_shown(literal, literal.value)} here, {_shown(literal, value)} in the candidate"
@@ -359,6 +396,17 @@ def _newton(question: Question, literal: Literal, start: float) -> float | None:
         if abs(moved) <= 1e-9 * abs(number):
             break
     return number if question.explains(value) else None
+
+
+def _value(value: torch.Tensor) -> Edit:
+    return lambda call: value
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether a literal is a whole number, or a list of such: a dimension, an index, a size."""
+    if isinstance(value, (list, tuple)):
+        return all(isinstance(item, int) for item in value)
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_same(a: Any, b: Any) -> bool:

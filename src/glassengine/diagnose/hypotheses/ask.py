@@ -91,6 +91,7 @@ class Asked:
             valid = None
         theirs = self._theirs(node)
         weights = self._weights_of(theirs)
+        names = {name: full.removeprefix(_USER) for name, full in self.program.weight_names().items()}
         found = Question(
             trial,
             actual.double() if actual.is_floating_point() else actual,
@@ -102,6 +103,8 @@ class Asked:
             theirs,
             [*constants_of(theirs), *(float(t) for t in weights.values() if t.dim() == 0)],
             weights,
+            {n.name: names[n.name] for n in trial.inputs if n.name in names},
+            {names[name]: tensor for name, tensor in self.program.weights().items()},
             {other.name: other for other in self.program.graph.nodes},
             self._is_another(node),
             _native(piece, actual),
@@ -152,8 +155,9 @@ class Asked:
 
     def _labels(self, node: Node, trial: Trial) -> dict[str, str]:
         site = self._site(node.name)
-        inside = {op.name: self._site(op.name) for op in trial.inputs}
-        return {name: _short(label, site) for name, label in inside.items()}
+        inside = {op.name: self._site(op.name) for op in [*trial.inputs, *trial.ops]}
+        names = self.program.weight_names()
+        return {name: _of_weight(label) if name in names else _short(label, site) for name, label in inside.items()}
 
     def _site(self, name: str) -> str:
         names = self.program.weight_names()
@@ -233,6 +237,11 @@ def _native(piece: Piece, actual: torch.Tensor) -> torch.Tensor | None:
         return None
     made = values[end]
     return made.double() if is_cast and isinstance(made, torch.Tensor) else None
+
+
+def _of_weight(name: str) -> str:
+    """Leave out all but the module that has the weight."""
+    return ".".join(name.split(".")[-2:])
 
 
 def _short(name: str, site: str) -> str:

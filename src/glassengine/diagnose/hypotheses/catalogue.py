@@ -6,14 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from glassengine.diagnose.hypotheses.arguments import another_op, as_theirs, same_op, solved, usual
+from glassengine.diagnose.hypotheses.arguments import another_op, as_theirs, bases, same_op, solved, usual, whole
 from glassengine.diagnose.hypotheses.hypothesis import Hypothesis
 from glassengine.diagnose.hypotheses.layouts import neighbours, permuted_operands, reshaped
 from glassengine.diagnose.hypotheses.masks import of_attention
 from glassengine.diagnose.hypotheses.operands import altered, another, exchanged, left_out
 from glassengine.diagnose.hypotheses.operations import activations, other_ops, variances
 from glassengine.diagnose.hypotheses.question import Question
-from glassengine.diagnose.hypotheses.weights_read import weights
+from glassengine.diagnose.hypotheses.weights_read import another_layer, weights
 from glassengine.diagnose.hypotheses.wholes import another_tensor, in_its_own_dtype, rearranged, scaled
 
 Family = Callable[[Question], Iterator[Hypothesis]]
@@ -21,17 +21,20 @@ Family = Callable[[Question], Iterator[Hypothesis]]
 FAMILIES: tuple[tuple[float, Family], ...] = (
     (1.0, same_op),
     (1.0, weights),
-    (0.99, another_op),
     (0.98, as_theirs),
+    (0.97, of_attention),
+    (0.97, bases),
     (0.96, exchanged),
-    (0.95, usual),
-    (0.95, of_attention),
-    (0.95, left_out),
-    (0.95, activations),
+    (0.96, left_out),
+    (0.96, activations),
     (0.95, other_ops),
     (0.95, variances),
+    (0.95, usual),
+    (0.95, another_op),
     (0.94, neighbours),
     (0.94, reshaped),
+    (0.93, whole),
+    (0.93, another_layer),
     (0.93, another),
     (0.92, another_tensor),
     (0.92, altered),

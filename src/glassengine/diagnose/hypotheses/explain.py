@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from glassengine.diagnose.between import passes_on
 from glassengine.diagnose.hypotheses.arguments import same_op
 from glassengine.diagnose.hypotheses.catalogue import FAMILIES
 from glassengine.diagnose.hypotheses.question import Question
@@ -24,6 +25,8 @@ def differences(question: Question) -> list[Hint]:
         is_clear = len(question.trial.ops) == 1 and len(question.their_weights) == len(question.weights) == 1
         for family in (same_op, weights) if is_clear else (same_op,):
             for hypothesis in family(question):
+                if all(passes_on(node) for node in hypothesis.edits):
+                    continue  # sizes and orders of axes are spelled in many ways
                 if question.differs(question.trial.changed(hypothesis.edits)):
                     found.append(Hint(hypothesis.kind, hypothesis.text, _DIFFERS))
     except OutOfWork:

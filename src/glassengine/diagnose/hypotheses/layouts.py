@@ -165,8 +165,11 @@ def orders_of(size: int) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"halves that were interleaved{of}", heads.reshape(-1, width // 2, 2).transpose(1, 2).reshape(-1)
         if width < size:
             yield f"halves of heads of {width} are exchanged", heads.roll(width // 2, 1).reshape(-1)
-            yield f"heads of {width} are interleaved", heads.T.reshape(-1)
-            yield f"{width} interleaved heads", every.reshape(width, -1).T.reshape(-1)
+            many = size // width
+            yield f"{many} x {width} transposed (heads of {width}, or patches, interleaved)", heads.T.reshape(-1)
+            if many != width:
+                other = every.reshape(width, many).T.reshape(-1)
+                yield f"{width} x {many} transposed ({width} heads, or patches, interleaved)", other
 
 
 def order_between(ours: torch.Tensor, theirs: torch.Tensor, axis: int, tolerance: float) -> torch.Tensor | None:

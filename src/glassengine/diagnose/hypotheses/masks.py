@@ -83,6 +83,7 @@ def _written_out(question: Question, node: Node) -> Iterator[Hypothesis]:
     hidden = scores.masked_fill(~seen, lowest)
     made = {
         "softmax is over the queries (dim -2), not over the keys": hidden.softmax(-2) @ value,
+        "the mask is inverted": scores.masked_fill(seen, lowest).softmax(-1) @ value,
         "softmax is missing": scores.masked_fill(~seen, 0.0) @ value,
         "sigmoid in the place of softmax": hidden.sigmoid() @ value,
         "the mask is multiplied after the softmax": (scores.softmax(-1) * seen) @ value,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,7 +10,14 @@ import torch
 from torch.fx import Node
 from torch.nn import functional as F
 
-from glassengine.diagnose.hypotheses.hypothesis import Hypothesis, bound, tensors_of
+from glassengine.diagnose.hypotheses.hypothesis import (
+    Hypothesis,
+    argument_names,
+    bound,
+    literals_of,
+    tensors_of,
+    with_leaves,
+)
 from glassengine.diagnose.hypotheses.layouts import ACTIVATIONS
 from glassengine.diagnose.hypotheses.question import Question
 from glassengine.diagnose.hypotheses.trial import Call
@@ -107,7 +115,10 @@ def other_ops(question: Question) -> Iterator[Hypothesis]:
                 kind = "mask" if pair in _COMPARED else "position" if other in ("sin", "cos") else "other"
                 yield Hypothesis(kind, f"{other} in the place of {name}", {node: _by_name(other)})
         if name in ("layer_norm", "rms_norm"):
-            yield Hypothesis("other", *_other_norm(node))
+            for text, edit in _other_norms(node):
+                yield Hypothesis("eps" if text.startswith("eps") else "other", text, {node: edit})
+        if "batch_norm" in name:
+            yield from _batch_norms(question, node)
         if name.startswith("constant_pad"):
             for mode in ("reflect", "replicate", "circular"):
                 yield Hypothesis(
@@ -130,22 +141,63 @@ def _by_name(name: str) -> Any:
     return edit
 
 
-def _other_norm(node: Node) -> tuple[str, dict[Node, Any]]:
-    def root_mean_square(call: Call) -> Any:
-        args, _ = bound(node.target, call.args, call.kwargs)
-        x, shape, weight, bias, eps = args[:5]
-        made = x * torch.rsqrt(x.square().mean(tuple(range(-len(shape), 0)), keepdim=True) + eps)
-        made = made if weight is None else made * weight
-        return made if bias is None else made + bias
+def _other_norms(node: Node) -> Iterator[tuple[str, Any]]:
+    is_centered = op_name(node) == "layer_norm"
 
-    def centered(call: Call) -> Any:
-        args, _ = bound(node.target, call.args, call.kwargs)
-        x, shape, weight, eps = args[:4]
-        return F.layer_norm(x, list(shape), weight, None, eps or 1e-6)
+    def normed(*, center: bool, over: str = "n", eps_outside: bool = False) -> Any:
+        def edit(call: Call) -> Any:
+            args, _ = bound(node.target, call.args, call.kwargs)
+            x, shape, weight = args[:3]
+            bias, eps = (args[3], args[4]) if is_centered else (None, args[3] or 1e-6)
+            axes = tuple(range(-len(shape), 0))
+            x = x - x.mean(axes, keepdim=True) if center else x
+            terms = math.prod(shape) - (1 if over == "n - 1" else 0)
+            spread = x.square().sum(axes, keepdim=True) / terms
+            made = x / (spread.sqrt() + eps if eps_outside else (spread + eps).sqrt())
+            made = made if weight is None else made * weight
+            return made if bias is None else made + bias
 
-    if op_name(node) == "layer_norm":
-        return "the mean is not subtracted: rms_norm in the place of layer_norm", {node: root_mean_square}
-    return "the mean is subtracted: layer_norm in the place of rms_norm", {node: centered}
+        return edit
+
+    if is_centered:
+        yield "the mean is not subtracted: rms_norm in the place of layer_norm", normed(center=False)
+    else:
+        yield "the mean is subtracted: layer_norm in the place of rms_norm", normed(center=True)
+    yield "the variance is unbiased: of n - 1", normed(center=is_centered, over="n - 1")
+    yield "eps is added to the root, not below it", normed(center=is_centered, eps_outside=True)
+
+
+def _batch_norms(question: Question, node: Node) -> Iterator[Hypothesis]:
+    """Statistics of a batch norm that are left out, exchanged, or not what they are taken for."""
+    names = argument_names(node.target)
+    places = {names[place]: place for place, _ in tensors_of(question.trial, node) if place < len(names)}
+    mean, variance = places.get("running_mean"), places.get("running_var")
+    if mean is None or variance is None:
+        return
+    leaves = dict(tensors_of(question.trial, node))
+    own = [question.trial.values[leaves[place]] for place in (mean, variance)]
+    eps = next((float(item.value) for item in literals_of(node) if item.name == "eps"), 0.0)
+    made: dict[str, dict[int, Any]] = {
+        "the running mean is not subtracted": {mean: torch.zeros_like(own[0])},
+        "it is not divided by the running variance": {variance: torch.ones_like(own[1])},
+        "it is divided by the running variance, not by its root": {variance: (own[1] + eps).square() - eps},
+        "the running variance is not used, and the mean neither": {
+            mean: torch.zeros_like(own[0]),
+            variance: torch.ones_like(own[1]),
+        },
+    }
+    for text, changed in made.items():
+        yield Hypothesis("other", text, {node: _with(changed)})
+    given = question.trial.values.get(node.args[0]) if isinstance(node.args[0], Node) else None
+    if isinstance(given, torch.Tensor) and given.dim() > 1:
+        axes = [axis for axis in range(given.dim()) if axis != 1]
+        changed = {mean: given.mean(axes), variance: given.var(axes, correction=0)}
+        text = "statistics of the batch, not those that were learned: a batch norm in training mode"
+        yield Hypothesis("other", text, {node: _with(changed)})
+
+
+def _with(changed: dict[int, Any]) -> Any:
+    return lambda call: with_leaves(call, changed)
 
 
 def variances(question: Question) -> Iterator[Hypothesis]:

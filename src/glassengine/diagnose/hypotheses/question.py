@@ -37,6 +37,8 @@ class Question:
         theirs: The candidate's own ops in the place of the piece; empty where they are not known.
         their_values: Literal and 0-dim constants that these ops use.
         their_weights: Weights of the candidate that these ops read, by name.
+        full: Name of a node of the piece that is a weight -> its full name.
+        model: Every weight of the baseline by its full name.
         named: The baseline's own nodes by name: what reads a piece is not in it.
         is_another: Whether what the candidate made belongs to other ops of the baseline: another tensor of the model is
             no explanation then.
@@ -53,6 +55,8 @@ class Question:
     theirs: Sequence[Node] = ()
     their_values: Sequence[Any] = ()
     their_weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    full: Mapping[str, str] = field(default_factory=dict)
+    model: Mapping[str, torch.Tensor] = field(default_factory=dict)
     named: Mapping[str, Node] = field(default_factory=dict)
     is_another: bool = False
     native: torch.Tensor | None = None

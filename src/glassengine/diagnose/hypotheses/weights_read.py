@@ -11,6 +11,7 @@ from glassengine.diagnose.hypotheses.layouts import called, order_between
 from glassengine.diagnose.hypotheses.question import Question
 from glassengine.diagnose.hypotheses.trial import Edit
 
+_MOST_LAYERS = 64
 _SAME = 2.0**-7
 """Weights in another precision are the same."""
 
@@ -35,6 +36,28 @@ def weights(question: Question) -> Iterator[Hypothesis]:
                 yield Hypothesis(kind, text, {node: _value(held)})
 
 
+def another_layer(question: Question) -> Iterator[Hypothesis]:
+    """Yield: all weights of the piece are those of another layer."""
+    held = [node for node in question.trial.inputs if node.name in question.full]
+    if len(held) < 2:
+        return
+    parts = [question.full[node.name].split(".") for node in held]
+    for place, part in enumerate(parts[0]):
+        if not part.isdigit() or any(
+            len(other) <= place or other[: place + 1] != parts[0][: place + 1] for other in parts
+        ):
+            continue
+        for number in range(_MOST_LAYERS):
+            names = [".".join([*other[:place], str(number), *other[place + 1 :]]) for other in parts]
+            if number == int(part) or not all(name in question.model for name in names):
+                continue
+            values = [question.model[name].detach().double() for name in names]
+            if all(value.shape == question.trial.values[node].shape for node, value in zip(held, values, strict=True)):
+                where = ".".join([*parts[0][:place], str(number)])
+                edits = {node: _value(value) for node, value in zip(held, values, strict=True)}
+                yield Hypothesis("swapped", f"the weights of another layer are read: of {where}", edits)
+
+
 def relation(
     name: str, own: str, ours: torch.Tensor, theirs: torch.Tensor, others: Mapping[str, torch.Tensor]
 ) -> tuple[str, str]:
@@ -50,6 +73,8 @@ def relation(
     there = name if own.endswith(name) else f"{own} (here {name})"
     alike = ((n, t.detach().double()) for n, t in others.items() if n != name and t.shape == ours.shape)
     twin = next((n for n, tensor in alike if _is_same(tensor, theirs)), None)
+    if twin is not None and (own.endswith(twin) or twin.endswith(own)):
+        return "swapped", f"{own} is read in the place of {name}"
     if twin is not None:
         return "swapped", f"{there} holds the weight of {twin}"
     if not bool(theirs.any()):

@@ -10,6 +10,7 @@ from glassengine.diagnose.hypotheses.hypothesis import Hypothesis
 from glassengine.diagnose.hypotheses.layouts import called, order_between
 from glassengine.diagnose.hypotheses.question import Question
 from glassengine.diagnose.hypotheses.trial import Edit
+from glassengine.program.naming import op_name
 
 _ORDERED = 1e-3
 
@@ -20,7 +21,9 @@ def another_tensor(question: Question) -> Iterator[Hypothesis]:
     if question.is_another:
         return
     inputs = {question.label(node): question.trial.values[node] for node in question.trial.inputs}
-    for name, value in {**question.others, **inputs}.items():
+    # Tensors of one model are near each other: what another op of another kind makes is so by the wrong pair.
+    alike = {n: v for n, v in question.others.items() if n.rpartition("/")[2].partition(".")[0] == op_name(end)}
+    for name, value in {**alike, **inputs}.items():
         if isinstance(value, torch.Tensor) and value.shape == question.actual.shape:
             yield Hypothesis("stale", f"it is {name}", {end: _value(value)})
 
