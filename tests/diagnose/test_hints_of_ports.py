@@ -72,12 +72,15 @@ def test_f33_most_hints_are_useful_and_none_misleads(tmp_path: Path) -> None:
             folder = tmp_path / name / mistake.replace(" ", "-")
             folder.mkdir(parents=True)
             table[name, mistake] = judged(name, mistake, folder)
-    for (name, mistake), found in table.items():
-        mark = "useful" if found.is_useful else "MISLEADS" if found.misleads else "none"
-        print(f"{name:10} {mistake:28} {mark:10} {found.hints[0].text if found.hints else ''}")
     useful = sum(found.is_useful for found in table.values())
     misleading = sum(found.misleads for found in table.values())
-    print(f"{len(table)} mistakes, useful {useful}, misleading {misleading}")
+    lines = [
+        f"{name:10} {mistake:28} {'useful' if found.is_useful else 'MISLEADS' if found.misleads else 'none'}"
+        f" {found.hints[0].text if found.hints else ''}"
+        for (name, mistake), found in table.items()
+    ]
+    lines.append(f"{len(table)} mistakes, useful {useful}, misleading {misleading}")
+    sys.stdout.write("\n".join(lines) + "\n")
     assert all(found.is_found for found in table.values())
     assert useful >= 0.8 * len(table)
     assert misleading <= 0.1 * len(table)

@@ -88,7 +88,7 @@ MISTAKES = {
     swapped_projections: "gate_proj.weight holds the weight of model.layers.0.mlp.up_proj.weight",
     one_wrong_weight: "differs in 1 of",
     norm_epsilon: "eps: 1e-06 here, 1e-05 in the candidate",
-    rotary_base: "0.99 times",
+    rotary_base: "scaled by 0.99",
     activation: None,
     extra_factor: None,
 }
