@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.docs.conftest import blocks_of
 
 import glassengine as glass
 from glassengine.cli.foreign import absent, ours
 from glassengine.cli.main import COMMANDS, load_command
-from tests.docs.conftest import blocks_of
 
 Run = Callable[[Path], list[str]]
 
@@ -138,7 +138,10 @@ def test_f37_code_in_bullets_is_there_and_runs(page: str, root: Path) -> None:
         ("- Better: `glass.record(net, 1)` does\n  it\n", "nothing on the page runs record"),
         ("- Better: `record(...)`\n\n```python\nrecord(1)\n```\n", None),
         ("- Better: `record(...)`\n\n<!-- check\nrecord(1)\n-->\n", None),
-        ("- Better: `record(...)`\n\n<!-- original -->\n```python\nrecord(1)\n```\n", "nothing on the page runs record"),
+        (
+            "- Better: `record(...)`\n\n<!-- original -->\n```python\nrecord(1)\n```\n",
+            "nothing on the page runs record",
+        ),
         ("- Better: `debug=`\n", "nothing on the page runs debug"),
         ("- `NO_SUCH_VARIABLE=1` and `--metrics`\n", "no such variable"),
         ("- `XLA_FLAGS` and `layers.*.mlp`\n", None),

@@ -1,6 +1,6 @@
 """Arguments of ops that are no tensors: epsilons, scales, dimensions, strides, flags, words, numbers written in a sum.
 
-First what the candidate's own ops have, then what people write, then whatever number it takes (`solved`).
+First what the candidate's own ops have, then what people write; `solved` has whatever number it takes.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from glassengine.diagnose.hypotheses.trial import Call, Edit
 from glassengine.program.naming import op_name
 
 _EPSILONS = (1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10, 1e-12, 0.0)
-_BASES = (1e2, 1e3, 1e4, 2e4, 5e4, 1e5, 1.5e5, 2e5, 5e5, 1e6, 5e6, 1e7)
+BASES = (1e2, 1e3, 1e4, 2e4, 5e4, 1e5, 1.5e5, 2e5, 5e5, 1e6, 5e6, 1e7)
 _SLOPES = (0.01, 0.1, 0.2, 0.3)
 _WORDS = {"approximate": ("none", "tanh"), "rounding_mode": ("floor", "trunc")}
-_FACTORS = frozenset({"mul", "div", "true_divide"})
-_SUMS = frozenset({"add", "sub", "rsub"})
+FACTORS = frozenset({"mul", "div", "true_divide"})
+SUMS = frozenset({"add", "sub", "rsub"})
 _ROOTS = frozenset({"rsqrt", "sqrt", "pow", "div", "log", "reciprocal", "true_divide"})
-_MOST_STEPS = 8
 _SKIPPED = frozenset(
     {"layout", "device", "pin_memory", "memory_format", "dtype", "dropout_p", "train", "training", "alpha", "beta"}
 )
@@ -99,75 +98,43 @@ def _called_as(target: Any, leaves: list[Any], spec: Any, places: list[int]) -> 
 def as_theirs(question: Question) -> Iterator[Hypothesis]:
     """Yield: one argument has a value that the candidate's own ops have somewhere in the place of the piece."""
     pool = [value for value in question.their_values if not _is_whole(value)]
-    for literal in _literals(question):
+    for literal in literals(question):
         for value in pool:
             value = _fitting(literal, value)
             if value is not None:
-                yield _becoming(question, literal, value)
+                yield becoming(question, literal, value)
 
 
 def usual(question: Question) -> Iterator[Hypothesis]:
     """Yield: one argument has another value of those that people write, or is left out."""
-    for literal in _literals(question):
+    for literal in literals(question):
         for value in _usual(question, literal) if not _is_whole(literal.value) else ():
             if not _is_same(value, literal.value):
-                yield _becoming(question, literal, value)
+                yield becoming(question, literal, value)
 
 
 def whole(question: Question) -> Iterator[Hypothesis]:
     """Yield the same for dimensions, indices and sizes: there are many, and some of them fit by chance."""
     pool = [value for value in question.their_values if _is_whole(value)]
-    for literal in _literals(question):
+    for literal in literals(question):
         if not _is_whole(literal.value):
             continue
         theirs = (_fitting(literal, value) for value in pool)
         for value in [*(value for value in theirs if value is not None), *_usual(question, literal)]:
             if not _is_same(value, literal.value):
-                yield _becoming(question, literal, value)
+                yield becoming(question, literal, value)
 
 
-def bases(question: Question) -> Iterator[Hypothesis]:
-    """Yield: frequencies of another base (the theta of a rotation) than those that the baseline keeps as a buffer."""
-    theirs = [float(value) for value in question.their_values if isinstance(value, (int, float)) and value > 1]
-    for node in question.trial.inputs:
-        value = question.trial.values[node]
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.numel() < 3:
-            continue
-        flat = value.flatten()
-        if flat.numel() != max(value.shape) or bool((flat <= 0).any()):
-            continue
-        steps = flat[1:] / flat[:-1]
-        if float(steps.std()) > 1e-5 * float(steps.abs().mean()) or float(steps[0]) >= 1:
-            continue
-        places = torch.arange(len(flat), dtype=torch.float64) / len(flat)
-        base = float(steps.mean()) ** -len(flat)
-        for other in dict.fromkeys([*theirs, *_BASES]):
-            if abs(other - base) > 1e-3 * base:
-                made = (flat[0] * other**-places).reshape(value.shape)
-                text = f"base of the frequencies (theta): {base:.6g} here, {other:.6g} in the candidate"
-                yield Hypothesis("position", text, {node: _value(made)})
-
-
-def solved(question: Question) -> Iterator[Hypothesis]:
-    """Yield: one number is another one, whichever it takes."""
-    for literal in _literals(question):
-        if isinstance(literal.value, bool) or not _is_continuous(question, literal):
-            continue
-        start = _start(question, literal)
-        found = _newton(question, literal, start)
-        if found is not None:
-            yield _becoming(question, literal, float(f"{found:.6g}"))
-            yield _becoming(question, literal, found)
-
-
-def _literals(question: Question) -> Iterator[Literal]:
+def literals(question: Question) -> Iterator[Literal]:
+    """Yield the arguments of all ops of the piece that are no tensors, last ops first."""
     for node in reversed(question.trial.ops):
         for literal in literals_of(node):
             if literal.name not in _SKIPPED:
                 yield literal
 
 
-def _becoming(question: Question, literal: Literal, value: Any) -> Hypothesis:
+def becoming(question: Question, literal: Literal, value: Any) -> Hypothesis:
+    """Return the hypothesis that one argument has another value."""
     return Hypothesis(
         _kind(question, literal), _text(question, literal, value), {literal.node: literal.becoming(value)}
     )
@@ -175,12 +142,12 @@ def _becoming(question: Question, literal: Literal, value: Any) -> Hypothesis:
 
 def _text(question: Question, literal: Literal, value: Any) -> str:
     op, name = op_name(literal.node), _named(question, literal)
-    if op in _FACTORS and value == 1 and literal.value != 1:
+    if op in FACTORS and value == 1 and literal.value != 1:
         verb = "multiplication" if op == "mul" else "division"
         return f"the {verb} by {shown(literal.value)} is missing"
-    if op in _SUMS and value == 0 and literal.value:
+    if op in SUMS and value == 0 and literal.value:
         return f"{shown(literal.value)} is not {'added' if op == 'add' else 'subtracted'}"
-    if op in _SUMS and isinstance(literal.value, int) and isinstance(value, (int, float)):
+    if op in SUMS and isinstance(literal.value, int) and isinstance(value, (int, float)):
         verb = "added" if op == "add" else "subtracted"
         return f"{shown(literal.value)} is {verb} here, {shown(value)} in the candidate"
     if op == "clamp" and value is None:
@@ -198,7 +165,7 @@ def _named(question: Question, literal: Literal) -> str:
     """Return what an argument is to people: the operand of a sum below a root is an epsilon."""
     if _is_epsilon(question, literal):
         return "eps"
-    if literal.name in ("other", "value", "1") and op_name(literal.node) in _FACTORS:
+    if literal.name in ("other", "value", "1") and op_name(literal.node) in FACTORS:
         return "factor" if op_name(literal.node) == "mul" else "divisor"
     if op_name(literal.node) == "pow" and literal.name == "self":
         return "base"
@@ -209,7 +176,7 @@ def _kind(question: Question, literal: Literal) -> str:
     if _is_epsilon(question, literal):
         return "eps"
     name, op = literal.name, op_name(literal.node)
-    if name == "scale" or (op in _FACTORS and isinstance(literal.value, float)):
+    if name == "scale" or (op in FACTORS and isinstance(literal.value, float)):
         return "scale"
     if name in _MASKS:
         return "mask"
@@ -262,7 +229,7 @@ def _usual(question: Question, literal: Literal) -> Iterator[Any]:
         yield from _WORDS.get(name, ())
     elif name == "scale" and "attention" in op:
         yield from _scales(question, literal.node)
-    elif isinstance(own, float) or (op in _FACTORS | _SUMS | {"pow"} and name in ("other", "self")):
+    elif isinstance(own, float) or (op in FACTORS | SUMS | {"pow"} and name in ("other", "self")):
         yield from _numbers(question, literal)
     elif isinstance(own, int):
         yield from _integers(question, literal)
@@ -280,16 +247,16 @@ def _numbers(question: Question, literal: Literal) -> Iterator[Any]:
         yield from _EPSILONS
         return
     op = op_name(literal.node)
-    if op in _FACTORS:
+    if op in FACTORS:
         yield 1.0
         if own > 0:
             yield from (own * own, math.sqrt(own), 1 / own if own else 1.0)
         yield from (-own, 2 * own, own / 2)
-    elif op in _SUMS:
+    elif op in SUMS:
         yield 0
         yield from (own + 1, own - 1, -own, 2 * own, own / 2)
     elif op == "pow" and literal.name == "self":
-        yield from _BASES
+        yield from BASES
     elif op == "pow":
         yield from (own + 1, own - 1, -own, own / 2, 2 * own)
     else:
@@ -341,65 +308,6 @@ def _lists(question: Question, literal: Literal) -> Iterator[list[Any]]:
 def _first_tensor(question: Question, node: Node) -> torch.Tensor | None:
     sources = [question.trial.values.get(source) for source in node.all_input_nodes]
     return next((value for value in sources if isinstance(value, torch.Tensor)), None)
-
-
-def _is_continuous(question: Question, literal: Literal) -> bool:
-    if literal.name == "scale":
-        return True
-    is_number = isinstance(literal.value, (int, float)) and literal.name in (
-        "other",
-        "self",
-        "eps",
-        "negative_slope",
-        "1",
-    )
-    return is_number and (isinstance(literal.value, float) or op_name(literal.node) in _FACTORS | _SUMS | {"pow"})
-
-
-def _start(question: Question, literal: Literal) -> float:
-    if literal.value is None:
-        query = question.trial.values[literal.node.args[0]]  # type: ignore[index]
-        return 1.0 / math.sqrt(query.shape[-1])
-    return float(literal.value)
-
-
-def _newton(question: Question, literal: Literal, start: float) -> float | None:
-    """Return the number for which the piece makes what the candidate made, by Gauss and Newton; None without one."""
-
-    def made(number: float) -> torch.Tensor | None:
-        return question.trial.changed({literal.node: literal.becoming(number)})
-
-    def residual(value: torch.Tensor) -> torch.Tensor:
-        keep = value.isfinite() & question.actual.isfinite()
-        keep = keep if question.valid is None else keep & question.valid
-        return torch.where(keep, question.actual.double() - value, 0.0)
-
-    number, value = start, question.right
-    if value.shape != question.actual.shape:
-        return None
-    for _ in range(_MOST_STEPS):
-        step = 1e-4 * abs(number) or 1e-8
-        beside = made(number + step)
-        if beside is None or beside.shape != value.shape:
-            return None
-        slope = (beside - value) / step
-        slope = torch.where(slope.isfinite(), slope, 0.0)
-        power = float(slope.square().sum())
-        if not power:
-            return None
-        moved = float((slope * residual(value)).sum()) / power
-        number += moved
-        following = made(number)
-        if following is None or not math.isfinite(number):
-            return None
-        value = following
-        if abs(moved) <= 1e-9 * abs(number):
-            break
-    return number if question.explains(value) else None
-
-
-def _value(value: torch.Tensor) -> Edit:
-    return lambda call: value
 
 
 def _is_whole(value: Any) -> bool:

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from glassengine.diagnose.hypotheses.arguments import another_op, as_theirs, bases, same_op, solved, usual, whole
+from glassengine.diagnose.hypotheses.arguments import another_op, as_theirs, same_op, usual, whole
 from glassengine.diagnose.hypotheses.hypothesis import Hypothesis
 from glassengine.diagnose.hypotheses.layouts import neighbours, permuted_operands, reshaped
 from glassengine.diagnose.hypotheses.masks import of_attention
 from glassengine.diagnose.hypotheses.operands import altered, another, exchanged, left_out
 from glassengine.diagnose.hypotheses.operations import activations, other_ops, variances
 from glassengine.diagnose.hypotheses.question import Question
+from glassengine.diagnose.hypotheses.solved import bases, solved
 from glassengine.diagnose.hypotheses.weights_read import another_layer, weights
 from glassengine.diagnose.hypotheses.wholes import another_tensor, in_its_own_dtype, rearranged, scaled
 
