@@ -9,7 +9,7 @@ from glassengine.errors import UnknownNameError, first_line
 OPENVINO = (
     "Exception from src/inference/src/cpp/infer_request.cpp:104:\n"
     "Exception from src/inference/src/cpp/infer_request.cpp:67:\n"
-    "Check 'shape.compatible(ov::PartialShape(tensor->get_shape()))' failed at src/plugins/intel_cpu/src/infer.cpp:385:\n"
+    "Check 'shape.compatible(ov::PartialShape(tensor->get_shape()))' failed at src/plugins/cpu/infer.cpp:385:\n"
     "Can't set the input tensor with index: 0\n\n"
 )
 

@@ -83,7 +83,7 @@ def model_addition_debugger_context(
         failed = False
     finally:
         try:
-            _write(aside, folder, name, notes.by_step, use_repr=use_repr)
+            _write(aside, folder, name, notes, use_repr=use_repr)
         except GlassError:
             # What the user's own code raised comes first.
             if not failed:
@@ -91,13 +91,13 @@ def model_addition_debugger_context(
             _log.exception("the debug tree of %s cannot be written; its recording is in %s", name, aside)
 
 
-def _write(aside: Path, folder: Path, name: str, notes: Mapping[int, list[tuple[str, str]]], *, use_repr: bool) -> None:
+def _write(aside: Path, folder: Path, name: str, notes: _Notes, *, use_repr: bool) -> None:
     recording = Recording.open(own_directory(aside))
     if recording.entries:
         _move_earlier(folder, name)
         versions = recording.metadata.get("environment", {}).get("versions")
         writer = TreeWriter(folder, name, use_repr=use_repr, versions=versions)
-        for path in writer.write(recording, recording.entries, notes):
+        for path in writer.write(recording, recording.entries, notes.by_step, notes.calls):
             _log.info("wrote %s", path)
     shutil.rmtree(aside)
 
@@ -160,10 +160,12 @@ class _Notes:
 
     Attributes:
         by_step: Step -> (site, text), in the order of the calls.
+        calls: Step -> (path with call, that of its caller), in the order in which they began.
     """
 
     def __init__(self, model: nn.Module, recorder: Recorder, pruned: str | None) -> None:
         self.by_step: dict[int, list[tuple[str, str]]] = {}
+        self.calls: dict[int, list[tuple[str, str | None]]] = {}
         self._recorder = recorder
         self._pruned = re.compile(pruned) if pruned is not None else None
         self._modules = dict.fromkeys(model.modules())
@@ -187,9 +189,13 @@ class _Notes:
         place = self._recorder.current_call
         if place is None or (self._pruned is not None and self._pruned.match(place[1])):
             place = None
+        callers = [outer for _, outer in calls if outer is not None and place is not None and outer[0] == place[0]]
         calls.append((module, place))
         if place is not None:
             step, where = place
+            # A wrapper and what it wraps are one call.
+            if not callers or callers[-1] != place:
+                self.calls.setdefault(step, []).append((where, callers[-1][1] if callers else None))
             self._note(step, where, ":in", args)
             self._note(step, where, ":in", kwargs)
 

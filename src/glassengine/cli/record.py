@@ -136,10 +136,10 @@ def _script(line: ScriptLine, output_dir: str, policy: dict[str, Any], json: boo
             # As it was named: the directory that the script has changed to is not the one of the shell.
             named = Path(output_dir) / Path(path).relative_to(absolute)
             err.print(f"recorded {named}: glass show {named}")
-    named = environment.debug_artifacts_dir()
-    if named is not None:
-        for path in map(Path, result.recordings):
-            _write_steps(path, named / path.relative_to(absolute))
+    artifacts = environment.debug_artifacts_dir()
+    if artifacts is not None:
+        for recording in map(Path, result.recordings):
+            _write_steps(recording, artifacts / recording.relative_to(absolute))
     if result.reason is not None and not json:
         err.print(Text.assemble(("error:", "bold red"), " ", result.reason))
     return result.status or (0 if result.recordings else IncomparableError.exit_status)

@@ -26,6 +26,7 @@ from glassengine.compare.ranks import PutTogether
 from glassengine.compare.requirements import (
     check_arguments,
     nothing_to_compare,
+    printed_statistics,
     require_names,
     require_same_tokens,
 )
@@ -49,6 +50,8 @@ from glassengine.results import (
     worst,
 )
 from glassengine.sites import matches, patterns_of
+
+_PRINTED = "uncalibrated: only mean, deviation, minimum and maximum are there, as they were printed"
 
 
 def compare(
@@ -99,6 +102,8 @@ def compare(
     show_only, transpose = patterns_of(show_only, "show_only"), patterns_of(transpose, "transpose")
     rules = None if map is None else load_map(map)
     left, right = (side if not isinstance(side, str | Path) else open_source(side) for side in (baseline, candidate))
+    printed = printed_statistics(left, right)
+    left, right = printed or (left, right)
     require_same_tokens(left, right)
     left, right = sides_of_one_rank(left, right)
     require_names(show_only, left, right)
@@ -150,6 +155,8 @@ def compare(
         coverage=coverage,
         calibration=f"another precision: drift, {' against '.join(dtypes)}"
         if is_drift and dtypes is not None
+        else _PRINTED
+        if printed is not None
         else _calibration(pairs, floor, left, why_not),
         standing=_standing(reason, over, is_bad=is_bad),
         drift=drift,

@@ -32,8 +32,8 @@ def read_metrics(source: str | Path) -> MetricsReport:
     """Read a report.
 
     Args:
-        source: A file, or lines of text: what `metrics_report()` or `torch_xla.debug.metrics.metrics_report()` returned,
-            a log that contains one of them, or JSON: `metrics().to_dict()` or what a command printed with
+        source: A file, or lines of text: what `metrics_report()` or `torch_xla.debug.metrics.metrics_report()` gave, a
+            log that contains one of them, or JSON: `metrics().to_dict()` or what a command printed with
             `--json --metrics`.
 
     Raises:

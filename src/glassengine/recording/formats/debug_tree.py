@@ -5,8 +5,10 @@
     <Class>.<path>_inputs_args_0.safetensors, ..._inputs_kwargs_<key>, ..._outputs, ..._outputs_<index>
 
 Beyond the original: results of containers are kept; later steps and ranks have files of their own, as in
-`_debug_tree_step1`; later calls of a module have a number ("call") and file names of their own; caches are under "kv";
-statistics are those of float64 and of the finite elements, the others are counted. Text that shows only the edges of a
+`_debug_tree_step1`; later calls of a module have a number ("call") and file names of their own; caches are under "kv".
+Statistics are the original's to the last digit where all elements are finite; else those of the finite ones, and the
+others are counted. A node is inside of the call that called it where the calls are known, as in the original, else in
+the module that holds it. Text that shows only the edges of a
 tensor carries a checksum of the whole, so that the files are equal only where the values are.
 """
 
@@ -17,7 +19,7 @@ import math
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,6 +44,12 @@ _VALUES = ("value", "crc32")
 Notes = Mapping[int, Iterable[tuple[str, str]]]
 """Step -> (site, text) of inputs and results that are no tensors."""
 
+CallsOfSteps = Mapping[int, Sequence[tuple[str, str | None]]]
+"""Step -> (path with call, that of its caller or None) of every call, in the order in which they begin."""
+
+# Of these the original prints statistics, computed in their own dtype.
+_MEASURED = (torch.float16, torch.float32, torch.bfloat16)
+
 
 class _Source(Protocol):
     def tensor(self, entry: Entry) -> Tensor:
@@ -65,13 +73,20 @@ class TreeWriter:
         self._versions = versions
         self._names: set[str] = set()
 
-    def write(self, source: _Source, entries: Iterable[Entry], notes: Notes | None = None) -> list[Path]:
+    def write(
+        self,
+        source: _Source,
+        entries: Iterable[Entry],
+        notes: Notes | None = None,
+        calls: CallsOfSteps | None = None,
+    ) -> list[Path]:
         """Write a tree of each step and rank, and return the JSON files.
 
         Args:
             source: Has the values.
             entries: What of it is written.
             notes: What the trees say beside it.
+            calls: Who called whom; None nests by module path.
 
         Raises:
             UsageError: The directory cannot be written.
@@ -84,7 +99,8 @@ class TreeWriter:
             aside = Path(tempfile.mkdtemp(prefix=".partial-", dir=self._folder))
             try:
                 for (step, rank), part in sorted(parts.items(), key=lambda item: item[0]):
-                    tree = self._tree(source, part, (notes or {}).get(step, ()), aside)
+                    order = _Calls(self._class_name, (calls or {}).get(step, ()))
+                    tree = self._tree(source, part, (notes or {}).get(step, ()), aside, order)
                     place = _place(step, rank)
                     facts = {"step": step, "rank": rank, "versions": self._versions}
                     tree["metadata"] = {key: value for key, value in facts.items() if value is not None}
@@ -100,9 +116,13 @@ class TreeWriter:
         return [self._folder / name for name in written]
 
     def _tree(
-        self, source: _Source, entries: Iterable[Entry], notes: Iterable[tuple[str, str]], aside: Path
+        self,
+        source: _Source,
+        entries: Iterable[Entry],
+        notes: Iterable[tuple[str, str]],
+        aside: Path,
+        calls: _Calls,
     ) -> dict[str, Any]:
-        calls = _Calls(self._class_name)
         for entry in entries:
             node, port, keys = calls.place(entry.site)
             stem = calls.stem(entry.site) + _place(entry.step, entry.rank)
@@ -131,7 +151,9 @@ class TreeWriter:
             name = self._file_name(stem)
             save_file({"data": tensor.contiguous()}, aside / f"{name}.safetensors")
             described["value"] = f"./{name}.safetensors"
-        if found.num_finite:
+        if found.num_finite == found.num_elements and found.num_elements and tensor.dtype in _MEASURED:
+            described |= _measured(tensor)
+        elif found.num_finite:
             std = math.sqrt(found.m2 / max(found.num_finite - 1, 1))
             for key, value in {"mean": found.mean, "std": std, "min": found.min, "max": found.max}.items():
                 described[key] = f"tensor({value:.4e})"
@@ -162,12 +184,23 @@ class TreeWriter:
 
 
 class _Calls:
-    """The nodes of one tree: one per call of a module, in the order of the calls."""
+    """The nodes of one tree: one per call of a module, in the order of the calls.
 
-    def __init__(self, class_name: str) -> None:
+    Args:
+        class_name: Of the model.
+        known: As in `CallsOfSteps`, of one step.
+    """
+
+    def __init__(self, class_name: str, known: Iterable[tuple[str, str | None]]) -> None:
         self._class_name = class_name
         self._nodes: dict[tuple[str, int], dict[str, Any]] = {}
+        self._callers: dict[tuple[str, int], tuple[str, int]] = {}
         self._node(ROOT, 0)
+        for called, caller in known:
+            key = _parts(called)[:2]
+            self._node(*key)
+            if caller is not None:
+                self._callers[key] = _parts(caller)[:2]
 
     def place(self, site: str) -> tuple[dict[str, Any], str, list[int | str]]:
         """Return the node of a site, its port, and the keys within it."""
@@ -195,9 +228,12 @@ class _Calls:
         for position, (path, _) in enumerate(order):
             calls_of.setdefault(path, []).append(position)
         children: dict[int, list[dict[str, Any]]] = {}
+        places = {key: position for position, key in enumerate(order)}
         for position, (path, call) in enumerate(order):
             if (path, call) != (ROOT, 0):
-                children.setdefault(_holder(path, position, calls_of), []).append(self._nodes[path, call])
+                caller = self._callers.get((path, call))
+                holder = places[caller] if caller in places else _holder(path, position, calls_of)
+                children.setdefault(holder, []).append(self._nodes[path, call])
         for position, key in enumerate(order):
             node = self._nodes[key]
             inputs = node.pop("inputs")
@@ -226,6 +262,16 @@ class _Calls:
 
     def _full(self, path: str) -> str:
         return self._class_name if path == ROOT else f"{self._class_name}.{path}"
+
+
+def _measured(tensor: Tensor) -> dict[str, str]:
+    """Return statistics as the original prints them: of one element there is no deviation."""
+    std = tensor.std() if tensor.numel() > 1 else tensor.new_tensor(float("nan"))
+    with torch._tensor_str.printoptions(sci_mode=True, precision=4):
+        return {
+            name: repr(value)
+            for name, value in (("mean", tensor.mean()), ("std", std), ("min", tensor.min()), ("max", tensor.max()))
+        }
 
 
 def _place(step: int, rank: int) -> str:

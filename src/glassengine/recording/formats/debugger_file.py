@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from glassengine.errors import CorruptError
@@ -37,6 +38,7 @@ _TREE = re.compile(r"(?P<name>.+)_debug_tree(?:_step(?P<step>\d{1,9}))?(?:_rank(
 _SHAPE = re.compile(r"torch\.Size\(\[((?:\d+(?:, )?)*)\]\)")
 _PRINTED = {"float32": "float16", "float64": "float16", "complex64": "complex32", "complex128": "complex32"}
 _IN_FULL = re.compile(r"\d\.\d{15}")
+_NUMBER = re.compile(r"tensor\(([-+.\deE]+|nan|-?inf)(?:, [^()]*)?\)")
 _MAX_DEPTH = 200
 
 
@@ -65,6 +67,7 @@ class DebuggerFile:
         self._places: dict[Entry, _Place] = {}
         self._taken: set[tuple[str, int, int]] = set()
         self._skipped: list[Skipped] = []
+        self._printed: dict[Entry, Tensor] = {}
         names = {_TREE.fullmatch(_stem(file.path)) for file in files}
         several = len({found["name"] for found in names if found}) > 1
         entries: list[Entry] = []
@@ -91,6 +94,10 @@ class DebuggerFile:
         if (stored.dtype, stored.shape) != (entry.dtype, entry.shape):
             raise CorruptError("a file changed while it was being read", got=str(source.path))
         return source.tensor(stored)
+
+    def statistics(self) -> PrintedStatistics | None:
+        """Return what is printed of tensors without values; None where there are values, or nothing is printed."""
+        return PrintedStatistics(self.path, self._printed) if self._printed and not self.entries else None
 
     def _tree(self, file: JsonFile, step: int, rank: int, several: bool) -> Iterator[Entry]:
         root = file.document["module_path"]
@@ -119,6 +126,7 @@ class DebuggerFile:
         if dtype not in STORED:
             return f"no arithmetic for {dtype[:80]}"
         if value is None:
+            self._printed |= dict(_statistics(site, step, rank, dtype, shape, found))
             return "statistics only: the values are in the file that ends in _FULL_TENSORS.json"
         nbytes = math.prod(shape) * STORED[dtype][1].itemsize * STORED[dtype][2]
         if isinstance(value, str):
@@ -142,6 +150,42 @@ class DebuggerFile:
             return "its values are neither text nor a file"
         self._places[entry] = _Place(folder, value, dtype)
         return entry
+
+
+class PrintedStatistics:
+    """The statistics of a tree without values, as tensors: four numbers of each float tensor, and its shape.
+
+    Deviation, mean, minimum and maximum, the last three from one deviation up or down: what is near zero beside the
+    spread of its tensor is then judged by that spread.
+    """
+
+    def __init__(self, path: Path, tensors: dict[Entry, Tensor]) -> None:
+        self.path = path
+        self.metadata: dict[str, Any] = {}
+        self.complete = True
+        self.skipped: tuple[Skipped, ...] = ()
+        self.entries = tuple(sorted(tensors, key=lambda entry: (entry.step, entry.rank)))
+        self._tensors = tensors
+
+    def tensor(self, entry: Entry) -> Tensor:
+        """Return the numbers of one of `entries`."""
+        return self._tensors[entry]
+
+
+def _statistics(
+    site: str, step: int, rank: int, dtype: str, shape: tuple[int, ...], found: dict[str, Any]
+) -> Iterator[tuple[Entry, Tensor]]:
+    sizes = torch.tensor(shape, dtype=torch.int64)
+    yield Entry(f"{site}:shape", step, rank, "int64", tuple(sizes.shape), nbytes=sizes.nbytes), sizes
+    printed = [_NUMBER.fullmatch(str(found.get(name))) for name in ("std", "mean", "min", "max")]
+    if not all(printed):
+        return
+    std, mean, least, most = (float(number[1]) for number in printed if number)
+    spread = std if math.isfinite(std) else 0.0
+    numbers = torch.tensor([spread, mean + spread, least - spread, most + spread], dtype=torch.float32)
+    # Printed in five digits, whatever they were computed in.
+    precision = dtype if dtype == "bfloat16" else "float16"
+    yield Entry(site, step, rank, precision, (4,), nbytes=numbers.nbytes), numbers
 
 
 def is_tree(document: Any) -> bool:
