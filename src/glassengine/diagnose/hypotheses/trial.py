@@ -11,9 +11,10 @@ from torch.utils import _pytree as pytree
 
 from glassengine.diagnose.cut_graph import Piece
 from glassengine.diagnose.float64 import retarget, target_of
+from glassengine.errors import BackendError
 from glassengine.program.naming import PRODUCTS, op_name
 
-FAILS = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, AssertionError)
+FAILS = (BackendError, RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, AssertionError)
 """What an op raises that is called with what it does not take."""
 
 _MOST_WORK = 400_000_000

@@ -180,12 +180,18 @@ def _cast(x: Tensor, *, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
+def _cast_like(x: Tensor, other: Tensor) -> Tensor:
+    return x.to(other.dtype)
+
+
 CAST = OnnxFunction(_cast, "_to_copy")
 
 
 @translation("Cast", "CastLike")
 def _casts(node: OnnxNode) -> Call:
     is_like = node.proto.op_type == "CastLike"
+    if is_like and not node.element_type(1):  # inside of a graph whose types are not known
+        return OnnxFunction(_cast_like, "_to_copy"), tuple(node.inputs), {}
     dtype = torch_dtype(node.element_type(1) if is_like else node.attributes["to"])
     if dtype is None:
         raise NotImplementedError("a cast to a type that torch does not have")

@@ -21,6 +21,15 @@ if TYPE_CHECKING:
     import onnx
 
 _STANDARD = ("", "ai.onnx")
+_RANDOM = {
+    "Bernoulli": "bernoulli",
+    "Multinomial": "multinomial",
+    "RandomNormal": "randn",
+    "RandomNormalLike": "randn_like",
+    "RandomUniform": "rand",
+    "RandomUniformLike": "rand_like",
+}
+"""Operators whose result is drawn anew -> the ATen ops of which that is known."""
 
 
 class OneNode:
@@ -129,5 +138,6 @@ def one_node(
     fixed: frozenset[str] = frozenset(),
 ) -> OnnxFunction:
     """Return a function that evaluates a node by itself; for the arguments see `OneNode`."""
-    name = f"{proto.domain}.{proto.op_type}".lstrip(".")
+    name = _RANDOM.get(proto.op_type) if proto.domain in _STANDARD else None
+    name = name or f"{proto.domain}.{proto.op_type}".lstrip(".")
     return OnnxFunction(OneNode(proto, opsets, element_types, ir_version, fixed), name)

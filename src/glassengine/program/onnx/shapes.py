@@ -220,7 +220,10 @@ def _range(node: OnnxNode) -> Call:
     return OnnxFunction(_counted, "arange"), arguments, {"dtype": torch_dtype(node.element_type(0))}
 
 
-def _counted(start: Any, limit: Any, delta: Any, *, dtype: torch.dtype) -> Tensor:
+def _counted(start: Any, limit: Any, delta: Any, *, dtype: torch.dtype | None) -> Tensor:
+    if dtype is None:  # inside of a graph whose types are not known
+        numbers = (start[0], limit[0], delta[0])
+        dtype = torch.float32 if any(isinstance(number, float) for number in numbers) else torch.int64
     number = max(0, math.ceil((limit[0] - start[0]) / delta[0]))
     exact = torch.float64 if dtype.is_floating_point else torch.int64
     found: Tensor = start[0] + torch.arange(number, dtype=exact) * delta[0]

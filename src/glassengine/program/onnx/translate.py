@@ -8,6 +8,7 @@ graph of their own.
 from __future__ import annotations
 
 import inspect
+import logging
 import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,9 +32,13 @@ from glassengine.program.onnx.types import UNKNOWN_SIZE, ValueType
 if TYPE_CHECKING:
     import onnx
 
+logger = logging.getLogger("glassengine")
+
 _STANDARD = ("", "ai.onnx")
 _TUPLES = frozenset({"TopK", "Split", "DynamicQuantizeLinear"})
 """Operators whose translations return a tuple even where the node has one result."""
+_NOT_BY_DEFINITION = frozenset({"Bernoulli", "SequenceMap"})
+"""Operators that are random, or have no tensors."""
 _LITTLE_USED = (torch.uint16, torch.uint32, torch.uint64)
 """Dtypes that torch has, but few kernels for."""
 _MOST_DEPTH = 32
@@ -164,14 +169,58 @@ class Translator:
             return called_function(self._function(function, proto), proto.op_type), tuple(inputs), _PRECISION
         kinds = [self._types[name].element_type if name in self._types else 0 for name in proto.input]
         is_known = proto.domain in _STANDARD and proto.op_type in TRANSLATIONS
-        if is_known and not any(torch_dtype(kind) in _LITTLE_USED for kind in kinds):
+        is_little_used = any(torch_dtype(kind) in _LITTLE_USED for kind in kinds)
+        if is_known and not is_little_used:
             try:
                 return self._translated(proto, inputs, kinds)
             except (NotImplementedError, TypeError, KeyError):
                 pass  # a form of the operator that has no translation
+        definition = None if is_little_used else self._definition(proto)
+        if definition is not None:
+            try:
+                body = self._function(definition, proto)
+            except (UsageError, NotImplementedError, TypeError, KeyError, ValueError):
+                pass  # it has sequences, say
+            else:
+                return called_function(body, proto.op_type), tuple(inputs), _PRECISION
         opsets = [*self._model.opset_import]
         fixed = frozenset(name for name in proto.input if name in self._fixed)
         return one_node(proto, opsets, kinds, self._model.ir_version, fixed), tuple(inputs), _PRECISION
+
+    def _definition(self, proto: onnx.NodeProto) -> onnx.FunctionProto | None:
+        """Return what the standard defines an operator by, in terms of others; None where it is no such operator."""
+        import onnx
+
+        if proto.domain not in _STANDARD or proto.op_type in _NOT_BY_DEFINITION:
+            return None
+        opset = self._opsets.get("", self._opsets.get("ai.onnx", 1))
+        try:
+            schema = onnx.defs.get_schema(proto.op_type, opset)
+            if schema.has_context_dependent_function:
+                types = [self._type_proto(name) for name in proto.input]
+                found = schema.get_context_dependent_function(proto.SerializeToString(), types)
+            elif schema.has_function:
+                found = schema.function_body.SerializeToString()
+            else:
+                return None
+        except Exception as error:  # of a checker that has no types, for a node that it does not take
+            logger.debug("%s is not expanded: %s", proto.op_type, error)
+            return None
+        function = onnx.FunctionProto()
+        function.ParseFromString(found)
+        named = {entry.name for entry in (*function.attribute_proto, *proto.attribute)}
+        defaults = (attribute.default_value for attribute in schema.attributes.values())
+        function.attribute_proto.extend(value for value in defaults if value.name and value.name not in named)
+        return function if function.node else None
+
+    def _type_proto(self, name: str) -> bytes:
+        from onnx import TypeProto, helper
+
+        kind = self._types.get(name)
+        if kind is None:
+            return TypeProto().SerializeToString()
+        shape = None if kind.shape is None else [None if size == UNKNOWN_SIZE else size for size in kind.shape]
+        return bytes(helper.make_tensor_type_proto(kind.element_type, shape).SerializeToString())
 
     def _translated(self, proto: onnx.NodeProto, inputs: list[Node | None], kinds: list[int]) -> Call:
         node = OnnxNode(
