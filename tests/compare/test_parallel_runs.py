@@ -267,6 +267,15 @@ def test_f11_ranks_against_ranks_name_op_and_rank(name: str, site: str, rank: in
     assert compare(right, right).verdict == "identical"
 
 
+def test_f11_what_all_ranks_have_wrong_is_no_single_ranks(tmp_path: Path) -> None:
+    of = mesh(tensor=2)
+    right = write_ranks(tmp_path / "x", of.run())
+    unreduced = write_ranks(tmp_path / "y", dataclasses.replace(of, reduces=lambda layer: layer != 1).run())
+    found = compare(right, unreduced).first_divergence
+    assert found is not None and (found.site, found.rank) == ("layers.1.down", None)
+    assert found.hints[0].kind == "reduction"
+
+
 def test_f11_the_screen_names_the_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     of = mesh(tensor=2)
 

@@ -21,7 +21,7 @@ from glassengine.compare.maps import TensorMap, load_map
 from glassengine.compare.matching import Match, Matching, match
 from glassengine.compare.phases import phase_of
 from glassengine.compare.precision import Precision, over_budget, two_precisions
-from glassengine.compare.rank_hints import rank_hints, wrong_ranks
+from glassengine.compare.rank_and_hints import rank_and_hints
 from glassengine.compare.ranks import PutTogether
 from glassengine.compare.requirements import (
     check_arguments,
@@ -41,7 +41,6 @@ from glassengine.results import (
     VERDICTS,
     Comparison,
     Divergence,
-    Hint,
     Pair,
     Skipped,
     Standing,
@@ -248,6 +247,7 @@ def _first_divergence(
         return None
     found = min(flagged, key=lambda i: (worst_first[pairs[i].verdict], order.key(judged[i].baseline)))
     pair, entry = pairs[found], judged[found].baseline
+    rank, hints = rank_and_hints(found, pairs, judged, left, right)
     sources, candidate_sources = (side.metadata.get("sources") for side in (left, right))
     source = sources.get(entry.site) if isinstance(sources, dict) else None
     there = candidate_sources.get(pair.candidate_site) if isinstance(candidate_sources, dict) else None
@@ -263,32 +263,10 @@ def _first_divergence(
         beta=None,
         introduced=None,
         inherited=None,
-        hints=_hints(judged[found], left, right),
+        hints=hints,
         candidate_source=there if isinstance(there, str) else None,
-        rank=_rank(judged[found], left, right),
+        rank=rank,
     )
-
-
-def _rank(match: Match, left: TensorSource, right: TensorSource) -> int | None:
-    """Return the rank that has a tensor wrong; None where all have, or there is one."""
-    if isinstance(left, PutTogether) or isinstance(right, PutTogether):
-        if match.rule is not None:
-            return None
-        sides = ((right, match.candidates[0], left, match.baseline), (left, match.baseline, right, match.candidates[0]))
-        side, own, other, counterpart = sides[0] if isinstance(right, PutTogether) else sides[1]
-        assert isinstance(side, PutTogether)
-        return next(iter(wrong_ranks(side, own, other.tensor(counterpart))), None)
-    return match.baseline.rank if any(entry.rank != match.baseline.rank for entry in left.entries) else None
-
-
-def _hints(match: Match, left: TensorSource, right: TensorSource) -> tuple[Hint, ...]:
-    if match.rule is not None:
-        return ()
-    if isinstance(right, PutTogether):
-        return rank_hints(right, match.candidates[0], left.tensor(match.baseline))
-    if isinstance(left, PutTogether):
-        return rank_hints(left, match.baseline, right.tensor(match.candidates[0]))
-    return ()
 
 
 def _not_ok_because(

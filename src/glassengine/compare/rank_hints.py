@@ -12,7 +12,7 @@ from glassengine.compare.assembly import EXPLAINED, MEAN, SUM, Assembly, error_o
 from glassengine.compare.hints import tensor_hints
 from glassengine.compare.phases import is_of_activation, is_of_parameter
 from glassengine.compare.ranks import PutTogether
-from glassengine.compare.spread import sample_of
+from glassengine.compare.spread import Arrangement, Part, sample_of
 from glassengine.recording.layout import Entry
 from glassengine.results import Hint
 
@@ -68,6 +68,21 @@ def wrong_ranks(source: PutTogether, entry: Entry, whole: Tensor) -> tuple[int, 
     worst = max(errors.values())
     wrong = tuple(sorted(rank for rank, size in errors.items() if size > EXPLAINED * worst))
     return wrong if len(wrong) < len(errors) else ()
+
+
+def hints_of_copies(parts: Sequence[Part], site: str, whole: Tensor) -> tuple[Hint, ...]:
+    """Return what explains that no rank has `whole`, which all should have."""
+    if not whole.is_floating_point() or any(part.tensor.shape != whole.shape for part in parts):
+        return ()
+    everywhere = (None,) * whole.dim()
+    way = Arrangement(tuple(whole.shape), (everywhere,) * len(parts), ((),) * len(parts), ())
+    is_one = all(torch.equal(parts[0].tensor, part.tensor) for part in parts[1:])
+    assembly = Assembly(tuple(parts), way, differ=not is_one)
+    judged = assembly.whole(whole)
+    error = error_of(judged, whole)
+    if not 0 < error < math.inf:
+        return ()
+    return (*_of_sums(assembly, site, whole, error), *tensor_hints(whole.double(), judged, None))
 
 
 def _of_sums(assembly: Assembly, site: str, whole: Tensor, error: float) -> Iterator[Hint]:
