@@ -26,6 +26,13 @@ def wrong():
 def vision():
     return models.vision()
 
+class Nested(nn.Module):
+    def forward(self, batch):
+        return batch["x"] + batch["y"]
+
+def nested():
+    return Nested()
+
 def fails():
     raise ValueError("no weights here")
 """
@@ -104,13 +111,13 @@ def test_json_to_a_file_keeps_the_screen(
         (["nowhere/at/all"], 2, "unknown model"),
         (["{file}:missing"], 2, "unknown function"),
         (["{file}:fails"], 2, "ValueError: no weights here"),
-        (["{file}:vision"], 2, "inputs must be given"),
+        (["{file}:nested"], 2, "give inputs with --inputs"),
         (["{file}:clean", "--inputs", "nothing.json"], 2, "nothing.json"),
         (["{file}:clean", "--dtype", "float99"], 2, "unknown dtype"),
         # Said before anything is loaded.
         (["nowhere/at/all", "--backend", "inducktor"], 2, "nearest: inductor"),
         (["{file}:clean", "--candidate", "{file}:wrong", "--backend", "eager"], 2, "leave them out"),
-        (["{file}:clean", "--candidate", "{file}:vision", "--inputs", "{ids}"], 4, "different kinds"),
+        (["{file}:clean", "--candidate", "{file}:vision", "--inputs", "{ids}"], 4, "takes other inputs"),
         (
             ["{file}:clean", "--pass", "{file}:missing", "--backend", "eager", "--inputs", "{ids}"],
             2,

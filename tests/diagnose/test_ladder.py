@@ -324,9 +324,19 @@ def test_too_little_coverage_is_not_ok(llama: nn.Module, token_ids: str) -> None
     assert not result.ok and result.too_little and "coverage" in str(result.not_ok_because)
 
 
-def test_a_plain_module_needs_inputs() -> None:
-    with pytest.raises(UsageError, match="inputs must be given"):
-        check(models.vision())
+def test_f3_a_plain_module_is_checked_on_inputs_that_are_made_up() -> None:
+    result = check(models.vision(), backend="eager")
+    assert result.ok
+    assert {(one.name, one.origin) for case in result.inputs for one in case.inputs} == {("pixel_values", "made up")}
+
+
+def test_a_plain_module_whose_inputs_cannot_be_made_up() -> None:
+    class Nested(torch.nn.Module):
+        def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            return batch["x"] + batch["y"]
+
+    with pytest.raises(UsageError, match="give inputs with --inputs"):
+        check(Nested())
 
 
 def test_the_result_is_json_with_the_documented_keys(llama: nn.Module, token_ids: str) -> None:

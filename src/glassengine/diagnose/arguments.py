@@ -19,9 +19,9 @@ from torch.utils import _pytree as pytree
 
 from glassengine.errors import IncomparableError
 from glassengine.program import LoadedModel
-from glassengine.program.example_inputs import MadeUp
 from glassengine.program.export import named_inputs
 from glassengine.program.inputs.observe import Use, uses_of
+from glassengine.program.inputs.steps import MadeUp
 from glassengine.program.module_state import holding
 from glassengine.program.raised import described
 

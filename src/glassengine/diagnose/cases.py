@@ -21,9 +21,9 @@ from glassengine.errors import UsageError
 from glassengine.inputs_used import InputUsed, Origin, input_used
 from glassengine.program import LoadedModel, load_inputs
 from glassengine.program.causal_lm import accepted
-from glassengine.program.example_inputs import MadeUp
 from glassengine.program.export import named_inputs
 from glassengine.program.image_text import first_constants, following_constants
+from glassengine.program.inputs.steps import MadeUp
 
 PROMPTS = (
     "The value of an expression is computed when it is first needed, and",

@@ -38,8 +38,10 @@ from glassengine.engine.build import build_program
 from glassengine.engine.engine import Engine
 from glassengine.errors import GlassError, IncomparableError, UsageError
 from glassengine.program import LoadedModel, Program, example_inputs, export_program, load_inputs
-from glassengine.program.example_inputs import MadeUp
+from glassengine.program.inputs.modules import module_inputs
 from glassengine.program.inputs.programs import stored_inputs
+from glassengine.program.inputs.steps import MadeUp
+from glassengine.program.load import is_pretrained
 from glassengine.program.outputs import OutputPlan, plan_outputs
 from glassengine.program.passes import apply_pass
 from glassengine.results import Skipped, WeightsComparison
@@ -245,7 +247,9 @@ def arguments_of(model: LoadedModel, inputs: Inputs) -> Sequence[Mapping[str, An
     if inputs is None:
         if model.stored is not None:
             return stored_inputs(model.module, model.stored)
-        return example_inputs(model.module, model.directory)
+        if is_pretrained(model.module):
+            return example_inputs(model.module, model.directory)
+        return module_inputs(model.module, model.spec)
     given = load_inputs(inputs) if isinstance(inputs, str) else inputs
     if model.stored is not None or isinstance(given, MadeUp):
         return given

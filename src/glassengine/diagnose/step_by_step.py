@@ -18,7 +18,7 @@ from torch import nn
 from glassengine.diagnose.arguments import Arguments, matched
 from glassengine.errors import UsageError
 from glassengine.program import LoadedModel, Program, export_program
-from glassengine.program.example_inputs import MadeUp
+from glassengine.program.inputs.steps import MadeUp
 from glassengine.program.module_state import ModuleState, remembers, states_before
 from glassengine.program.specialized import SPECIALIZED
 from glassengine.results import Comparison, Result, Skipped, SliceMaxima

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from glassengine.errors import UsageError
-from glassengine.inputs_used import Origin
+from glassengine.program.inputs.steps import MadeUp
 from glassengine.program.states import keeps_states
 
 SIZES = ((2, 6), (3, 9), (1, 1))
@@ -78,30 +78,6 @@ def encoder_inputs(module: nn.Module, directory: str | None = None) -> MadeUp:
     steps = example_inputs(module, directory)
     kept = ({key: value for key, value in step.items() if key not in others} for step in steps)
     return MadeUp(kept, recipes=steps.recipes)
-
-
-class MadeUp(list[dict[str, Any]]):
-    """Steps that nobody gave.
-
-    Args:
-        steps: Keyword arguments of each.
-        recipes: How each input was made, by name, in words.
-        origin: Where they come from.
-        num_in_file: How many of them, the first ones, nobody made up: they lie in the file of the model.
-    """
-
-    def __init__(
-        self,
-        steps: Iterable[dict[str, Any]] = (),
-        *,
-        recipes: Mapping[str, str] | None = None,
-        origin: Origin = "made up",
-        num_in_file: int = 0,
-    ) -> None:
-        super().__init__(steps)
-        self.recipes = dict(recipes or {})
-        self.origin: Origin = origin
-        self.num_in_file = num_in_file
 
 
 @contextlib.contextmanager
@@ -170,15 +146,18 @@ class _Maker:
         return ids
 
     def mask(self, tokens: int) -> torch.Tensor:
-        """[B, S] int64; the last row has two tokens of padding."""
+        """[B, S] int64; the last row has two tokens of padding on its right, one before it has one on its left."""
         mask = torch.ones((self._batch, tokens), dtype=torch.int64)
         if tokens > 2:
             mask[-1, -2:] = 0
+            if self._batch > 2:
+                mask[1, 0] = 0
         return mask
 
     def types(self, tokens: int) -> torch.Tensor:
-        """[B, S] int64: a first and a second text."""
-        return (torch.arange(tokens) >= tokens // 2).long().repeat(self._batch, 1)
+        """[B, S] int64: a first and a second text, which begins elsewhere in each row."""
+        starts = torch.tensor([max(1, tokens // (2 + row)) if row < 2 else 1 for row in range(self._batch)])
+        return (torch.arange(tokens) >= starts[:, None]).long()
 
     def images(self, _: int) -> torch.Tensor:
         """[B, C, H, W]."""
@@ -221,8 +200,8 @@ _MAKERS = {
 
 _RECIPES = {
     "input_ids": "token ids, several values a row",
-    "attention_mask": "zeros and ones: padding at the end of the last row",
-    "token_type_ids": "a first and a second text",
+    "attention_mask": "zeros and ones: padding at the end of the last row, at the beginning of another, none in the first",
+    "token_type_ids": "a first and a second text, which begins elsewhere in each row",
     "pixel_values": "random, of the size that the configuration states",
     "input_features": "random, of the size that the configuration states",
     "input_values": "random sound, long enough for the convolutions before the first frame",

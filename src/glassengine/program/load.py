@@ -162,7 +162,7 @@ def load_model(
     is_causal, decoding = _is_causal_lm(module), ""
     if is_causal and keeps_states(module):
         is_causal, decoding = False, "recurrent"
-    if _is_pretrained(module) and config.is_encoder_decoder and _has_head(module):
+    if is_pretrained(module) and config.is_encoder_decoder and _has_head(module):
         decoding = "encoder_decoder"
     if is_causal and (reason := image_text.reason_against(module)) != "":
         decoding = "images" if reason is None else ""
@@ -325,12 +325,13 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> None:
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if name in persistent and tensor.is_floating_point() and tensor.dtype is not dtype:
             tensor.data = tensor.data.to(dtype)
-    if _is_pretrained(module):
+    if is_pretrained(module):
         config: Any = module.config
         config.dtype = dtype
 
 
-def _is_pretrained(module: nn.Module) -> bool:
+def is_pretrained(module: nn.Module) -> bool:
+    """Whether a module is a model of transformers."""
     from transformers import PreTrainedModel
 
     return isinstance(module, PreTrainedModel)
@@ -338,7 +339,7 @@ def _is_pretrained(module: nn.Module) -> bool:
 
 def _is_causal_lm(module: nn.Module) -> bool:
     model: Any = module
-    if not _is_pretrained(module) or model.config.is_encoder_decoder:
+    if not is_pretrained(module) or model.config.is_encoder_decoder:
         return False
     return _has_head(model)
 

@@ -11,9 +11,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from glassengine.errors import UsageError
-from glassengine.program.example_inputs import MadeUp
 from glassengine.program.inputs.observe import Use
 from glassengine.program.inputs.sizes import Sizes
+from glassengine.program.inputs.steps import MadeUp
 from glassengine.program.inputs.values import Made, Spec, has_masks, make, plainest
 from glassengine.program.program import Port
 from glassengine.program.raised import described

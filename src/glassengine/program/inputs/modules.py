@@ -1,0 +1,154 @@
+"""Inputs for a plain module: what each argument of its forward may be is found by trying.
+
+The layers of the module say what there is to try: token ids below the smallest table for one that has tables, images
+of as many channels as a convolution reads, rows as wide as a product takes. What the forward then does with each
+argument says which values it gets, as for a stored program.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from glassengine.errors import UsageError
+from glassengine.program.inputs.observe import Use, uses_of
+from glassengine.program.inputs.search import Target, Values, made_up, no_inputs
+from glassengine.program.inputs.steps import MadeUp
+from glassengine.program.module_state import holding
+from glassengine.program.program import Port
+
+_MOST_TRIED = 240
+_MOST_ARGUMENTS = 4
+_LENGTH = 7
+"""Of a sequence."""
+
+Kind = tuple[str, tuple[int | str, ...]]
+"""dtype, and sizes: numbers, or names of sizes that may change."""
+
+
+def module_inputs(module: nn.Module, name: str) -> MadeUp:
+    """Return steps of keyword arguments for the forward of a module.
+
+    Args:
+        module: In evaluation mode.
+        name: On screen.
+
+    Raises:
+        UsageError: It takes none of what was tried.
+    """
+    wanted = _wanted(module)
+    if wanted is None or not 0 < len(wanted) <= _MOST_ARGUMENTS or any(p.is_meta for p in module.parameters()):
+        raise no_inputs(name, _unknown(module), None)
+    failure: Exception | None = None
+    for kinds in itertools.islice(_combinations(module, wanted), _MOST_TRIED):
+        ports = tuple(Port(key, key, dtype, shape) for key, (dtype, shape) in zip(wanted, kinds, strict=True))
+        try:
+            _call(module, _values(ports))
+        except Exception as error:  # the model's own code raises whatever it likes
+            failure = failure or error
+            continue
+        return _made_up(module, name, ports)
+    raise no_inputs(name, _unknown(module), failure)
+
+
+def _made_up(module: nn.Module, name: str, ports: tuple[Port, ...]) -> MadeUp:
+    def uses(values: Values) -> dict[str, Use]:
+        own = {key: value.clone() for key, value in values.items()}
+        with holding(module, None):
+            return uses_of(lambda: module(**own), own)
+
+    known = {"batch": 2, "length": _LENGTH}
+    target = Target(name, ports, lambda values: _call(module, values), uses, {}, known, _values(ports))
+    return made_up(target)
+
+
+def _wanted(module: nn.Module) -> list[str] | None:
+    """Return the arguments that a forward insists on; None where they have no names."""
+    found = []
+    for parameter in inspect.signature(module.forward).parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            return None
+        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD:
+            found.append(parameter.name)
+    return found
+
+
+def _unknown(module: nn.Module) -> tuple[Port, ...]:
+    return tuple(Port(name, name, "float32", ("?",)) for name in _wanted(module) or ())
+
+
+def _combinations(module: nn.Module, wanted: list[str]) -> Iterator[tuple[Kind, ...]]:
+    """Yield what the arguments may be: first all combinations of the likeliest kinds."""
+    kinds = _kinds(module)
+    if len(wanted) == 1:
+        yield from ((kind,) for kind in kinds)
+        return
+    places = [list(range(len(kinds)))] * len(wanted)
+    for chosen in sorted(itertools.product(*places), key=lambda one: (max(one), sum(one), one)):
+        yield tuple(kinds[place] for place in chosen)
+
+
+def _kinds(module: nn.Module) -> list[Kind]:
+    """Return what an argument of a module may be, by the layers that it has, in order."""
+    parameters = [p for p in module.parameters() if p.is_floating_point()]
+    dtype = str(parameters[0].dtype).removeprefix("torch.") if parameters else "float32"
+    found: list[Kind] = []
+    for part in module.modules():
+        found += _kinds_of(part, dtype)
+    ids: list[Kind] = [("int64", ("batch", "length"))]
+    masks: list[Kind] = [("bool", ("batch", "length")), ("int64", ("batch",)), (dtype, ("batch",))]
+    widths = dict.fromkeys(p.shape[-1] for p in parameters if p.dim() > 1)
+    rows: list[Kind] = [(dtype, ("batch", "length", width)) for width in list(widths)[:3]]
+    rows += [(dtype, ("batch", width)) for width in list(widths)[:3]]
+    return list(dict.fromkeys([*found[:8], *ids, *rows, *masks, (dtype, ("batch", "length"))]))
+
+
+def _kinds_of(part: nn.Module, dtype: str) -> list[Kind]:
+    """Return what the input of one layer may be."""
+    if isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
+        return [("int64", ("batch", "length"))]
+    if isinstance(part, nn.Conv2d):
+        return [(dtype, ("batch", part.in_channels, size, size)) for size in (64, 32, 96, 224, 28)]
+    if isinstance(part, nn.Conv1d):
+        return [(dtype, ("batch", part.in_channels, size)) for size in (64, 1600, 16000)]
+    if isinstance(part, nn.Conv3d):
+        return [(dtype, ("batch", part.in_channels, 8, 32, 32))]
+    if isinstance(part, nn.RNNBase):
+        return [(dtype, ("batch", "length", part.input_size))]
+    if isinstance(part, nn.Linear):
+        return [(dtype, ("batch", "length", part.in_features)), (dtype, ("batch", part.in_features))]
+    if isinstance(part, nn.LayerNorm):
+        return [(dtype, ("batch", "length", *part.normalized_shape))]
+    return []
+
+
+def _values(ports: tuple[Port, ...]) -> Values:
+    sizes = {"batch": 2, "length": _LENGTH}
+    generator = torch.Generator().manual_seed(0)
+    found = {}
+    for port in ports:
+        shape = [sizes[size] if isinstance(size, str) else size for size in port.shape]
+        dtype = getattr(torch, port.dtype)
+        is_float = dtype.is_floating_point
+        found[port.name] = (
+            torch.randn(shape, generator=generator).to(dtype) if is_float else torch.ones(shape).to(dtype)
+        )
+    return found
+
+
+def _call(module: nn.Module, values: Values) -> Any:
+    """Run a module, which remembers nothing of it.
+
+    Raises:
+        UsageError: It returns nothing that can be judged.
+    """
+    with torch.no_grad(), holding(module, None):
+        result = module(**values)
+    if result is None:
+        raise UsageError("the forward returns nothing")
+    return result
