@@ -70,6 +70,12 @@ def test_f4_the_results_are_compared_end_to_end(tmp_path: Path) -> None:
     assert wrong.to_dict()["results"][0]["name"] == "logits"
 
 
+def test_f41_one_case_is_one_case(tmp_path: Path) -> None:
+    said: list[str] = []
+    checked(tmp_path, Net, progress=said.append)
+    assert "judging 1 case" in said
+
+
 def test_f30_a_result_of_another_name_is_compared_by_its_place(tmp_path: Path) -> None:
     result = checked(tmp_path, Renamed)
     found = of(result, "candidate, untouched")

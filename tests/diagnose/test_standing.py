@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import glassengine as glass
 from glassengine.diagnose.standing import decide
-from glassengine.results import Comparison, ResultComparison, Verdict
+from glassengine.diagnose.training_found import Found
+from glassengine.results import Comparison, Pair, ResultComparison, Verdict
 from glassengine.testing import models
 
 
@@ -102,3 +103,11 @@ def test_a_mistake_that_these_inputs_do_not_excite_is_told_as_such_and_is_not_ok
 def test_f6_modules_of_other_names_are_no_mistake(tmp_path: Path) -> None:
     found = checked(tmp_path, Renamed(models.drawn(Centred)))
     assert found.ok, found.not_ok_because
+
+
+def test_a_training_run_says_why_it_is_not_ok() -> None:
+    wrong = Pair(0, "a", "a", "name", 1.0, "wrong", "reverse replay", rung="forward")
+    told = Found(pairs=[wrong]).conclude("a", "b", fail_on="wrong", min_coverage=0.9)
+    assert (told.ok, told.standing, told.too_little) == (False, "differs inside", False)
+    little = Found(wanted={"a", "b"}, judged={"a"}).conclude("a", "b", fail_on="wrong", min_coverage=0.9)
+    assert (little.ok, little.standing, little.too_little) == (False, "too little judged", True)

@@ -13,6 +13,7 @@ from glassengine.results import (
     Pair,
     Rung,
     Skipped,
+    Standing,
     WrittenDifferently,
     counts_of,
     worst,
@@ -51,17 +52,20 @@ class Found:
         verdict = worst(pair.verdict for pair in self.pairs)
         coverage = len(self.judged) / len(self.wanted) if self.wanted else 1.0
         first = next((d for level in reversed(FLAGGED) for d in self.origins if d.verdict == level), None)
+        standing: Standing = "ok"
         reason = None
         if VERDICTS.index(verdict) >= VERDICTS.index(fail_on):
             where = "" if first is None else f" in step {first.step}, {first.rung}: {first.site}"
-            reason = f"a tensor is {verdict}{where}"
+            standing, reason = "differs inside", f"a tensor is {verdict}{where}"
         elif coverage < min_coverage:
-            reason = f"only {coverage:.0%} of the float-valued ops were judged (--min-coverage {min_coverage:g})"
+            wanted = f"(--min-coverage {min_coverage:g})"
+            standing = "too little judged"
+            reason = f"only {coverage:.0%} of the float-valued ops were judged {wanted}"
         described = environment.describe()
         return Comparison(
             baseline=baseline,
             candidate=candidate,
-            ok=reason is None,
+            ok=standing == "ok",
             verdict=verdict,
             first_divergence=first,
             origins=tuple(self.origins),
@@ -78,5 +82,6 @@ class Found:
             rungs=tuple(rungs),
             not_ok_because=reason,
             written_differently=tuple(self.written.values()),
-            too_little=reason is not None and VERDICTS.index(verdict) < VERDICTS.index(fail_on),
+            too_little=standing == "too little judged",
+            standing=standing,
         )
