@@ -178,6 +178,14 @@ class Counterparts:
         names = {name: seen.name for name, seen in self._known.found.items()}
         same, proposed = self._known.same_op(node), self._known.proposal(node)
         sibling = sibling_of(node, names, self._known.tensors.nodes)
+        is_arranged = any(
+            self._known.found[source.name].how is not None
+            for source in node.all_input_nodes
+            if source.name in self._known.found
+        )
+        if is_arranged:
+            # A choice among tensors of other dimensions has others, too: in its own it says nothing.
+            same = self._known.same_op(node, predicted)
         for known in (same, proposed, Seen(sibling) if sibling is not None else None):
             is_free = known is not None and known.name not in self._known.tensors.taken
             if is_free and known is not None and self._known.tensors.distance(known, predicted) == 0:

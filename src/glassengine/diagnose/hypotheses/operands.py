@@ -99,7 +99,8 @@ def _of_two(question: Question, node: Node, name: str, tensors: list[tuple[int, 
     (_, a), (_, b) = tensors
     for kept, lost in ((a, b), (b, a)):
         one, other = trial.values[kept], trial.values[lost]
-        if one.shape != made.shape:
+        # A condition that is multiplied is no number that could be added.
+        if one.shape != made.shape or torch.bool in (one.dtype, other.dtype):
             continue
         what = question.label(lost)
         is_bias = name == "add" and (lost.name in question.weights or other.dim() < made.dim())
