@@ -63,6 +63,26 @@ def test_f19_what_is_registered_for_the_end(capsys: pytest.CaptureFixture[str]) 
     assert done == [False, "first"] and "planted" in capsys.readouterr().err
 
 
+def test_finalizers_are_those_of_the_process(tmp_path: Path) -> None:
+    # A process of its own, in which nothing has used a finalizer or a pool before the script does.
+    code = """
+import weakref, sys
+from glassengine.capture.ending import script_ended
+class Owner: pass
+weakref.finalize._registered_with_atexit = False
+owner = Owner()
+with script_ended():
+    weakref.finalize(owner, print, "at the end")
+    from concurrent.futures import ThreadPoolExecutor
+    pool = ThreadPoolExecutor(1)
+    pool.submit(int).result()
+print(ThreadPoolExecutor(1).submit(int).result())
+print("still here")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "0\nstill here\nat the end\n"), done.stderr
+
+
 SCRIPT = """
 import atexit, threading, torch
 from concurrent.futures import ThreadPoolExecutor

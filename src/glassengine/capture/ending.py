@@ -8,7 +8,10 @@ before is left alone.
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.process
+import concurrent.futures.thread  # noqa: F401
 import contextlib
+import inspect
 import multiprocessing
 import sys
 import threading
@@ -73,6 +76,10 @@ def _executor_of(thread: threading.Thread) -> Executor | None:
     return None
 
 
+def _root(function: Any) -> str:
+    return str(getattr(function, "__module__", None) or "").partition(".")[0]
+
+
 _Registered = list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]]
 
 
@@ -83,8 +90,11 @@ def _registered_at_exit() -> Iterator[_Registered]:
     register, unregister = atexit.register, atexit.unregister
 
     def collect(function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if not callable(function):
-            return register(function, *args, **kwargs)  # which raises what is wrong
+        # What is of Python itself (finalizers, say) is the process's, whoever used it first; what cannot be called
+        # raises there.
+        is_python = inspect.isroutine(function) and _root(function) in sys.stdlib_module_names
+        if is_python or not callable(function):
+            return register(function, *args, **kwargs)
         collected.append((function, args, kwargs))
         return function
 

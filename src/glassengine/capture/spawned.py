@@ -100,6 +100,7 @@ def _finish_with_process(recorder: ScriptRecorder, spawned: SpawnedRecordings) -
     """Complete the recordings when this process ends, also when it is told to end, as the workers of a pool are."""
     begun = done = False
     signals: list[int] = []
+    process = os.getpid()
 
     def end() -> None:
         nonlocal begun, done
@@ -115,8 +116,9 @@ def _finish_with_process(recorder: ScriptRecorder, spawned: SpawnedRecordings) -
     def terminated(number: int, _frame: object) -> None:
         signal.signal(number, signal.SIG_DFL)
         signals.append(number)
-        if done:
+        if done or os.getpid() != process:  # what this process has forked writes nothing
             os.kill(os.getpid(), number)
+            return
         end()  # which is at work already where it was interrupted
 
     call_at_end(recorder, end)
