@@ -337,6 +337,14 @@ PLANTED = {
         "(theta): 10000 here, 500000 in the candidate",
         ("bands",),
     ),
+    "eps of two norms": Planted(
+        lambda x, g: rms_norm(rms_norm(x, g).cumsum(1), g),
+        lambda x, g: rms_norm(rms_norm(x, g, 1e-1).cumsum(1), g, 1e-1),
+        lambda x, g: rms_norm_otherwise(rms_norm_otherwise(x, g).cumsum(1), g),
+        "eps",
+        "in 2 places",
+        ("x", "gain"),
+    ),
     "unbiased variance of a norm": Planted(
         lambda x: F.layer_norm(x, (16,)),
         lambda x: (x - x.mean(-1, True)) / (x.var(-1, keepdim=True) + 1e-5).sqrt(),

@@ -22,7 +22,7 @@ from glassengine.diagnose.hypotheses.question import Question
 from glassengine.diagnose.hypotheses.trial import Call, Edit
 from glassengine.program.naming import op_name
 
-_EPSILONS = (1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10, 1e-12, 0.0)
+_EPSILONS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10, 1e-12, 0.0)
 BASES = (1e2, 1e3, 1e4, 2e4, 5e4, 1e5, 1.5e5, 2e5, 5e5, 1e6, 5e6, 1e7)
 _SLOPES = (0.01, 0.1, 0.2, 0.3)
 _WORDS = {"approximate": ("none", "tanh"), "rounding_mode": ("floor", "trunc")}
@@ -64,7 +64,9 @@ def same_op(question: Question) -> Iterator[Hypothesis]:
         text = "; ".join(
             f"{_named(question, literal)}: {shown(literal.value)} here, {shown(value)}" for literal, value in differing
         )
-        yield Hypothesis(_kind(question, differing[0][0]), f"{op_name(node)}: {text} in the candidate", {node: edit})
+        several = f"{op_name(node)}: {text} in the candidate"
+        text = _text(question, *differing[0]) if len(differing) == 1 else several
+        yield Hypothesis(_kind(question, differing[0][0]), text, {node: edit})
 
 
 def another_op(question: Question) -> Iterator[Hypothesis]:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
+from torch.fx import Node
 
 from glassengine.diagnose.between import passes_on
-from glassengine.diagnose.hypotheses.arguments import same_op
+from glassengine.diagnose.hypotheses.arguments import as_theirs, same_op, usual
 from glassengine.diagnose.hypotheses.catalogue import FAMILIES
+from glassengine.diagnose.hypotheses.hypothesis import Hypothesis
+from glassengine.diagnose.hypotheses.operations import other_ops
 from glassengine.diagnose.hypotheses.question import Question
-from glassengine.diagnose.hypotheses.trial import OutOfWork
+from glassengine.diagnose.hypotheses.trial import Edit, OutOfWork
 from glassengine.diagnose.hypotheses.weights_read import weights
 from glassengine.results import Hint
 
+_EVERYWHERE = 0.9
+"""Score of one mistake in several places of a region."""
 _DIFFERS = 0.5
 """Score of what differs, and changes the result, but is not all of it."""
 
@@ -42,6 +49,20 @@ def explain(question: Question) -> list[Hint]:
             for hypothesis in family(question):
                 if question.explains(question.trial.changed(hypothesis.edits)):
                     return [Hint(hypothesis.kind, hypothesis.text, score)]
+        for family in (as_theirs, usual, other_ops):
+            for hypothesis in _everywhere(family(question)):
+                if question.explains(question.trial.changed(hypothesis.edits)):
+                    return [Hint(hypothesis.kind, hypothesis.text, _EVERYWHERE)]
     except OutOfWork:
         pass
     return []
+
+
+def _everywhere(hypotheses: Iterable[Hypothesis]) -> Iterator[Hypothesis]:
+    """Yield one mistake in all places of a region at once, where there are several: two norms, three convolutions."""
+    alike: dict[tuple[str, str], dict[Node, Edit]] = {}
+    for hypothesis in hypotheses:
+        alike.setdefault((hypothesis.kind, hypothesis.text), {}).update(hypothesis.edits)
+    for (kind, text), edits in alike.items():
+        if len(edits) > 1:
+            yield Hypothesis(kind, f"{text}, in {len(edits)} places", edits)

@@ -76,14 +76,13 @@ def left_out(question: Question) -> Iterator[Hypothesis]:
         names = argument_names(node.target)
         for place, source in tensors:
             label = names[place] if place < len(names) else ""
+            value = trial.values[source]
             if label == "bias" or (name == "addmm" and place == 0):
-                yield Hypothesis(
-                    "bias missing", f"the bias of {name} is missing: {question.label(source)}", {node: _without(place)}
-                )
+                text = f"the bias of {name} is missing: {question.label(source)}"
+                yield Hypothesis("bias missing", text, {node: _with({place: torch.zeros_like(value)})})
             elif name in _NORMS and label == "weight":
-                yield Hypothesis(
-                    "scale", f"the weight of {name} is missing: {question.label(source)}", {node: _without(place)}
-                )
+                text = f"the weight of {name} is missing: {question.label(source)}"
+                yield Hypothesis("scale", text, {node: _with({place: torch.ones_like(value)})})
         if name in ("add", "sub", "mul", "div") and len(tensors) == 2:
             yield from _of_two(question, node, name, tensors)
         elif tensors and trial.values[tensors[0][1]].shape == made.shape and name not in ("add", "sub", "mul", "div"):
@@ -227,7 +226,3 @@ def _value(value: Any) -> Any:
 
 def _with(changed: dict[int, Any]) -> Any:
     return lambda call: with_leaves(call, changed)
-
-
-def _without(place: int) -> Any:
-    return lambda call: with_leaves(call, {place: None})

@@ -10,7 +10,7 @@ from glassengine.diagnose.hypotheses.hypothesis import Hypothesis
 from glassengine.diagnose.hypotheses.layouts import called, order_between
 from glassengine.diagnose.hypotheses.question import Question
 from glassengine.diagnose.hypotheses.trial import Edit
-from glassengine.program.naming import op_name
+from glassengine.program.naming import ATTENTIONS, CONVOLUTIONS, PRODUCTS, op_name
 
 _ORDERED = 1e-3
 
@@ -20,7 +20,10 @@ def another_tensor(question: Question) -> Iterator[Hypothesis]:
     end = question.trial.end
     if question.is_another:
         return
-    inputs = {question.label(node): question.trial.values[node] for node in question.trial.inputs}
+    has_product = any(op_name(node) in PRODUCTS | CONVOLUTIONS | ATTENTIONS for node in question.trial.ops)
+    # What a product takes comes out of it by the wrong pair alone.
+    read = [] if has_product else question.trial.inputs
+    inputs = {question.label(node): question.trial.values[node] for node in read}
     # Tensors of one model are near each other: what another op of another kind makes is so by the wrong pair.
     alike = {n: v for n, v in question.others.items() if n.rpartition("/")[2].partition(".")[0] == op_name(end)}
     for name, value in {**alike, **inputs}.items():
