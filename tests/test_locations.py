@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 import glassengine as glass
 from glassengine.cli.main import main
+from glassengine.environment import SnapshotRequest
 from glassengine.errors import UsageError
+from glassengine.executable.cache_store import Store
+from glassengine.executable.snapshot_environment import policy_of
 from glassengine.locations import local
 
 
@@ -58,8 +62,6 @@ def test_f22_every_command_that_writes(
     (tmp_path / "net.py").write_text(
         "import torch\nmodel = torch.nn.ReLU\ndef inputs():\n    return {'input': torch.ones(2)}\n"
     )
-    import torch
-
     torch.save({"x": torch.ones(2)}, tmp_path / "x.pt")
     assert main(command) == 2
     assert "only files of this machine are written" in capsys.readouterr().err
@@ -80,4 +82,18 @@ def test_f22_calls_that_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ):
         with pytest.raises(UsageError, match="only files of this machine"):
             call()
+    assert not list(tmp_path.iterdir())
+
+
+def test_f22_directories_that_the_environment_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DEBUG_ARTIFACTS_DIR", URL)
+    with pytest.raises(UsageError, match="only files of this machine"):
+        glass.build(nn.ReLU(), inputs={"input": torch.ones(2)}, backend="eager")
+    request = SnapshotRequest(f"--xla_dump_hlo_snapshots --xla_dump_to={URL}", "", "", "")
+    assert policy_of(request, str(tmp_path)) is None and "no snapshots are taken" in caplog.text
+    with pytest.raises(UsageError, match="only files of this machine"):
+        Store(Path(URL))
     assert not list(tmp_path.iterdir())

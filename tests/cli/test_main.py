@@ -377,6 +377,8 @@ def test_f41_the_document_of_an_error_goes_where_it_was_asked_for(
     assert cli.main(["compare", "missing", "missing-too", "--json", str(tmp_path / "no" / "x.json")]) == 2
     assert cli.main(["record", "--", "missing.py", "--json"]) == 2  # the script's own
     assert capsys.readouterr().out == ""
+    assert cli.main(["show", "check", "--json"]) == 2  # a recording of that name
+    assert json.loads(capsys.readouterr().out)["exit_status"] == 2
 
 
 @pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt(), 130), (ValueError("x"), 70)])

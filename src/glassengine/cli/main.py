@@ -117,6 +117,7 @@ def _build() -> Any:
 
 def _json_wanted(given: Sequence[str]) -> str | None:
     """Return where a command line wants its JSON document, if it does; before it is parsed, as that may fail."""
+    command = next((word for word in given if not word.startswith("-")), "")
     for index, argument in enumerate(given):
         if argument == "--":
             break
@@ -125,8 +126,7 @@ def _json_wanted(given: Sequence[str]) -> str | None:
             continue
         if equals:
             return value
-        takes_file = any(command in given[:index] for command in _JSON_FILES)
-        return given[index + 1] if takes_file and index + 1 < len(given) else "-"
+        return given[index + 1] if command in _JSON_FILES and index + 1 < len(given) else "-"
     return None
 
 

@@ -154,8 +154,7 @@ def build(
     device = choose_device(chosen, device)
     is_object = isinstance(model, nn.Module)
     target = local(output_dir) if output_dir is not None else None if is_object else default_directory(str(model))
-    if artifacts is not None:
-        local(artifacts)
+    local(artifacts or environment.debug_artifacts_dir() or ".")
     if target is not None and not dry_run:
         files.check_target(target, overwrite=overwrite)
     progress("loading the model")

@@ -27,6 +27,7 @@ from typing import Any
 
 from glassengine.errors import CorruptError, UsageError
 from glassengine.executable.cache_key import SCHEMA_VERSION, Parts, digest
+from glassengine.locations import local
 
 _MANIFEST, _FILES, _USES = "manifest.json", "files", "uses"
 _MAX_MANIFEST_BYTES = 4 << 20
@@ -97,6 +98,7 @@ class Store:
             UsageError: Somebody else owns the directory or can write to it.
             OSError: It can neither be read nor created.
         """
+        local(self.root)
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = self.root.stat()
         problem = None

@@ -17,9 +17,10 @@ import shlex
 from pathlib import Path
 
 from glassengine import environment
-from glassengine.errors import nearest
+from glassengine.errors import UsageError, nearest
 from glassengine.executable.snapshot_policy import KeepInputs, Policy
 from glassengine.executable.snapshot_taker import SnapshotTaker
+from glassengine.locations import local
 
 logger = logging.getLogger("glassengine")
 
@@ -101,8 +102,13 @@ def policy_of(request: environment.SnapshotRequest, start: str) -> Policy | None
     directory = flags.get("xla_dump_to")
     if not directory:
         logger.warning("snapshots go to ./%s: XLA_FLAGS names no directory (--xla_dump_to=DIR)", DIRECTORY)
+    try:
+        place = local(directory or DIRECTORY)
+    except UsageError as error:
+        logger.warning("no snapshots are taken: XLA_FLAGS names %s; %s", directory, error.what)
+        return None
     return Policy(
-        Path(start, directory or DIRECTORY),
+        Path(start, place),
         frozenset({"every"} if every else ()) | frozenset({"nonfinite", "error"} if keep_inputs else ()),
         contents,
         keep_inputs or "reference",
