@@ -213,3 +213,13 @@ def test_f10_without_a_record_of_the_inputs(tmp_path: Path) -> None:
     assert (result.ok, result.coverage) == (True, 1.0), result.first_divergence
     found = compare(one, strip(train([Net(), Net()], tmp_path / "never", exchange="never"))).first_divergence
     assert found is not None and found.site.endswith(":grad") and found.hints[0].kind == "reduction"
+
+
+def test_f10_ranks_with_different_numbers_of_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each loss is a mean over the rank's rows: the mean of both is another one."""
+    monkeypatch.setattr(f"{__name__}.X", X[:3])
+    monkeypatch.setattr(f"{__name__}.Y", Y[:3])
+    one = train([Net()], tmp_path / "one", exchange="none")
+    found = run(one, tmp_path / "r").first_divergence
+    assert found is not None and (found.step, found.site) == (0, ".:out.loss")
+    assert "have 2, 1 rows" in found.hints[0].text

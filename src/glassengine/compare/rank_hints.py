@@ -45,6 +45,7 @@ def rank_hints(source: PutTogether, entry: Entry, whole: Tensor) -> tuple[Hint, 
     num_groups = 1 if layout is None else layout.num_groups
     found = [
         *_of_sums(assembly, entry.site, whole, error),
+        *_of_unequal_rows(source, entry, whole, error),
         *_of_data(judged, entry.site, whole, error, num_groups),
         *_of_order(assembly, whole, error),
     ]
@@ -125,6 +126,20 @@ def _of_data(judged: Tensor, site: str, whole: Tensor, error: float, num_groups:
     ):
         if is_of_parameter(site) and error_of(judged / factor, whole) <= EXPLAINED * error:
             yield Hint("average", text, 0.9)
+
+
+def _of_unequal_rows(source: PutTogether, entry: Entry, whole: Tensor, error: float) -> Iterator[Hint]:
+    """Yield that a mean of means is no mean where ranks have different numbers of rows."""
+    rows = source.num_rows(entry.step)
+    assembly, _ = source.assembly(entry)
+    parts = [part for part in assembly.parts if len(part.ranks) == 1 and part.ranks[0] in rows]
+    if len(set(rows.values())) < 2 or len(parts) < len(assembly.parts) or assembly.way.dims:
+        return
+    counts = [rows[part.ranks[0]] for part in parts]
+    weighted = sum(part.tensor.double() * count for part, count in zip(parts, counts, strict=True)) / sum(counts)
+    if isinstance(weighted, Tensor) and error_of(weighted.to(whole.dtype), whole) <= EXPLAINED * error:
+        text = f"ranks {_names(assembly.ranks)} have {_names(counts)} rows, and theirs are means over these"
+        yield Hint("average", f"{text}: the baseline is the mean weighted by the rows", 0.9)
 
 
 def _of_order(assembly: Assembly, whole: Tensor, error: float) -> Iterator[Hint]:

@@ -205,6 +205,11 @@ class PutTogether:
             found |= {rank: error_of(tensor[by == rank], there[by == rank]) for rank in part.ranks}
         return found
 
+    def num_rows(self, step: int) -> dict[int, int]:
+        """Return how many rows each rank was given of the first input of a step."""
+        of_inputs = (parts for (at, site), parts in self._parts.items() if at == step and site.startswith(".:in"))
+        return {part.rank: part.shape[0] for part in next(of_inputs, ()) if part.shape}
+
     def reject(self, entry: Entry) -> None:
         """Note that shares of a sum or mean were never added up: each part is to be the whole."""
         key = _key(entry)
