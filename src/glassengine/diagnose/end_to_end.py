@@ -19,6 +19,7 @@ from glassengine.compare.drift import LITTLE_LEFT, LOST, DriftSums
 from glassengine.compare.operation import RANDOM
 from glassengine.compare.tolerance import is_inexact, tolerance
 from glassengine.compare.verdict import Judgement, Reference
+from glassengine.program.module_state import STATE
 from glassengine.program.naming import op_name
 from glassengine.program.outputs import PREFIX
 from glassengine.program.program import Program
@@ -207,9 +208,9 @@ def _least(one: float | None, other: float | None) -> float | None:
 
 
 def results_of(program: Program) -> list[str]:
-    """Return the names of a program's results in order: neither caches nor added outputs."""
+    """Return the names of a program's results in order: neither caches nor what is remembered, nor added outputs."""
     caches = set(program.caches.values())
-    return [name for name in program.output_nodes if name not in caches and not name.startswith(PREFIX)]
+    return [name for name in program.output_nodes if name not in caches and not name.startswith((PREFIX, STATE))]
 
 
 def with_model(reference: Reference, ours: torch.Tensor | None) -> Reference:

@@ -6,6 +6,7 @@ a module returns a tensor. A result that went unpaired would go unjudged, and th
 
 from __future__ import annotations
 
+from glassengine.program.module_state import STATE
 from glassengine.program.program import Program
 
 
@@ -14,13 +15,18 @@ def paired_results(baseline: Program, candidate: Program) -> dict[str, str]:
 
     Caches go together by name alone, and the rest in order only where both sides have as many left.
     """
-    left, right = baseline.output_nodes, candidate.output_nodes
+    left, right = _read_by_others(baseline), _read_by_others(candidate)
     found = {node: right[name] for name, node in left.items() if name in right}
     ours = [node for name, node in left.items() if name not in right and name not in baseline.caches.values()]
     theirs = [node for name, node in right.items() if name not in left and name not in candidate.caches.values()]
     if len(ours) == len(theirs):
         found |= dict(zip(ours, theirs, strict=True))
     return found
+
+
+def _read_by_others(program: Program) -> dict[str, str]:
+    """Return the results of a program without what it remembers for its next step."""
+    return {name: node for name, node in program.output_nodes.items() if not name.startswith(STATE)}
 
 
 def ports(program: Program) -> dict[str, str]:

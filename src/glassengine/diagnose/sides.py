@@ -100,7 +100,6 @@ class ModuleSide:
     logits: torch.Tensor | None = None
     level: Level = field(default="segment", kw_only=True)
     _results: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    _kept: Mapping[str, torch.Tensor] = field(default_factory=dict)
     _values: dict[str, torch.Tensor] = field(default_factory=dict)
     _cache: Any = None
     _steps: int = 0
@@ -158,7 +157,7 @@ class ModuleSide:
     def _run(self, inputs: StepInputs | Mapping[str, Any]) -> None:
         with torch.no_grad(), observing(self.module, self._keep, called_as=self.program.called_as):
             if not isinstance(inputs, StepInputs):
-                self._results = {**named_results(self.forward(inputs)), **self._kept}
+                self._results = named_results(self.forward(inputs))
                 return
             seen = int(inputs.cache_position[-1]) + 1
             self.logits, caches = self.decode(inputs, seen)
@@ -172,8 +171,7 @@ class ModuleSide:
     def forward(self, inputs: Mapping[str, Any]) -> Any:
         """Run a forward that nothing follows, and return what it returns."""
         given = taken_by(self.module, inputs) if self.arguments is None else self.arguments.of(inputs)
-        result, self._kept = run_with(self.module, self.state, given, self.program.output_nodes)
-        return result
+        return run_with(self.module, self.state, given)
 
     def results(self) -> Mapping[str, torch.Tensor]:
         """Return what the forward returned."""

@@ -7,7 +7,7 @@ before a step, put into the module while that step is exported or run, and the m
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,11 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes that every module has: hooks, the tables of parameters and submodules, its mode."""
 
 STATE = "state."
-"""What the names of results begin with that are buffers after a forward; their paths follow."""
+"""What the names of results begin with that are buffers after a forward; their paths follow.
+
+Nobody reads them but the next forward, and two implementations may lay out what they remember otherwise, so that they are
+not compared as results.
+"""
 
 Place = tuple[str, str]
 """Path of a submodule, and name of its attribute."""
@@ -98,30 +102,12 @@ def holding(module: nn.Module, state: ModuleState | None, *, as_buffers: bool = 
             part.__dict__.update(own)
 
 
-def run_with(
-    module: nn.Module, state: ModuleState | None, arguments: Mapping[str, Any], names: Iterable[str]
-) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return what a forward returns, and those of the results `names` that it remembers afterwards; see `STATE`.
-
-    Args:
-        module: The module.
-        state: What it remembers before; None leaves it to itself.
-        arguments: Of its forward.
-        names: Of the results of its program.
-    """
+def run_with(module: nn.Module, state: ModuleState | None, arguments: Mapping[str, Any]) -> Any:
+    """Return what a forward returns; `state` is what the module remembers before it, None leaves it to itself."""
     if state is None:
-        return module(**arguments), {}
+        return module(**arguments)
     with holding(module, state):
-        return module(**arguments), _kept_results(module, names)
-
-
-def _kept_results(module: nn.Module, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    found = {}
-    for name in names:
-        path, _, attribute = name.removeprefix(STATE).rpartition(".")
-        if name.startswith(STATE):
-            found[name] = getattr(module.get_submodule(path), attribute).detach().clone()
-    return found
+        return module(**arguments)
 
 
 def states_before(module: nn.Module, steps: Sequence[Mapping[str, Any]]) -> list[ModuleState]:
