@@ -241,3 +241,25 @@ def test_f18_what_takes_nothing_is_told_before_anything_is_built(tmp_path: Path)
     made_by_stub: dict[str, Any] = {}
     exec(str(raised.value.hint).partition("\n")[2], made_by_stub)
     assert set(made_by_stub["inputs"]()) == {"x", "n"}
+
+
+class Lookup(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(20, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table(ids)
+
+
+def test_f3_inputs_in_a_pt2_file_that_show_nothing_are_not_all(tmp_path: Path) -> None:
+    sizes = {"ids": {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}}
+    exported = torch.export.export(Lookup(), (torch.zeros(2, 5, dtype=torch.int64),), dynamic_shapes=sizes)
+    torch.export.save(exported, tmp_path / "lookup.pt2")
+    model = load_model(tmp_path / "lookup.pt2")
+    assert model.stored is not None
+    steps = stored_inputs(model.module, model.stored)
+    assert steps.num_in_file == 1 and not steps[0]["ids"].any()
+    assert unseen(lambda step: model.module(**step), steps[1:]) == []
+    assert len({tuple(step["ids"].shape) for step in steps[1:]}) == 2
+    assert "below 20" in steps.recipes["ids"]
