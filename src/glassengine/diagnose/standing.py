@@ -114,17 +114,20 @@ def softened(scores: Sequence[Score], program: Program) -> Softened:
     """Return what all sides found, with those alarms softened that the module's docstring names."""
     unread = _unread(program)
     main = [score for score in scores if score.side.level == "op" and not score.side.rung.startswith("pass ")]
-    agree = [score for score in scores if score.results.found and all(r.agrees for r in score.results.found)]
+    agree = [score for score in scores if _agrees(score)]
     right: set[str] = set()
     for score in main:
-        if score in agree and score is not scores[0]:
-            flagged = {pair.site for pair in score.pairs if pair.verdict in FLAGGED}
+        flagged = {pair.site for pair in score.pairs if pair.verdict in FLAGGED}
+        # One op that is wrong, and what was paired by name may be what shows it.
+        if score in agree and score is not scores[0] and not any(pair.verdict == "wrong" for pair in score.pairs):
             right |= {n for n in score.judged_nodes if program.sites.by_node[n][0].name not in flagged}
     pairs, divergences = {}, {}
     for score in scores:
         excused = dict.fromkeys(unread, UNREAD)
         if score.side.level == "segment" and score in agree and score is not scores[0]:
-            excused = dict.fromkeys(right, BY_NAME_ONLY) | excused
+            named = {site.name for node in right for site in program.sites.by_node.get(node, ())}
+            if all(pair.site in named for pair in score.pairs if pair.verdict == "wrong"):
+                excused = dict.fromkeys(right, BY_NAME_ONLY) | excused
         sites = {site.name: why for node, why in excused.items() for site in program.sites.by_node.get(node, ())}
         pairs[score.side.rung] = [_softer(pair, sites) for pair in score.pairs]
         divergences[score.side.rung] = [
@@ -134,6 +137,12 @@ def softened(scores: Sequence[Score], program: Program) -> Softened:
             for found in score.divergences.values()
         ]
     return Softened(pairs, divergences)
+
+
+def _agrees(score: Score) -> bool:
+    """Whether all results of a side were compared and agree, and no tie had to excuse any of them."""
+    found = score.results.found
+    return bool(found) and all(result.agrees and not result.exempt for result in found)
 
 
 def _softer(pair: Pair, sites: Mapping[str, str]) -> Pair:
