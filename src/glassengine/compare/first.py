@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from glassengine.compare.phases import PHASES, phase_of
+from glassengine.compare.phases import PHASES, paths_above, phase_of
 from glassengine.recording.layout import Entry
 from glassengine.recording.source import TensorSource
-from glassengine.sites import ROOT
 
 
 class Order:
@@ -22,15 +21,17 @@ class Order:
     """
 
     def __init__(self, source: TensorSource) -> None:
-        self._place: dict[tuple[int, int, str], tuple[int, ...]] = {}
-        by_step: dict[int, dict[int, list[Entry]]] = defaultdict(lambda: defaultdict(list))
+        self._by_step: dict[int, dict[int, list[Entry]]] = defaultdict(lambda: defaultdict(list))
         for entry in source.entries:
-            by_step[entry.step][entry.rank].append(entry)
-        for step, by_rank in by_step.items():
-            self._place_step(step, by_rank)
+            self._by_step[entry.step][entry.rank].append(entry)
+        self._place: dict[tuple[int, int, str], tuple[int, ...]] = {}
+        self._placed: set[int] = set()
 
     def key(self, entry: Entry) -> tuple[int, ...]:
         """Return what sorts entries of the source: by step, by position in it, by rank."""
+        if entry.step not in self._placed:
+            self._placed.add(entry.step)
+            self._place_step(entry.step, self._by_step[entry.step])
         return entry.step, *self._place[entry.step, entry.rank, entry.site], entry.rank
 
     def _place_step(self, step: int, by_rank: Mapping[int, Sequence[Entry]]) -> None:
@@ -46,6 +47,8 @@ class Order:
 
 def _stages(by_rank: Mapping[int, Sequence[Entry]]) -> list[list[int]]:
     """Return the ranks of each stage, in the order of their first one; all in one where there are no stages."""
+    if len(by_rank) == 1:
+        return [list(by_rank)]
     paths = {rank: {_path(entry.site) for entry in entries} for rank, entries in by_rank.items()}
     everywhere = set.intersection(*paths.values())
     stages: list[tuple[set[str], list[int]]] = []
@@ -59,9 +62,7 @@ def _stages(by_rank: Mapping[int, Sequence[Entry]]) -> list[list[int]]:
         else:
             stages.append((own, [rank]))
     # Where all go on with the same modules, what only some have in between (experts, say) is no stage.
-    holders = {
-        path for path in everywhere if any(_is_inside(other, path) for found in paths.values() for other in found)
-    }
+    holders = {above for found in paths.values() for path in found for above in paths_above(path)}
     if len(stages) > 1 and all(_goes_on(entries, everywhere - holders, everywhere) for entries in by_rank.values()):
         return [sorted(paths)]
     return [ranks for _, ranks in stages]
@@ -76,10 +77,6 @@ def _goes_on(entries: Sequence[Entry], common: set[str], everywhere: set[str]) -
 
 def _path(site: str) -> str:
     return site.partition(":")[0].partition("@")[0]
-
-
-def _is_inside(path: str, holder: str) -> bool:
-    return path != ROOT and (holder == ROOT or path.startswith(f"{holder}."))
 
 
 def _merged(sequences: Sequence[Sequence[str]]) -> dict[str, int]:

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from glassengine.compare.phases import paths_above
 from glassengine.compare.spread import agreement, share_of_sample
 from glassengine.recording.layout import Entry
 from glassengine.recording.source import TensorSource
-from glassengine.sites import ROOT
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.:@])")
 _MAX_EVIDENCE = 12
@@ -154,7 +154,7 @@ def _is_share(source: TensorSource, entry: Entry, whole: TensorSource, other: En
 def _of_stages(source: TensorSource, whole: TensorSource, names: LocalNames) -> set[tuple[int, int, str]]:
     """Return the inputs and results of stages which are those of other modules as well."""
     paths = {_path(entry.site) for entry in whole.entries}
-    containers = paths & {above for path in paths for above in _above(path)}
+    containers = paths & {above for path in paths for above in paths_above(path)}
     order = {entry.site: i for i, entry in enumerate(whole.entries)}
     # Container -> rank -> positions of what it has in there.
     extent: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -167,7 +167,7 @@ def _of_stages(source: TensorSource, whole: TensorSource, names: LocalNames) -> 
         if path in containers:
             parts[entry.step, site].append(entry)
         elif site in order:
-            for above in containers.intersection(_above(path)):
+            for above in containers.intersection(paths_above(path)):
                 extent[above][entry.rank].append(order[site])
     found = set()
     for (step, site), entries in parts.items():
@@ -184,7 +184,7 @@ def _of_stages(source: TensorSource, whole: TensorSource, names: LocalNames) -> 
             inside = (
                 other
                 for other in alike[step, entry.dtype, entry.shape]
-                if (name := names.of(other.rank, other.site)) in order and _path(site) in _above(_path(name))
+                if (name := names.of(other.rank, other.site)) in order and _path(site) in paths_above(_path(name))
             )
             if any(_are_same(source, entry, other) for other in inside):
                 found.add((entry.rank, step, entry.site))
@@ -199,9 +199,3 @@ def _are_same(source: TensorSource, entry: Entry, other: Entry) -> bool:
 
 def _path(site: str) -> str:
     return site.partition(":")[0].partition("@")[0]
-
-
-def _above(path: str) -> set[str]:
-    """Return the paths of the modules around one."""
-    names = path.split(".") if path != ROOT else []
-    return {".".join(names[:i]) for i in range(1, len(names))} | ({ROOT} if names else set())

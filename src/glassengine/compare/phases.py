@@ -1,6 +1,8 @@
-"""What the names of sites say about training: which part of a step, and gradients of what."""
+"""What the names of sites say: which part of a training step, gradients of what, inside of which modules."""
 
 from __future__ import annotations
+
+from glassengine.sites import ROOT
 
 PHASES = ("forward", "backward", "update")
 
@@ -22,3 +24,9 @@ def is_of_parameter(site: str) -> bool:
 def is_of_activation(site: str) -> bool:
     """Whether a site is the gradient of an activation."""
     return site.partition(":")[2].startswith(("grad_in", "grad_out"))
+
+
+def paths_above(path: str) -> set[str]:
+    """Return the paths of the modules around one."""
+    names = path.split(".") if path != ROOT else []
+    return {".".join(names[:i]) for i in range(1, len(names))} | ({ROOT} if names else set())
