@@ -49,7 +49,7 @@ def convnext(mistake: str) -> tuple[nn.Module, nn.Module]:
 
 
 class PlainConformer(nn.Module):
-    """A block of the package conformer: batch norm folded, relative positions by a shifted table, convolutions by unfold."""
+    """A block of the package conformer: batch norm folded, relative positions read off, convolutions by unfold."""
 
     def __init__(self, own: nn.Module, heads: int, mistake: str) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class PlainConformer(nn.Module):
         self.most = own.attn.fn.max_pos_emb  # type: ignore[union-attr]
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        bias = self.weights[f"{name}_bias"] if f"{name}_bias" in self.weights else None
+        bias = self.weights.get(f"{name}_bias")
         return F.linear(x, self.weights[f"{name}_weight"].squeeze(-1), bias)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
@@ -77,7 +77,7 @@ class PlainConformer(nn.Module):
         return self.linear(y, f"{at}_fn_fn_net_3")
 
     def attention(self, x: Tensor) -> Tensor:
-        rows, length, _ = x.shape
+        length = x.shape[1]
         y = self.norm(x, "attn_norm")
         k, v = self.linear(y, "attn_fn_to_kv").chunk(2, -1)
         q = self.linear(y, "attn_fn_to_q") * (v.shape[-1] // self.heads) ** -0.5

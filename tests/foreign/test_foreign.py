@@ -1,4 +1,4 @@
-"""Models of other authors beside a reference: legitimate ones are ok and finely judged, mistakes are named at their op."""
+"""Models of other authors beside a reference: right ones are ok and finely judged, mistakes are named at their op."""
 
 from __future__ import annotations
 

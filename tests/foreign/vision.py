@@ -17,7 +17,7 @@ class TokensFirst(nn.Module):
         self.heads, self.mistake = heads, mistake
 
     def linear(self, x: Tensor, name: str) -> Tensor:
-        bias = self.weights[f"{name}_bias"] if f"{name}_bias" in self.weights else None
+        bias = self.weights.get(f"{name}_bias")
         y = x @ self.weights[f"{name}_weight"].T
         if bias is None or (self.mistake == "bias" and name == "layers_1_0_to_out_0"):
             return y

@@ -7,6 +7,7 @@ an arrangement names parts, and takes their sizes from the two shapes when it is
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -69,27 +70,30 @@ class Arrangement:
 
     def _sizes(self, theirs: Sequence[int], ours: Sequence[int] | None) -> list[int] | None:
         """Return the size of every part; None where the shapes are of another kind."""
-        if len(theirs) != len(self.theirs) or (ours is not None and len(ours) != len(self.ours)):
-            return None
-        known: dict[int, int] = {}
-        dims = [
-            *zip(self.theirs, theirs, strict=True),
-            *(zip(self.ours, ours, strict=True) if ours is not None else ()),
-        ]
-        waiting = sorted(dims, key=lambda dim: len(dim[0]))
-        for fixed in (False, True):
-            for _ in range(len(waiting)):
-                for parts, size in waiting:
-                    unknown = [part for part in parts if part not in known]
-                    # Inner parts (of heads) are as they were sooner than outer ones (rows, tokens).
-                    while fixed and len(unknown) > 1:
-                        known[unknown[-1]] = self.sizes[unknown.pop()]
-                    if len(unknown) == 1:
-                        rest = math.prod(known[part] for part in parts if part in known)
-                        known[unknown[0]] = size // rest if rest else 0
-        if any(math.prod(known[part] for part in parts) != size for parts, size in dims):
-            return None
-        return [known[part] for part in range(len(self.sizes))]
+        return _solved(self, tuple(theirs), None if ours is None else tuple(ours))
+
+
+@functools.lru_cache(maxsize=65536)  # asked for again with every tensor of a shape
+def _solved(how: Arrangement, theirs: tuple[int, ...], ours: tuple[int, ...] | None) -> list[int] | None:
+    """Return the size of every part of an arrangement; None where the shapes are of another kind."""
+    if len(theirs) != len(how.theirs) or (ours is not None and len(ours) != len(how.ours)):
+        return None
+    known: dict[int, int] = {}
+    dims = [*zip(how.theirs, theirs, strict=True), *(zip(how.ours, ours, strict=True) if ours is not None else ())]
+    waiting = sorted(dims, key=lambda dim: len(dim[0]))
+    for fixed in (False, True):
+        for _ in range(len(waiting)):
+            for parts, size in waiting:
+                unknown = [part for part in parts if part not in known]
+                # Inner parts (of heads) are as they were sooner than outer ones (rows, tokens).
+                while fixed and len(unknown) > 1:
+                    known[unknown[-1]] = how.sizes[unknown.pop()]
+                if len(unknown) == 1:
+                    rest = math.prod(known[part] for part in parts if part in known)
+                    known[unknown[0]] = size // rest if rest else 0
+    if any(math.prod(known[part] for part in parts) != size for parts, size in dims):
+        return None
+    return [known[part] for part in range(len(how.sizes))]
 
 
 def arrangements(theirs: Sequence[Size], ours: Sequence[Size]) -> Iterator[Arrangement]:

@@ -20,7 +20,7 @@ Values = list[Any]
 """What one node made in each step."""
 
 _MOST_DIMENSIONS = 6
-_MOST_LIKELY = 3
+_MOST_LIKELY = 2
 """Arrangements in which a tensor is tried that is wrong, and so in none of them what was predicted."""
 _SLACK = 1.01
 """Beyond what the distance of two tensors allows their means to differ: these are rounded, too."""
@@ -72,6 +72,8 @@ class CandidateTensors:
         self.by_shape: dict[tuple[Any, ...], list[str]] = {}
         for name in self.nodes:
             self.by_shape.setdefault(shapes_of(self.values(Seen(name))), []).append(name)
+        self._shapes = {name: shapes_of(self.values(Seen(name))) for name in self.nodes}
+        self._hows: dict[tuple[Any, Any], list[Arrangement | None]] = {}
         self.by_number: dict[tuple[int, ...], list[str]] = {}
         for name in self.nodes:
             self.by_number.setdefault(numbers_of(self.values(Seen(name))), []).append(name)
@@ -127,6 +129,23 @@ class CandidateTensors:
                     yield distance, seen
                     break
 
+    def near(self, predicted: Values, most: float, known: Sequence[Arrangement]) -> list[Seen]:
+        """Return the free floating tensors within `most` of a prediction, in likely arrangements, the nearest first.
+
+        Args:
+            predicted: In each step.
+            most: Relative distance.
+            known: As for `arranged`.
+        """
+        sums = [_sums(value) for value in predicted]
+        ranked: list[tuple[float, int, Seen]] = []
+        for name in self.by_number.get(numbers_of(predicted), ()):
+            both = list(zip(sums, self._sums_of(name), strict=True))[: self._num_unpadded]
+            if self._is_free(name, 0) and all(_may_be_near(a, b, most) for a, b in both):
+                found = self.arranged(name, predicted, known)
+                ranked += [(self.distance(s, predicted, beside_padding=False), self.order[name], s) for s in found]
+        return [seen for distance, _, seen in sorted(ranked, key=lambda item: item[:2]) if distance <= most]
+
     def arranged(self, name: str, predicted: Values, known: Sequence[Arrangement]) -> Iterator[Seen]:
         """Yield a tensor in the arrangements that one of this shape most likely has, whatever its values.
 
@@ -135,7 +154,7 @@ class CandidateTensors:
             predicted: What it stands in the place of.
             known: Arrangements of other tensors, the likely ones first.
         """
-        ours, theirs = shapes_of(predicted), shapes_of(self.values(Seen(name)))
+        ours, theirs = shapes_of(predicted), self._shapes[name]
         if None in ours or None in theirs:
             return
         fitting = [how for how in known if all(how.fits(a, b) for a, b in zip(theirs, ours, strict=True))]
@@ -159,18 +178,11 @@ class CandidateTensors:
         return not besides >> self.order[name] & 1
 
     def _arranged(self, name: str, shapes: tuple[Any, ...]) -> Iterator[Seen]:
-        theirs = shapes_of(self.values(Seen(name)))
-        if theirs == shapes:
-            yield Seen(name)
-        if None in theirs or None in shapes or max(map(len, (theirs[0], shapes[0]))) > _MOST_DIMENSIONS:
-            return
-        if len(set(map(len, theirs))) > 1 or len(set(map(len, shapes))) > 1:
-            return
-        if sum(size > 1 for size in theirs[0]) < 2 and theirs == shapes:
-            return
-        for how in arrangements(_by_dimension(theirs), _by_dimension(shapes)):
-            if not how.is_trivial and all(how.fits(a, b) for a, b in zip(theirs, shapes, strict=True)):
-                yield Seen(name, how)
+        theirs = self._shapes[name]
+        if (theirs, shapes) not in self._hows:
+            self._hows[theirs, shapes] = _hows(theirs, shapes)
+        for how in self._hows[theirs, shapes]:
+            yield Seen(name, how)
 
     def _sums_of(self, name: str) -> list[_Sums]:
         if name not in self._sums:
@@ -191,6 +203,21 @@ def numbers_of(values: Values) -> tuple[int, ...]:
 def is_telling(values: Values) -> bool:
     """Whether tensors have two different numbers: one number is made in too many ways to say anything."""
     return any(isinstance(v, torch.Tensor) and v.numel() > 1 and bool((v != v.flatten()[0]).any()) for v in values)
+
+
+def _hows(theirs: tuple[Any, ...], shapes: tuple[Any, ...]) -> list[Arrangement | None]:
+    """Return the arrangements, None for none, that make tensors of one shape such of another one."""
+    found: list[Arrangement | None] = [None] if theirs == shapes else []
+    if None in theirs or None in shapes or max(map(len, (theirs[0], shapes[0]))) > _MOST_DIMENSIONS:
+        return found
+    if len(set(map(len, theirs))) > 1 or len(set(map(len, shapes))) > 1:
+        return found
+    if sum(size > 1 for size in theirs[0]) < 2 and theirs == shapes:
+        return found
+    for how in arrangements(_by_dimension(theirs), _by_dimension(shapes)):
+        if not how.is_trivial and all(how.fits(a, b) for a, b in zip(theirs, shapes, strict=True)):
+            found.append(how)
+    return found
 
 
 def _by_dimension(shapes: Sequence[Sequence[int]]) -> list[Size]:

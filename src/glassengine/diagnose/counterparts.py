@@ -27,7 +27,7 @@ from torch.fx import Node
 
 from glassengine.compare.operation import CASTS, RANDOM, UNDEFINED
 from glassengine.compare.pairing import SitePair
-from glassengine.diagnose.between import next_below, passes_on, sibling_of
+from glassengine.diagnose.between import next_below, origin_of, passes_on, sibling_of
 from glassengine.diagnose.candidate_tensors import Seen, Values, shapes_of
 from glassengine.diagnose.gone_wrong import Search
 from glassengine.diagnose.known_pairs import Known
@@ -86,7 +86,9 @@ class Counterparts:
                 continue
             predicted = self._known.predictions.values[node.name]
             apart = explained.get(node.name)
-            if apart is not None and passes_on(node):
+            is_asked = not passes_on(origin_of(node, self._known.found))
+            if passes_on(node) and (apart is not None or is_asked):
+                # What makes its values was asked before.
                 continue
             found = self._search.wrong(node, predicted, self._known.proposal(node), meets=apart is not None)
             if apart is not None and apart <= _TIGHT:

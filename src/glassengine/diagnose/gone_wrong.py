@@ -112,7 +112,10 @@ class Search:
                 # Any two terms make their sum.
                 continue
             below = [op, *next_below(op, pairs.order, _AHEAD)][:_AHEAD_OF_TWO]
-            tried = self._to_try(node, predicted, proposed), self._to_try(other, known[other.name], None)
+            tried = (
+                self._to_try(node, predicted, proposed, each=1),
+                self._to_try(other, known[other.name], None, each=1),
+            )
             for seen, beside in itertools.product(*(list(itertools.islice(some, _TRIALS_OF_TWO)) for some in tried)):
                 values = {node.name: pairs.tensors.values(seen), other.name: pairs.tensors.values(beside)}
                 if seen == beside or self._num_tried > _MOST_TRIED:
@@ -121,7 +124,10 @@ class Search:
                     return [(other, beside), (node, seen)]
         return []
 
-    def _to_try(self, node: Node, predicted: Values, proposed: Seen | None) -> Iterator[Seen]:
+    def _to_try(
+        self, node: Node, predicted: Values, proposed: Seen | None, *, each: int | None = None
+    ) -> Iterator[Seen]:
+        """Yield the tensors that may stand in the place of a node, in at most `each` arrangements."""
         shapes = shapes_of(predicted)
         tried: set[Seen] = set()
         hows = self._pairs.hows()
@@ -131,7 +137,8 @@ class Search:
                 continue
             # How a tensor is arranged is known of what is near, and of what has the dimensions of the baseline's.
             known = some.how is not None or shapes_of(tensors.values(some)) == shapes
-            for seen in [some] if known else tensors.arranged(some.name, predicted, hows):
+            likely = tensors.arranged(some.name, predicted, hows)
+            for seen in [some] if known else itertools.islice(likely, each):
                 values = tensors.values(seen)
                 is_float = all(value.is_floating_point() for value in values)
                 if seen not in tried and is_float and shapes_of(values) == shapes:
@@ -142,8 +149,7 @@ class Search:
         """Yield the tensors that may stand in the place of a node, the likely ones first."""
         pairs, tensors = self._pairs, self._pairs.tensors
         yield from filter(None, [pairs.same_op(node, predicted), proposed])
-        near = sorted(tensors.close(predicted, lambda name: _NEAR, 0, beside_padding=False), key=lambda item: item[0])
-        yield from (seen for _, seen in near[:_MOST_NEAR])
+        yield from tensors.near(predicted, _NEAR, pairs.hows())[:_MOST_NEAR]
         inputs = [pairs.found[source.name].name for source in region_of(node, pairs.found)[1]]
         names = [name for name in self._read_with_weights(node) if name not in tensors.taken or name in inputs]
         last = max((tensors.order[name] for name in inputs), default=0)
