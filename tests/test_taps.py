@@ -242,14 +242,14 @@ def test_the_example_of_the_document() -> None:
     assert [(name, site.shape) for name, site in glass.named_network_outputs(program)] == [("inter", (3, 16))]
 
 
-class Engine:
-    """Stands for anything that is no module."""
+class Anything:
+    """Is no module and has no sites."""
 
 
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        (Engine(), r"got: Engine\n.*hint: .*engine\.program"),
+        (Anything(), r"got: Anything\n.*expected: a module, a program, an engine"),
         (MLP(4, 16), r"needs arguments\n.*MLP.*\n.*module, \*args"),
     ],
 )
