@@ -83,4 +83,4 @@ def test_f33_most_hints_are_useful_and_none_misleads(tmp_path: Path) -> None:
     sys.stdout.write("\n".join(lines) + "\n")
     assert all(found.is_found for found in table.values())
     assert useful >= 0.8 * len(table)
-    assert misleading <= 0.1 * len(table)
+    assert misleading <= 1

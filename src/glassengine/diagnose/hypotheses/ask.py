@@ -25,6 +25,8 @@ _DEPTHS = (0, 1, 2, 4)
 """How many ops above the flagged one are asked with it: where a tensor is observed need not be where it is made."""
 _MOST_OPS = 80
 _MOST_OTHERS = 64
+_LARGEST_OTHER = 1 << 24
+"""Elements of what else could have been read: the matrix of a large vocabulary in float64 is a gigabyte."""
 
 
 @dataclass
@@ -179,6 +181,8 @@ class Asked:
                 continue
             if len(found) == _MOST_OTHERS:
                 break
+            if value.numel() > _LARGEST_OTHER:
+                continue
             found[_short(self._site(name), site)] = (
                 value.detach().double() if value.is_floating_point() else value.detach()
             )
