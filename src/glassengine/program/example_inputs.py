@@ -200,7 +200,7 @@ _MAKERS = {
 
 _RECIPES = {
     "input_ids": "token ids, several values a row",
-    "attention_mask": "zeros and ones: padding at the end of the last row, at the beginning of another, none in the first",
+    "attention_mask": "zeros and ones: padding ends the last row and begins another, none in the first",
     "token_type_ids": "a first and a second text, which begins elsewhere in each row",
     "pixel_values": "random, of the size that the configuration states",
     "input_features": "random, of the size that the configuration states",

@@ -19,10 +19,10 @@ from torch import nn
 from glassengine.sites import port_leaves
 from glassengine.taps import tap_sink
 
-_LIBRARY = torch.library.Library("glass", "FRAGMENT")
-_LIBRARY.define("mark(Tensor x, str port) -> ()")
-_LIBRARY.impl("mark", lambda x, port: None, "CompositeExplicitAutograd")
-# Without a result there is nothing to infer, to wrap or to differentiate: a mark costs a third of one that returns a copy.
+_LIBRARY = torch.library.Library("glass", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("mark(Tensor x, str port) -> ()")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("mark", lambda x, port: None, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+# Without a result there is nothing to infer, to wrap or to differentiate.
 MARK = torch.ops.glass.mark.default
 torch.fx.node.has_side_effect(MARK)
 

@@ -21,8 +21,8 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 STATE = "state."
 """What the names of results begin with that are buffers after a forward; their paths follow.
 
-Nobody reads them but the next forward, and two implementations may lay out what they remember otherwise, so that they are
-not compared as results.
+Only the next forward reads them, and two implementations may lay out their state differently, so that they are not
+compared as results.
 """
 
 Place = tuple[str, str]

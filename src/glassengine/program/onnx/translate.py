@@ -195,7 +195,7 @@ class Translator:
             return None
         opset = self._opsets.get("", self._opsets.get("ai.onnx", 1))
         try:
-            schema = onnx.defs.get_schema(proto.op_type, opset)
+            schema: Any = onnx.defs.get_schema(proto.op_type, opset)
             if schema.has_context_dependent_function:
                 types = [self._type_proto(name) for name in proto.input]
                 found = schema.get_context_dependent_function(proto.SerializeToString(), types)
@@ -218,7 +218,7 @@ class Translator:
 
         kind = self._types.get(name)
         if kind is None:
-            return TypeProto().SerializeToString()
+            return bytes(TypeProto().SerializeToString())
         shape = None if kind.shape is None else [None if size == UNKNOWN_SIZE else size for size in kind.shape]
         return bytes(helper.make_tensor_type_proto(kind.element_type, shape).SerializeToString())
 
