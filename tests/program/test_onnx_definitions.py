@@ -54,3 +54,17 @@ def test_what_is_drawn_anew_is_not_judged(tmp_path: Path) -> None:
     onnx.save(onnx_text(text), tmp_path / "noise.onnx")
     result = glass.check(tmp_path / "noise.onnx", backend="onnxruntime")
     assert not [pair for pair in result.pairs if pair.verdict in ("suspicious", "wrong")]
+
+
+def test_dequantized_numbers_that_cancel(tmp_path: Path) -> None:
+    """OpenVINO computes q scale - zero scale, which rounds where the two cancel."""
+    pytest.importorskip("openvino")
+    generator = np.random.default_rng(0)
+    weights = {"table": generator.integers(0, 255, (40, 8)).astype(np.uint8)}
+    weights |= {"scale": np.float32(0.0123), "zero": np.uint8(131)}
+    text = "g (int64[6] ids) => (float[6, 8] y) { q = Gather (table, ids) y = DequantizeLinear (q, scale, zero) }"
+    onnx.save(onnx_text(text, weights), tmp_path / "table.onnx")
+    assert glass.check(tmp_path / "table.onnx", backend="openvino").ok
+    onnx.save(onnx_text(text, {**weights, "zero": np.uint8(130)}), tmp_path / "other.onnx")
+    engine = glass.build(tmp_path / "other.onnx", tmp_path / "engine", backend="openvino")
+    assert not glass.check(tmp_path / "table.onnx", candidate=engine.directory).ok

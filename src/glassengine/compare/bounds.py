@@ -161,6 +161,7 @@ _SPECIAL: dict[str, Callable[[Operation, Roundoff], Tensor | None]] = {
     "norm": composite.norm,
     "linalg_vector_norm": composite.norm,
     "_weight_norm": composite.weight_norm,
+    "dequantize": composite.dequantized,
     "prod": composite.product_of_all,
     "cumprod": composite.product_of_all,
     ATTENTION: composite.attention,

@@ -129,6 +129,14 @@ def weight_norm(operation: Operation, r: Roundoff) -> Tensor:
     return operation.exact.abs() * (4 * r.u + 2 * math.sqrt(n) * U_ACCUMULATE + 3 * (r.u_in + r.u_w))
 
 
+def dequantized(operation: Operation, r: Roundoff) -> Tensor:
+    """(q - zero) scale, which runtimes also compute as q scale - zero scale: 4u |P| + 4U (|q| + |zero|) scale."""
+    without_zero = operation.target(*operation.args[:2], None, **operation.kwargs)
+    inside = without_zero.abs() + (without_zero - operation.exact).abs()
+    bound: Tensor = (4 * r.u + 2 * (r.u_in + r.u_w)) * operation.exact.abs() + 4 * U_ACCUMULATE * inside
+    return bound
+
+
 def product_of_all(operation: Operation, r: Roundoff) -> Tensor:
     """Relative errors add up, one for each factor; half-precision kernels round after each."""
     n: int = max(1, operation.args[0].numel() // max(1, operation.exact.numel()))

@@ -117,7 +117,7 @@ class OneNode:
         options = onnxruntime.SessionOptions()
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.log_severity_level = 4
-        # As the file is run: a dynamic quantisation takes the rows of each thread together.
+        # As the file is run: a dynamic quantization takes the rows of each thread together.
         options.intra_op_num_threads = torch.get_num_threads()
         options.inter_op_num_threads = 1
         model = ModelProto()

@@ -23,7 +23,7 @@ def _aligned(part: Tensor, x: Tensor, axis: int, block: int = 0) -> Tensor:
     return part.reshape([-1 if i == axis % x.dim() else 1 for i in range(x.dim())])
 
 
-@computes("sum", "DequantizeLinear")
+@computes("dequantize", "DequantizeLinear")
 def _dequantize(
     x: Tensor,
     scale: Tensor,
