@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from glassengine.compare.pairing import difference
 from glassengine.compare.verdict import SUSPICIOUS
+from glassengine.diagnose.arranged import Arranged
 from glassengine.diagnose.cases import Case, StepInputs
 from glassengine.diagnose.conclude import conclude
 from glassengine.diagnose.judge import run_cases
@@ -133,7 +134,7 @@ def interpreted(bench: Bench, program: Program) -> ProgramSide:
     is_whole = all(site.node in pairs for site in bench.program.sites if site.kind == "op")
     replay = (Replay if is_whole else RegionReplay)(bench.program)
     replay.worth_a_bound = 0.0
-    return ProgramSide(program, pairs, rung="candidate", replay=replay)
+    return ProgramSide(program, pairs, rung="candidate", replay=replay, arranged=Arranged(bench.program, pairs))
 
 
 def varied(bench: Bench, program: Program, variation: Variation, *, worth_a_bound: float = 0.0) -> VariedSide:
