@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from glassengine.compare.arrangements import arrangements
+from glassengine.compare.arrangements import Arrangement, arrangements
 
 CASES = {
     "channels last": ("bchw->bhwc", {"b": 2, "c": 3, "h": 5, "w": 7}),
@@ -83,3 +83,10 @@ def test_it_holds_for_other_numbers_of_rows_and_tokens(rule: str, sizes: dict[st
 def test_numbers_that_do_not_fit_have_no_arrangement() -> None:
     assert not list(arrangements([(2,), (9,)], [(3,), (5,)]))
     assert not list(arrangements([(6,), (4,)], [(3,), (5,)]))
+
+
+def test_a_dimension_of_parts_that_no_shape_tells_apart_has_them_as_they_were() -> None:
+    """Experts and their rows lie in one dimension on both sides; only their product is known."""
+    how = Arrangement(theirs=((0, 1),), ours=((1, 0),), sizes=(2, 3))
+    assert how.apply(torch.arange(6)).tolist() == [0, 3, 1, 4, 2, 5]
+    assert how.apply(torch.arange(12)).tolist() == [0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11]

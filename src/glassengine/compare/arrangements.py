@@ -87,7 +87,8 @@ def _solved(how: Arrangement, theirs: tuple[int, ...], ours: tuple[int, ...] | N
                 unknown = [part for part in parts if part not in known]
                 # Inner parts (of heads) are as they were sooner than outer ones (rows, tokens).
                 while fixed and len(unknown) > 1:
-                    known[unknown[-1]] = how.sizes[unknown.pop()]
+                    part = unknown.pop()
+                    known[part] = how.sizes[part]
                 if len(unknown) == 1:
                     rest = math.prod(known[part] for part in parts if part in known)
                     known[unknown[0]] = size // rest if rest else 0
