@@ -8,6 +8,7 @@ from pathlib import Path
 
 import audio
 import pytest
+import sequences
 import torch
 import vision
 from pair import Pair
@@ -15,7 +16,7 @@ from pair import Pair
 from glassengine.diagnose import check
 from glassengine.results import Comparison
 
-PAIRS = [*vision.PAIRS, *audio.PAIRS]
+PAIRS = [*vision.PAIRS, *audio.PAIRS, *sequences.PAIRS]
 pytestmark = pytest.mark.slow
 LARGEST = 12
 """Ops of a region that still counts as fine."""
