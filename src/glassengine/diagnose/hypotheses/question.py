@@ -17,6 +17,8 @@ _ROUNDINGS = 8.0
 """An explanation may leave so many times what rounding leaves of the right op."""
 _BETTER = 4.0
 """It is nearer to what the candidate made than the right op by this factor at least."""
+_NEARER = 2.0
+"""What differs by rounding only is nearer than the right op by this factor."""
 _LEAST = 3.0
 """From so many roundings on there is something to explain."""
 _MASKED = 1e30
@@ -100,11 +102,18 @@ class Question:
         )
 
     def differs(self, value: torch.Tensor | None) -> bool:
-        """Whether a value is another one than the right one, by more than rounding."""
+        """Whether a value is another one than the right one: by more than rounding, or by what the candidate shows.
+
+        In half precision a few roundings hide a difference of some percent. What the candidate made is then clearly
+        nearer to the value of its own argument.
+        """
         if value is None or value.shape != self.right.shape:
             return True
-        size = max(_size(value, self.valid), _size(self.right, self.valid))
-        return _distance(value.double(), self.right.double(), self.valid) > _ROUNDINGS * self.noise * size
+        rounding = self.noise * max(_size(value, self.valid), _size(self.right, self.valid))
+        if _distance(value.double(), self.right.double(), self.valid) > _ROUNDINGS * rounding:
+            return True
+        of_right = self.left(self.right)
+        return of_right > rounding and self.left(value) * _NEARER < of_right
 
 
 def noise_of(piece: Piece, right: torch.Tensor, actual: torch.Tensor) -> float:
