@@ -93,6 +93,25 @@ def quantized(source: Path, kind: str, name: str, *, per_channel: bool = False) 
     return path
 
 
+def gemm_model(path: Path) -> Path:
+    """A Gemm whose weight the quantizer stores in the other order of its axes."""
+    nodes = [
+        helper.make_node("Gemm", ["x", "w1", "b1"], ["g1"], name="g1", transB=1),
+        helper.make_node("Relu", ["g1"], ["r1"], name="r1"),
+        helper.make_node("Gemm", ["r1", "w2", "b2"], ["y"], name="y", transB=1),
+    ]
+    weights = [weight(name, *shape) for name, shape in {"w1": (8, 6), "b1": (8,), "w2": (8, 8), "b2": (8,)}.items()]
+    given = helper.make_tensor_value_info("x", TensorProto.FLOAT, [5, 6])
+    return written(path, nodes, weights, given, helper.make_tensor_value_info("y", TensorProto.FLOAT, [5, 8]))
+
+
+def quantized_in_unsigned(source: Path) -> Path:
+    """Quantize dynamically with weights of uint8: ONNX Runtime has integer convolutions of no other kind."""
+    path = source.with_name(f"{source.stem}_dynamic.onnx")
+    quantization.quantize_dynamic(str(source), str(path), weight_type=quantization.QuantType.QUInt8)
+    return path
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     folder = tmp_path_factory.mktemp("quantized")
@@ -100,6 +119,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]
     made = {"text": text, "image": image}
     made |= {f"text {kind}": quantized(text, kind, "ids") for kind in KINDS}
     made |= {f"image {kind}": quantized(image, kind, "x", per_channel=True) for kind in KINDS[:2]}
+    made |= {"image dynamic": quantized_in_unsigned(image), "gemm": (gemm := gemm_model(folder / "gemm.onnx"))}
+    made |= {"gemm dynamic": quantized_in_unsigned(gemm)}
     yield made
 
 
@@ -107,7 +128,13 @@ def checked(baseline: Path, candidate: Path, **options: Any) -> Comparison:
     return glass.check(baseline, candidate=candidate, **options)
 
 
-@pytest.mark.parametrize("name", ["text qdq", "text qoperator", "text dynamic", "image qdq", "image qoperator"])
+RIGHT = [
+    *("text qdq", "text qoperator", "text dynamic", "image qdq", "image qoperator"),
+    *("image dynamic", "gemm dynamic"),
+]
+
+
+@pytest.mark.parametrize("name", RIGHT)
 def test_f8_a_right_file_is_drift_in_order_of_execution(name: str, files: dict[str, Path]) -> None:
     model = name.partition(" ")[0]
     result = checked(files[model], files[name])
@@ -115,7 +142,7 @@ def test_f8_a_right_file_is_drift_in_order_of_execution(name: str, files: dict[s
     assert result.coverage > 0.9 and result.fineness[0].rung == "quantized"
     rows = {row.site: row for row in result.drift}
     last = result.drift[-1]
-    assert last.kind == "result" and last.site == {"text": "logits", "image": "y"}[model] and 20 < last.snr_db < 60
+    assert last.kind == "result" and last.site == ("logits" if model == "text" else "y") and 20 < last.snr_db < 60
     inner = [row for row in result.drift if row.kind == "op"]
     assert len(inner) >= 2 and sum(row.share or 0 for row in inner) == pytest.approx(1.0)
     if model == "text":
@@ -154,6 +181,19 @@ def another_input(node: str, index: int, name: str) -> Edit:
     return edit
 
 
+def read_by_another_grid(name: str) -> Edit:
+    """Give one DequantizeLinear a scale of its own, a tenth larger than that of what was quantized."""
+
+    def edit(model: onnx.ModelProto) -> None:
+        node = next(one for one in model.graph.node if one.name == name)
+        scale = next(one for one in model.graph.initializer if one.name == node.input[1])
+        values = numpy_helper.to_array(scale) * np.float32(1.1)
+        model.graph.initializer.append(numpy_helper.from_array(np.asarray(values), "another_scale"))
+        node.input[1] = "another_scale"
+
+    return edit
+
+
 MISTAKES: dict[str, tuple[str, Edit, str]] = {
     "another scale": ("text qdq", rewritten("w2_scale", lambda x: x * 2), "w2:param"),
     "rows in another order": ("text qdq", rewritten("w2_quantized", lambda x: x[::-1]), "w2:param"),
@@ -163,6 +203,9 @@ MISTAKES: dict[str, tuple[str, Edit, str]] = {
     "no activation": ("text dynamic", another_op("Relu", "Identity"), "r1"),
     "another zero point": ("text dynamic", rewritten("w3_zero_point", lambda x: x + 9), "w3:param"),
     "another embedding": ("text qoperator", rewritten("table_quantized", lambda x: x[::-1]), "table:param"),
+    "another grid where it is read": ("text qdq", read_by_another_grid("r1_DequantizeLinear"), "m2"),
+    "another grid of the input": ("image qdq", read_by_another_grid("x_DequantizeLinear"), "r1"),
+    "transposed": ("gemm dynamic", rewritten("w2_quantized", lambda x: x.T), "y"),
     "another kernel": ("image qoperator", rewritten("w2_quantized", lambda x: x[..., ::-1]), "w2:param"),
 }
 

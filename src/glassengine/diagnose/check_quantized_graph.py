@@ -176,7 +176,7 @@ def _pair(op: Op) -> Pair:
 def _divergence(program: Program, op: Op) -> Divergence:
     assert op.worst is not None
     hints = () if op.worst.reason is None else (Hint("quantization", op.worst.reason, 0.8),)
-    source = program.sites.by_node[op.node.name][0].source
+    sites = program.sites.by_node.get(op.node.name)
     found = op.worst
     return Divergence(
         RUNG,
@@ -184,7 +184,7 @@ def _divergence(program: Program, op: Op) -> Divergence:
         op.site,
         op.node.name,
         op.candidate_site,
-        source,
+        sites[0].source if sites else None,
         found.verdict,
         found.rho,
         None,

@@ -13,6 +13,7 @@ by themselves, as those of a quantized checkpoint are (`compare.quantization`).
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -76,17 +77,27 @@ class QuantizedFile:
             self._by_name.setdefault(grid.stands_for, []).append(name)
 
     def weight(self, name: str, baseline: Tensor) -> tuple[Tensor, Tensor | None, Grid | None] | None:
-        """Return the file's own weight for one of the baseline: numbers, steps and grid; None where it has none."""
+        """Return the file's own weight for one of the baseline: numbers, steps and grid; None where it has none.
+
+        A quantizer may store the weight of a Gemm transposed: of two orders of the axes the nearer one is taken, and
+        the op that reads it shows whether that is the right one.
+        """
         for own in self._by_name.get(name, ()):
-            if own in self._weights and self._weights[own].shape == baseline.shape:
-                grid, integers = self._grids[own], self._weights[own]
-                if grid.scale in self._weights:
-                    numbers = grid.numbers(integers, self._weights)
-                    step = grid.step(self._weights, integers).expand(numbers.shape)
-                    limits = torch.iinfo(integers.dtype)
-                    # As `judge_weight` wants it: negative where a value may be cut off by an end of the range.
-                    at_end = (integers <= limits.min + 1) | (integers == limits.max)
-                    return numbers, torch.where(at_end, -step, step), grid
+            if own not in self._weights or self._grids[own].scale not in self._weights:
+                continue
+            grid, integers = self._grids[own], self._weights[own]
+            numbers = grid.numbers(integers, self._weights)
+            step = grid.step(self._weights, integers).expand(numbers.shape)
+            limits = torch.iinfo(integers.dtype)
+            # As `judge_weight` wants it: negative where a value may be cut off by an end of the range.
+            at_end = (integers <= limits.min + 1) | (integers == limits.max)
+            found = [(numbers, torch.where(at_end, -step, step), grid)]
+            if numbers.dim() == 2:
+                turned = grid if grid.axis is None else dataclasses.replace(grid, axis=1 - grid.axis % 2)
+                found.append((numbers.T, found[0][1].T, turned))
+            fitting = [one for one in found if one[0].shape == baseline.shape]
+            if fitting:
+                return min(fitting, key=lambda one: float((one[0] - baseline.double()).norm()))
         same = self._weights.get(name)
         return (same.double(), None, None) if same is not None and same.shape == baseline.shape else None
 
@@ -189,6 +200,8 @@ class QuantizedRun:
                 pure = double(own) if own is not None else None
                 forced = self._weights.get(node.name, pure)
                 lanes[node] = [pure, pure, *[forced] * (1 + _NUM_NOISY)]
+                if node.name in ports and isinstance(pure, Tensor) and pure.is_floating_point():
+                    self._observe_input(node, ports[node.name], lanes, found, generator, where)
             elif node.op == "get_attr":
                 lanes[node] = [getattr(self.program.exported.graph_module, str(node.target))] * (3 + _NUM_NOISY)
             elif node.op == "call_function" and "_assert" not in str(node.target):
@@ -196,6 +209,30 @@ class QuantizedRun:
                 self._observe(node, lanes, found, generator, where)
             for dead in last.get(node, ()):
                 lanes.pop(dead, None)
+
+    def _observe_input(
+        self,
+        node: Node,
+        name: str,
+        lanes: dict[Node, list[Any]],
+        found: Mapping[str, Tensor],
+        generator: torch.Generator,
+        where: tuple[str, int],
+    ) -> None:
+        """Judge how an input is rounded to its grid, where it has one: what reads it gets those numbers."""
+        pure = lanes[node][0]
+        value = self.quantized.value(name, found)
+        if value is None or value.step is None or value.read.shape != pure.shape:
+            return
+        op = self.ops.setdefault(node.name, Op(node, name, value.site))
+        op.sums.add(pure, value.read, predicted=pure)
+        op.add(_judged(value, pure, [pure] * _NUM_NOISY, generator, is_folded=False), where)
+        lanes[node] = [
+            pure,
+            value.read,
+            value.read,
+            *(_moved(value.read, value.step, generator) for _ in lanes[node][3:]),
+        ]
 
     def _observe(
         self,
@@ -237,6 +274,11 @@ def _judged(
     judged = []
     if value.floats is not None and value.floats.shape == predicted.shape:
         judged.append(_against(predicted, runs, value.floats))
+        rounded = _as_rounded(value, value.floats, generator)
+        if rounded is not None and rounded.verdict in FLAGGED:
+            return dataclasses.replace(
+                rounded, reason="what reads it does not get these numbers, rounded to their grid"
+            )
     if value.step is not None and value.ends is not None:
         low, high = value.ends
         inside = _inside(value, predicted)
@@ -253,6 +295,16 @@ def _judged(
                 found = judged[-1]
                 return Judgement("wrong" if cut > LOST else "suspicious", found.rho, found.rms_error, text)
     return min(judged, key=_rank)
+
+
+def _as_rounded(value: Value, floats: Tensor, generator: torch.Generator) -> Judgement | None:
+    """Judge what readers get against the floats that were rounded to the grid; None without a grid."""
+    if value.step is None or value.ends is None:
+        return None
+    low, high = value.ends
+    kept = _inside(value, floats)
+    runs = [_moved(kept, value.step, generator).clamp(min=low, max=high) for _ in range(_NUM_NOISY)]
+    return _against(kept, runs, value.read)
 
 
 def _ratio(noise: Tensor, signal: Tensor) -> float:
