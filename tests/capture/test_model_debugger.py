@@ -414,6 +414,7 @@ def test_a_model_that_is_not_called_leaves_nothing(tmp_path: Path) -> None:
 
 
 def summary(path: Path, wrong: bool = False, rounded: bool = False, width: int = 4, **options: Any) -> Path:
+    torch.manual_seed(0)
     model = Calls(lambda self, x: self.b(self.a(x)), a=nn.Linear(4, width), b=nn.Linear(width, 4))
     with torch.no_grad():
         if wrong:

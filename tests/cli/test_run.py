@@ -259,7 +259,11 @@ def test_refusals(
 ) -> None:
     assert run(*(a.format(engine=engine_directory, out=tmp_path / "nothing") for a in arguments)) == 2
     captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.startswith("error: ") and message in captured.err
+    if "--json" in arguments:
+        assert message in str(json.loads(captured.out)["error"])
+    else:
+        assert captured.out == ""
+    assert captured.err.startswith("error: ") and message in captured.err
 
 
 def test_engine_of_another_machine(engine_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

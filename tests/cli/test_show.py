@@ -61,7 +61,8 @@ def test_filters(show: Callable[..., str], recording: Path) -> None:
     shown = show("--step", "1", "--nonfinite")
     assert "block" in shown and "1 not finite" in shown and "step 1" in shown
     assert len(show("block").splitlines()) == 4
-    assert show("block.0").splitlines()[-1] == "step 1, rank 0, block.0: not recorded: values were not asked for"
+    light = "step 1, rank 0, block.0: float32[1, 2] without values, min -, max -, norm 0, 2 not finite"
+    assert show("block.0").splitlines()[-1] == f"{light}: values were not asked for"
     assert main(["show", str(recording), "--step", "2"]) == main(["show", str(recording), "nothing"]) == 2
 
 

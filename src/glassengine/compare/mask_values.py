@@ -58,10 +58,13 @@ def without_hidden(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
     """
     if not x.is_floating_point() or not y.is_floating_point() or x.shape != y.shape:
         return None
+    lows = [-sentinel(one.dtype) for one in (x, y)]
+    # Kernels do not compare numbers of one byte.
+    x, y = (one.float() if one.element_size() == 1 else one for one in (x, y))
     if is_mask(x) and is_mask(y):
         both = (x <= HIDDEN) & (y <= HIDDEN)
     else:
-        both = (x <= -sentinel(x.dtype)) & (y <= -sentinel(y.dtype))
+        both = (x <= lows[0]) & (y <= lows[1])
     return (x.masked_fill(both, 0.0), y.masked_fill(both, 0.0)) if bool(both.any()) else None
 
 

@@ -19,6 +19,7 @@ from glassengine.results import FLAGGED, VERDICTS, Comparison, Divergence, Pair
 
 _STYLES = {"identical": "green", "rounding": "green", "suspicious": "yellow", "wrong": "bold red"}
 _ROWS, _COLUMNS = 24, 100
+_LONGEST_NAME = 60
 _MAX_HINTS = 2
 _MAX_ORIGINS = 2
 _MAX_REASONS = 4
@@ -36,8 +37,8 @@ def check(result: Comparison) -> RenderableType:
         divergence += _divergence(result, result.first_divergence)
         rest += _about(result, result.first_divergence)
     rest += [*_severity(result), *_written_differently(result), *_skipped(result)]
-    # The table has its head, a rule and an empty line at both ends.
-    left = _ROWS - _rows(head) - (len(result.rungs) + 4) - _rows(weights) - _rows(divergence) - 1
+    # The table has its head and a rule.
+    left = _ROWS - _rows(head) - (len(result.rungs) + 2) - _rows(weights) - _rows(divergence) - 1
     drift = []
     if result.drift:
         # Where the signal is lost is what somebody who compares two precisions asks for.
@@ -77,12 +78,23 @@ def _headline(result: Comparison) -> Text:
         by_signal = any(found.judged_by == "signal" for found in result.results)
         explained = f"every difference is explained by {'the quantization' if by_signal else 'rounding'}"
         text.append("bitwise identical" if result.verdict == "identical" else explained)
-    text.append(f"\nbaseline {result.baseline}, candidate {result.candidate}")
+    text.append(f"\nbaseline {_short(result.baseline)}, candidate {_short(result.candidate)}")
     return text
 
 
+def _short(name: str) -> str:
+    """Return the end of a long path, which tells two of them apart; `--json` has all of it."""
+    return name if len(name) <= _LONGEST_NAME else f"...{name[-_LONGEST_NAME + 3 :]}"
+
+
+def _short_source(source: str) -> str:
+    """Return "file:line: code" with the end of a long path."""
+    place, colon, code = source.partition(": ")
+    return f"{_short(place)}{colon}{code}"
+
+
 def _ladder(result: Comparison) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("rung", overflow="fold")
     table.add_column("judged", no_wrap=True)
     for name in ("tensors", "coverage", "error/floor"):
@@ -136,24 +148,27 @@ def _divergence(result: Comparison, found: Divergence) -> Iterator[Text]:
     if found.where:
         yield Text(f"  where    {found.where}: {found.group}")
     if found.source:
-        yield Text(f"  source   {found.source}")
+        yield Text(f"  source   {_short_source(found.source)}")
     if found.candidate_site != found.site:
         yield Text(f"  there    {found.candidate_site}")
     if found.candidate_source and found.candidate_source != found.source:
-        yield Text(f"  there    {found.candidate_source}")
+        yield Text(f"  there    {_short_source(found.candidate_source)}")
     yield Text(f"  error    {_size(result, found)}")
-    if found.introduced is not None and found.inherited is not None:
-        yield Text(f"  rms      introduced {found.introduced:.3g}, inherited {found.inherited:.3g}")
+    # What kind of mistake it is, and where its test is, is never cut off, however long the names of files are.
+    for hint in found.hints[:1]:
+        yield Text(f"  hint     {hint.text}")
+    if found.reproduction:
+        yield Text(f"  test     python {Path(found.reproduction) / 'test_repro.py'}")
 
 
 def _about(result: Comparison, found: Divergence) -> Iterator[Text]:
     """What it looks like, what shows it, what came of it, and what else went wrong."""
-    for hint in found.hints[:_MAX_HINTS]:
+    for hint in found.hints[1:_MAX_HINTS]:
         yield Text(f"  hint     {hint.text}")
-    if found.reproduction:
-        yield Text(f"  test     python {Path(found.reproduction) / 'test_repro.py'}")
-    else:
+    if not found.reproduction:
         yield Text("  test     --reproduction DIR writes one that shows this without the models")
+    if found.introduced is not None and found.inherited is not None:
+        yield Text(f"  rms      introduced {found.introduced:.3g}, inherited {found.inherited:.3g}")
     inherited = sum(pair.inherited for pair in result.pairs if pair.rung == found.rung)
     others = [d for d in result.origins if d.rung == found.rung and d.leads and d.site != found.site]
     if found.group is not None:
