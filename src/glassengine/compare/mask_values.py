@@ -62,9 +62,8 @@ def without_hidden(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
     # Kernels do not compare numbers of one byte.
     x, y = (one.float() if one.element_size() == 1 else one for one in (x, y))
     if is_mask(x) and is_mask(y):
-        both = (x <= HIDDEN) & (y <= HIDDEN)
-    else:
-        both = (x <= lows[0]) & (y <= lows[1])
+        lows = [HIDDEN, HIDDEN]
+    both = (x <= lows[0]) & (y <= lows[1])
     return (x.masked_fill(both, 0.0), y.masked_fill(both, 0.0)) if bool(both.any()) else None
 
 

@@ -166,8 +166,11 @@ def rebuilt(
     )
 
 
-_written: WeakKeyDictionary[ExportedProgram, bytes] = WeakKeyDictionary()
-"""What was written of graphs that are in use: the two engines of a check hold one graph in three places."""
+_written: WeakKeyDictionary[ExportedProgram, tuple[str, bytes]] = WeakKeyDictionary()
+"""What was written of graphs that are in use: the two engines of a check hold one graph in three places.
+
+Beside the bytes is what the graph was like, since a pass may change it in place.
+"""
 
 
 def save_program(program: Program, directory: Path) -> None:
@@ -183,8 +186,10 @@ def save_program(program: Program, directory: Path) -> None:
 
 def _save_graph(program: Program, directory: Path) -> None:
     path = directory / "program.pt2"
-    if (earlier := _written.get(program.exported)) is not None:
-        path.write_bytes(earlier)
+    exported = program.exported
+    like = f"{exported.graph}{exported.graph_signature}{exported.range_constraints}"
+    if (earlier := _written.get(exported)) is not None and earlier[0] == like:
+        path.write_bytes(earlier[1])
         return
     bare = copy.copy(program.exported)
     bare._state_dict = {name: _without_data(value) for name, value in program.exported.state_dict.items()}
@@ -192,7 +197,7 @@ def _save_graph(program: Program, directory: Path) -> None:
     bare._guards_code = []  # code, which a reader would have to trust; inputs are checked by the engine
     with without_collections():
         torch.export.save(bare, path)
-    _written[program.exported] = path.read_bytes()
+    _written[exported] = like, path.read_bytes()
 
 
 def _save_names(program: Program, directory: Path) -> None:
