@@ -59,7 +59,7 @@ def test_a_clean_ladder_exits_0(factories: str, ids: str, capsys: pytest.Capture
     printed = capsys.readouterr()
     assert printed.out.startswith("ok: ")
     for rung in ("program", "engine", "release"):
-        assert f"\n {rung} " in printed.out
+        assert f"\n{rung} " in printed.out
     assert "exporting the program" in printed.err and "exporting" not in printed.out
 
 
