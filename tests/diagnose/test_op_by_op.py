@@ -110,7 +110,7 @@ def test_all_rungs_judges_every_op_compiled_alone(
     )
     arguments = ["check", f"{tmp_path}/net.py:net", "--inputs", f"{tmp_path}/net.py:x", "--backend", "eager"]
     assert main([*arguments, "--all-rungs"]) == 0
-    assert "\n op-by-op " in capsys.readouterr().out
+    assert "\nop-by-op " in capsys.readouterr().out
     assert main(arguments) == 0
     assert "op-by-op" not in capsys.readouterr().out
 
