@@ -159,7 +159,7 @@ def difference(ours: Node, theirs: Node) -> str | None:
     """Describe literal arguments that differ, e.g. "scale: 0.25 here, 0.5 in the candidate"."""
     if ours.target != theirs.target:
         return f"op: {ours.target} here, {theirs.target} in the candidate"
-    names = _argument_names(ours.target)
+    names = argument_names(ours.target)
 
     def bound(node: Node) -> dict[str, Any]:
         positional = {names[i] if i < len(names) else str(i): _literal(a) for i, a in enumerate(node.args)}
@@ -172,7 +172,8 @@ def difference(ours: Node, theirs: Node) -> str | None:
     return "; ".join(f"{k}: {_shown(a, k)} here, {_shown(b, k)} in the candidate" for k in differing)
 
 
-def _argument_names(target: Any) -> list[str]:
+def argument_names(target: Any) -> list[str]:
+    """Return the names of an op's arguments, in order."""
     schema = getattr(target, "_schema", None)
     if schema is not None:
         return [argument.name for argument in schema.arguments]

@@ -29,6 +29,7 @@ from glassengine.compare.drift import LITTLE_LEFT, LOST, DriftSums, decibels
 from glassengine.compare.quantization import MOST_RMS, WeightError, judge_weight
 from glassengine.compare.verdict import Judgement, Reference
 from glassengine.diagnose.float64 import double, retarget, target_of
+from glassengine.diagnose.reference import last_uses
 from glassengine.program.naming import is_tensor_node
 from glassengine.program.onnx.grids import Grid, grids_of, written_back
 from glassengine.program.program import Program
@@ -193,7 +194,7 @@ class QuantizedRun:
         weights = self.program.weights()
         generator = torch.Generator().manual_seed(crc32(repr(where).encode()))
         lanes: dict[Node, list[Any]] = {}
-        last = _last_uses(self.program)
+        last = last_uses(self.program)
         for node in self.program.graph.nodes:
             if node.op == "placeholder":
                 own = weights.get(node.name, inputs.get(ports.get(node.name, "")))
@@ -376,14 +377,3 @@ def _call(node: Node, lanes: Mapping[Node, list[Any]], lane: int) -> Any:
     args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), lambda source: lanes[source][lane])
     args, kwargs = pytree.tree_map(retarget, (args, kwargs))
     return target_of(node)(*args, **kwargs)
-
-
-def _last_uses(program: Program) -> dict[Node, list[Node]]:
-    table: dict[Node, list[Node]] = {}
-    seen: set[Node] = set()
-    for node in reversed(program.graph.nodes):
-        for source in node.all_input_nodes:
-            if source not in seen:
-                seen.add(source)
-                table.setdefault(node, []).append(source)
-    return table

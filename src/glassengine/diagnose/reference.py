@@ -71,7 +71,7 @@ class ReferenceRun:
         self._in_double = {
             node: pytree.tree_map(retarget, (tuple(node.args), dict(node.kwargs))) for node in program.graph.nodes
         }
-        self._last_use = _last_uses(program)
+        self._last_use = last_uses(program)
         self._unwritten = unwritten_nodes(program.graph)
         self._exactness = Exactness(self._weights, coarsest, accumulation)
         self._hidden = HiddenValues(program.graph, self._exactness)
@@ -317,7 +317,7 @@ def _generator(*key: object) -> torch.Generator:
     return torch.Generator().manual_seed(crc32(repr(key).encode()))
 
 
-def _last_uses(program: Program) -> dict[Node, list[Node]]:
+def last_uses(program: Program) -> dict[Node, list[Node]]:
     """Map each node to the values that nobody needs after it; outputs live to the end."""
     table: dict[Node, list[Node]] = {}
     seen: set[Node] = set(program.graph.output_node().all_input_nodes)

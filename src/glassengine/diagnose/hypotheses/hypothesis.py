@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from glassengine.compare.pairing import argument_names
 from glassengine.diagnose.hypotheses.trial import Call, Edit, Trial
 from glassengine.program.naming import op_name
 
@@ -96,17 +96,6 @@ def bound(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tupl
             else:
                 break
     return tuple(positional), named
-
-
-def argument_names(target: Any) -> list[str]:
-    """Return the names of an op's arguments, in order."""
-    schema = getattr(target, "_schema", None)
-    if schema is not None:
-        return [argument.name for argument in schema.arguments]
-    try:
-        return list(inspect.signature(getattr(target, "function", target)).parameters)
-    except (TypeError, ValueError):
-        return []
 
 
 def constants_of(nodes: Iterator[Node] | tuple[Node, ...] | list[Node]) -> list[Any]:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from glassengine.diagnose.hypotheses.hypothesis import Hypothesis, argument_names, article, tensors_of, with_leaves
+from glassengine.compare.pairing import argument_names
+from glassengine.diagnose.hypotheses.hypothesis import Hypothesis, article, tensors_of, with_leaves
 from glassengine.diagnose.hypotheses.layouts import ACTIVATIONS
 from glassengine.diagnose.hypotheses.question import Question
 from glassengine.diagnose.hypotheses.trial import Call

@@ -10,9 +10,9 @@ import torch
 from torch.fx import Node
 from torch.nn import functional as F
 
+from glassengine.compare.pairing import argument_names
 from glassengine.diagnose.hypotheses.hypothesis import (
     Hypothesis,
-    argument_names,
     bound,
     literals_of,
     tensors_of,
