@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from pair import Pair, module_of, shaken
+from pair import Mistake, Pair, module_of, shaken
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -126,12 +126,12 @@ PAIRS = [
         convnext,
         {"input": torch.randn(2, 8, 19, generator=G)},
         {
-            "flipped": ["1.dwconv/*"],
-            "padding": ["1.dwconv/*"],
-            "epsilon": ["1.norm/*"],
-            "activation": ["1.act/*"],
-            "gamma": ["1/mul.0"],
-            "residual": ["1/add.0"],
+            "flipped": Mistake(["1.dwconv/*"], []),
+            "padding": Mistake(["1.dwconv/*"], []),
+            "epsilon": Mistake(["1.norm/*"], []),
+            "activation": Mistake(["1.act/*"], []),
+            "gamma": Mistake(["1/mul.0"], []),
+            "residual": Mistake(["1/add.0"], []),
         },
     ),
     Pair(
@@ -140,12 +140,12 @@ PAIRS = [
         conformer,
         {"x": torch.randn(2, 13, 24, generator=G)},
         {
-            "activation": ["ff1.fn.fn.net.1/*"],
-            "positions": ["attn.fn*"],
-            "off by one": ["attn.fn*"],
-            "gate": ["conv.net.3/*"],
-            "padding": ["conv.net.4*"],
-            "half": ["ff2/mul.0"],
+            "activation": Mistake(["ff1.fn.fn.net.1/*"], []),
+            "positions": Mistake(["attn.fn*"], []),
+            "off by one": Mistake(["attn.fn*"], []),
+            "gate": Mistake(["conv.net.3/*"], []),
+            "padding": Mistake(["conv.net.4*"], []),
+            "half": Mistake(["ff2/mul.0"], []),
         },
     ),
 ]

@@ -4,11 +4,27 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """What is wrong in a candidate.
+
+    Attributes:
+        sites: Of the baseline, as patterns: one has to be named.
+        says: Pieces of text of which a hint that helps holds one. Other hints mislead.
+    """
+
+    sites: Sequence[str]
+    says: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -20,14 +36,14 @@ class Pair:
         packages: What has to be installed.
         make: Given a mistake, or "" for a port that is right, returns baseline and candidate of the same weights.
         inputs: Of one forward, by name.
-        mistakes: Mistake -> the sites of the baseline, as patterns, one of which has to be named.
+        mistakes: By name, which is what `make` is given.
     """
 
     name: str
     packages: Sequence[str]
     make: Callable[[str], tuple[nn.Module, nn.Module]]
     inputs: Mapping[str, Tensor]
-    mistakes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    mistakes: Mapping[str, Mistake] = field(default_factory=dict)
 
 
 def module_of(package: str, file: str) -> Any:
@@ -41,6 +57,19 @@ def module_of(package: str, file: str) -> Any:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def edited(module: ModuleType, old: str, new: str) -> Any:
+    """Return a copy of a package's module in whose source one piece of text is another: a mistake of its author."""
+    assert module.__file__ is not None
+    text = Path(module.__file__).read_text()
+    assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {module.__file__}"
+    path = Path(tempfile.mkdtemp()) / Path(module.__file__).name
+    path.write_text(text.replace(old, new))
+    copy = ModuleType(module.__name__)
+    copy.__dict__.update(__package__=module.__package__, __file__=str(path))
+    exec(compile(path.read_text(), str(path), "exec"), copy.__dict__)
+    return copy
 
 
 def copied(target: nn.Module, tensors: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from pair import Pair
+from pair import Mistake, Pair
 from torch import Tensor, nn
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from pair import Pair, module_of, shaken
+from pair import Mistake, Pair, module_of, shaken
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -67,13 +67,13 @@ PAIRS = [
         vit,
         {"x": torch.randn(2, 11, 24, generator=torch.Generator().manual_seed(1))},
         {
-            "epsilon": ["layers.1.1.net.0/*"],
-            "norms": ["layers.0.0.norm/*"],
-            "bias": ["layers.1.0.to_out.0/*"],
-            "exchanged": ["layers.1.0/m*"],
-            "scale": ["layers.0.0/mul.0", "layers.0.0/matmul.0"],
-            "residual": ["./add.2"],
-            "activation": ["layers.0.1.net.2/gelu.0"],
+            "epsilon": Mistake(["layers.1.1.net.0/*"], []),
+            "norms": Mistake(["layers.0.0.norm/*"], []),
+            "bias": Mistake(["layers.1.0.to_out.0/*"], []),
+            "exchanged": Mistake(["layers.1.0/m*"], []),
+            "scale": Mistake(["layers.0.0/mul.0", "layers.0.0/matmul.0"], []),
+            "residual": Mistake(["./add.2"], []),
+            "activation": Mistake(["layers.0.1.net.2/gelu.0"], []),
         },
     )
 ]
