@@ -216,3 +216,53 @@ def test_f26_methods_that_were_replaced_on_an_instance(factor: float, tmp_path: 
     assert result.coverage == 1.0
     assert "candidate" in {rung.name for rung in result.rungs}
     assert isinstance(vars(port)["forward"], MethodType) and type(port) is Tied
+
+
+class OneImage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).relu()
+
+
+class AnyImage(OneImage):
+    """Takes what it does not know, too, and says what is missing itself."""
+
+    def forward(self, pixels: Tensor | None = None, scale: float | None = None, **more: Any) -> Tensor:  # type: ignore[override]
+        if pixels is None:
+            raise ValueError("give pixels")
+        return super().forward(pixels if scale is None else pixels * scale)
+
+
+class HandsOn(nn.Module):
+    """Gives what it does not know to what is inside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = OneImage()
+
+    def forward(self, scale: float | None = None, **more: Any) -> Tensor:
+        return self.own(**more) if scale is None else self.own(**more) * scale
+
+
+class Silent(OneImage):
+    def forward(self, ids: Tensor | None = None, padding: Tensor | None = None, **more: Any) -> Tensor:  # type: ignore[override]
+        x = self.linear(more["x"]) if ids is None else self.linear(ids)
+        return x.relu() if padding is None else x.relu() * padding
+
+
+@pytest.mark.parametrize("Port", [AnyImage, HandsOn, Silent])
+@pytest.mark.parametrize("factor", [1.0, 1.01])
+def test_an_input_that_a_forward_of_any_arguments_has_another_name_for(
+    Port: type[nn.Module], factor: float, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    baseline, port = OneImage(), Port()
+    own = port.own if isinstance(port, HandsOn) else port
+    own.load_state_dict(baseline.state_dict())
+    own.linear.weight.data *= factor  # type: ignore[union-attr, operator]
+    result = check(baseline, candidate=port, inputs=save(tmp_path, [{"x": torch.randn(2, 4)}]))
+    assert result.ok == (factor == 1.0)
+    assert result.coverage == 1.0

@@ -87,3 +87,19 @@ def shaken(module: nn.Module) -> nn.Module:
         if name.endswith("running_var"):
             tensor.uniform_(0.5, 2)
     return module.eval()
+
+
+def in_order(module: nn.Module) -> dict[str, Tensor]:
+    """Return the weights and running statistics of a module by name, in the order in which it makes them."""
+    return {name: tensor for name, tensor in module.state_dict().items() if not name.endswith("num_batches_tracked")}
+
+
+def filled_in_order(target: nn.Module, tensors: Mapping[str, Any], leave: str = "") -> None:
+    """Fill the weights of a module with those of another one that makes them in the same order.
+
+    `leave` is the beginning of names that are left as they are; a tensor of another size, or one too many, is an error.
+    """
+    own = {name: tensor for name, tensor in in_order(target).items() if not (leave and name.startswith(leave))}
+    for (name, tensor), (other, given) in zip(own.items(), tensors.items(), strict=True):
+        assert tensor.numel() == given.numel(), f"{name} {list(tensor.shape)} for {other} {list(given.shape)}"
+        tensor.copy_(given.detach().reshape(tensor.shape))

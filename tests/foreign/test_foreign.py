@@ -9,6 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import audio
+import images
 import pytest
 import sequences
 import torch
@@ -18,7 +19,7 @@ from pair import Pair
 from glassengine.diagnose import check
 from glassengine.results import Comparison
 
-PAIRS = [*vision.PAIRS, *audio.PAIRS, *sequences.PAIRS]
+PAIRS = [*vision.PAIRS, *audio.PAIRS, *sequences.PAIRS, *images.PAIRS]
 pytestmark = pytest.mark.slow
 LARGEST = 12
 """Ops of a region that still counts as fine."""

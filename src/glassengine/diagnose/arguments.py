@@ -64,7 +64,7 @@ class Arguments:
     def ours(self, port: str) -> str:
         """Return what the steps call an input of the candidate's program: "x" of "idx", "pair[0]" of "both[0]"."""
         for ours, theirs in self.names.items():
-            if port == theirs or port.startswith((f"{theirs}[", f"{theirs}.")):
+            if _is_of(port, theirs):
                 return ours + port[len(theirs) :]
         return port
 
@@ -116,15 +116,38 @@ class _Match:
                 missing.remove(places[0])
                 renamed[name] = places[0].name
         fixed = {CACHE: False} if CACHE in known and CACHE not in first else {}
-        if self._takes_any and not missing:
-            return self._steps, Arguments({name: name for name in first}, fixed)
         base = Arguments({**{name: name for name in named}, **renamed}, fixed)
+        if self._takes_any and not missing:
+            return self._steps, self._of_any(Arguments({name: name for name in first}, fixed), base, free)
         if not missing and not free:
             return self._steps, base
         arguments = self._best(base, free, missing)
         left = [name for name in free if name not in arguments.names]
         steps = self._without(left) if left else self._steps
         return _with_own(steps, arguments), arguments
+
+    def _of_any(self, plain: Arguments, base: Arguments, free: Sequence[str]) -> Arguments:
+        """Return the arguments of a forward that takes any: an input that no op reads has another name there.
+
+        Args:
+            plain: Every input by its own name.
+            base: Those that are arguments by name.
+            free: The others.
+        """
+        optional = [p for p in self._parameters if p.name not in self._steps[0]]
+        if not free or not optional:
+            return plain
+        used = self._uses(self._candidate.module, plain.names)
+        ports = [] if used is None else [name for name, use in used.items() if use.is_read]
+        unread = [name for name in free if not any(_is_of(port, name) for port in ports)]
+        if not unread:
+            return plain
+        read = {name: name for name in free if name not in unread}
+        try:
+            found = self._best(Arguments({**base.names, **read}, base.fixed), unread, [])
+        except IncomparableError:
+            return plain
+        return found if all(name in found.names for name in unread) else plain
 
     def _best(self, base: Arguments, free: Sequence[str], missing: Sequence[_Parameter]) -> Arguments:
         """Return the assignment of free inputs to arguments that runs, and of several the one that is used alike."""
@@ -282,6 +305,11 @@ def _with_own(steps: Sequence[Step], arguments: Arguments) -> Sequence[Step]:
         recipes = {**steps.recipes, **dict.fromkeys(arguments.own, "positions, for the candidate alone: 0, 1, ...")}
         return MadeUp(extended, recipes=recipes, origin=steps.origin, num_in_file=steps.num_in_file)
     return extended
+
+
+def _is_of(port: str, name: str) -> bool:
+    """Whether a tensor is an argument, or a part of it: "both[0]" of "both"."""
+    return port == name or port.startswith((f"{name}[", f"{name}."))
 
 
 def _numbers_of(step: Step, known: set[str]) -> list[str]:

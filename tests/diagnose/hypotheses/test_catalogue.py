@@ -472,6 +472,14 @@ PLANTED = {
         "avg_pool2d",
         ("image",),
     ),
+    "pooling of an image": Planted(
+        lambda x: F.adaptive_avg_pool2d(x, 1),
+        lambda x: F.adaptive_max_pool2d(x, 1),
+        lambda x: x.mean((2, 3), keepdim=True),
+        "other",
+        "adaptive_max_pool2d",
+        ("image",),
+    ),
     "clamp missing": Planted(
         lambda x: x.clamp(-0.5, 0.5),
         lambda x: x.clone(),

@@ -30,7 +30,19 @@ FACTORS = frozenset({"mul", "div", "true_divide"})
 SUMS = frozenset({"add", "sub", "rsub"})
 _ROOTS = frozenset({"rsqrt", "sqrt", "pow", "div", "log", "reciprocal", "true_divide"})
 _SKIPPED = frozenset(
-    {"layout", "device", "pin_memory", "memory_format", "dtype", "dropout_p", "train", "training", "alpha", "beta"}
+    {
+        "layout",
+        "device",
+        "pin_memory",
+        "memory_format",
+        "dtype",
+        "dropout_p",
+        "train",
+        "training",
+        "alpha",
+        "beta",
+        "momentum",
+    }
 )
 _MASKS = frozenset({"is_causal", "diagonal"})
 _POSITIONS = frozenset({"start", "end", "step", "index", "shifts", "dims"})
@@ -92,7 +104,10 @@ def _called_as(target: Any, leaves: list[Any], spec: Any, places: list[int]) -> 
         for place, tensor in zip(places, given, strict=True):
             filled[place] = tensor
         args, kwargs = pytree.tree_unflatten(filled, spec)
-        return target(*pytree.tree_map(retarget, args), **pytree.tree_map(retarget, kwargs))
+        made = target(*pytree.tree_map(retarget, args), **pytree.tree_map(retarget, kwargs))
+        # A largest value comes with its index.
+        is_several = isinstance(made, (tuple, list)) and isinstance(call.value, torch.Tensor)
+        return made[0] if is_several else made
 
     return edit
 

@@ -126,8 +126,8 @@ def other_ops(question: Question) -> Iterator[Hypothesis]:
                 )
         if name in ("conv1d", "conv2d", "conv3d"):
             yield from _convolutions(question, node)
-        if name.startswith(("max_pool", "avg_pool")):
-            other = name.replace("max", "avg") if name.startswith("max") else name.replace("avg", "max")
+        if name.removeprefix("adaptive_").startswith(("max_pool", "avg_pool")):
+            other = name.replace("max", "avg") if "max" in name else name.replace("avg", "max")
             yield Hypothesis("other", f"{other} in the place of {name}", {node: _pooled(other)})
         if "upsample" in name:
             yield from _resized(question, node)

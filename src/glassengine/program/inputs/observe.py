@@ -69,6 +69,7 @@ class Use:
         offset: What is added after it.
         is_data: Whether a product with weights reads it.
         hides: Whether it is multiplied by so large a number that it hides what it is added to.
+        is_read: Whether any op takes it.
     """
 
     bound: int | None = None
@@ -84,6 +85,7 @@ class Use:
     offset: float = 0.0
     is_data: bool = False
     hides: bool = False
+    is_read: bool = False
 
 
 class _Held(NamedTuple):
@@ -137,6 +139,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an op and take note."""
         kwargs = kwargs or {}
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            self._each(self._of(leaf), is_read=True)
         result = func(*args, **kwargs)
         # A form of an op that is not known here says nothing.
         with contextlib.suppress(TypeError, ValueError, IndexError, AttributeError, RuntimeError):
