@@ -106,7 +106,7 @@ def sibling_of(node: Node, found: Mapping[str, str], theirs: Mapping[str, Node])
     op = node.all_input_nodes[0]
     for beside in op.users:
         known = theirs.get(found.get(beside.name, ""))
-        if known is None or op_name(known) != "getitem" or known.all_input_nodes[0].target is not op.target:
+        if known is None or op_name(known) != "getitem" or known.all_input_nodes[0].target != op.target:
             continue
         of_both = (user for user in known.all_input_nodes[0].users if op_name(user) == "getitem")
         return next((user.name for user in of_both if user.args[1] == node.args[1] and user.name in theirs), None)
@@ -124,7 +124,7 @@ def reads_the_same(
         found: Node -> counterpart.
         names: Placeholder -> input, of both programs.
     """
-    if ours.target is not theirs.target:
+    if ours.target != theirs.target:
         return False
     sources = [
         [leaf for leaf in pytree.tree_leaves((node.args, dict(node.kwargs))) if isinstance(leaf, Node)]

@@ -13,6 +13,7 @@ from glassengine.diagnose.drift import table
 from glassengine.diagnose.fineness import coverage, fineness, region_nodes
 from glassengine.diagnose.regions import covered
 from glassengine.diagnose.repeated import grouped
+from glassengine.diagnose.replayed import called
 from glassengine.diagnose.score import Score, float_nodes
 from glassengine.diagnose.severity import Severity
 from glassengine.diagnose.sides import EngineSide, ModuleSide, ProgramSide
@@ -20,6 +21,7 @@ from glassengine.diagnose.standing import Decision, decide, softened
 from glassengine.diagnose.written import left_out, written_differently
 from glassengine.errors import IncomparableError
 from glassengine.program.naming import is_tensor_node, op_name
+from glassengine.program.onnx.control import never_run
 from glassengine.program.program import Program
 from glassengine.results import (
     FLAGGED,
@@ -110,6 +112,7 @@ def conclude(
         *_unobserved(main, program, [*skipped, *left_out]),
         *_reordered(scores, program),
         *_without_value(program),
+        *_never_run(program),
     ]
     return Comparison(
         baseline=baseline,
@@ -313,6 +316,16 @@ def _without_value(program: Program) -> list[Skipped]:
     reasons = dict.fromkeys(RANDOM, "random: every run draws anew") | dict.fromkeys(UNDEFINED, "memory not yet written")
     nodes = [node for node in program.graph.nodes if op_name(node) in reasons and is_tensor_node(node)]
     return [Skipped(program.sites.by_node[node.name][0].name, "both", reasons[op_name(node)]) for node in nodes]
+
+
+def _never_run(program: Program) -> list[Skipped]:
+    """Branches and loops of an ONNX file that no input led into."""
+    ops = {called(node)[0]: node for node in program.graph.nodes if program.sites.by_node.get(node.name)}
+    return [
+        Skipped(program.sites.by_node[node.name][0].name, "both", f"no input led into its {name}")
+        for op, node in ops.items()
+        for name in never_run(op.target)
+    ]
 
 
 def _unobserved(score: Score, program: Program, skipped: Sequence[Skipped]) -> list[Skipped]:

@@ -12,9 +12,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from glassengine.diagnose.regions import RegionReplay, covered
+from glassengine.diagnose.replayed import called
 from glassengine.diagnose.score import Score, float_nodes
 from glassengine.diagnose.segments import SegmentReplay
 from glassengine.diagnose.sides import EngineSide, ModuleSide, ProgramSide
+from glassengine.program.onnx.control import ops_inside
 from glassengine.program.outputs import is_view
 from glassengine.program.program import Program
 from glassengine.results import MOST_OPS, Fineness
@@ -44,6 +46,12 @@ def fineness_of(program: Program, rung: str, judged: Collection[str], inside: Ma
         return Fineness(rung, 0, 1.0, 0.0, 0.0, 0.0)
     ends = {end for found in inside.values() for end in found} & named
     sizes = _sizes(program, inside)
+    for node in program.graph.nodes:
+        # A branch or a loop is judged where it ends, too.
+        num_inside = ops_inside(called(node)[0].target) if node.name in named & set(judged) else 0
+        if num_inside > 1:
+            sizes[node.name] = max(sizes[node.name], 1) + num_inside - 1
+            ends.add(node.name)
     of_region = {node: min(sizes[end] for end in inside[node]) for node in named & inside.keys()}
     of_region |= {end: sizes[end] for end in ends}
     small = {node for node, size in of_region.items() if size <= MOST_OPS}

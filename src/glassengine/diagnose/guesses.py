@@ -11,6 +11,8 @@ from torch.fx import Node
 from glassengine.compare.hints import tensor_hints
 from glassengine.compare.verdict import Reference
 from glassengine.diagnose.hypotheses.of_sides import asked_of
+from glassengine.diagnose.replayed import called
+from glassengine.program.onnx.control import never_run
 from glassengine.program.program import Program
 from glassengine.results import Hint
 
@@ -30,6 +32,7 @@ class Guesses:
         self._program = program
         self._side = side
         self._num_asked = 0
+        self._looked: set[str] = set()
 
     def of(self, node: Node, tensor: torch.Tensor, reference: Reference, flagged: Sequence[str]) -> list[Hint]:
         """Return what kind of mistake it is: one that makes what the side made, or else what only looks like it.
@@ -44,8 +47,20 @@ class Guesses:
         found: list[Hint] = []
         if asked is not None and self._num_asked < _MOST_ASKED:
             self._num_asked += 1
+            inside = asked.inside(node)
+            if inside is not None:
+                return [Hint("inside", inside.text, 1.0)]
             found = asked.hints(node, tensor, reference.valid) or asked.differences(node, tensor, reference.valid)
         return found or tensor_hints(reference.exact, tensor, reference.valid)
+
+    def in_other_branch(self, node: Node) -> str | None:
+        """Return what is different in a branch of `node` that no input took; None where nothing is."""
+        if node.name in self._looked or not never_run(called(node)[0].target):
+            return None
+        self._looked.add(node.name)
+        asked = asked_of(self._program, self._side, ())
+        found = None if asked is None else asked.inside(node)
+        return None if found is None or found.is_taken else found.text
 
     def differences(self, node: Node, tensor: torch.Tensor, reference: Reference) -> list[Hint]:
         """Return what of the side's own op is not the baseline's, and changes the result: arguments, weights."""

@@ -66,7 +66,7 @@ class Known:
     def reads_the_same(self, node: Node, counterpart: str) -> bool:
         """Whether the candidate's op is the same and reads the counterparts of what `node` reads."""
         theirs = self.tensors.nodes[counterpart]
-        if node.target is not theirs.target:
+        if node.target != theirs.target:
             return False
         names = {
             source.name: self.found[source.name].name for source in node.all_input_nodes if source.name in self.found

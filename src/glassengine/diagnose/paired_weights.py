@@ -88,14 +88,14 @@ def _reads(baseline: Program, candidate: Program, pairs: Mapping[str, str]) -> I
             continue
         if not all(_is_counterpart(a, b, pairs, ours, theirs) for a, b in zip(given, taken, strict=True)):
             continue
-        if node.target is other.target and len(own) == len(held):
+        if node.target == other.target and len(own) == len(held):
             both = list(zip(own, held, strict=True))
         else:
             both = [(a, b) for a in own for b in held if _have_one_shape(ours.weights[a], theirs.weights[b])]
             both = both if len(both) == len(own) == len(held) else []
         for a, b in both:
             if _have_one_shape(ours.weights[a], theirs.weights[b]):
-                yield _Read(ours.names[a], theirs.names[b], node.target is other.target)
+                yield _Read(ours.names[a], theirs.names[b], node.target == other.target)
 
 
 class _Side:

@@ -51,7 +51,7 @@ _POSITIONS = frozenset({"start", "end", "step", "index", "shifts", "dims"})
 def same_op(question: Question) -> Iterator[Hypothesis]:
     """Yield: all arguments as the candidate's op of the same name has them, several at once."""
     for node in question.trial.ops:
-        same = [theirs for theirs in question.theirs if theirs.target is node.target]
+        same = [theirs for theirs in question.theirs if theirs.target == node.target]
         if not same or (len(same) > 1 and (node is not question.trial.end or same[-1] is not question.theirs[-1])):
             continue
         ours = {literal.place: literal for literal in literals_of(node)}

@@ -17,6 +17,7 @@ from glassengine.diagnose.hypotheses.explain import differences, explain
 from glassengine.diagnose.hypotheses.hypothesis import constants_of
 from glassengine.diagnose.hypotheses.question import Question, noise_of
 from glassengine.diagnose.hypotheses.trial import FAILS, Trial
+from glassengine.diagnose.inside import Inside, inside_of
 from glassengine.program.program import Program
 from glassengine.results import Hint
 
@@ -79,6 +80,25 @@ class Asked:
             return []
         question = self.question(node, piece, actual, valid)
         return [] if question is None else differences(question)
+
+    def inside(self, node: Node) -> Inside | None:
+        """Return where the graphs inside of a branch, a loop or a recurrence part; None where they do not."""
+        if self.candidate is None:
+            return None
+        there = {other.name: other for other in self.candidate.graph.nodes}.get(self.counterparts.get(node.name, ""))
+        if there is None:
+            return None
+        ports = {port.name: port.node for port in self.program.inputs}
+        ours = {port.node: ports[port.name] for port in self.candidate.inputs if port.name in ports}
+        ours |= {theirs: name for name, theirs in self.counterparts.items()}
+        weights = self.candidate.weights()
+
+        def theirs(source: Node) -> Any:
+            return weights[source.name] if source.name in weights else self.values[ours[source.name]]
+
+        tensors = [value for value in self._known.values() if isinstance(value, torch.Tensor)]
+        dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+        return inside_of(node, there, (lambda source: self._known[source.name], theirs), dtypes)
 
     def question(self, node: Node, piece: Piece, actual: torch.Tensor, valid: torch.Tensor | None) -> Question | None:
         """Return the question of a piece; None where it does not run on the candidate's values, or makes the same."""

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +15,14 @@ from torch import Tensor
 from torch.fx import Graph
 from torch.utils import _pytree as pytree
 
+from glassengine.errors import BackendError
 from glassengine.program.onnx.function import Composite, Each
+from glassengine.program.onnx.trace import Tracer
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Body:
     """A translated graph that is a part of a node.
 
@@ -27,14 +30,21 @@ class Body:
         graph: Its placeholders are inputs, then captured values, then weights.
         captured: Names of the values that it reads from the graphs around it.
         weights: In the order of their placeholders.
+        has_run: Whether some input led into it.
     """
 
     graph: Graph
     captured: tuple[str, ...]
     weights: tuple[Tensor, ...]
+    has_run: bool = False
 
     def run(self, values: Sequence[Any], precision: torch.dtype, each: Each | None = None) -> tuple[Any, ...]:
         """Return the results for inputs and captured values; `each` is applied to every op."""
+        self.has_run = True
+        return self.trial(values, precision, each)
+
+    def trial(self, values: Sequence[Any], precision: torch.dtype, each: Each | None = None) -> tuple[Any, ...]:
+        """Do the same where no input led to it."""
 
         def widened(value: Any) -> Any:
             if isinstance(value, Tensor):
@@ -72,10 +82,15 @@ def if_else(then: Body, other: Body) -> tuple[Composite, tuple[str, ...]]:
     names = tuple(dict.fromkeys((*then.captured, *other.captured)))
 
     def chosen(condition: Tensor, *values: Any, precision: torch.dtype, each: Each | None = None) -> Any:
-        body = then if bool(condition) else other
-        return _unwrapped(body.run(_bound(body, names, values), precision, each))
+        body, unused = (then, other) if bool(condition) else (other, then)
+        results = body.run(_bound(body, names, values), precision, each)
+        if isinstance(each, Tracer):
+            # It may be made for other inputs altogether: other shapes, an empty tensor.
+            with each.not_taken(), suppress(BackendError, RuntimeError, IndexError, ValueError, TypeError):
+                unused.trial(_bound(unused, names, values), precision, each)
+        return _unwrapped(results)
 
-    return Composite(chosen, "If"), names
+    return Composite(chosen, "If", bodies={"then_branch": then, "else_branch": other}), names
 
 
 def loop(body: Body, num_carried: int) -> tuple[Composite, tuple[str, ...]]:
@@ -101,7 +116,7 @@ def loop(body: Body, num_carried: int) -> tuple[Composite, tuple[str, ...]]:
         rows = [torch.stack(found) for found in scanned] or [torch.empty(0)] * num_scanned
         return _unwrapped((*carried, *rows))
 
-    return Composite(repeated, "Loop"), body.captured
+    return Composite(repeated, "Loop", bodies={"body": body}), body.captured
 
 
 def scan(
@@ -145,7 +160,7 @@ def scan(
             stacked.append(torch.stack(ordered, output_axes[i] if output_axes else 0))
         return _unwrapped((*states, *stacked))
 
-    return Composite(scanned, "Scan"), body.captured
+    return Composite(scanned, "Scan", bodies={"body": body}), body.captured
 
 
 def called_function(body: Body, name: str) -> Composite:
@@ -154,7 +169,33 @@ def called_function(body: Body, name: str) -> Composite:
     def called(*values: Any, precision: torch.dtype, each: Each | None = None) -> Any:
         return _unwrapped(body.run(values, precision, each))
 
-    return Composite(called, name)
+    return Composite(called, name, bodies={"function": body})
+
+
+def ops_inside(target: Any) -> int:
+    """Return how many ops the graphs inside of an If, Loop or Scan have, of branches only what some input led into."""
+    found = 0
+    for _, body in _graphs(target):
+        for node in body.graph.nodes if body.has_run else ():
+            found += max(1, ops_inside(node.target)) if node.op == "call_function" else 0
+    return found
+
+
+def never_run(target: Any) -> list[str]:
+    """Return which graphs inside of an If, Loop or Scan no input led into: "else_branch", "body/then_branch"."""
+    found = []
+    for name, body in _graphs(target):
+        if not body.has_run:
+            found.append(name)
+            continue
+        for node in body.graph.nodes:
+            found += [f"{name}/{inner}" for inner in never_run(node.target)]
+    return list(dict.fromkeys(found))
+
+
+def _graphs(target: Any) -> list[tuple[str, Body]]:
+    is_control = isinstance(target, Composite) and target.__name__ in ("If", "Loop", "Scan")
+    return list(target.bodies.items()) if is_control else []
 
 
 def _unwrapped(results: tuple[Any, ...]) -> Any:

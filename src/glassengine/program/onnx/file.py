@@ -6,6 +6,7 @@ tensor must hold exactly as much data as its shape says, inside the model or in 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from glassengine.errors import BackendError, CorruptError, UsageError
+from glassengine.errors import BackendError, CorruptError, UsageError, first_line
 
 if TYPE_CHECKING:
     import onnx
+
+logger = logging.getLogger("glassengine")
 
 INSTALL = "pip install 'glassengine[onnx]'"
 MAX_BYTES = (1 << 31) - 1
@@ -129,9 +132,35 @@ def read_onnx(path: str | Path, *, with_data: bool = True) -> OnnxFile:
         )
     _free_sizes(model.graph)
     if with_data:
+        model = _without_functions(model, path)
         for tensor in _tensors(model):
             _check(tensor, path)
     return OnnxFile(path, model, with_data)
+
+
+def _without_functions(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
+    """Return the model with the nodes of its functions in the place of calls: what they make has a name, and a site."""
+    import onnx
+    from onnx import inliner
+
+    if not model.functions:
+        return model
+    bare = onnx.ModelProto()
+    _copy_without(model, bare, "graph")
+    _copy_without(model.graph, bare.graph, "initializer")
+    # Names of weights are taken; their data need not be copied.
+    bare.graph.initializer.extend(
+        onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+        for tensor in model.graph.initializer
+    )
+    try:
+        inlined = inliner.inline_local_functions(bare)
+    except Exception as error:  # of a library that raises what it likes, for what it does not take
+        logger.warning("%s: its functions are judged as wholes: %s", path.name, first_line(error))
+        return model
+    del inlined.graph.initializer[:]
+    inlined.graph.initializer.extend(model.graph.initializer)
+    return inlined
 
 
 def _free_sizes(graph: onnx.GraphProto) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from torch._export.verifier import Verifier
 from torch._ops import OpOverload
 from torch.fx import Node
+
+if TYPE_CHECKING:
+    from glassengine.program.onnx.control import Body
 
 
 class OnnxFunction:
@@ -52,7 +55,30 @@ class Composite(OnnxFunction):
     Args:
         function: As for `OnnxFunction`; takes the keyword `each`, an `Each` for its ops or None.
         name: Of the operator.
+        bodies: The graphs that it interprets, as the file calls them ("body", "then_branch").
+        attributes: Of the operator, by name, where its function has them built in.
+
+    Two calls of one operator are equal, whatever their graphs: what is in these decides no more which ops belong
+    together than weights do.
     """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        name: str,
+        *,
+        bodies: Mapping[str, Body] | None = None,
+        attributes: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(function, name)
+        self.bodies = dict(bodies or {})
+        self.attributes = dict(attributes or {})
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Composite) and other.__name__ == self.__name__
+
+    def __hash__(self) -> int:
+        return hash(self.__name__)
 
     def rounded(self, each: Each) -> Callable[..., Any]:
         """Return the function with `each` applied to every op in it."""

@@ -80,7 +80,9 @@ def _recurrence(node: OnnxNode) -> Call:
     wanted = 8 if kind == "LSTM" else 6
     arguments = tuple(node.input(i) for i in range(wanted))
     several = len(node.proto.output)
-    return Composite(_results(function, several), kind), arguments, {"layout": node.attribute("layout", 0)}
+    bodies = dict(zip(("forward cell", "backward cell"), cells, strict=False))
+    called = Composite(_results(function, several), kind, bodies=bodies, attributes=node.attributes)
+    return called, arguments, {"layout": node.attribute("layout", 0)}
 
 
 def _results(function: Callable[..., tuple[Tensor, ...]], number: int) -> Callable[..., Any]:

@@ -27,6 +27,7 @@ from glassengine.program.onnx.fallback import one_node
 from glassengine.program.onnx.file import constant_of, tensor_of, torch_dtype
 from glassengine.program.onnx.function import OnnxFunction
 from glassengine.program.onnx.table import TRANSLATIONS, Call, OnnxNode
+from glassengine.program.onnx.trace import LABEL, NAME
 from glassengine.program.onnx.types import UNKNOWN_SIZE, ValueType
 
 if TYPE_CHECKING:
@@ -310,10 +311,13 @@ class Translator:
         constants = [(node.output[0], tensor) for node in nodes if (tensor := constant_of(node)) is not None]
         held = [*((tensor.name, tensor) for tensor in weights), *constants]
         for name in (*inputs, *captured, *(name for name, _ in held)):
-            inner.add_placeholder(name)
+            inner.add_placeholder(name).meta[NAME] = name
         for node in nodes:
             if constant_of(node) is None:
-                inner.add_node(node)
+                for made in inner.add_node(node):
+                    op = made.args[0] if made.target is operator.getitem else made
+                    assert isinstance(op, Node)
+                    op.meta[LABEL] = f"{node.op_type} {node.name or node.output[0]}"
         inner.graph.output(tuple(inner.value(name) for name in outputs))
         return Body(inner.graph, captured, tuple(tensor_of(tensor, self._path) for _, tensor in held))
 
