@@ -9,9 +9,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import audio
+import graphs
 import images
 import pytest
+import recommendation
 import sequences
+import series
 import torch
 import vision
 from pair import Pair
@@ -19,7 +22,15 @@ from pair import Pair
 from glassengine.diagnose import check
 from glassengine.results import Comparison
 
-PAIRS = [*vision.PAIRS, *audio.PAIRS, *sequences.PAIRS, *images.PAIRS]
+PAIRS = [
+    *vision.PAIRS,
+    *images.PAIRS,
+    *audio.PAIRS,
+    *sequences.PAIRS,
+    *graphs.PAIRS,
+    *recommendation.PAIRS,
+    *series.PAIRS,
+]
 pytestmark = pytest.mark.slow
 LARGEST = 12
 """Ops of a region that still counts as fine."""
