@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from glassengine.diagnose import check
+from glassengine.diagnose.paired_results import in_order
 
 
 class Shares(nn.Module):
@@ -46,6 +47,19 @@ def test_results_of_other_names_are_judged(axis: int, inputs: str) -> None:
 
 def test_other_numbers_of_results_pair_by_what_they_hold(inputs: str) -> None:
     assert check(Shares(is_named=True).eval(), candidate=Shares(only_one=True).eval(), inputs=inputs).ok
+
+
+def test_results_pair_by_what_they_are_where_names_and_numbers_differ() -> None:
+    codes, sound, loss = torch.ones(1, 2, 5, dtype=torch.long), torch.ones(2, 1, 20), torch.ones(())
+    assert in_order({"codes": codes, "sound": sound}, {"output": sound}) == {"sound": "output"}
+    assert in_order({"codes": codes, "sound": sound}, {"a": sound, "b": codes}) == {"codes": "b", "sound": "a"}
+    assert in_order({"loss": loss, "sound": sound, "codes": codes}, {"a": sound, "b": codes}) == {
+        "sound": "a",
+        "codes": "b",
+    }
+    # By place, whatever is wrong with the shapes.
+    assert in_order({"loss": loss, "sound": sound}, {"a": sound, "b": loss}) == {"loss": "a", "sound": "b"}
+    assert in_order({"codes": codes}, {"a": sound}) == {"codes": "a"}
 
 
 def test_the_last_op_of_an_onnx_file_is_judged(inputs: str, tmp_path: Path) -> None:

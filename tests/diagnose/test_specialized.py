@@ -42,6 +42,22 @@ class Experts(Base):
         return parts[0] + parts[1]
 
 
+class Padded(nn.Module):
+    """Pads by numbers that are tensors, as a codec does, so that the padding goes into the shapes of a recurrence."""
+
+    def __init__(self, *, is_number: bool = False, factor: float = 1.0) -> None:
+        super().__init__()
+        self.conv, self.lstm, self.factor = nn.Conv1d(3, 4, 3), nn.LSTM(4, 4), factor
+        self.register_buffer("by", torch.tensor(2))
+        self.is_number = is_number
+
+    def forward(self, x: Tensor) -> Tensor:
+        by = 2 if self.is_number else self.by
+        y = nn.functional.pad(x, (by, 0)) if x.shape[-1] > by else x
+        y = (self.conv(y) * self.factor).permute(2, 0, 1)
+        return self.lstm(y)[0][: len(y) - by]
+
+
 class Routed(Base):
     """Each expert computes the rows that were sent to it."""
 
@@ -118,3 +134,14 @@ def test_f32_a_baseline_that_computes_gradients_in_its_forward(tmp_path: Path) -
     for factor in (1.0, 1.01):
         result = judged(Derived(), Derived(), factor, given)
         assert result.ok == (factor == 1.0), result.not_ok_because
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.01])
+def test_numbers_that_are_tensors_go_into_shapes(factor: float, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    baseline, port = Padded(), Padded(is_number=True)
+    result = judged(baseline, port, factor, inputs(tmp_path, [{"x": torch.randn(2, 3, 9)}]))
+    assert result.ok == (factor == 1.0), result.not_ok_because
+    sites = {pair.site.split("/")[0] for pair in result.pairs if pair.rung == "candidate"}
+    assert sites >= {"conv", "lstm"}, "the modules are still known"
+    assert not [item.site for item in result.skipped if item.site.startswith("./")], "what only makes a number is gone"

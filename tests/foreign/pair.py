@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.util
 import sys
 import tempfile
@@ -57,6 +58,40 @@ def module_of(package: str, file: str) -> Any:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+class _Absent(ModuleType):
+    """Stands for a module that is not installed: whatever is asked of it is a class that does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (nn.Module,), {})
+
+
+def part_of(name: str, *, bare: Sequence[str] = (), without: Sequence[str] = ()) -> Any:
+    """Import one module of a package as users do, but for what it imports beside the model.
+
+    Args:
+        name: Of the module, with its package.
+        bare: Packages whose own start-up is left out.
+        without: Modules in whose place something stands that does nothing.
+    """
+    for package in bare:
+        if package not in sys.modules:
+            parent = sys.modules.get(package.rpartition(".")[0])
+            found = importlib.machinery.PathFinder.find_spec(
+                package if parent is None else package.rpartition(".")[2], None if parent is None else parent.__path__
+            )
+            assert found is not None and found.submodule_search_locations is not None, package
+            sys.modules[package] = ModuleType(package)
+            sys.modules[package].__path__ = list(found.submodule_search_locations)
+            sys.modules[package].__spec__ = found
+    for other in without:
+        if other not in sys.modules:
+            sys.modules[other] = _Absent(other)
+            sys.modules[other].__path__ = []
+    return importlib.import_module(name)
 
 
 def edited(module: ModuleType, old: str, new: str) -> Any:

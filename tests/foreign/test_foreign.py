@@ -15,6 +15,7 @@ import pytest
 import recommendation
 import sequences
 import series
+import speech
 import torch
 import vision
 from pair import Pair
@@ -30,6 +31,7 @@ PAIRS = [
     *graphs.PAIRS,
     *recommendation.PAIRS,
     *series.PAIRS,
+    *speech.PAIRS,
 ]
 pytestmark = pytest.mark.slow
 LARGEST = 12

@@ -19,6 +19,7 @@ from glassengine.compare.drift import LITTLE_LEFT, LOST, DriftSums
 from glassengine.compare.operation import RANDOM
 from glassengine.compare.tolerance import is_inexact, tolerance
 from glassengine.compare.verdict import Judgement, Reference
+from glassengine.diagnose.paired_results import in_order
 from glassengine.program.module_state import STATE
 from glassengine.program.naming import op_name
 from glassengine.program.outputs import PREFIX
@@ -81,7 +82,7 @@ class EndToEnd:
             if self.program.output_nodes[name] != node:
                 continue
             self._seen.add(name)
-            own, method = self._counterpart(name, theirs)
+            own, method = self._counterpart(name, theirs, ours)
             if own is None:
                 self.not_compared[name] = _MISSING
             elif node in self._random():
@@ -104,7 +105,7 @@ class EndToEnd:
             where: Case and step.
         """
         for name in results_of(self.program):
-            own, method = self._counterpart(name, theirs)
+            own, method = self._counterpart(name, theirs, ours)
             if own is None or name not in ours:
                 self.not_compared[name] = _MISSING
             else:
@@ -116,23 +117,28 @@ class EndToEnd:
     ) -> None:
         """Compare the results that no op makes: inputs and weights that are passed on."""
         for name in results_of(self.program):
-            own, method = self._counterpart(name, theirs)
+            own, method = self._counterpart(name, theirs, ours)
             if name in self._seen or name not in ours or own is None:
                 continue
             judged = _passed_on(ours[name], theirs[own]), 0.0
             self._add(name, own, method, judged, None, ours[name], theirs[own], where)
         self._seen = set()
 
-    def _counterpart(self, name: str, theirs: Mapping[str, torch.Tensor]) -> tuple[str | None, str]:
-        """Return the side's name for a result; by position where names differ and as many are left on both sides."""
+    def _counterpart(
+        self, name: str, theirs: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]
+    ) -> tuple[str | None, str]:
+        """Return the side's name for a result; by place and kind where names differ."""
         if name in theirs:
             return name, "name"
-        ours = results_of(self.program)
-        left = [one for one in ours if one not in theirs]
-        others = [one for one in theirs if one not in ours]
-        if len(left) == len(others) or (left[0] == name and len(others) == 1):
-            return others[left.index(name)], "position"
-        return None, ""
+        names = results_of(self.program)
+        left = {one: ours[one] if one in ours else self._fake(one) for one in names if one not in theirs}
+        others = {one: made for one, made in theirs.items() if one not in names}
+        found = in_order(left, others).get(name) if others else None
+        return found, "position" if found is not None else ""
+
+    def _fake(self, name: str) -> object:
+        """The result of the baseline as its program knows it."""
+        return self.program.node(self.program.output_nodes[name]).meta.get("val")
 
     def _random(self) -> frozenset[str]:
         """Nodes that hang on random numbers."""

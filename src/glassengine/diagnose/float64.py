@@ -13,6 +13,8 @@ from glassengine.compare.operation import MOVES, UNDEFINED
 from glassengine.program.naming import op_name
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+CHECKED = frozenset({"_weight_norm"})
+"""Ops whose arguments are checked before they are called."""
 
 
 def double(value: torch.Tensor) -> torch.Tensor:
@@ -30,9 +32,11 @@ def retarget(value: Any) -> Any:
 def target_of(node: Node) -> Any:
     """Return what to call for `node` in float64.
 
-    Another kernel's memory layout may not allow a strict view, memory that nobody has written is NaN, and products of
-    the rows of each expert with its matrix have no kernel in float64.
+    Another kernel's memory layout may not allow a strict view, memory that nobody has written is NaN, products of the
+    rows of each expert with its matrix have no kernel in float64, and a weight norm does not look at what it is given.
     """
+    if op_name(node) in CHECKED:
+        return partial(_normed, node.target)
     if op_name(node) == "_grouped_mm":
         return partial(_grouped, node.target)
     if node.target is torch.ops.aten.view.default:
@@ -60,6 +64,14 @@ def _grouped(target: Any, rows: torch.Tensor, matrices: torch.Tensor, ends: Any 
     for end, matrix in zip(ends.tolist(), matrices, strict=True):
         result[start:end] = rows[start:end] @ matrix
         start = end
+    return result
+
+
+def _normed(target: Any, v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """A weight norm whose kernel is asked only for sizes that fit: for others it writes where it should not."""
+    if dim in (0, v.dim() - 1) and list(g.shape) != [v.shape[i] if i == dim else 1 for i in range(v.dim())]:
+        raise ValueError(f"norms of shape {list(g.shape)} for a weight of shape {list(v.shape)} along {dim}")
+    result: torch.Tensor = target(v, g, dim)
     return result
 
 

@@ -17,9 +17,9 @@ import torch
 from torch.fx import Node
 
 from glassengine.diagnose.cut_graph import Piece
-from glassengine.diagnose.float64 import retarget, target_of
+from glassengine.diagnose.float64 import CHECKED, retarget, target_of
 from glassengine.errors import UsageError
-from glassengine.program.naming import source_line
+from glassengine.program.naming import op_name, source_line
 
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _MAX_COMMENT = 160
@@ -62,7 +62,7 @@ def _call(node: Node, names: Mapping[Node, str], float64: bool) -> str:
     args, kwargs = node.args, dict(node.kwargs)
     if node.target is operator.getitem:
         return f"{_literal(args[0], names)}[{_literal(args[1], names)}]"
-    target = target_of(node) if float64 else node.target
+    target = target_of(node) if float64 and op_name(node) not in CHECKED else node.target
     if not isinstance(target, torch._ops.OpOverload):
         raise UsageError(f"an operator cannot be written as source: {target}")
     if float64:

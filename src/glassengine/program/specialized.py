@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_impls import op_implementations_dict
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
@@ -40,20 +42,54 @@ def real_values() -> Iterator[None]:
     try:
         for logger in noisy:
             logger.disabled = True
-        with config.patch(options):
+        with config.patch(options), _numbers_as_they_are(), _no_tensor_where_none_is():
             yield
     finally:
         for logger, was in zip(noisy, were, strict=True):
             logger.disabled = was
 
 
+@contextlib.contextmanager
+def _numbers_as_they_are() -> Iterator[None]:
+    """Let `tensor.item()` be the number that it is: one by a symbol goes on into shapes, of which nothing is known."""
+    item = torch.ops.aten._local_scalar_dense.default
+    own = op_implementations_dict[item]
+
+    def number(mode: Any, func: Any, arg: Any) -> Any:
+        return own(mode, func, arg) if arg.real_tensor is None else arg.real_tensor.item()
+
+    op_implementations_dict[item] = number
+    try:
+        yield
+    finally:
+        op_implementations_dict[item] = own
+
+
+@contextlib.contextmanager
+def _no_tensor_where_none_is() -> Iterator[None]:
+    """Let an op that has fewer results than its fake (the workspace of a recurrence) have as many as it has."""
+    own = FakeTensorMode._maybe_infer_fake
+
+    def inferred(self: Any, func: Any, path: Any, fake: Any, real: Any) -> tuple[Any, bool]:
+        return (None, fake is not None) if real is None else own(self, func, path, fake, real)
+
+    FakeTensorMode._maybe_infer_fake = inferred  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FakeTensorMode._maybe_infer_fake = own  # type: ignore[method-assign]
+
+
 def without_assertions(exported: ExportedProgram) -> ExportedProgram:
-    """Erase what a graph asserts of values, and the numbers that only that needs: it is run on these inputs alone."""
+    """Erase what a graph asserts of values, and what only that needs or numbers that are known: it is run on these."""
     graph = exported.graph
+    read: set[torch.fx.Node] = set()
     for node in reversed(list(graph.nodes)):
         name = getattr(node.target, "_opname", "")
         is_number = isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool))
-        if node.op == "call_function" and not node.users and (name in _ASSERTIONS or is_number):
+        is_needless = name in _ASSERTIONS or is_number or name == "_local_scalar_dense" or node in read
+        if node.op == "call_function" and not node.users and is_needless:
+            read.update(node.all_input_nodes)
             graph.erase_node(node)
     exported.graph_module.recompile()
     return exported

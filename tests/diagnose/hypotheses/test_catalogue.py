@@ -514,6 +514,13 @@ PLANTED = {
         "activation",
         "(0.2) in the candidate",
     ),
+    "alpha of an activation": Planted(
+        F.elu,
+        lambda x: F.elu(x, 0.5),
+        lambda x: torch.where(x > 0, x, x.expm1()),
+        "activation",
+        "elu: alpha: 1 here, 0.5 in the candidate",
+    ),
     "slice by one": Planted(
         lambda x: x[:, :-1], lambda x: x[:, 1:], lambda x: x[:, :4] + 0, "position", "moved by -1 along axis 1"
     ),

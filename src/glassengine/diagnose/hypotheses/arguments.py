@@ -5,6 +5,7 @@ First what the candidate's own ops have, then what people write; `solved` has wh
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -30,20 +31,10 @@ FACTORS = frozenset({"mul", "div", "true_divide"})
 SUMS = frozenset({"add", "sub", "rsub"})
 _ROOTS = frozenset({"rsqrt", "sqrt", "pow", "div", "log", "reciprocal", "true_divide"})
 _SKIPPED = frozenset(
-    {
-        "layout",
-        "device",
-        "pin_memory",
-        "memory_format",
-        "dtype",
-        "dropout_p",
-        "train",
-        "training",
-        "alpha",
-        "beta",
-        "momentum",
-    }
+    {"layout", "device", "pin_memory", "memory_format", "dtype", "dropout_p", "train", "training", "momentum"}
 )
+_OF_SUMS = frozenset({"alpha", "beta"})
+"""Factors of the terms of a sum, of which more is asked elsewhere; of an activation they are what it is."""
 _MASKS = frozenset({"is_causal", "diagonal"})
 _POSITIONS = frozenset({"start", "end", "step", "index", "shifts", "dims"})
 
@@ -58,7 +49,7 @@ def same_op(question: Question) -> Iterator[Hypothesis]:
         differing = [
             (ours[literal.place], literal.value)
             for literal in literals_of(same[-1])
-            if literal.place in ours and ours[literal.place].value != literal.value and literal.name not in _SKIPPED
+            if literal.place in ours and ours[literal.place].value != literal.value and _is_asked(literal)
         ]
         if not differing:
             continue
@@ -146,8 +137,10 @@ def literals(question: Question) -> Iterator[Literal]:
     """Yield the arguments of all ops of the piece that are no tensors, last ops first."""
     for node in reversed(question.trial.ops):
         for literal in literals_of(node):
-            if literal.name not in _SKIPPED:
-                yield literal
+            if _is_asked(literal):
+                # Numbers of an activation have whole ones as defaults, and need not be whole.
+                is_real = op_name(node) in ACTIVATIONS and type(literal.value) is int
+                yield dataclasses.replace(literal, value=float(literal.value)) if is_real else literal
 
 
 def becoming(question: Question, literal: Literal, value: Any) -> Hypothesis:
@@ -206,6 +199,12 @@ def _kind(question: Question, literal: Literal) -> str:
     if op in ("add", "sub") and isinstance(literal.value, int):
         return "position"
     return "other"
+
+
+def _is_asked(literal: Literal) -> bool:
+    if literal.name in _OF_SUMS:
+        return op_name(literal.node) in ACTIVATIONS
+    return literal.name not in _SKIPPED
 
 
 def _is_epsilon(question: Question, literal: Literal) -> bool:

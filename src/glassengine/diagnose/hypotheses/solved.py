@@ -9,6 +9,7 @@ import torch
 
 from glassengine.diagnose.hypotheses.arguments import BASES, FACTORS, SUMS, becoming, literals
 from glassengine.diagnose.hypotheses.hypothesis import Hypothesis, Literal
+from glassengine.diagnose.hypotheses.layouts import ACTIVATIONS
 from glassengine.diagnose.hypotheses.question import Question
 from glassengine.diagnose.hypotheses.trial import Edit
 from glassengine.program.naming import op_name
@@ -53,14 +54,10 @@ def solved(question: Question) -> Iterator[Hypothesis]:
 def _is_continuous(question: Question, literal: Literal) -> bool:
     if literal.name == "scale":
         return True
-    is_number = isinstance(literal.value, (int, float)) and literal.name in (
-        "other",
-        "self",
-        "eps",
-        "negative_slope",
-        "1",
-    )
-    return is_number and (isinstance(literal.value, float) or op_name(literal.node) in FACTORS | SUMS | {"pow"})
+    name = op_name(literal.node)
+    is_known = literal.name in ("other", "self", "eps") or name in ACTIVATIONS
+    is_number = isinstance(literal.value, (int, float)) and is_known
+    return is_number and (isinstance(literal.value, float) or name in FACTORS | SUMS | {"pow"})
 
 
 def _start(question: Question, literal: Literal) -> float:
