@@ -16,7 +16,6 @@ from glassengine.diagnose.standing import decide
 from glassengine.errors import IncomparableError
 from glassengine.program import LoadedModel
 from glassengine.program.export import named_inputs
-from glassengine.program.onnx.grids import is_quantized_graph
 from glassengine.program.program import Program
 from glassengine.program.signature import named_results
 from glassengine.results import (
@@ -37,15 +36,6 @@ RUNG = "quantized"
 Limits = tuple[str, float, float | None]
 
 _BY_GRID = "step of the quantization"
-
-
-def is_quantized_pair(baseline: LoadedModel, candidate: LoadedModel | None) -> bool:
-    """Whether a quantized ONNX file stands beside an ONNX file of floats."""
-    programs = [model.stored for model in (baseline, candidate) if model is not None]
-    if len(programs) < 2 or any(program is None or program.onnx is None for program in programs):
-        return False
-    ours, theirs = (is_quantized_graph(program.onnx.file) for program in programs if program and program.onnx)
-    return theirs and not ours
 
 
 def check_quantized_graph(

@@ -30,11 +30,9 @@ from glassengine.diagnose.cases import (
     Case,
     beside_tokens,
     in_one_forward,
-    module_cases,
     read_inputs,
     tokens_in_one_forward,
 )
-from glassengine.diagnose.check_quantized_graph import check_quantized_graph, is_quantized_pair
 from glassengine.diagnose.climb import (
     Climb,
     Progress,
@@ -53,6 +51,7 @@ from glassengine.diagnose.judge import run_cases
 from glassengine.diagnose.op_by_op import RUNG, explain
 from glassengine.diagnose.other_model import add_model, start_stage
 from glassengine.diagnose.quantization import check_quantized_checkpoint, is_quantized_candidate
+from glassengine.diagnose.quantized_port import check_quantized_file, is_quantized_file
 from glassengine.diagnose.recorded import PARTIAL, RecordedTensors, case_of, require_one_rank
 from glassengine.diagnose.recorded import RUNG as RECORD
 from glassengine.diagnose.reproduce import with_reproduction
@@ -205,12 +204,12 @@ def check(
             model, without_decoding = replace(model, kind="module"), "the candidate is a plain module"
         elif model.kind == "module" and other.kind == "causal_lm":
             given, other = in_one_forward(given), replace(other, kind="module")
-    if is_quantized_pair(model, other):
-        assert other is not None
+    if other is not None and is_quantized_file(other) and not is_quantized_file(model):
         if reproduction is not None or accumulation is not None:
             raise UsageError("--reproduction and --accum are for floats", got=f"the quantized file {candidate}")
-        cases, limits = module_cases(arguments_of(model, given)), (fail_on, min_coverage, min_snr)
-        return check_quantized_graph(model, other, cases, limits, progress)
+        told: dict[str, Any] = {"fail_on": fail_on, "min_coverage": min_coverage, "min_snr": min_snr}
+        told_again = partial(check, inputs=inputs, steps=steps, progress=progress, **told, **options)
+        return check_quantized_file(baseline, model, other, given, told_again)
     parts = _parts(engine, 2 if model.has_encoder else 1)
     of_stages: Sequence[Any] = (None,) * len(parts)
     with ExitStack() as stack:

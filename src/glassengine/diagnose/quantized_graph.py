@@ -328,7 +328,10 @@ def _is_folded(node: Node, value: Value, predicted: Tensor) -> bool:
         if user.op != "call_function" or user.all_input_nodes != [node]:
             return False
         whole, cut = (_call(user, {node: [one]}, 0) for one in (predicted, inside))
-        if not isinstance(whole, Tensor) or float((whole - cut).norm()) > _SAME * float(whole.norm()):
+        if not isinstance(whole, Tensor):
+            return False
+        whole, cut = whole.double(), cut.double()  # a shape, say, or a comparison
+        if float((whole - cut).norm()) > _SAME * float(whole.norm()):
             return False
     return True
 

@@ -115,6 +115,8 @@ def grids_of(file: OnnxFile) -> tuple[dict[str, Grid], dict[str, Tensor]]:
                 implied = f"{inputs[8]} scale"
                 weights[implied] = weights[inputs[1]].reshape(()) * weights[inputs[4]]
                 add(inputs[8], implied, None, 0)
+        elif node.op_type == "QGemm":
+            _of_gemm(node, weights, add)
     for node in graph.node:
         if node.op_type in ("MatMulInteger", "ConvInteger"):
             _of_products(node, weights, made_by, read_by, found, add)
@@ -155,6 +157,23 @@ def _of_operator(node: onnx.NodeProto, weights: Mapping[str, Tensor], add: objec
         if not {at, at + 1} & taken and _is_pair(inputs[at : at + 2], weights):
             add(node.output[0], inputs[at], inputs[at + 1], None)
             return
+
+
+def _of_gemm(node: onnx.NodeProto, weights: dict[str, Tensor], add: object) -> None:
+    """Read the triples of a QGemm, whose integer bias has the product of both scales."""
+    assert callable(add)
+    inputs = list(node.input) + [""] * (9 - len(node.input))
+    a, a_scale, a_zero, b, b_scale, b_zero, bias = inputs[:7]
+    ends = inputs[7:9]
+    is_turned = any(entry.name == "transB" and entry.i for entry in node.attribute)
+    if _is_pair([a_scale, a_zero], weights) and _is_pair([b_scale, b_zero], weights):
+        add(a, a_scale, a_zero, None)
+        add(b, b_scale, b_zero, 0 if is_turned else 1)
+        if bias:
+            weights[f"{bias} scale"] = weights[a_scale].reshape(()) * weights[b_scale]
+            add(bias, f"{bias} scale", None, 0)
+    if _is_pair(ends, weights):
+        add(node.output[0], ends[0], ends[1], None)
 
 
 def _is_scale(name: str, weights: Mapping[str, Tensor]) -> bool:
