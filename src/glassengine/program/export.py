@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from glassengine.errors import UsageError
 from glassengine.program import causal_lm, encoder_decoder, image_text
 from glassengine.program.frames import helper_lines
+from glassengine.program.functional import decomposed, functional
 from glassengine.program.keywords import explicit_keywords, methods_of_classes, plain_results
 from glassengine.program.listing import OnStage, Stage
 from glassengine.program.marks import collect_marks, marking
@@ -226,7 +227,8 @@ def traced_program(
         if on_stage is not None:
             on_stage(_traced_stage(exported, input_names, output_names or result_names(exported), kind))
         with torch.no_grad(), quiet(), fast_tracing(dynamic), real_values() if with_values else nullcontext():
-            exported = exported.run_decompositions({})
+            # Values decide what a graph made with them holds; it is run, too.
+            exported = decomposed(exported) if with_values else functional(exported)
         exported = without_assertions(exported) if with_values else exported
         if keeps_state:
             output_names = output_names or result_names(exported)
@@ -270,7 +272,7 @@ def named_program(
     """Name the tensors of a functional graph; its marks are erased.
 
     Args:
-        exported: Of `run_decompositions({})`.
+        exported: Of `functional`, or of `run_decompositions({})`.
         module: What was exported; its submodules have the paths of the graph.
         input_names: Of the tensors that are given at run time, in order.
         metadata: Kept in the program.
