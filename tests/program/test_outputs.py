@@ -42,7 +42,7 @@ class Kinds(nn.Module):
         hidden = x.sin() * table  # sin, mul
         left, right = hidden.chunk(2, -1)  # split, getitem: views of mul
         state.add_(1)  # add: the cache after the step
-        later = state.unsqueeze(1)  # unsqueeze_2: a view of it
+        later = state.unsqueeze(1)  # unsqueeze_1: a view of it
         result = left + right  # add_1: a result
         flat = result.view(-1)  # view: a view of a result
         return {"result": result, "rest": flat.cos() + later.sum() + old.sum() + turned.sum()}
@@ -66,7 +66,7 @@ def test_each_node_is_observed_in_its_own_way(program: Program) -> None:
         "getitem": "a view of mul",
         "getitem_1": "a view of mul",
         "add": "the cache state after the step",
-        "unsqueeze_2": "the cache state after the step",
+        "unsqueeze_1": "the cache state after the step",
         "add_1": "the output result",
         "view": "the output result",
         "add_4": "the output rest",
@@ -131,7 +131,7 @@ def test_a_tensor_of_another_layout_still_has_its_views(program: Program) -> Non
 
 def test_views_are_told_by_their_schema(program: Program) -> None:
     views = {node.name for node in program.graph.nodes if is_view(node)}
-    assert views == {"transpose", "unsqueeze", "unsqueeze_2", "split", "getitem", "getitem_1", "view"}
+    assert views == {"transpose", "unsqueeze", "unsqueeze_1", "split", "getitem", "getitem_1", "view"}
 
 
 def test_the_largest_are_left_out_of_a_byte_budget() -> None:
