@@ -79,3 +79,61 @@ def test_one_wrong_product_is_no_way_to_sum(tmp_path: Path) -> None:
     other.layers[2].weight.data *= 1.05  # type: ignore[operator, union-attr]
     found = checked(other, tmp_path)
     assert not found.ok and found.notes == ()
+
+
+class Rounded(nn.Linear):
+    """Operands are rounded to bfloat16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.bfloat16().float() @ self.weight.bfloat16().float().T + self.bias
+
+
+class Stack(nn.Module):
+    """Products and a convolution in float32, whose weights may all be a little off, or whose sums are coarse."""
+
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv1d(24, 64, 3, padding=1)
+        self.layers = nn.ModuleList((Rounded if kind == "operands" else nn.Linear)(64, 64) for _ in range(4))
+        if kind in ("int8", "adapter", "bfloat16", "scaled"):
+            for module in (self.conv, *self.layers):
+                module.weight.data = _off(kind, module.weight.data)  # type: ignore[union-attr]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x).mT
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def _off(kind: str, weight: Tensor) -> Tensor:
+    if kind == "int8":
+        step = weight.abs().amax() / 127
+        return (weight / step).round() * step
+    if kind == "adapter":
+        a, b = torch.randn(weight.shape[0], 2), torch.randn(2, weight.numel() // weight.shape[0])
+        change = (a @ b).view_as(weight)
+        return weight + 0.004 * change * weight.norm() / change.norm()
+    return weight.bfloat16().float() if kind == "bfloat16" else weight * 1.003
+
+
+def of_stack(kind: str, tmp_path: Path) -> Comparison:
+    torch.set_num_threads(1)
+    x = torch.randn(3, 24, 17, generator=torch.Generator().manual_seed(1))
+    torch.save({"x": x}, tmp_path / "x.pt")
+    other = Stack(kind).eval()
+    with torch.no_grad(), glass.record(other, tmp_path / "record"):
+        other(x)
+    return check(Stack().eval(), candidate=tmp_path / "record", inputs=str(tmp_path / "x.pt"), min_coverage=0.1)
+
+
+@pytest.mark.parametrize("kind", ["int8", "adapter", "bfloat16", "scaled"])
+def test_weights_that_are_all_slightly_off_are_no_way_to_sum(kind: str, tmp_path: Path) -> None:
+    found = of_stack(kind, tmp_path)
+    assert not found.ok and found.verdict == "wrong" and found.notes == ()
+
+
+def test_operands_that_are_rounded_first_are_a_way_to_compute(tmp_path: Path) -> None:
+    found = of_stack("operands", tmp_path)
+    assert found.ok and len(found.notes) == 1 and "products are summed in" in found.notes[0]

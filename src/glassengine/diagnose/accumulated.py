@@ -1,8 +1,10 @@
 """Products that are all summed in less than float32, and nobody declared it: said once, and the rest judged under it.
 
 Where every product of a side is beyond rounding, and within that of one way to sum them (`--accum`), no op is to blame:
-it is how the candidate computes. The steps are judged again under it, so that a mistake among them still shows. The
-verdict is suspicious at least, since nobody said that it is meant.
+it is how the candidate computes. Weights that are all slightly off (quantised, of an adapter that was not merged) have
+errors of the same size: the errors themselves must show that it is the sums (`product_errors`). The steps are judged
+again under it, so that a mistake among them still shows. The verdict is suspicious at least, since nobody said that it
+is meant.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ _ALIKE = 0.6
 
 @dataclass(frozen=True)
 class _Products:
-    """The products of one side: how many were judged, and which are origins of an error."""
+    """The products of one side: how many were judged, which are origins of an error, and what these errors show."""
 
     score: Score
     num_judged: int
@@ -33,6 +35,9 @@ class _Products:
 
     @property
     def are_alike(self) -> bool:
+        shown = [self.score.sums.get(name) for name in self.flagged]
+        if False in shown or shown.count(True) < _LEAST:
+            return False
         return len(self.flagged) >= max(_LEAST, _ALIKE * self.num_judged)
 
 

@@ -11,6 +11,7 @@ from torch.fx import Node
 from glassengine.compare.hints import tensor_hints
 from glassengine.compare.verdict import Reference
 from glassengine.diagnose.hypotheses.of_sides import asked_of
+from glassengine.diagnose.product_errors import is_summed_coarsely
 from glassengine.diagnose.replayed import called
 from glassengine.program.onnx.control import never_run
 from glassengine.program.program import Program
@@ -18,6 +19,8 @@ from glassengine.results import Hint
 
 _MOST_ASKED = 8
 """Divergences of one side that are explained, the earliest ones."""
+_MOST_PRODUCTS = 16
+"""Products of one side whose errors are looked at, the earliest ones."""
 
 
 class Guesses:
@@ -33,6 +36,7 @@ class Guesses:
         self._side = side
         self._num_asked = 0
         self._looked: set[str] = set()
+        self._num_products = 0
 
     def of(self, node: Node, tensor: torch.Tensor, reference: Reference, flagged: Sequence[str]) -> list[Hint]:
         """Return what kind of mistake it is: one that makes what the side made, or else what only looks like it.
@@ -61,6 +65,14 @@ class Guesses:
         asked = asked_of(self._program, self._side, ())
         found = None if asked is None else asked.inside(node)
         return None if found is None or found.is_taken else found.text
+
+    def is_summed_coarsely(self, node: Node, tensor: torch.Tensor) -> bool | None:
+        """Return whether the error of a product is that of coarse sums; None where nobody can tell."""
+        asked = asked_of(self._program, self._side, ())
+        if asked is None or self._num_products == _MOST_PRODUCTS:
+            return None
+        self._num_products += 1
+        return is_summed_coarsely(asked, node, tensor)
 
     def differences(self, node: Node, tensor: torch.Tensor, reference: Reference) -> list[Hint]:
         """Return what of the side's own op is not the baseline's, and changes the result: arguments, weights."""

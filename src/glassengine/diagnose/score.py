@@ -24,6 +24,7 @@ from glassengine.diagnose.exemptions import TEXTS, exempt_by_replay
 from glassengine.diagnose.guesses import Guesses
 from glassengine.diagnose.origins import BELOW_TIE, OriginTracker
 from glassengine.diagnose.replay import Replay
+from glassengine.diagnose.rounding import FROM_MEMORY
 from glassengine.diagnose.segments import SegmentReplay
 from glassengine.diagnose.sides import Observed, Side
 from glassengine.diagnose.walled_off import walled_off
@@ -63,6 +64,7 @@ class Score:
         left_out: What was not judged, or not all of it, by site and reason; the first step counts.
         ledger: Counts elements that did not count.
         drift: What is lost where, if anybody wants to know.
+        sums: Of each product that introduced an error, whether coarse sums are why; None where its values do not tell.
         may_tie: Whether in this case the side chose otherwise at a tie, or may have where it was not observed.
     """
 
@@ -77,6 +79,7 @@ class Score:
     evidence: EvidenceBox | None = None
     may_tie: bool = False
     drift: Drift | None = None
+    sums: dict[str, bool | None] = field(default_factory=dict)
     _tracker: OriginTracker | None = None
     _num_seen: int = 0
     _clean: set[str] = field(default_factory=set)
@@ -179,6 +182,8 @@ class Score:
             if self.evidence is not None and node.name not in self.divergences:
                 self.evidence.keep(self.side, node, observed, reference, step)
             self.divergences.setdefault(node.name, self._divergence(node, observed, judged, reference, step))
+            if op_name(node) in FROM_MEMORY and self.sums.get(node.name) is None:
+                self.sums[node.name] = self._guesses.is_summed_coarsely(node, judged.tensor)
         return is_tied or visited.reason == TIE
 
     def _exempt_whole(self, node: Node, reference: Reference, reason: ExemptionReason) -> None:

@@ -75,7 +75,7 @@ class Asked:
     @torch.no_grad()
     def differences(self, node: Node, actual: torch.Tensor, valid: torch.Tensor | None) -> list[Hint]:
         """Return what of the candidate's op is not the baseline's, and changes the result; arguments as for `hints`."""
-        piece = self._piece(node, 0, ())
+        piece = self.piece(node)
         if piece is None or len(piece.ops) > _MOST_OPS:
             return []
         question = self.question(node, piece, actual, valid)
@@ -99,6 +99,10 @@ class Asked:
         tensors = [value for value in self._known.values() if isinstance(value, torch.Tensor)]
         dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
         return inside_of(node, there, (lambda source: self._known[source.name], theirs), dtypes)
+
+    def piece(self, node: Node) -> Piece | None:
+        """Return what makes a node from what the candidate was observed to make; None where that is not known."""
+        return self._piece(node, 0, ())
 
     def question(self, node: Node, piece: Piece, actual: torch.Tensor, valid: torch.Tensor | None) -> Question | None:
         """Return the question of a piece; None where it does not run on the candidate's values, or makes the same."""
