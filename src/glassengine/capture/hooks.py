@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from glassengine.capture.observed_call import ObservedCall, out_of_reach
 from glassengine.errors import UsageError
 from glassengine.sites import ROOT, HasSites, port_leaves, port_site, tap_site, with_call
 from glassengine.taps import tap, tap_sink
@@ -120,7 +121,7 @@ class _Calls:
     def listening(self, on_output: Observe | None, on_tap: Observe) -> Iterator[None]:
         """Install hooks and the tap sink."""
 
-        def before(submodule: nn.Module, args: Any) -> None:
+        def before(submodule: nn.Module, args: Any, kwargs: Any) -> None:
             if submodule is self._root:
                 self._num_calls.clear()
                 self._tapped.clear()
@@ -131,7 +132,7 @@ class _Calls:
             self._num_calls[path] += 1
             self._open.append((submodule, self._called_as.get(name, name)))
 
-        def after(submodule: nn.Module, args: Any, result: Any) -> None:
+        def after(submodule: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
             if not self._open:
                 return
             _, where = self._open.pop()
@@ -143,11 +144,9 @@ class _Calls:
             if self._open:
                 on_tap(self._tap_site(name), tensor)
 
-        handles = []
-        for submodule in self._paths:
-            handles.append(submodule.register_forward_pre_hook(before))
-            # Also where the forward raises, or its call would stay open.
-            handles.append(submodule.register_forward_hook(after, always_call=True))
+        hidden = {part for submodule in self._paths for part in out_of_reach(submodule)}
+        # What compiled code calls is a part of it: hooks inside would be compiled too.
+        handles = [ObservedCall(submodule, before, after) for submodule in self._paths if submodule not in hidden]
         try:
             with tap_sink(sink):
                 yield

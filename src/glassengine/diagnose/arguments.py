@@ -7,7 +7,6 @@ it where there are several: the table that it indexes, the convolution that read
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from glassengine.program.inputs.observe import Use, uses_of
 from glassengine.program.inputs.steps import MadeUp
 from glassengine.program.module_state import holding
 from glassengine.program.raised import described
+from glassengine.program.written_modules import forward_parameters
 
 Step = Mapping[str, Any]
 
@@ -92,7 +92,7 @@ def matched(baseline: LoadedModel, candidate: LoadedModel, steps: Sequence[Step]
 
 def without_cache(module: nn.Module, step: Step) -> dict[str, Any]:
     """Return a step in which a model of transformers is told to return no cache: one forward is judged."""
-    return {CACHE: False, **step} if CACHE in inspect.signature(module.forward).parameters else dict(step)
+    return {CACHE: False, **step} if CACHE in forward_parameters(module) else dict(step)
 
 
 class _Match:
@@ -283,7 +283,7 @@ def _parameters(model: LoadedModel) -> tuple[list[_Parameter], bool]:
             names = dict.fromkeys(port.name for port in model.stored.inputs)
         return [_Parameter(name, name not in fixed, False) for name in names], False
     found, takes_any = [], False
-    for parameter in inspect.signature(model.module.forward).parameters.values():
+    for parameter in forward_parameters(model.module).values():
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             takes_any = takes_any or parameter.kind is parameter.VAR_KEYWORD
             continue

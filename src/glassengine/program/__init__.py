@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from glassengine.program.module_state import holding
 from glassengine.program.passes import apply_pass
 from glassengine.program.program import Program, load_names
 from glassengine.program.raised import forward_errors
+from glassengine.program.written_modules import uncompiled
 from glassengine.sites import Site, SiteTable
 
 __all__ = [
@@ -80,7 +82,11 @@ def export_programs(
     Raises:
         UsageError: As `export_program`.
     """
-    with forward_errors(model.module, f"{model.spec} cannot be exported, its forward raised in"):
+    with (
+        forward_errors(model.module, f"{model.spec} cannot be exported, its forward raised in"),
+        uncompiled(model.module) as module,
+    ):
+        model = replace(model, module=module)
         earlier, program = _exported(model, inputs, passes, on_stage, on_encoder_stage, specialized)
     if on_stage is not None:
         on_stage(stage_of(program, "functional"))

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from glassengine.program.written_modules import forward_parameters
+
 _RESULTS = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, bool, int, float, str, type(None))
 
 
@@ -56,7 +58,7 @@ def plain_results(module: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def explicit_keywords(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
     """Give arguments that go into `**kwargs` of a forward parameters of their own: the exporter knows no others."""
-    known = inspect.signature(module.forward).parameters
+    known = forward_parameters(module)
     extra = [name for name in names if name not in known]
     if not extra or all(p.kind is not p.VAR_KEYWORD for p in known.values()):
         yield

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from glassengine.errors import GlassError, UnknownNameError, UsageError, nearest
 from glassengine.program import adapters, image_text
@@ -24,6 +27,7 @@ from glassengine.program.quantized import load_quantized, take_settings
 from glassengine.program.raised import described
 from glassengine.program.states import keeps_states
 from glassengine.program.stored import is_stored, read_stored
+from glassengine.program.written_modules import as_written
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 FORMS = "a Hugging Face directory or id, file.py:factory, package.module:factory, an ONNX file, a .pt2 program"
@@ -141,14 +145,16 @@ def load_model(
         read = adapters.read_adapter(adapter)
         if weights:
             adapters.merge(module, read)
-    module.eval()
+    with contextlib.suppress(NotImplementedError):  # what torch.export made has no other mode than that of its export
+        module.eval()
     floating = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
-    config: Any = getattr(module, "config", None)
+    written = as_written(module)
+    config: Any = getattr(written, "config", None)
     metadata: dict[str, Any] = {
         "model": name,
-        "class": f"{type(module).__module__}.{type(module).__qualname__}",
+        "class": f"{type(written).__module__}.{type(written).__qualname__}",
         "dtype": str(floating).removeprefix("torch."),
-        "fingerprint": fingerprint(module) if weights else None,
+        "fingerprint": fingerprint(written) if weights else None,
         "attn_implementation": getattr(config, "_attn_implementation", None),
     }
     metadata |= {} if adapter is None else {"adapter": str(adapter)}
@@ -159,27 +165,57 @@ def load_model(
         found = (getattr(text, name, None) for name in names)
         value = next((value for value in found if isinstance(value, int) and value > 0), None)
         metadata |= {} if value is None else {key: value}
-    is_causal, decoding = _is_causal_lm(module), ""
-    if is_causal and keeps_states(module):
+    is_causal, decoding = _is_causal_lm(written), ""
+    if is_causal and keeps_states(written):
         is_causal, decoding = False, "recurrent"
-    if is_pretrained(module) and config.is_encoder_decoder and _has_head(module):
+    if is_pretrained(written) and config.is_encoder_decoder and _has_head(written):
         decoding = "encoder_decoder"
-    if is_causal and (reason := image_text.reason_against(module)) != "":
+    if is_causal and (reason := image_text.reason_against(written)) != "":
         decoding = "images" if reason is None else ""
-        metadata |= image_text.described(module) if reason is None else {image_text.WITHOUT_IMAGES: reason}
+        metadata |= image_text.described(written) if reason is None else {image_text.WITHOUT_IMAGES: reason}
     kind = "causal_lm" if is_causal else "module"
     return LoadedModel(module, name, kind, metadata["dtype"], directory, metadata, decoding)
 
 
 def fingerprint(module: nn.Module) -> str:
-    """Return a hash of the names, dtypes, shapes and values of all parameters and persistent buffers."""
+    """Return a hash of the names, dtypes, shapes and values of all parameters and persistent buffers.
+
+    A quantised weight counts by what it is made of: codes, scales, zero points.
+    """
     digest = hashlib.sha256()
     for name, value in sorted(module.state_dict().items()):
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        raw = value.detach().cpu().contiguous().flatten()
-        if raw.numel():
-            digest.update(raw.view(torch.uint8).numpy())
+        for leaf in pytree.tree_leaves(value):
+            for part in _parts_of(leaf):
+                if not isinstance(part, torch.Tensor):
+                    digest.update(f"{name} {part!r}\n".encode())
+                    continue
+                digest.update(f"{name} {part.dtype} {tuple(part.shape)}\n".encode())
+                raw: Any = part.detach().cpu().contiguous().flatten()
+                if raw.numel():
+                    digest.update(raw.view(torch.uint8).numpy())
     return digest.hexdigest()[:32]
+
+
+def _parts_of(leaf: Any) -> Iterator[Any]:
+    """Yield the plain tensors and values that something in a state_dict is made of."""
+    if isinstance(leaf, torch.Tensor) and is_traceable_wrapper_subclass(leaf):
+        names, context = leaf.__tensor_flatten__()
+        yield type(leaf).__qualname__
+        for name in names:
+            yield from _parts_of(getattr(leaf, name))
+        yield {key: value for key, value in dict(context or {}).items() if isinstance(value, (bool, int, float, str))}
+    elif isinstance(leaf, torch.Tensor) and leaf.is_quantized:
+        per_channel = leaf.qscheme() in (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
+        yield leaf.int_repr()
+        yield from (
+            (leaf.q_per_channel_scales(), leaf.q_per_channel_zero_points(), leaf.q_per_channel_axis())
+            if per_channel
+            else (leaf.q_scale(), leaf.q_zero_point())
+        )
+    elif isinstance(leaf, (torch.Tensor, bool, int, float, str, bytes, torch.dtype)):
+        yield leaf
+    elif leaf is not None:
+        yield type(leaf).__qualname__
 
 
 def _load_stored(spec: str, dtype: str, attention: str | None, adapter: str | Path | None) -> LoadedModel:

@@ -7,7 +7,6 @@ argument says which values it gets, as for a stored program.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +20,7 @@ from glassengine.program.inputs.search import Target, Values, made_up, no_inputs
 from glassengine.program.inputs.steps import MadeUp
 from glassengine.program.module_state import holding
 from glassengine.program.program import Port
+from glassengine.program.written_modules import forward_parameters
 
 _MOST_TRIED = 240
 _MOST_ARGUMENTS = 4
@@ -70,7 +70,7 @@ def _made_up(module: nn.Module, name: str, ports: tuple[Port, ...]) -> MadeUp:
 def _wanted(module: nn.Module) -> list[str] | None:
     """Return the arguments that a forward insists on; None where they have no names."""
     found = []
-    for parameter in inspect.signature(module.forward).parameters.values():
+    for parameter in forward_parameters(module).values():
         if parameter.kind is parameter.VAR_POSITIONAL:
             return None
         if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD:
