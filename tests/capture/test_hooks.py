@@ -67,3 +67,22 @@ def test_the_model_computes_what_it_computes() -> None:
     expected = model(X)["y"]
     with observing(model, lambda site, tensor: None):
         assert torch.equal(model(X)["y"], expected)
+
+
+@pytest.mark.parametrize("how", ["wrapped", "in place"])
+def test_compiled_parts_are_seen_from_outside_and_stay_whole(how: str) -> None:
+    torch._dynamo.reset()
+    model, seen, graphs = Model(), [], []
+
+    def backend(graph: torch.fx.GraphModule, example: list[torch.Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    if how == "wrapped":
+        model.inner = torch.compile(model.inner, backend=backend)  # type: ignore[assignment]
+    else:
+        model.inner.compile(backend=backend)
+    with torch.no_grad(), observing(model, lambda site, tensor: seen.append(site)):
+        model(X)
+    assert seen == ["inner", "inner@1", ".:out.y"]
+    assert len(graphs) == (how == "wrapped")  # nothing of torch's own containers is compiled in place
