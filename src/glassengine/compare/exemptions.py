@@ -17,6 +17,7 @@ CASTS: ExemptionReason = "undefined casts"
 TIES: ExemptionReason = "ties"
 BELOW: ExemptionReason = "below ties or padding"
 DRAWN: ExemptionReason = "random"
+UNREAD: ExemptionReason = "unread"
 
 Masks = Mapping[ExemptionReason, torch.Tensor]
 """Reason -> bool mask, which broadcasts against the tensor, of the elements that do not count."""
@@ -53,6 +54,10 @@ class Ledger:
             left -= number
         if whole is not None:
             self._count(whole, site, left)
+
+    def leave_out(self, reason: ExemptionReason, site: str, number: int) -> None:
+        """Count elements of a tensor that was added before."""
+        self._count(reason, site, number)
 
     def _count(self, reason: ExemptionReason, site: str, number: int) -> None:
         if number:

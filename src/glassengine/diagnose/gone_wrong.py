@@ -148,7 +148,11 @@ class Search:
     def _likely(self, node: Node, predicted: Values, proposed: Seen | None) -> Iterator[Seen]:
         """Yield the tensors that may stand in the place of a node, the likely ones first."""
         pairs, tensors = self._pairs, self._pairs.tensors
-        yield from filter(None, [pairs.same_op(node, predicted), proposed])
+        yield from filter(None, [pairs.same_op(node, predicted)])
+        if not is_telling(predicted):
+            # A table of zeros, the start of a sum: any tensor that is added elsewhere could be added here.
+            return
+        yield from filter(None, [proposed])
         yield from tensors.near(predicted, _NEAR, pairs.hows())[:_MOST_NEAR]
         inputs = [pairs.found[source.name].name for source in region_of(node, pairs.found)[1]]
         names = [name for name in self._read_with_weights(node) if name not in tensors.taken or name in inputs]

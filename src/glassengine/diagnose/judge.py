@@ -83,6 +83,7 @@ def run_cases(
                 reference.step(named, observe, valid)
             for score in scores:
                 score.results.end_step(score.side.results(), made, (case.name, step))
+                score.end_step(named)
             on_step(case, step, floors)
         for score in scores:
             score.end_case()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch.fx import Node
 
-from glassengine.compare.exemptions import BELOW, DRAWN, PADDING, UNWRITTEN, Ledger, Masks
+from glassengine.compare.exemptions import BELOW, DRAWN, PADDING, UNREAD, UNWRITTEN, Ledger, Masks
 from glassengine.compare.measure import measure
 from glassengine.compare.operation import RANDOM, UNDEFINED
 from glassengine.compare.tolerance import tolerance
@@ -27,6 +27,7 @@ from glassengine.diagnose.replay import Replay
 from glassengine.diagnose.rounding import FROM_MEMORY
 from glassengine.diagnose.segments import SegmentReplay
 from glassengine.diagnose.sides import Observed, Side
+from glassengine.diagnose.unread import differing, unread
 from glassengine.diagnose.walled_off import walled_off
 from glassengine.diagnose.written_out import ROUNDED_IN_STEPS, is_same_in_float64
 from glassengine.program.naming import is_tensor_node, op_name
@@ -35,6 +36,7 @@ from glassengine.program.program import Program
 from glassengine.results import FLAGGED, VERDICTS, Divergence, ExemptionReason, Figures, Pair, Skipped, worst
 
 _COMPENSATED = 3.0
+UNREAD_ELEMENTS = "elements differ that no result reads"
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class _Judged:
     is_clean: bool = False
     contradicts: bool = False
     exempt: Masks = field(default_factory=dict)
+    differing: torch.Tensor | None = None
 
 
 @dataclass
@@ -86,6 +89,7 @@ class Score:
     _contradicting: set[str] = field(default_factory=set)
     _flagged: list[Node] = field(default_factory=list)
     _first_of_step: int = 0
+    _differing: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def begin(self, case: Case) -> None:
         """Start a case: neither caches nor blame outlive one."""
@@ -181,6 +185,8 @@ class Score:
         if node.name in self._tracker.origins and flagged and not visited.inherited:
             if self.evidence is not None and node.name not in self.divergences:
                 self.evidence.keep(self.side, node, observed, reference, step)
+            if node.name not in self.divergences and judged.differing is not None:
+                self._differing[node.name] = judged.differing
             self.divergences.setdefault(node.name, self._divergence(node, observed, judged, reference, step))
             if op_name(node) in FROM_MEMORY and self.sums.get(node.name) is None:
                 self.sums[node.name] = self._guesses.is_summed_coarsely(node, judged.tensor)
@@ -226,7 +232,9 @@ class Score:
                 local, verdict="wrong", reason="written differently, and too large for rounding"
             )
         worse = VERDICTS.index(local.verdict) >= VERDICTS.index(accumulated.verdict)
-        return _Judged(tensor, local if worse else accumulated, True, inherited, is_clean=is_clean, exempt=exempt)
+        apart = differing(observed.tensor, replayed.predicted)
+        judgement = local if worse else accumulated
+        return _Judged(tensor, judgement, True, inherited, is_clean=is_clean, exempt=exempt, differing=apart)
 
     @cached_property
     def _guesses(self) -> Guesses:
@@ -277,6 +285,21 @@ class Score:
             self._drop(dropped)
         self._clean, self._contradicting, self._flagged = set(), set(), []
         self._first_of_step = len(self.pairs)
+
+    def end_step(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        """Leave out what no result reads of the tensors that are wrong by themselves in this step of these `inputs`."""
+        known = unread(self.program, inputs, self._differing) if self._differing else set()
+        own = {node.name for node in self._flagged} & self.divergences.keys()
+        for name in known:
+            del self.divergences[name]
+            self.ledger.leave_out(UNREAD, self.program.sites.by_node[name][0].name, int(self._differing[name].sum()))
+        if own and own <= known:  # what is inherited, from them
+            for at, pair in enumerate(self.pairs[self._first_of_step :], self._first_of_step):
+                if pair.verdict in FLAGGED:
+                    self.pairs[at] = dataclasses.replace(pair, verdict="rounding", reason=UNREAD_ELEMENTS)
+        else:
+            self._drop(known)
+        self._differing = {}
 
     def _drop(self, nodes: set[str]) -> None:
         sites = {site.name for node in nodes for site in self.program.sites.by_node.get(node, ())}

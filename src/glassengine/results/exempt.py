@@ -8,7 +8,7 @@ from typing import Literal
 from glassengine.results.base import Result
 
 ExemptionReason = Literal[
-    "padding", "unwritten memory", "masked rows", "undefined casts", "ties", "below ties or padding", "random"
+    "padding", "unwritten memory", "masked rows", "undefined casts", "ties", "below ties or padding", "random", "unread"
 ]
 
 
@@ -20,7 +20,8 @@ class Exemption(Result):
         reason: "padding" (tokens and cache slots that hold nothing), "unwritten memory", "masked rows" (attention that
             sees no key), "undefined casts" (NaN or too large a number to an integer dtype), "ties" (a choice between
             values that rounding cannot tell apart), "below ties or padding" (a whole tensor of which nobody knows the
-            elements that depend on them), "random" (drawn anew in each run).
+            elements that depend on them), "random" (drawn anew in each run), "unread" (later ops leave
+            these elements out, whatever they hold).
         num_elements: How many.
         share: Of all elements that the two sides have in common.
         num_tensors: How many tensors have such elements.

@@ -1,0 +1,122 @@
+"""Elements that no result reads, whatever they hold, are nobody's mistake; what these inputs happen to hide is one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from glassengine.diagnose import check
+from glassengine.diagnose.unread import differing, unread
+from glassengine.program import export_program, load_model
+
+G = torch.Generator().manual_seed(3)
+X = torch.randn(3, 5, 6, generator=G)
+
+
+class First(nn.Module):
+    """The last layer of the first row alone, or of all rows, of which the first is taken."""
+
+    def __init__(self, *, is_whole: bool = False, also: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.is_whole, self.also = is_whole, also
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.tanh(self.one(x))
+        rows = x if self.is_whole else x[:, :1]
+        y = self.two(torch.sin(x + rows))
+        found = y[:, 0]
+        return found + y.mean(1) if self.also else found
+
+
+class Largest(nn.Module):
+    """The largest value of each group, in a table that begins with zeros or with minus infinity."""
+
+    def __init__(self, start: float = 0.0) -> None:
+        super().__init__()
+        self.start = start
+
+    def forward(self, x: Tensor, group: Tensor) -> Tensor:
+        table = x.new_full((6,), self.start).scatter_reduce(0, group, x, "amax", include_self=False)
+        return torch.exp(x - table[group])
+
+
+class Chosen(nn.Module):
+    """Two experts, of which the rows themselves choose one."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        second = torch.cos(x) * self.factor
+        return torch.where(x[..., :1] < 100, torch.sin(x), second)
+
+
+def checked(
+    baseline: nn.Module, candidate: nn.Module, inputs: dict[str, Tensor], tmp_path: Path
+) -> tuple[bool, list[str]]:
+    torch.save(inputs, tmp_path / "inputs.pt")
+    result = check(baseline.eval(), candidate=candidate.eval(), inputs=str(tmp_path / "inputs.pt"))
+    return result.ok, [origin.site for origin in result.origins]
+
+
+def test_rows_that_are_left_out_later_may_be_anything(tmp_path: Path) -> None:
+    assert checked(First(), First(is_whole=True), {"x": X}, tmp_path) == (True, [])
+
+
+def test_rows_that_are_read_may_not(tmp_path: Path) -> None:
+    ok, sites = checked(First(also="mean"), First(is_whole=True, also="mean"), {"x": X}, tmp_path)
+    assert not ok and sites
+
+
+def test_what_a_table_begins_with_is_not_read_where_it_is_overwritten(tmp_path: Path) -> None:
+    inputs = {"x": X[0, :, 0].contiguous(), "group": torch.tensor([0, 0, 2, 2, 5])}
+    assert checked(Largest(), Largest(-torch.inf), inputs, tmp_path) == (True, [])
+
+
+def test_what_these_numbers_do_not_choose_others_do(tmp_path: Path) -> None:
+    ok, sites = checked(Chosen(), Chosen(1.5), {"x": X}, tmp_path)
+    assert not ok and sites
+
+
+class Parts(nn.Module):
+    def forward(self, x: Tensor, at: Tensor) -> dict[str, Tensor]:
+        a, b, c, d = torch.sin(x), torch.cos(x), torch.tan(x), torch.exp(x)
+        return {
+            "slice": a[:, :2] * 2,
+            "gathered": b[at],
+            "hidden": c * (x * 0),
+            "chosen": torch.where(x > 0, d, 0.0),
+        }
+
+
+@pytest.mark.parametrize(
+    ("op", "where", "is_unread"),
+    [
+        ("sin", (slice(None), 3), True),
+        ("sin", (slice(None), 1), False),
+        ("cos", (2,), True),
+        ("cos", (1,), False),
+        ("tan", (2,), False),
+        ("exp", (2,), False),
+    ],
+)
+def test_what_counts_as_reading(op: str, where: tuple[object, ...], is_unread: bool) -> None:
+    inputs = {"x": X[0], "at": torch.tensor([0, 1, 3, 4])}
+    program = export_program(load_model(Parts().eval()), inputs=[inputs])
+    node = next(node for node in program.graph.nodes if f"aten.{op}." in str(node.target))
+    mask = torch.zeros(5, 6, dtype=torch.bool)
+    mask[where] = True
+    assert unread(program, inputs, {node.name: mask}) == ({node.name} if is_unread else set())
+
+
+def test_only_what_differs_by_more_than_rounding_is_asked_about() -> None:
+    right = torch.tensor([1.0, 2.0, torch.nan, 1e-9])
+    found = differing(torch.tensor([1.0 + 1e-7, 2.1, torch.nan, 0.0]), right.double())
+    assert found is not None and found.tolist() == [False, True, False, False]
+    assert differing(torch.zeros(2), torch.zeros(3)) is None
