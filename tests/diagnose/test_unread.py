@@ -120,3 +120,24 @@ def test_only_what_differs_by_more_than_rounding_is_asked_about() -> None:
     found = differing(torch.tensor([1.0 + 1e-7, 2.1, torch.nan, 0.0]), right.double())
     assert found is not None and found.tolist() == [False, True, False, False]
     assert differing(torch.zeros(2), torch.zeros(3)) is None
+    hidden = differing(torch.tensor([0.0, 1.0]), torch.tensor([-torch.inf, 1.0]))
+    assert hidden is not None and hidden.tolist() == [True, False]
+    assert differing(torch.ones(3), torch.ones(3)) is None
+
+
+class Shares(nn.Module):
+    """Shares of scores, of which the hidden ones are minus infinity, or zero by mistake."""
+
+    def __init__(self, lowest: float = -torch.inf) -> None:
+        super().__init__()
+        self.lowest = lowest
+
+    def forward(self, x: Tensor, length: Tensor) -> Tensor:
+        hidden = torch.arange(6) >= length[:, None]
+        return (torch.sin(x).masked_fill(hidden, self.lowest) / 2).softmax(-1)
+
+
+def test_what_a_softmax_takes_for_a_score_is_read(tmp_path: Path) -> None:
+    inputs = {"x": X[:, 0].contiguous(), "length": torch.tensor([6, 3, 5])}
+    ok, sites = checked(Shares(), Shares(0.0), inputs, tmp_path)
+    assert not ok and any("masked_fill" in site or "div" in site for site in sites)

@@ -107,7 +107,7 @@ class Layers(nn.Module):
         super().__init__()
         from torch_geometric.nn import GCNConv, GINConv, MeanAggregation, SAGEConv
 
-        self.gcn = GCNConv(6, 8)
+        self.gcn = GCNConv(6, 8, add_self_loops=False)
         self.sage = SAGEConv(8, 8)
         self.gin = GINConv(nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 4)), train_eps=True)
         self.pool = MeanAggregation()
@@ -134,12 +134,13 @@ class Matrix(nn.Module):
         number = len(x)
         links = x.new_zeros(number, number)
         links[edge_index[1], edge_index[0]] = 1
-        # Normalized from both sides, with every node beside itself.
-        known = links if self.mistake == "loops" else links + torch.eye(number)
-        degree = known.sum(1).clamp(min=1)
-        both = degree.rsqrt()[:, None] * known * degree.rsqrt()[None]
+        # Normalized from both sides.
+        known = links + torch.eye(number) if self.mistake == "loops" else links
+        degree = known.sum(1)
+        root = torch.where(degree > 0, degree.clamp(min=1).rsqrt(), 0)
+        both = root[:, None] * known * root[None]
         if self.mistake == "one side":
-            both = known / degree[:, None]
+            both = known / degree[:, None].clamp(min=1)
         x = F.relu(both @ self.linear(x, "gcn_lin") + self.weights["gcn_bias"])
         total = (links.T if self.mistake == "direction" else links) @ x
         mean = total if self.mistake == "mean" else total / links.sum(1, keepdim=True).clamp(min=1)
@@ -255,11 +256,11 @@ PAIRS = [
         layers,
         {"x": torch.randn(7, 6, generator=G), "edge_index": LINKS, "batch": WHOLE},
         {
-            "loops": Mistake(["gcn*"], ["self", "loop", "diagonal", "missing", "not added"]),
-            "one side": Mistake(["gcn*"], ["rsqrt", "pow", "missing", "instead"]),
+            "loops": Mistake(["gcn*"], ["has new_zeros", "eye", "add", "diagonal"]),
+            "one side": Mistake(["gcn*"], ["rsqrt", "pow", "index: 0 here, 1"]),
             "direction": Mistake(["sage*"], ["transpos", "index", "exchanged"]),
             "mean": Mistake(["sage*"], ["not divided", "mean"]),
-            "epsilon": Mistake(["gin/*"], ["the baseline has add here", "eps"]),
+            "epsilon": Mistake(["gin/*"], ["the baseline has add here", "eps", "add.0 is not multiplied"]),
             "activation": Mistake(["gin.nn.1/*"], ["silu"]),
             "pool": Mistake(["pool*"], ["divided", "times", "div"]),
         },

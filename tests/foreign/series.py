@@ -304,8 +304,8 @@ PAIRS = [
             "states": torch.randn(2, 6, 5, generator=G),
             "actions": torch.randn(2, 6, 3, generator=G).tanh(),
             "returns_to_go": torch.randn(2, 6, 1, generator=G) * 3,
-            "timesteps": torch.stack([torch.arange(4, 10), torch.arange(6).sub(2).clamp(0)]),
-            "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]]),
+            "timesteps": torch.stack([torch.arange(4, 10), torch.arange(6)]),
+            "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]]),
         },
         {
             "mask": Mistake(["own.encoder*mask*", "own.encoder.h.0.attn/*", "own.encoder/*"], ["mask"]),

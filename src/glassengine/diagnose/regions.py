@@ -16,6 +16,7 @@ from glassengine.compare.operation import FLOAT32_SUMS, Accumulation
 from glassengine.diagnose.replay import Replay
 from glassengine.diagnose.replayed import Replayed
 from glassengine.diagnose.segments import SegmentReplay, Valid
+from glassengine.diagnose.unread import unread_nodes
 from glassengine.program.naming import is_tensor_node
 from glassengine.program.program import Program
 
@@ -86,9 +87,10 @@ class RegionReplay(Replay):
 def covered(program: Program, judged: Collection[str]) -> dict[str, set[str]]:
     """Return the nodes inside of regions: node -> judged nodes at which the region ends.
 
-    A node is inside when everything that it flows into is judged or inside of a region itself.
+    A node is inside when everything that it flows into, on a way to a result, is judged or inside of a region itself.
     """
     ends: dict[str, set[str] | None] = {}
+    unread = unread_nodes(program)
     for node in reversed(program.graph.nodes):
         if node.op != "call_function" or node.name in judged or not node.users:
             continue
@@ -96,7 +98,7 @@ def covered(program: Program, judged: Collection[str]) -> dict[str, set[str]]:
         for user in node.users:
             if user.name in judged:
                 found = None if found is None else found | {user.name}
-            elif "_assert" not in str(user.target):
+            elif "_assert" not in str(user.target) and user.name not in unread:
                 own = ends.get(user.name)
                 found = None if found is None or own is None else found | own
         ends[node.name] = found

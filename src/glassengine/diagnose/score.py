@@ -27,7 +27,7 @@ from glassengine.diagnose.replay import Replay
 from glassengine.diagnose.rounding import FROM_MEMORY
 from glassengine.diagnose.segments import SegmentReplay
 from glassengine.diagnose.sides import Observed, Side
-from glassengine.diagnose.unread import differing, unread
+from glassengine.diagnose.unread import differing, unread, unread_nodes
 from glassengine.diagnose.walled_off import walled_off
 from glassengine.diagnose.written_out import ROUNDED_IN_STEPS, is_same_in_float64
 from glassengine.program.naming import is_tensor_node, op_name
@@ -384,12 +384,11 @@ def float_nodes(program: Program, kinds: Sequence[str], *, without: tuple[str, .
 
     Module inputs are left out (they are outputs of something else), so are names that start with one of `without`,
     nodes that depend on weights alone (they are taken from the weights, see `program.outputs`), random numbers, memory
-    that nothing has written, and what nothing reads: the last states of a recurrence, say.
+    that nothing has written, and what no result reads: the last states of a recurrence, say.
     """
-    results = set(program.output_nodes.values())
     constant = {node.name for node in weight_only_nodes(program)}
     counted = [s for s in program.sites if s.kind in kinds and ":in" not in s.name and not s.name.startswith(without)]
-    named = {site.node for site in counted} - constant
+    named = {site.node for site in counted} - constant - unread_nodes(program)
     return {
         node.name
         for node in program.graph.nodes
@@ -397,5 +396,4 @@ def float_nodes(program: Program, kinds: Sequence[str], *, without: tuple[str, .
         and is_tensor_node(node)
         and node.meta["val"].is_floating_point()
         and op_name(node) not in RANDOM | UNDEFINED
-        and (node.users or node.name in results)
     }

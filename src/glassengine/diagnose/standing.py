@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from glassengine.diagnose.score import Score
 from glassengine.diagnose.severity import Severity
+from glassengine.diagnose.unread import unread_nodes
 from glassengine.program.program import Program
 from glassengine.results import FLAGGED, VERDICTS, Divergence, Pair, ResultComparison, Standing, Verdict
 
@@ -112,7 +113,7 @@ class Softened:
 
 def softened(scores: Sequence[Score], program: Program) -> Softened:
     """Return what all sides found, with those alarms softened that the module's docstring names."""
-    unread = _unread(program)
+    unread = unread_nodes(program)
     main = [score for score in scores if score.side.level == "op" and not score.side.rung.startswith("pass ")]
     agree = [score for score in scores if _agrees(score)]
     right: set[str] = set()
@@ -149,12 +150,3 @@ def _softer(pair: Pair, sites: Mapping[str, str]) -> Pair:
     if pair.verdict != "wrong" or pair.site not in sites:
         return pair
     return dataclasses.replace(pair, verdict="suspicious", reason=sites[pair.site])
-
-
-def _unread(program: Program) -> set[str]:
-    """Nodes from which no way leads to a result or a cache."""
-    read = {program.graph.output_node().name}
-    for node in reversed(program.graph.nodes):
-        if any(user.name in read for user in node.users):
-            read.add(node.name)
-    return {node.name for node in program.graph.nodes if node.op == "call_function" and node.name not in read}

@@ -41,13 +41,26 @@ _RANKS = frozenset({"argmax", "argmin", "argsort", "max", "min", "sort", "topk",
 
 
 def differing(candidate: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor | None:
-    """Return a bool mask of the elements that differ by more than rounding; None where nothing can be said."""
+    """Return a bool mask of the elements that differ by more than rounding; None where there are none."""
     if candidate.shape != predicted.shape or not candidate.is_floating_point() or not predicted.is_floating_point():
         return None
     ours, theirs = predicted.double(), candidate.double()
-    size = torch.maximum(ours.abs(), ours.nan_to_num(0.0, 0.0, 0.0).square().mean().sqrt())
     same = (theirs == ours) | (theirs.isnan() & ours.isnan())
-    return ~same & ~((theirs - ours).abs() <= _ROUNDINGS * unit_roundoff(candidate.dtype) * size)
+    both = ours.isfinite() & theirs.isfinite()
+    numbers = torch.where(both, ours, 0.0)
+    size = torch.maximum(numbers.abs(), numbers.square().mean().sqrt())
+    near = both & ((theirs - ours).abs() <= _ROUNDINGS * unit_roundoff(candidate.dtype) * size)
+    found: torch.Tensor = ~(same | near)
+    return found if bool(found.any()) else None
+
+
+def unread_nodes(program: Program) -> set[str]:
+    """Return the ops from which no way leads to a result or a cache."""
+    read = {program.graph.output_node().name}
+    for node in reversed(program.graph.nodes):
+        if any(user.name in read for user in node.users):
+            read.add(node.name)
+    return {node.name for node in program.graph.nodes if node.op == "call_function" and node.name not in read}
 
 
 @torch.no_grad()

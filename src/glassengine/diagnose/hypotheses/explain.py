@@ -15,10 +15,12 @@ from glassengine.diagnose.hypotheses.operations import other_ops
 from glassengine.diagnose.hypotheses.question import Question
 from glassengine.diagnose.hypotheses.trial import Edit, OutOfWork
 from glassengine.diagnose.hypotheses.weights_read import weights
+from glassengine.program.naming import op_name
 from glassengine.results import Hint
 
 _EVERYWHERE = 0.9
 """Score of one mistake in several places of a region."""
+_MADE_OF_SIZES = frozenset({"new_zeros", "new_ones", "new_full", "zeros", "ones", "full"})
 _DIFFERS = 0.5
 """Score of what differs, and changes the result, but is not all of it."""
 
@@ -32,7 +34,7 @@ def differences(question: Question) -> list[Hint]:
         is_clear = len(question.trial.ops) == 1 and len(question.their_weights) == len(question.weights) == 1
         for family in (same_op, weights) if is_clear else (same_op,):
             for hypothesis in family(question):
-                if all(passes_on(node) for node in hypothesis.edits):
+                if all(passes_on(node) or op_name(node) in _MADE_OF_SIZES for node in hypothesis.edits):
                     continue  # sizes and orders of axes are spelled in many ways
                 if question.differs(question.trial.changed(hypothesis.edits)):
                     found.append(Hint(hypothesis.kind, hypothesis.text, _DIFFERS))

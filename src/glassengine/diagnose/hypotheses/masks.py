@@ -47,11 +47,18 @@ def _masks(question: Question, node: Node) -> Iterator[Hypothesis]:
         if seen is not None:
             yield Hypothesis("mask", f"{what} is missing, and a causal one is there", {node: _masked(causal)})
     if seen is not None:
+        # The last position of a causal mask sees all that is no padding.
+        beside = seen[..., -1:, :].expand(seen.shape)
+        if not torch.equal(seen, beside) and torch.equal(seen, beside & causal):
+            yield Hypothesis("mask", "the causal part of the mask is missing", {node: _masked(beside)})
         for by in (-1, 1, columns - rows):
             if by:
                 moved = torch.ones(rows, columns, dtype=torch.bool).tril(by)
                 text = "sees the next position" if by > 0 else "does not see itself"
-                yield Hypothesis("mask", f"a position {text}: the causal mask is moved by {by}", {node: _masked(moved)})
+                text = f"a position {text}: the causal mask is moved by {by}"
+                yield Hypothesis("mask", text, {node: _masked(moved)})
+                if mask is not None:
+                    yield Hypothesis("mask", text, {node: _masked(moved & beside)})
         every = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
         if torch.equal((seen & every).expand(seen.shape), seen) and mask is not None:
             yield Hypothesis("mask", "causal alone: the rest of the mask is missing", {node: _masked(every)})

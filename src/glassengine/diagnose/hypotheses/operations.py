@@ -94,6 +94,8 @@ def _sources(ops: list[Node], node: Node) -> list[Node]:
 
 def _named(given: torch.Tensor, made: torch.Tensor) -> str | None:
     size = float(made.abs().max()) if made.numel() else 0.0
+    if not math.isfinite(size):
+        return None
     for name, act in NAMED.items():
         if bool(((act(given) - made).abs() <= _EQUAL * max(size, 1e-30)).all()):
             return name

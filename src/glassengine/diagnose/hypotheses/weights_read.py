@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -56,6 +57,33 @@ def another_layer(question: Question) -> Iterator[Hypothesis]:
                 where = ".".join([*parts[0][:place], str(number)])
                 edits = {node: _value(value) for node, value in zip(held, values, strict=True)}
                 yield Hypothesis("swapped", f"the weights of another layer are read: of {where}", edits)
+
+
+def another_module(question: Question) -> Iterator[Hypothesis]:
+    """Yield: all weights of the piece are those of another module of the same kind: of two norms, the other one."""
+    held = [node for node in question.trial.inputs if node.name in question.full]
+    if len(held) < 2:
+        return
+    parts = [question.full[node.name].rpartition(".") for node in held]
+    if len({module for module, _, _ in parts}) != 1:
+        return
+    own = parts[0][0]
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in question.model)
+    near = sorted((other for other in modules if other != own), key=lambda other: -_shared(own, other))
+    for other in near[:_MOST_LAYERS]:
+        values = [question.model.get(f"{other}.{name}") for _, _, name in parts]
+        if any(v is None or v.shape != question.trial.values[n].shape for n, v in zip(held, values, strict=True)):
+            continue
+        edits = {
+            node: _value(value.detach().double()) for node, value in zip(held, values, strict=True) if value is not None
+        }
+        yield Hypothesis("swapped", f"the weights of another module are read: of {other}", edits)
+
+
+def _shared(one: str, other: str) -> int:
+    """Return how many parts two names begin with in common."""
+    pairs = zip(one.split("."), other.split("."), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def relation(
