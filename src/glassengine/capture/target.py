@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,11 +21,14 @@ from glassengine.capture.module_hooks import ModuleHooks
 from glassengine.capture.record import own_directory, record
 from glassengine.errors import UsageError
 from glassengine.program.inputs.given import load_inputs
+from glassengine.program.inputs.programs import stored_inputs
 from glassengine.program.load import LoadedModel, load_model
 from glassengine.program.raised import forward_errors
 from glassengine.recording.layout import LeftOut, Sharding
 from glassengine.recording.policy import Policy
 from glassengine.results import Result
+
+logger = logging.getLogger("glassengine")
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ def record_target(
         adapter=adapter,
     )
     known = None if tokens_of is None else KnownTokens(tokens_of)
-    batches = _batches(inputs, known)
+    batches = _batches(inputs, known, loaded)
     forced = None if known is None else known.following(batches)
     if device is not None:
         require_device(device, f"recording {loaded.spec} on {device!r}")
@@ -163,9 +167,14 @@ def record_target(
 
 
 def _batches(
-    inputs: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, known: KnownTokens | None
+    inputs: str | Path | Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
+    known: KnownTokens | None,
+    loaded: LoadedModel,
 ) -> list[Mapping[str, Any]]:
     if inputs is None:
+        if known is None and loaded.stored is not None:
+            logger.warning("recorded on inputs that are made up, as glass check does; --inputs FILE gives others")
+            return list(stored_inputs(loaded.module, loaded.stored))
         if known is None:
             raise UsageError("the model needs inputs", hint="--inputs file.py:factory, or a tensor file")
         return [known.prompts()]

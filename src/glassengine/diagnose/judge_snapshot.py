@@ -104,8 +104,8 @@ def judge_snapshot(
     graph, arguments, is_random = _without_draws(graph, arguments)
     program = program_of(graph, arguments)
     placeholders = [node.name for node in program.graph.find_nodes(op="placeholder")]
-    ports = {port.name for port in program.inputs}
-    given = {name: value for name, value in zip(placeholders, arguments, strict=True) if name in ports}
+    ports = {port.node: port.name for port in program.inputs}
+    given = {ports[node]: value for node, value in zip(placeholders, arguments, strict=True) if node in ports}
     results = list(program.output_nodes.values())
     ops = [node.name for node in program.graph.nodes if is_tensor_node(node)]
     if not isinstance(backend, CompilingGraphs):

@@ -52,7 +52,7 @@ from glassengine.diagnose.op_by_op import RUNG, explain
 from glassengine.diagnose.other_model import add_model, start_stage
 from glassengine.diagnose.quantization import check_quantized_checkpoint, is_quantized_candidate
 from glassengine.diagnose.quantized_port import check_quantized_file, is_quantized_file
-from glassengine.diagnose.recorded import PARTIAL, RecordedTensors, case_of, require_one_rank
+from glassengine.diagnose.recorded import PARTIAL, RecordedTensors, case_of, recorded_inputs, require_one_rank
 from glassengine.diagnose.recorded import RUNG as RECORD
 from glassengine.diagnose.reproduce import with_reproduction
 from glassengine.diagnose.reproduction_files import require_free
@@ -176,7 +176,7 @@ def check(
     progress("loading the baseline")
     wanted = engine.manifest.dtype if engine and dtype == "auto" else dtype
     model = load_model(baseline, dtype=wanted, adapter=adapter, **options)
-    given = read_inputs(inputs)
+    given = read_inputs(inputs) if record is None or inputs is not None else recorded_inputs(record, model)
     # An engine is judged on the very programs that it generates with; a port need not have such.
     alone = candidate is not None and (engine is None or engine.manifest.kind == "module")
     if model.decoding == "images" and (alone or (engine is not None and not engine.manifest.has_encoder)):

@@ -6,6 +6,7 @@ by op, one of modules by segments. What it was run on comes from the record: the
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ from glassengine.diagnose.cases import Case, StepInputs
 from glassengine.diagnose.replay import Replay
 from glassengine.diagnose.sides import Level, ModuleSide, Observed, by_node, empty_caches
 from glassengine.errors import IncomparableError, UsageError
+from glassengine.program import LoadedModel
 from glassengine.program.export import named_inputs
 from glassengine.program.program import Program
 from glassengine.recording.source import TensorSource
@@ -226,6 +228,29 @@ def case_of(source: TensorSource, kind: str) -> Case | None:
             hint="say them: --inputs FILE",
         )
     return case
+
+
+def recorded_inputs(source: TensorSource, model: LoadedModel) -> list[dict[str, Any]] | None:
+    """Return what a plain module was given in each step of a record; None where the record does not say all of it."""
+    if model.kind != "module":
+        return None
+    if model.stored is not None:
+        names = {port.name: True for port in model.stored.inputs}
+    else:
+        known = inspect.signature(model.module.forward).parameters.values()
+        names = {one.name: one.default is one.empty for one in known if one.kind is one.POSITIONAL_OR_KEYWORD}
+    places = {(entry.site, entry.step): entry for entry in source.entries if entry.rank == 0}
+    found = []
+    for step in sorted({entry.step for entry in source.entries}):
+        given: dict[str, Any] = {}
+        for place, (name, is_required) in enumerate(names.items()):
+            entry = places.get((f".:in.{name}", step)) or places.get((f".:in[{place}]", step))
+            if entry is not None:
+                given[name] = source.tensor(entry)
+            elif is_required:
+                return None
+        found.append(given)
+    return found if all(found) and found else None
 
 
 def recorded_case(source: TensorSource) -> Case | None:

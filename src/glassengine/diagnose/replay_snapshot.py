@@ -157,6 +157,12 @@ def replay(
             ok = origin is None and not was_there
             return Replayed(**told, ok=ok, first_nonfinite=origin, notes=tuple(notes))
         if bisect:
+            if graph.onnx is not None:
+                raise UsageError(
+                    "the graph of an ONNX file is not bisected",
+                    got=found.name,
+                    hint="glass replay --compare judges its ops; glass check --reproduction writes a node as a file",
+                )
             bisection, piece = bisect_graph(graph, arguments, chosen, progress, found.path)
             if reproduction is not None and piece is not None:
                 progress("writing a reproduction")

@@ -19,8 +19,12 @@ from torch.fx import GraphModule, Node
 
 from glassengine.backends.protocol import Backend, CachingGraphs, CompilingGraphs
 from glassengine.diagnose.flat_program import flat_program, with_values
+from glassengine.executable import snapshot_layout as layout
 from glassengine.executable.executable import compile_executable, compile_graph, load_executable
 from glassengine.executable.graph import CapturedGraph
+from glassengine.program.onnx.exported import without_data
+from glassengine.program.onnx.file import OnnxFile, fill
+from glassengine.program.onnx.program import onnx_program
 from glassengine.program.program import Program, copied_graph
 
 GraphRun = Callable[[Sequence[Any]], Sequence[Any]]
@@ -77,11 +81,12 @@ def _build_run(name: str, program: Program, values: Sequence[Any], backend: Back
     weights = None if backend.keeps_weights(program) else dict(program.exported.state_dict)
     executable = load_executable(name, lambda folder: backend.load(folder, weights), directory)
     order = [node.name for node in program.graph.find_nodes(op="placeholder")]
-    given = {port.name for port in program.inputs}
+    ports = {port.node: port.name for port in program.inputs}
 
     def run(arguments: Sequence[Any]) -> Sequence[Any]:
+        given = {ports[node]: value for node, value in zip(order, arguments, strict=True) if node in ports}
         with torch.no_grad():
-            found = executable.run({node: value for node, value in zip(order, arguments, strict=True) if node in given})
+            found = executable.run(given)
         return [found[output] for output in program.output_nodes]
 
     return run
@@ -94,6 +99,8 @@ def without_numbers(graph: CapturedGraph, values: Sequence[Any]) -> tuple[Captur
         graph: The graph; is not changed.
         values: Of its inputs, in order.
     """
+    if graph.onnx is not None:
+        return graph, list(values)  # it has no numbers
     copy = copied_graph(graph.module.graph)
     specs, kept = [], []
     for node, spec, value in zip(list(copy.find_nodes(op="placeholder")), graph.inputs, values, strict=True):
@@ -126,6 +133,12 @@ def program_of(graph: CapturedGraph, values: Sequence[Any]) -> Program:
         UsageError: See `flat_program`.
     """
     placeholders = graph.module.graph.find_nodes(op="placeholder")
+    if graph.onnx is not None:
+        held = {graph.onnx.values[node.name]: value for node, value in zip(placeholders, values, strict=True)}
+        results: Any = graph.module.graph.output_node().args[0]
+        model = without_data(graph.onnx.file, [graph.onnx.values[node.name] for node in results])
+        fill(model, held)
+        return onnx_program(OnnxFile(Path(layout.ONNX_GRAPH), model))
     weights = {
         node.name: (spec.name, value)
         for node, spec, value in zip(placeholders, graph.inputs, values, strict=True)

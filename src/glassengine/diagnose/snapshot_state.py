@@ -12,6 +12,7 @@ from glassengine.errors import CorruptError
 from glassengine.executable.graph import CapturedGraph, InputSpec
 from glassengine.executable.snapshot import Snapshot
 from glassengine.executable.snapshot_keep import set_rng_states
+from glassengine.program.program import OnnxGraph
 
 _PRECISIONS = ("highest", "high", "medium")
 _MAX_THREADS = 4096
@@ -38,7 +39,11 @@ def captured_graph(snapshot: Snapshot) -> CapturedGraph:
         for entry in snapshot.inputs
     )
     kind: Any = snapshot.kind
-    return CapturedGraph(snapshot.graph.graph_module, specs, snapshot.output_names, kind)
+    translated = snapshot.onnx
+    onnx = None
+    if translated is not None:
+        onnx = OnnxGraph(translated.file, {node.name: name for name, node in translated.values.items()})
+    return CapturedGraph(snapshot.graph.graph_module, specs, snapshot.output_names, kind, onnx=onnx)
 
 
 @contextmanager

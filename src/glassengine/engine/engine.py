@@ -361,7 +361,8 @@ def load(directory: str | Path, *, verify: bool = False) -> Engine:
     """
     path = Path(directory)
     if not path.is_dir():
-        raise UsageError("unknown engine directory", got=str(path), hint="glass build MODEL -o DIRECTORY")
+        model = str(path) if path.is_file() and path.suffix in (".onnx", ".pt2") else "MODEL"
+        raise UsageError("unknown engine directory", got=str(path), hint=f"glass build {model} -o DIRECTORY")
     manifest, intact = read_manifest(path)
     backend = find_backend(manifest.backend)
     require_fit(manifest, portable=backend.capabilities.portable)

@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from glassengine.program.naming import source_line
-from glassengine.program.program import Program, copied_graph
+from glassengine.program.program import OnnxGraph, Program, copied_graph
 
 GraphKind = Literal["inference", "forward", "backward", "engine"]
 InputKind = Literal["parameter", "buffer", "input", "size", "saved", "tangent", "other"]
@@ -78,6 +78,8 @@ class CapturedGraph:
         output_names: In the order of its results; None among the results keeps its name.
         kind: What captured it: "inference", "forward", "backward" (torch.compile), "engine" (a stored program).
         weights: Values of inputs that no execution is given, because the executable holds them; by name.
+        onnx: Of a graph that is an ONNX file: the file, and the names of its values; its nodes are of no dialect that
+            torch can write.
     """
 
     module: GraphModule
@@ -85,6 +87,7 @@ class CapturedGraph:
     output_names: tuple[str, ...]
     kind: GraphKind
     weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    onnx: OnnxGraph | None = None
 
     @functools.cached_property
     def nodes(self) -> tuple[Node, ...]:
@@ -152,7 +155,7 @@ def captured_program(program: Program) -> CapturedGraph:
     returned: Any = program.graph.output_node().args[0]
     outputs = [results.get(node.name, node.name) for node in returned]
     held = {names[node]: value for node, value in weights.items()}
-    return CapturedGraph(module, tuple(inputs), tuple(outputs), "engine", held)
+    return CapturedGraph(module, tuple(inputs), tuple(outputs), "engine", held, program.onnx)
 
 
 def _without_placeholders(program: Program, kept: Collection[str]) -> GraphModule:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,9 +22,13 @@ from glassengine.executable.snapshot_layout import Entry
 from glassengine.executable.snapshot_tensors import TensorFile, restored, write_tensors
 from glassengine.locations import local
 from glassengine.program.archive import MAX_BYTES
+from glassengine.program.onnx.exported import TranslatedFile, translate_file
+from glassengine.program.onnx.file import read_onnx
 from glassengine.recording.statistics import summarize
 from glassengine.recording.values import bytes_of
 from glassengine.writing import aside
+
+_T = TypeVar("_T")
 
 
 class Snapshot:
@@ -132,17 +137,17 @@ class Snapshot:
         """
         if self.graph_hash is None:
             raise UsageError(f"the snapshot {self.path.name} has no graph", got=str(self.meta.get("graph_problem")))
-        if self._packed is None:
+        if self._graph_file == layout.ONNX_GRAPH:
+            assert self.onnx is not None
+            exported = self.onnx.exported
+        elif self._packed is None:
             exported = load_graph(_within(self.path, layout.GRAPH))
         else:
-            with tempfile.TemporaryDirectory() as directory:
-                copy = Path(directory, layout.GRAPH)
-                copy.write_bytes(bytes_of(self._graph_bytes()))
-                exported = load_graph(copy)
+            exported = self._copied(load_graph)
         placeholders = sum(node.op == "placeholder" for node in exported.graph.nodes)
         if placeholders != len(self.inputs):
             raise CorruptError(
-                f"{layout.GRAPH} does not belong to {layout.META}",
+                f"{self._graph_file} does not belong to {layout.META}",
                 got=f"{placeholders} inputs",
                 expected=f"{len(self.inputs)}",
             )
@@ -150,6 +155,31 @@ class Snapshot:
             exported.graph.output_node().args = ((),)
             exported.graph_module.recompile()
         return exported
+
+    @functools.cached_property
+    def onnx(self) -> TranslatedFile | None:
+        """The ONNX file that the graph is; None where it is none. Its weights are inputs, and have no values in it.
+
+        Raises:
+            CorruptError: It is damaged.
+        """
+        if self.graph_hash is None or self._graph_file != layout.ONNX_GRAPH:
+            return None
+        try:
+            return self._copied(lambda path: translate_file(read_onnx(path, with_data=False)))
+        except UsageError as error:
+            raise CorruptError(f"{layout.ONNX_GRAPH} cannot be read", got=f"{error.what}: {error.got}") from error
+
+    @property
+    def _graph_file(self) -> str:
+        return layout.ONNX_GRAPH if self.meta.get("graph_file") == layout.ONNX_GRAPH else layout.GRAPH
+
+    def _copied(self, read: Callable[[Path], _T]) -> _T:
+        """Read the graph from a file of its own, whose bytes were checked."""
+        with tempfile.TemporaryDirectory() as directory:
+            copy = Path(directory, self._graph_file)
+            copy.write_bytes(bytes_of(self._graph_bytes()))
+            return read(copy)
 
     @functools.cached_property
     def rng_states(self) -> dict[str, Tensor]:
@@ -212,7 +242,7 @@ class Snapshot:
             if entry.file is not None:
                 stored[f"{entry.file}/{entry.key}"] = self._stored(entry)
         if self.graph_hash is not None:
-            stored[layout.GRAPH] = self._graph_bytes()
+            stored[self._graph_file] = self._graph_bytes()
         try:
             with aside(path) as new:
                 write_tensors(new, stored, {layout.META: json.dumps(self.to_dict())})
@@ -259,14 +289,20 @@ class Snapshot:
 
     def _graph_bytes(self) -> Tensor:
         if self._packed is not None:
-            return self._packed.read(layout.GRAPH)
-        file = _within(self.path, layout.GRAPH)
+            return self._checked(self._packed.read(self._graph_file))
+        file = _within(self.path, self._graph_file)
         try:
             if file.stat().st_size > MAX_BYTES:
                 raise CorruptError(f"{file.name} is too large", got=f"{file.stat().st_size:,} bytes")
-            return torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
+            return self._checked(torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8))
         except (OSError, ValueError) as error:
             raise _damaged(self.path, error) from error
+
+    def _checked(self, content: Tensor) -> Tensor:
+        known = self.meta.get("graph_crc32")
+        if known is not None and crc32(bytes_of(content)) != known:
+            raise CorruptError("the bytes of the graph are not what was written", got=str(self.path / self._graph_file))
+        return content
 
 
 def _parsed(path: Path, text: str) -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
     meta.json                what ran, on what, and an entry for every input and output
     graph.pt2                the captured graph without values; a hard link where a snapshot beside it has the same one
+    graph.onnx               in its place, where the graph is an ONNX file
     inputs.safetensors       values of the inputs before the run
     weights-N.safetensors    values of parameters, buffers and constants; hard links where they have not changed
     rng.safetensors          states of the random number generators before the run
     outputs.safetensors      values of the outputs
 
 What was not kept is absent, and `meta.json` says why. A packed snapshot is one safetensors file with all of that: its
-tensors are called `<file>/<key>`, its metadata has `meta.json`, and the bytes of `graph.pt2` are a tensor, too.
+tensors are called `<file>/<key>`, its metadata has `meta.json`, and the bytes of the graph are a tensor, too.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 SCHEMA_VERSION = 1
 META = "meta.json"
 GRAPH = "graph.pt2"
+ONNX_GRAPH = "graph.onnx"
 INPUTS = "inputs.safetensors"
 OUTPUTS = "outputs.safetensors"
 RNG = "rng.safetensors"

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from glassengine import environment
+from glassengine.checksums import crc32
 from glassengine.errors import first_line
 from glassengine.executable import snapshot_layout as layout
 from glassengine.executable.graph import CapturedGraph
@@ -33,6 +34,7 @@ from glassengine.executable.snapshot_graph import flatten, graph_archive
 from glassengine.executable.snapshot_layout import Entry
 from glassengine.executable.snapshot_tensors import obstacle
 from glassengine.executable.snapshot_weights import Home, link
+from glassengine.program.onnx.exported import without_data
 from glassengine.writing import aside
 
 logger = logging.getLogger("glassengine")
@@ -79,13 +81,15 @@ class _Graph:
     """A captured graph as it is written.
 
     Attributes:
-        archive: Content of `graph.pt2`; None where there is none.
+        archive: Content of its file; None where there is none.
+        file: What that is called.
         problem: Why there is none.
         constants: Tensors that the captured graph holds itself.
         home: Of the last snapshot that has it.
     """
 
     archive: bytes | None = None
+    file: str = layout.GRAPH
     problem: str | None = None
     constants: Mapping[str, Tensor] = field(default_factory=dict)
     home: Home = field(default_factory=lambda: Home(None))
@@ -196,6 +200,8 @@ class SnapshotWriter:
             "device_index": taken.device_index,
             "execution": taken.execution,
             "graph_hash": taken.graph.hash if taken.graph is not None and graph.archive is not None else None,
+            "graph_file": graph.file,
+            "graph_crc32": None if graph.archive is None else crc32(graph.archive),
             "graph_problem": graph.problem,
             "redacted": self._redact,
             "created": dt.datetime.now(dt.UTC).isoformat(timespec="milliseconds"),
@@ -221,8 +227,8 @@ class SnapshotWriter:
 
     def _write_graph(self, graph: _Graph, home: Home) -> None:
         assert home.path is not None and graph.archive is not None
-        target = home.path / layout.GRAPH
-        if graph.home.path is None or not link(graph.home.path / layout.GRAPH, target):
+        target = home.path / graph.file
+        if graph.home.path is None or not link(graph.home.path / graph.file, target):
             target.write_bytes(graph.archive)
         graph.home = home
 
@@ -252,6 +258,13 @@ def _as(kind: str, values: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
 
 def _written(graph: CapturedGraph, *, with_source: bool) -> _Graph:
     try:
+        if graph.onnx is not None:
+            results: Any = graph.module.graph.output_node().args[0]
+            bare = without_data(graph.onnx.file, [graph.onnx.values[node.name] for node in results])
+            if not with_source:
+                for node in bare.graph.node:
+                    del node.metadata_props[:]
+            return _Graph(bare.SerializeToString(), layout.ONNX_GRAPH)
         flat = flatten(graph.module, with_source=with_source)
         return _Graph(graph_archive(flat), constants=flat.constants)
     except Exception as error:

@@ -53,6 +53,9 @@ class TensorSource(Protocol):
         """Return the values of one of `entries`."""
 
 
+_OF_MODELS = "it is a model: glass sites MODEL lists its tensors, glass check MODEL --candidate OTHER compares two"
+
+
 def open_source(path: str | Path) -> TensorSource:
     """Open a recording directory, a file or a directory of files that hold tensors.
 
@@ -77,7 +80,8 @@ def open_source(path: str | Path) -> TensorSource:
     # A pipe or a device would block, or never end.
     if kind is None or not source.is_file():
         what = "the kind of file is not known" if kind is None else "not a plain file"
-        raise UsageError(what, got=str(source), expected=["a recording directory", *KINDS, ".json"])
+        hint = _OF_MODELS if source.suffix.lower() in (".onnx", ".pt2") else None
+        raise UsageError(what, got=str(source), expected=["a recording directory", *KINDS, ".json"], hint=hint)
     return open_dumped(source) or kind(source)
 
 
