@@ -96,6 +96,40 @@ def test_f30_a_mask_without_padding_says_nothing(tmp_path: Path) -> None:
     assert check(baseline, candidate=port, inputs=save(tmp_path, [step(padded=False)])).ok
 
 
+class VeryMany(Base):
+    """As wrappers of research packages are: a dozen flags before the mask."""
+
+    def forward(
+        self,
+        x: Tensor,
+        segments: Tensor,
+        return_a: Any = None,
+        return_b: Any = None,
+        return_c: Any = None,
+        return_d: Any = None,
+        return_e: Any = None,
+        return_f: Any = None,
+        return_g: Any = None,
+        return_h: Any = None,
+        mask: Tensor | None = None,
+        return_i: Any = None,
+        return_j: Any = None,
+    ) -> Tensor:
+        return self.run(x, segments, torch.ones_like(x) if mask is None else mask)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_forward_of_very_many_arguments(padded: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    baseline = Ours()
+    inputs = save(tmp_path, [step(padded=padded)])
+    result = check(baseline, candidate=alike(VeryMany(), baseline), inputs=inputs)
+    assert result.ok and result.coverage == 1.0, result.not_ok_because
+    wrong = alike(VeryMany(), baseline)
+    wrong.linear.weight.data[0, 0] += 0.1  # type: ignore[union-attr, operator]
+    assert not check(baseline, candidate=wrong, inputs=inputs).ok
+
+
 class GptPort(nn.Module):
     """A model of transformers behind a forward of the kind that tutorials have."""
 

@@ -77,3 +77,26 @@ def test_f4_where_the_results_do_not_agree_a_large_region_counts_for_nothing(tmp
 def test_op_by_op_is_all_of_it_where_both_are_written_alike(tmp_path: Path) -> None:
     found = checked(tmp_path, Long()).fineness[0]
     assert (found.op_by_op, found.in_regions, found.in_large_regions, found.results_only) == (1.0, 0.0, 0.0, 0.0)
+
+
+class Shifted(nn.Module):
+    """A mask that is made of positions, by many ops, and hides scores."""
+
+    def __init__(self, *, by_hand: bool) -> None:
+        super().__init__()
+        self.by_hand = by_hand
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.by_hand:
+            return torch.nn.functional.scaled_dot_product_attention(x * 0.5, x, x, is_causal=True)
+        places = torch.arange(x.shape[-2]) + 0
+        for by in range(_STEPS):
+            places = places + by
+        return torch.nn.functional.scaled_dot_product_attention(x, x * 0.5, x, places[None] <= places[:, None])
+
+
+def test_what_makes_a_mask_is_no_part_of_a_large_region(tmp_path: Path) -> None:
+    torch.save({"x": torch.randn(1, 2, 5, 4, generator=torch.Generator().manual_seed(0))}, tmp_path / "x.pt")
+    result = glass.check(Shifted(by_hand=True), candidate=Shifted(by_hand=False), inputs=str(tmp_path / "x.pt"))
+    fine = result.fineness[0]
+    assert result.ok and fine.in_large_regions == 0.0 and fine.in_regions > 0.0 and fine.largest_region <= 2, fine

@@ -22,10 +22,12 @@ class Mistake:
     Attributes:
         sites: Of the baseline, as patterns: one has to be named.
         says: Pieces of text of which a hint that helps holds one. Other hints mislead.
+        known: What is wrong with the answer today, if anything is; it counts as a failure.
     """
 
     sites: Sequence[str]
     says: Sequence[str]
+    known: str = ""
 
 
 @dataclass(frozen=True)

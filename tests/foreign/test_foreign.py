@@ -16,6 +16,7 @@ import recommendation
 import sequences
 import series
 import speech
+import text
 import torch
 import vision
 from pair import Pair
@@ -32,8 +33,12 @@ PAIRS = [
     *recommendation.PAIRS,
     *series.PAIRS,
     *speech.PAIRS,
+    *text.PAIRS,
 ]
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:DeprecationWarning"),  # of packages
+]
 LARGEST = 12
 """Ops of a region that still counts as fine."""
 TOLD = 0.6
@@ -103,6 +108,8 @@ def test_a_right_port_is_ok_and_finely_judged(pair: Pair, tmp_path: Path) -> Non
 def test_a_mistake_is_found(pair: Pair, mistake: str, tmp_path: Path) -> None:
     found = OUTCOMES[f"{pair.name}: {mistake}"] = outcome(pair, mistake, tmp_path)
     assert found.is_found
+    if found.misleads and pair.mistakes[mistake].known:
+        pytest.xfail(pair.mistakes[mistake].known)
     assert not found.misleads, found
 
 

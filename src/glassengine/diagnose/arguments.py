@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from glassengine.diagnose.inputs_alike import alike, is_evidence
 from glassengine.errors import IncomparableError
 from glassengine.program import LoadedModel
 from glassengine.program.export import named_inputs
@@ -123,8 +124,18 @@ class _Match:
             return self._steps, base
         arguments = self._best(base, free, missing)
         left = [name for name in free if name not in arguments.names]
-        steps = self._without(left) if left else self._steps
+        try:
+            steps = self._without(left) if left else self._steps
+        except IncomparableError:
+            # Where the baseline cannot do without it, it is some argument of a forward that can.
+            arguments = self._in_stages(base, free, missing, self._optional(), is_left=False)
+            if any(name not in arguments.names for name in left):
+                raise
+            steps = self._steps
         return _with_own(steps, arguments), arguments
+
+    def _optional(self) -> list[_Parameter]:
+        return [p for p in self._parameters if not p.is_required and p.name not in self._steps[0]]
 
     def _of_any(self, plain: Arguments, base: Arguments, free: Sequence[str]) -> Arguments:
         """Return the arguments of a forward that takes any: an input that no op reads has another name there.
@@ -151,24 +162,57 @@ class _Match:
 
     def _best(self, base: Arguments, free: Sequence[str], missing: Sequence[_Parameter]) -> Arguments:
         """Return the assignment of free inputs to arguments that runs, and of several the one that is used alike."""
+        optional = self._optional()
+        attempts = list(itertools.islice(self._assignments(base, free, missing, optional), _MOST_TRIED + 1))
+        if len(attempts) > _MOST_TRIED:
+            return self._in_stages(base, free, missing, optional)
         running: list[Arguments] = []
-        for attempt in itertools.islice(self._assignments(base, free, missing), _MOST_TRIED):
+        for attempt in attempts:
             if self._runs(attempt):
                 running.append(attempt)
                 if len(free) == 1 and missing and len(attempt.names) == len(base.names) + 1:
                     break
         if not running:
             raise self._no_way(free, missing)
-        if len(running) == 1:
-            return running[0]
-        ours = self._uses(self._baseline.module, {name: name for name in self._steps[0]})
+        return self._most_alike(running)
+
+    def _in_stages(
+        self,
+        base: Arguments,
+        free: Sequence[str],
+        missing: Sequence[_Parameter],
+        optional: Sequence[_Parameter],
+        *,
+        is_left: bool = True,
+    ) -> Arguments:
+        """Return what a forward of very many arguments is given: what it needs, then one by one what it uses alike.
+
+        Without `is_left` what is used otherwise is given, too.
+        """
+        running = [one for one in self._assignments(base, free, missing, ()) if self._runs(one)]
+        if not running:
+            raise self._no_way(free, missing)
+        found = self._most_alike(running)
+        for name in free:
+            if name in found.names:
+                continue
+            taken = {*found.names.values(), *found.fixed}
+            left = [p.name for p in optional if p.name not in taken]
+            more = [replace(found, names={**found.names, name: other}) for other in left]
+            fitting = [one for one in more if self._runs(one)]
+            found = self._most_alike([found, *fitting] if is_left or not fitting else fitting)
+        return found
+
+    def _most_alike(self, running: Sequence[Arguments]) -> Arguments:
+        ours = self._uses(self._baseline.module, {name: name for name in self._steps[0]}) if len(running) > 1 else None
         if ours is None:
             return running[0]
         # Of equal ones the first, which keeps the order.
         return max(running, key=lambda one: self._likeness(one, ours))
 
-    def _assignments(self, base: Arguments, free: Sequence[str], missing: Sequence[_Parameter]) -> Iterator[Arguments]:
-        optional = [p for p in self._parameters if not p.is_required and p.name not in self._steps[0]]
+    def _assignments(
+        self, base: Arguments, free: Sequence[str], missing: Sequence[_Parameter], optional: Sequence[_Parameter]
+    ) -> Iterator[Arguments]:
         numbers = [p for p in missing if p.is_number]
         wanted = [p for p in missing if not p.is_number]
         counts = range(min(len(free), len(wanted) + len(optional)), -1, -1) if free else (0,)
@@ -213,8 +257,8 @@ class _Match:
         # What a forward can do without it gets only if both do the same with it.
         optional = {p.name for p in self._parameters if not p.is_required} - {*self._steps[0], *arguments.own}
         guessed = [pairs[name] for name in pairs if name in optional]
-        guesses = sum(1 if _is_evidence(one, other) else -_GUESS for one, other in guessed)
-        return guesses + sum(_alike(one, other) for one, other in pairs.values())
+        guesses = sum(1 if is_evidence(one, other) else -_GUESS for one, other in guessed)
+        return guesses + sum(alike(one, other) for one, other in pairs.values())
 
     def _without(self, names: Sequence[str]) -> Sequence[Step]:
         """Return steps in which inputs that the candidate does not take say nothing.
@@ -344,19 +388,3 @@ def _like(steps: Sequence[Step], changed: Sequence[Step]) -> Sequence[Step]:
     if not isinstance(steps, MadeUp):
         return changed
     return MadeUp(map(dict, changed), recipes=steps.recipes, origin=steps.origin)
-
-
-def _is_evidence(one: Use, other: Use) -> bool:
-    """Whether both forwards do something telling with an input, and the same."""
-    return any(a is not None and a == b for a, b in ((one.bound, other.bound), (one.convolved, other.convolved))) or (
-        one.is_mask and other.is_mask
-    )
-
-
-def _alike(one: Use, other: Use) -> int:
-    """Return how much speaks for two inputs being one: what reads them weighs most."""
-    same = 0
-    for a, b in ((one.bound, other.bound), (one.convolved, other.convolved)):
-        same += 4 if a is not None and a == b else -4 if (a is None) != (b is None) else 0
-    same += 2 if one.is_mask == other.is_mask else -2
-    return same + (one.is_data == other.is_data) + (one.is_summed == other.is_summed)

@@ -11,6 +11,9 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+import torch
+from torch.fx import Node
+
 from glassengine.diagnose.regions import RegionReplay, covered
 from glassengine.diagnose.replayed import called
 from glassengine.diagnose.score import Score, float_nodes
@@ -82,14 +85,22 @@ def region_nodes(score: Score, program: Program) -> dict[str, set[str]]:
 
 
 def _sizes(program: Program, inside: Mapping[str, set[str]]) -> Counter[str]:
-    """Return how many ops each region has that compute something, its end among them."""
+    """Return how many ops each region has that compute something, its end among them.
+
+    What only makes positions or a mask for it is exact: nothing drowns there.
+    """
     sizes: Counter[str] = Counter()
     for node in program.graph.nodes:
-        if node.name in inside and not is_view(node):
+        if node.name in inside and not is_view(node) and not _is_exact(node):
             sizes.update(inside[node.name])
     for end in {end for found in inside.values() for end in found}:
         sizes[end] += 1
     return sizes
+
+
+def _is_exact(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and not value.is_floating_point() and not value.is_complex()
 
 
 def coverage(score: Score, program: Program, *, results_agree: bool) -> float:
