@@ -22,6 +22,7 @@ from glassengine.diagnose.written import left_out, written_differently
 from glassengine.errors import IncomparableError
 from glassengine.program.naming import is_tensor_node, op_name
 from glassengine.program.onnx.control import never_run
+from glassengine.program.onnx.fallback import is_of_runtime_alone
 from glassengine.program.program import Program
 from glassengine.results import (
     FLAGGED,
@@ -113,6 +114,7 @@ def conclude(
         *_reordered(scores, program),
         *_without_value(program),
         *_never_run(program),
+        *_of_runtime_alone(program),
     ]
     return Comparison(
         baseline=baseline,
@@ -316,6 +318,13 @@ def _without_value(program: Program) -> list[Skipped]:
     reasons = dict.fromkeys(RANDOM, "random: every run draws anew") | dict.fromkeys(UNDEFINED, "memory not yet written")
     nodes = [node for node in program.graph.nodes if op_name(node) in reasons and is_tensor_node(node)]
     return [Skipped(program.sites.by_node[node.name][0].name, "both", reasons[op_name(node)]) for node in nodes]
+
+
+def _of_runtime_alone(program: Program) -> list[Skipped]:
+    """Operators of a runtime of its own: what is compared with it is not judged by anybody else."""
+    nodes = [node for node in program.graph.nodes if is_of_runtime_alone(called(node)[0].target)]
+    sites = [sites[0].name for node in nodes if (sites := program.sites.by_node.get(node.name))]
+    return [Skipped(site, "both", "compared with ONNX Runtime, which alone says what it computes") for site in sites]
 
 
 def _never_run(program: Program) -> list[Skipped]:

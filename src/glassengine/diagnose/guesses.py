@@ -11,9 +11,11 @@ from torch.fx import Node
 from glassengine.compare.hints import tensor_hints
 from glassengine.compare.verdict import Reference
 from glassengine.diagnose.hypotheses.of_sides import asked_of
+from glassengine.diagnose.probed_trees import trees_differ
 from glassengine.diagnose.product_errors import is_summed_coarsely
 from glassengine.diagnose.replayed import called
 from glassengine.program.onnx.control import never_run
+from glassengine.program.onnx.fallback import thresholds_of
 from glassengine.program.program import Program
 from glassengine.results import Hint
 
@@ -57,12 +59,17 @@ class Guesses:
             found = asked.hints(node, tensor, reference.valid) or asked.differences(node, tensor, reference.valid)
         return found or tensor_hints(reference.exact, tensor, reference.valid)
 
-    def in_other_branch(self, node: Node) -> str | None:
-        """Return what is different in a branch of `node` that no input took; None where nothing is."""
-        if node.name in self._looked or not never_run(called(node)[0].target):
+    def not_reached(self, node: Node) -> str | None:
+        """Return what is different in a branch of `node` that no input took, or in its trees; None where nothing is."""
+        op = called(node)[0]
+        has_trees = thresholds_of(op.target) is not None
+        if node.name in self._looked or not (has_trees or never_run(op.target)):
             return None
         self._looked.add(node.name)
         asked = asked_of(self._program, self._side, ())
+        if has_trees:
+            there = None if asked is None else asked.counterpart(node)
+            return None if there is None else trees_differ(op, called(there)[0])
         found = None if asked is None else asked.inside(node)
         return None if found is None or found.is_taken else found.text
 

@@ -219,7 +219,7 @@ class Score:
         inherited = _inherited(replayed.predicted, reference)
         if local.verdict in FLAGGED and is_same_in_float64(self.program, self.side, node, replayed.predicted):
             local = dataclasses.replace(local, verdict="rounding", reason=ROUNDED_IN_STEPS)
-        other = self._guesses.in_other_branch(node) if local.verdict not in FLAGGED else None
+        other = self._guesses.not_reached(node) if local.verdict not in FLAGGED else None
         if other is not None:
             local = Judgement("wrong", None, None, other)
         if local.verdict not in FLAGGED:

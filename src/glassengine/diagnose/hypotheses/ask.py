@@ -81,12 +81,16 @@ class Asked:
         question = self.question(node, piece, actual, valid)
         return [] if question is None else differences(question)
 
-    def inside(self, node: Node) -> Inside | None:
-        """Return where the graphs inside of a branch, a loop or a recurrence part; None where they do not."""
+    def counterpart(self, node: Node) -> Node | None:
+        """Return the candidate's own node for one of the baseline's."""
         if self.candidate is None:
             return None
-        there = {other.name: other for other in self.candidate.graph.nodes}.get(self.counterparts.get(node.name, ""))
-        if there is None:
+        return {other.name: other for other in self.candidate.graph.nodes}.get(self.counterparts.get(node.name, ""))
+
+    def inside(self, node: Node) -> Inside | None:
+        """Return where the graphs inside of a branch, a loop or a recurrence part; None where they do not."""
+        there = self.counterpart(node)
+        if self.candidate is None or there is None:
             return None
         ports = {port.name: port.node for port in self.program.inputs}
         ours = {port.node: ports[port.name] for port in self.candidate.inputs if port.name in ports}

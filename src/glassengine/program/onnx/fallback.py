@@ -16,6 +16,7 @@ from torch import Tensor
 from glassengine.errors import BackendError, first_line
 from glassengine.program.onnx.file import torch_dtype
 from glassengine.program.onnx.function import OnnxFunction
+from glassengine.program.onnx.tabular import DOMAIN
 
 if TYPE_CHECKING:
     import onnx
@@ -30,6 +31,10 @@ _RANDOM = {
     "RandomUniformLike": "rand_like",
 }
 """Operators whose result is drawn anew -> the ATen ops of which that is known."""
+
+
+_OTHER_RESULTS = frozenset({"SVMClassifier"})
+"""Operators of which the reference implementation of onnx and ONNX Runtime make different probabilities."""
 
 
 class OneNode:
@@ -70,7 +75,9 @@ class OneNode:
     def __call__(self, *values: Tensor | None, precision: torch.dtype) -> Any:
         """Return the results of the node; None for those that are left out."""
         found = self._run([value for value in values if value is not None])
-        tensors = iter(torch.from_numpy(np.array(value)) for value in found)
+        tensors = iter(
+            torch.from_numpy(np.array(v)) if v.dtype.kind in "biuf" else None for v in map(np.asarray, found)
+        )
         results = [next(tensors) if name else None for name in self._proto.output]
         if precision is torch.float64:
             results = [r.double() if r is not None and r.is_floating_point() else r for r in results]
@@ -78,7 +85,7 @@ class OneNode:
 
     def _run(self, given: list[Tensor]) -> list[Any]:
         narrow = [v if d is None else v.to(d) for v, d in zip(given, self._dtypes, strict=True)]
-        if self._proto.domain in _STANDARD:
+        if self.has_reference:
             for values in (given, narrow):
                 try:
                     results: list[Any] = self._reference.run(None, self._feeds(values))
@@ -100,6 +107,24 @@ class OneNode:
             got=f"{type(failure).__name__}: {first_line(failure)}",
             expected="an operator of the ONNX standard, or one that ONNX Runtime knows",
         ) from failure
+
+    @property
+    def op_type(self) -> str:
+        """The operator."""
+        return str(self._proto.op_type)
+
+    def attribute(self, name: str) -> Any:
+        """Return an attribute that is a list; empty where the node has none of that name."""
+        from onnx import helper
+
+        return next((helper.get_attribute_value(one) for one in self._proto.attribute if one.name == name), [])
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether somebody else than the runtime says what it computes."""
+        return self._proto.domain in _STANDARD or (
+            self._proto.domain == DOMAIN and self._proto.op_type not in _OTHER_RESULTS
+        )
 
     def _feeds(self, values: list[Tensor]) -> dict[str, Any]:
         return {name: value.numpy() for name, value in zip(self._names, values, strict=True)}
@@ -128,6 +153,21 @@ class OneNode:
         model.graph.initializer.extend(numpy_helper.from_array(feeds[name], name) for name in sorted(self._fixed))
         content = model.SerializeToString()
         return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+
+
+def is_of_runtime_alone(target: Any) -> bool:
+    """Whether nobody but ONNX Runtime says what a call computes."""
+    one = target.function if isinstance(target, OnnxFunction) else None
+    return isinstance(one, OneNode) and not one.has_reference
+
+
+def thresholds_of(target: Any) -> list[tuple[int, float]] | None:
+    """Return (feature, threshold) of every choice of trees; None where a call is of no trees."""
+    one = target.function if isinstance(target, OnnxFunction) else None
+    if not isinstance(one, OneNode) or not one.op_type.startswith("TreeEnsemble"):
+        return None
+    features, values = (one.attribute(name) for name in ("nodes_featureids", "nodes_values"))
+    return list(zip(map(int, features), map(float, values), strict=False))
 
 
 def one_node(

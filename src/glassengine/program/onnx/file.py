@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from glassengine.errors import BackendError, CorruptError, UsageError, first_line
+from glassengine.program.onnx.results import return_tensors
 
 if TYPE_CHECKING:
     import onnx
@@ -133,6 +134,7 @@ def read_onnx(path: str | Path, *, with_data: bool = True) -> OnnxFile:
     _free_sizes(model.graph)
     if with_data:
         model = _without_functions(model, path)
+        return_tensors(model.graph, path.name)
         for tensor in _tensors(model):
             _check(tensor, path)
     return OnnxFile(path, model, with_data)

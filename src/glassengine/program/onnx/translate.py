@@ -27,6 +27,7 @@ from glassengine.program.onnx.fallback import one_node
 from glassengine.program.onnx.file import constant_of, tensor_of, torch_dtype
 from glassengine.program.onnx.function import OnnxFunction
 from glassengine.program.onnx.table import TRANSLATIONS, Call, OnnxNode
+from glassengine.program.onnx.tabular import definition_of
 from glassengine.program.onnx.trace import LABEL, NAME
 from glassengine.program.onnx.types import UNKNOWN_SIZE, ValueType
 
@@ -193,7 +194,7 @@ class Translator:
         import onnx
 
         if proto.domain not in _STANDARD or proto.op_type in _NOT_BY_DEFINITION:
-            return None
+            return definition_of(proto)
         opset = self._opsets.get("", self._opsets.get("ai.onnx", 1))
         try:
             schema: Any = onnx.defs.get_schema(proto.op_type, opset)
