@@ -86,6 +86,10 @@ OF_SEVERAL_STEPS = _names("addcdiv addcmul lerp")
 LARGEST = _names("amax amin cummax cummin max min sort topk")
 
 
+SHAPED = _names("empty_like full_like new_empty new_full new_ones new_zeros ones_like sym_numel sym_size zeros_like")
+"""Ops that read no more of a tensor than its shape."""
+
+
 @dataclass(frozen=True)
 class Accumulation:
     """How products (matrix products, convolutions, attention) are summed: unit roundoffs of sums and of operands.

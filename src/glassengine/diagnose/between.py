@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.compare.operation import CASTS
+from glassengine.compare.operation import CASTS, SHAPED
 from glassengine.compare.verdict import unit_roundoff
 from glassengine.program.naming import is_tensor_node, op_name
 from glassengine.program.outputs import is_view
@@ -65,7 +65,7 @@ def partners_of(node: Node) -> list[tuple[Node, Node]]:
 
 
 def next_below(node: Node, order: Mapping[str, int], most: int) -> list[Node]:
-    """Return the nearest ops below a node in the order of the graph, at most so many."""
+    """Return the nearest ops below a node that read its values, in the order of the graph, at most so many."""
     found: list[Node] = []
     seen = {node.name}
     waiting: list[tuple[int, str]] = []
@@ -73,7 +73,8 @@ def next_below(node: Node, order: Mapping[str, int], most: int) -> list[Node]:
 
     def push(of: Node) -> None:
         for user in of.users:
-            if user.op == "call_function" and user.name not in seen and "_assert" not in str(user.target):
+            is_op = user.op == "call_function" and "_assert" not in str(user.target)
+            if is_op and user.name not in seen and op_name(user) not in SHAPED:
                 seen.add(user.name)
                 named[user.name] = user
                 heapq.heappush(waiting, (order[user.name], user.name))

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.compare.operation import RANDOM, UNDEFINED
+from glassengine.compare.operation import RANDOM, SHAPED, UNDEFINED
 from glassengine.compare.verdict import unit_roundoff
 from glassengine.diagnose.float64 import target_of
 from glassengine.diagnose.reference import last_uses
@@ -33,10 +33,6 @@ _CHOICES = frozenset(
     | {"searchsorted", "sort", "take", "take_along_dim", "topk", "unique", "where"}
 )
 """Ops that leave something out, or put it elsewhere, as integers and bools among their arguments say."""
-_SHAPED = frozenset(
-    {"new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like", "sym_size", "sym_numel"}
-)
-"""Ops that read no more of a tensor than its shape."""
 _RANKS = frozenset({"argmax", "argmin", "argsort", "max", "min", "sort", "topk", "cummax", "cummin", "unique"})
 
 
@@ -142,7 +138,7 @@ class _Followed:
     def _reads(self, node: Node, lane: dict[Node, Any], value: Any) -> bool:
         """Follow a lane through a node; return whether the node counts as reading it."""
         name = op_name(node)
-        if name in _SHAPED:
+        if name in SHAPED:
             return False
         leaves = pytree.tree_leaves(value)
         if name in RANDOM | UNDEFINED | _RANKS or not all(_is_float(leaf) for leaf in leaves):
