@@ -105,3 +105,61 @@ def test_f31_cells_one_by_one_are_one_region_of_a_recurrence(tmp_path: Path) -> 
 )
 def test_f31_a_mistake_in_or_below_cells_is_named_at_its_place(mistake: str, site: str, tmp_path: Path) -> None:
     assert named(judged(Recurrent(), Recurrent(by_hand=True, mistake=mistake), tmp_path, 2, 24, 6)) == [site]
+
+
+class Embedded(nn.Module):
+    """Words, kinds of which all are zero, and positions; a port has no kinds."""
+
+    def __init__(self, *, has_kinds: bool = True, first: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.positions = nn.Embedding(20, 8), nn.Embedding(12, 8)
+        self.kinds = nn.Embedding(1, 8) if has_kinds else None
+        if self.kinds is not None:
+            self.kinds.weight.data.zero_()
+        self.norm, self.first = nn.LayerNorm(8), first
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        if self.kinds is not None:
+            x = x + self.kinds(torch.zeros_like(ids))
+        return self.norm(x + self.positions(torch.arange(self.first, self.first + ids.shape[1])))
+
+
+def compared(candidate: nn.Module, tmp_path: Path) -> Comparison:
+    torch.save({"ids": torch.randint(20, (2, 7), generator=torch.Generator().manual_seed(1))}, tmp_path / "ids.pt")
+    return check(Embedded().eval(), candidate=candidate.eval(), inputs=str(tmp_path / "ids.pt"))
+
+
+def test_zeros_are_no_counterpart_of_whatever_is_added_next(tmp_path: Path) -> None:
+    assert compared(Embedded(has_kinds=False), tmp_path).ok
+    (site,) = named(compared(Embedded(has_kinds=False, first=1), tmp_path))
+    assert site in ("./arange.0", "positions/embedding.0", "./add.1")
+
+
+class Counted(nn.Module):
+    """A mean by edges: sums, and how many there are, of which the shape is taken from the values."""
+
+    def __init__(self, *, is_matrix: bool = False, factor: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.is_matrix, self.factor = is_matrix, factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        source, target = torch.tensor([[0, 1, 2, 3, 4, 4], [1, 2, 3, 4, 0, 1]])
+        if self.is_matrix:
+            links = x.new_zeros(5, 5)
+            links[target, source] = 1
+            x = torch.relu(links @ self.first(x) * self.factor)
+            return self.second(links @ x / links.sum(1, keepdim=True))
+        y = self.first(x)[source]
+        x = torch.relu(y.new_zeros(5, 8).index_add(0, target, y))
+        sums = x.new_zeros(5, 8).index_add(0, target, x[source])
+        return self.second(sums / x.new_zeros(5).index_add(0, target, x.new_ones(6))[:, None])
+
+
+def test_what_reads_the_shape_alone_is_no_evidence(tmp_path: Path) -> None:
+    right = judged(Counted(), Counted(is_matrix=True), tmp_path, 5, 6)
+    assert right.ok and right.fineness[0].largest_region <= 4, right.fineness
+    assert named(judged(Counted(), Counted(is_matrix=True, factor=1.1), tmp_path, 5, 6))

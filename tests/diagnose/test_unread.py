@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from glassengine.diagnose import check
-from glassengine.diagnose.unread import differing, unread
+from glassengine.diagnose.score import float_nodes
+from glassengine.diagnose.unread import differing, unread, unread_nodes
 from glassengine.program import export_program, load_model
 
 G = torch.Generator().manual_seed(3)
@@ -113,6 +114,31 @@ def test_what_counts_as_reading(op: str, where: tuple[object, ...], is_unread: b
     mask = torch.zeros(5, 6, dtype=torch.bool)
     mask[where] = True
     assert unread(program, inputs, {node.name: mask}) == ({node.name} if is_unread else set())
+
+
+class Heads(nn.Module):
+    """Three heads, of which one is asked for."""
+
+    def __init__(self, *, is_alone: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads = nn.ModuleList(nn.Linear(6, 2) for _ in range(3))
+        self.is_alone = is_alone
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.sin(x)
+        if self.is_alone:
+            return self.heads[1](x[:, 1])
+        parts = x.reshape(3, 5, 6).transpose(0, 1)
+        made = [head(part) for head, part in zip(self.heads, (parts[2], parts[1], parts[0]), strict=True)]
+        return made[1].transpose(0, 0)
+
+
+def test_ops_that_nothing_reads_are_no_part_of_what_is_judged() -> None:
+    program = export_program(load_model(Heads().eval()), inputs=[{"x": X}])
+    dead = unread_nodes(program)
+    assert sum("linear" in name for name in dead) in (0, 2)
+    assert not dead & float_nodes(program, ("op",))
 
 
 def test_only_what_differs_by_more_than_rounding_is_asked_about() -> None:

@@ -412,7 +412,10 @@ PAIRS = [
             "last": Mistake(["./sub.0", "./index.0"], ["index", "position", "sub", "off by", "shift"]),
             "scale": Mistake(["bert.encoder.layer.0.attention.self/*"], ["scale", "factor", "times"]),
             "activation": Mistake(["bert.encoder.layer.0.intermediate.intermediate_act_fn/*"], ["tanh"]),
-            "positions": Mistake(["bert.embeddings.position_embeddings/*"], ["off by", "shift", "position", "by 1"]),
+            "positions": Mistake(
+                ["bert.embeddings.position_embeddings/*", "bert.embeddings/add.1"],
+                ["position_embeddings.weight is moved"],
+            ),
             "epsilon": Mistake(["bert.embeddings.LayerNorm/*"], ["eps"]),
             "exchanged": Mistake(["bert.encoder.layer.1.attention.self*"], ["value", "exchanged"]),
         },
@@ -460,8 +463,10 @@ PAIRS = [
             "first": Mistake(["backbone.blocks.0.attention*", "backbone/add.0"], ["norm"]),
             "outside": Mistake(["backbone.blocks.0.ffn_normalization/*"], ["norm", "reads", "order"]),
             "interleaved": Mistake(["backbone.blocks.0.attention/*"], ["interleaved", "heads"]),
-            "scale": Mistake(["backbone.blocks.0.attention/*"], ["scale", "factor", "times"]),
-            "packed": Mistake(["backbone.blocks.0.attention.W_q/*"], ["exchanged", "order", "W_k"]),
+            "scale": Mistake(["backbone.blocks.0.attention/*"], ["divisor"]),
+            "packed": Mistake(
+                ["backbone.blocks.0.attention.*"], ["stands in the place", "of backbone.blocks.0.attention.W_k"]
+            ),
         },
     ),
 ]

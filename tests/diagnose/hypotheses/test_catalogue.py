@@ -389,6 +389,22 @@ PLANTED = {
     "causal mask missing": Planted(
         sdpa_causal, sdpa, lambda q, k, v: attention(q, k, v, causal()), "mask", "causal mask is missing", QKV
     ),
+    "causal part of a mask missing": Planted(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, causal() & (torch.arange(6) < 5)),
+        lambda q, k, v: attention(q, k, v, torch.arange(6) < 5),
+        lambda q, k, v: attention(q, k, v, causal() & (torch.arange(6) < 5)),
+        "mask",
+        "the causal part of the mask is missing",
+        QKV,
+    ),
+    "causal part of a mask moved": Planted(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, causal() & (torch.arange(6) < 5)),
+        lambda q, k, v: attention(q, k, v, causal(by=1) & (torch.arange(6) < 5)),
+        lambda q, k, v: attention(q, k, v, causal() & (torch.arange(6) < 5)),
+        "mask",
+        "a position sees the next position",
+        QKV,
+    ),
     "a causal mask too many": Planted(
         sdpa, sdpa_causal, attention, "mask", "a causal mask that the baseline has not", QKV
     ),

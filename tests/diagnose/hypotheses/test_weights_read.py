@@ -1,0 +1,51 @@
+"""Weights that a candidate reads in the place of others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from glassengine.diagnose import check
+from glassengine.results import Comparison
+
+
+class Normed(nn.Module):
+    """Two norms over channels, by channels first or written out; a converter may exchange what they hold."""
+
+    def __init__(self, *, is_written_out: bool = False, is_exchanged: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.between, self.after = nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6)
+        for tensor in [*self.before.state_dict().values(), *self.after.state_dict().values()]:
+            if tensor.is_floating_point():
+                tensor.uniform_(0.5, 2)
+        if is_exchanged:
+            self.before, self.after = self.after, self.before
+        self.is_written_out = is_written_out
+
+    def norm(self, own: nn.BatchNorm1d, x: Tensor) -> Tensor:
+        if not self.is_written_out:
+            return own(x.transpose(1, 2)).transpose(1, 2)
+        assert own.running_mean is not None and own.running_var is not None
+        return (x - own.running_mean) / (own.running_var + own.eps).sqrt() * own.weight + own.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.after, torch.tanh(self.between(self.norm(self.before, x))))
+
+
+def judged(candidate: nn.Module, tmp_path: Path) -> Comparison:
+    torch.save({"x": torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(1))}, tmp_path / "x.pt")
+    return check(Normed().eval(), candidate=candidate.eval(), inputs=str(tmp_path / "x.pt"))
+
+
+def test_the_weights_of_another_norm_are_told_all_at_once(tmp_path: Path) -> None:
+    first = judged(Normed(is_written_out=True, is_exchanged=True), tmp_path).first_divergence
+    assert first is not None and first.site.startswith("before")
+    assert "the weights of another module are read: of after" in [hint.text for hint in first.hints]
+
+
+def test_norms_that_are_written_out_are_right(tmp_path: Path) -> None:
+    result = judged(Normed(is_written_out=True), tmp_path)
+    assert result.ok and not result.origins
