@@ -61,6 +61,7 @@ def test_f4_the_results_are_compared_end_to_end(tmp_path: Path) -> None:
         ("logits", "candidate", True),
         ("logits", "candidate, untouched", True),
     ]
+    assert of(right, "candidate, untouched").in_words() == "logits are bitwise identical"
     wrong = checked(tmp_path, Scaled)
     assert not wrong.ok and wrong.standing == "results differ"
     assert wrong.not_ok_because is not None and wrong.not_ok_because.startswith("logits differ by")

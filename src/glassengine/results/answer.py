@@ -91,8 +91,10 @@ class ResultComparison(Result):
     def in_words(self) -> str:
         """Return how it agrees or differs: "logits differ by 0.18 of 1.39 (17 dB)"."""
         are = self.is_plural
-        if self.verdict == "identical":
-            return f"{self.name} {'are' if are else 'is'} bitwise identical"
+        # The verdict is by the program's own run; the figures are by the untouched baseline's.
+        if self.verdict == "identical" or (self.agrees and self.max_abs_diff == 0 and self.exempt == 0):
+            is_same = self.dtype == self.candidate_dtype
+            return f"{self.name} {'are' if are else 'is'} {'bitwise identical' if is_same else 'equal'}"
         if self.agrees and self.judged_by == "noise floor":
             size = self._size()
             return f"{self.name} {'agree' if are else 'agrees'} within rounding" + (f": {size}" if size else "")
