@@ -51,6 +51,7 @@ from glassengine.diagnose.judge import run_cases
 from glassengine.diagnose.op_by_op import RUNG, explain
 from glassengine.diagnose.other_model import add_model, start_stage
 from glassengine.diagnose.quantization import check_quantized_checkpoint, is_quantized_candidate
+from glassengine.diagnose.quantized_module import check_quantized_module, quantized_in_memory
 from glassengine.diagnose.quantized_port import check_quantized_file, is_quantized_file
 from glassengine.diagnose.recorded import PARTIAL, RecordedTensors, case_of, recorded_inputs, require_one_rank
 from glassengine.diagnose.recorded import RUNG as RECORD
@@ -156,21 +157,12 @@ def check(
         raise UsageError(
             "--backend and --pass build an engine of BASELINE", hint="leave them out beside --candidate MODEL"
         )
+    told: dict[str, Any] = {"fail_on": fail_on, "min_snr": min_snr, "steps": steps, "progress": progress}
     if is_quantized_candidate(baseline, candidate):
         if reproduction is not None or accumulation is not None:
             raise UsageError("--reproduction and --accum are for ops", got=f"the quantised checkpoint {candidate}")
-        return check_quantized_checkpoint(
-            baseline,
-            str(candidate),
-            dtype=dtype,
-            adapter=adapter,
-            inputs=inputs,
-            steps=steps,
-            fail_on=fail_on,
-            min_snr=min_snr,
-            progress=progress,
-            **options,
-        )
+        more_told: dict[str, Any] = {"dtype": dtype, "adapter": adapter, "inputs": inputs}
+        return check_quantized_checkpoint(baseline, str(candidate), **more_told, **told, **options)
     if backend is not None:
         get_backend(backend)  # one that cannot be used is said before anything is loaded
     progress("loading the baseline")
@@ -204,11 +196,13 @@ def check(
             model, without_decoding = replace(model, kind="module"), "the candidate is a plain module"
         elif model.kind == "module" and other.kind == "causal_lm":
             given, other = in_one_forward(given), replace(other, kind="module")
-    if other is not None and is_quantized_file(other) and not is_quantized_file(model):
+    held = quantized_in_memory(model, other)
+    if other is not None and (held is not None or (is_quantized_file(other) and not is_quantized_file(model))):
         if reproduction is not None or accumulation is not None:
-            raise UsageError("--reproduction and --accum are for floats", got=f"the quantized file {candidate}")
-        told: dict[str, Any] = {"fail_on": fail_on, "min_coverage": min_coverage, "min_snr": min_snr}
-        told_again = partial(check, inputs=inputs, steps=steps, progress=progress, **told, **options)
+            raise UsageError("--reproduction and --accum are for floats", got=f"the quantized {candidate}")
+        if held is not None:
+            return check_quantized_module(model, other, held, given, **told)
+        told_again = partial(check, inputs=inputs, min_coverage=min_coverage, **told, **options)
         return check_quantized_file(baseline, model, other, given, told_again)
     parts = _parts(engine, 2 if model.has_encoder else 1)
     of_stages: Sequence[Any] = (None,) * len(parts)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from glassengine.compare import rescaling
 from glassengine.compare.quantization import WeightError, judge_weight
-from glassengine.diagnose.cases import read_inputs
+from glassengine.diagnose.cases import Inputs, read_inputs
 from glassengine.diagnose.checkpoint_drift import checkpoint_drift
 from glassengine.diagnose.quantization_effects import (
     Progress,
@@ -84,8 +84,8 @@ def check_quantized_checkpoint(
     theirs = load_model(candidate, dtype=dtype, **options)
     steps_of = quantization_steps(candidate, **options)
     with threads_for(ours.module):
-        limits: dict[str, Any] = {"fail_on": fail_on, "min_snr": min_snr}
-        return check_quantized(ours, theirs, steps_of, inputs=inputs, steps=steps, progress=progress, **limits)
+        told: dict[str, Any] = {"fail_on": fail_on, "min_snr": min_snr, "steps": steps, "progress": progress}
+        return check_quantized(ours, theirs, steps_of, given=read_inputs(inputs), **told)
 
 
 @torch.no_grad()
@@ -94,28 +94,30 @@ def check_quantized(
     candidate: LoadedModel,
     steps_of: Mapping[str, Tensor],
     *,
-    inputs: str | None = None,
+    given: Inputs = None,
     steps: int = 3,
     fail_on: str = "wrong",
     min_snr: float | None = None,
     progress: Progress = lambda text: None,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> Comparison:
     """Judge a quantised model against the unquantised one, and say which layers cost how much.
 
     Args:
         baseline: In float32; its weights are exchanged for a while and put back.
-        candidate: Dequantised, in float32.
+        candidate: Dequantised, in float32; or as it runs, with `weights`.
         steps_of: Parameter -> step of each element, see `quantization_steps`.
-        inputs: As for `check`.
+        given: Inputs, as `check` reads them.
         steps: Tokens that the baseline adds to each prompt.
         fail_on: As for `check`.
         min_snr: As for `check`.
         progress: Called with a sentence when a stage begins.
+        weights: What the candidate's quantised weights stand for, where it is not dequantised.
 
     Raises:
         IncomparableError: No quantised weight has a counterpart of its shape in the baseline.
     """
-    ours, theirs = _weights_of(baseline.module), _weights_of(candidate.module)
+    ours, theirs = _weights_of(baseline.module), {**_weights_of(candidate.module), **(weights or {})}
     both = [name for name in ours if name in theirs and ours[name].shape == theirs[name].shape]
     quantized = [name for name in both if name in steps_of]
     if not quantized:
@@ -126,24 +128,24 @@ def check_quantized(
         )
     progress(f"judging {len(quantized)} quantised weights")
     different = [name for name in both if name not in steps_of and not _is_same(ours[name], theirs[name])]
-    weights, different = _judge(ours, theirs, steps_of, quantized, different)
+    found_weights, different = _judge(ours, theirs, steps_of, quantized, different)
     progress("running the baseline")
-    forwards = forwards_of(baseline, read_inputs(inputs), steps)
+    forwards = forwards_of(baseline, given, steps)
     parameters = dict(baseline.module.named_parameters())
-    with watching(baseline.module, parameters, weights):
+    with watching(baseline.module, parameters, found_weights):
         expected = outcome_of(baseline.module, forwards)
     found = outcome_of(candidate.module, forwards)
     total = difference(expected, found)
     progress("measuring the drift")
     drift = checkpoint_drift(baseline.module, candidate.module, forwards)
-    one_by_one(baseline.module, parameters, weights, forwards, expected, progress)
+    one_by_one(baseline.module, parameters, found_weights, forwards, expected, progress)
     result = Quantization(
         method=str((candidate.metadata.get("quantization") or {}).get("method")),
         num_tokens=len(expected.rows),
         logits_snr_db=total["snr_db"],
         kl=total["kl"],
         token_agreement=total["agreement"],
-        weights=finished(weights),
+        weights=finished(found_weights),
         different=tuple(different),
     )
     only = [
@@ -162,7 +164,7 @@ def check_quantized(
         concluded(baseline, candidate, result, only, both, fail_on),
         results=(ends,),
         drift=(*drift, last),
-        inputs=tuple(_inputs(f"forward {at}", one, is_given=inputs is not None) for at, one in enumerate(forwards)),
+        inputs=tuple(_inputs(f"forward {at}", one, is_given=given is not None) for at, one in enumerate(forwards)),
     )
     return within_budget(answer, total["snr_db"], min_snr)
 
