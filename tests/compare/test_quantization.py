@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from glassengine.compare.quantization import WeightError, judge_weight
+from glassengine.program.quantized.grid import float8_grid, integer_grid
 from glassengine.testing.quantized import compensated, round_to_nearest
 
 GROUP = 32
@@ -168,3 +169,23 @@ def test_what_is_not_quantised_within_a_weight_does_not_count() -> None:
     assert not judge_weight(weight, found, steps).mistakes
     exact = judge_weight(weight, weight, steps)
     assert exact.rms_steps == 0 and exact.snr_db == math.inf and not exact.mistakes
+
+
+@pytest.mark.parametrize("clip", [1.0, 0.8])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_small_factor_of_the_whole_weight_is_a_mistake_where_steps_are_finer(dtype: torch.dtype, clip: float) -> None:
+    weight = torch.randn(96, 128, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.5, 2, 96)[:, None]
+    limits = torch.iinfo(dtype) if dtype is torch.int8 else torch.finfo(dtype)
+    scale = clip * weight.abs().amax(1, keepdim=True) / limits.max
+
+    def made(factor: float) -> tuple[Tensor, Tensor]:
+        codes = (factor * weight / scale).clamp(-limits.max, limits.max)
+        if dtype is torch.int8:
+            grid = integer_grid(codes.round(), scale, None, -127, 127)
+        else:
+            grid = float8_grid(codes.to(dtype), scale)
+        return grid.weight(), grid.step()
+
+    assert not judge_weight(weight, *made(1)).mistakes
+    found = judge_weight(weight, *made(1.2 if dtype is torch.float8_e5m2 else 1.06)).mistakes
+    assert found and found[0].kind in ("wrong scale", "not its values")

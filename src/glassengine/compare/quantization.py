@@ -33,6 +33,9 @@ MOST_SHIFT = 0.75
 MOST_SLOPE = 0.15
 MOST_ALL = 0.12
 """Of the slope of all groups: integers of 2 bits, cut off to have a zero in the middle, have one of 0.93."""
+_LEAST_FACTOR = 0.01
+_OF_ROUNDING = 2.0
+"""A factor of the whole weight is a mistake from so many times the relative error of rounding on."""
 _NEAREST = 0.6
 """Where 99 % of the errors are below it, values were rounded to nearest (scales are stored rounded, too)."""
 _SIGNIFICANT = 8.0
@@ -86,6 +89,7 @@ def judge_weight(
     groups = _Groups(torch.cat(sums.groups, 1), sums.slope, sums.correlation)
     mistakes = list(groups.mistakes()) or list(_inputs(sums.columns, len(b)))
     mistakes += _single(sums)
+    mistakes = mistakes or list(_whole(sums))
     rms = math.sqrt(sums.bounded / max(sums.num_quantised, 1))
     if not sums.is_finite:
         mistakes = [Hint("not a number", "the quantised weight has values that are no numbers", 1.0)]
@@ -187,6 +191,16 @@ def _single(sums: Sums) -> Iterator[Hint]:
     if far and far < 0.01 * number and float(sums.sample.quantile(0.99)) < _NEAREST:
         text = f"{far} of {number} elements are up to {sums.largest:.3g} steps away, all others rounded"
         yield Hint("single elements", text, 0.8)
+
+
+def _whole(sums: Sums) -> Iterator[Hint]:
+    """Yield a factor of the whole weight that is small beside a step, as those of 8 bit floating numbers are large."""
+    bb, bc, rounding = (float(total) for total in sums.inside)
+    if not bb > 0 or sums.num_inside < LEAST_GROUP**2:
+        return
+    off = abs(bc / bb - 1)
+    if sums.correlation > _RIGHT and off > max(_LEAST_FACTOR, _OF_ROUNDING * math.sqrt(rounding / bb)):
+        yield Hint("wrong scale", f"all of it is {bc / bb:.3g} times what it should be", 0.9)
 
 
 def _instead(b: Tensor, c: Tensor, others: Mapping[str, Tensor], correlation: float) -> Hint | None:

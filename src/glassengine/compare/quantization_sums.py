@@ -34,6 +34,7 @@ class Sums:
         num_far: How many of them are beyond `MOST_ELEMENT`.
         num_inside: Elements not at an end.
         num_quantised: Elements that are quantised.
+        inside: Sums of b^2, b c and step^2 / 12 (what rounding to nearest leaves) over elements not at an end.
         sample: Some |e| not at an end.
     """
 
@@ -42,6 +43,7 @@ class Sums:
         self.columns = torch.zeros((3, b.shape[1]), dtype=torch.float64)
         self.bounded = self.noise = self.largest = 0.0
         self.num_far = self.num_inside = self.num_quantised = 0
+        self.inside = torch.zeros(3, dtype=torch.float64)
         self.is_finite = True
         samples = []
         # Groups of inputs that were sorted by their size, as GPTQ does, lie in pieces.
@@ -63,6 +65,7 @@ class Sums:
         difference, size = c - b, step.abs()
         e = difference / size.where(size > 0, math.inf)
         inside = (step > 0).double()
+        self.inside += (torch.stack([b * b, b * c, step.square() / 12]) * inside).sum((1, 2))
         at_end = e.clamp(-0.5, 0.5)
         self.noise += float(difference.square().sum())
         self.bounded += float(torch.where(step > 0, e, at_end).square().sum())
