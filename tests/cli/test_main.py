@@ -398,3 +398,19 @@ def test_f41_the_package_itself_is_the_command() -> None:
         [sys.executable, "-m", "glassengine", "--version"], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0 and done.stdout.startswith("glass ")
+
+
+def test_what_is_to_be_done_at_the_end_of_a_process_is_done(tmp_path: Path) -> None:
+    # A command leaves without taking its memory apart.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import atexit, sys, threading, time\n"
+        "def late():\n    time.sleep(0.3)\n    print('thread')\n"
+        "atexit.register(lambda: print('atexit'))\n"
+        "threading.Thread(target=late).start()\n"
+    )
+    command = [sys.executable, "-m", "glassengine", "sites", "--nothing"]
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "thread\natexit\n"), done.stderr

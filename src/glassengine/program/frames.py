@@ -8,6 +8,7 @@ folder: what a library makes of a call is not where the user wrote it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,9 +29,13 @@ def with_helpers(kept: traceback.StackSummary, frames: traceback.StackSummary) -
     if not places:
         return kept
     forward, called = frames[places[-1]], frames[places[-1] + 1 :]
-    folder = Path(forward.filename).parent
-    helpers = [frame for frame in called if Path(frame.filename).parent == folder]
+    helpers = [frame for frame in called if _folder(frame.filename) == _folder(forward.filename)]
     return traceback.StackSummary.from_list([*kept, *helpers])
+
+
+@functools.lru_cache(maxsize=4096)
+def _folder(file: str) -> Path:
+    return Path(file).parent
 
 
 @contextlib.contextmanager
