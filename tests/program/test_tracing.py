@@ -73,3 +73,12 @@ def test_frames_are_those_of_torch() -> None:
         found = [str(frame) for frame in CapturedTraceback.extract().summary()]
     assert found[:-1] == [str(frame) for frame in CapturedTraceback.extract().summary()][:-1]
     assert __file__ in found[-1]
+
+
+def test_a_program_that_is_read_fast_is_that_of_torch(tmp_path: Path) -> None:
+    steps = [{"x": torch.ones(size, 3)} for size in (2, 5)]
+    save_program(export_module(_Scaled(), steps), tmp_path)
+    fast, plain = load_graph(tmp_path), torch.export.load(tmp_path / "program.pt2")
+    assert [str(program) for program in (fast, fast.range_constraints)] == [str(plain), str(plain.range_constraints)]
+    values = [[node.meta["val"] for node in program.graph.nodes if "val" in node.meta] for program in (fast, plain)]
+    assert str(values[0]) == str(values[1])

@@ -24,7 +24,7 @@ from glassengine.program.causal_lm import KVLayout
 from glassengine.program.onnx.exported import TranslatedFile, translate_file, without_data
 from glassengine.program.onnx.file import OnnxFile, read_onnx
 from glassengine.program.states import State
-from glassengine.program.tracing import without_collections
+from glassengine.program.tracing import fast_reading, without_collections
 from glassengine.sites import HasSites, Site, SiteTable
 
 SCHEMA_VERSION = 1
@@ -267,7 +267,7 @@ def load_graph(directory: Path) -> ExportedProgram:
     path = directory / "program.pt2"
     archive = inert_archive(path)
     try:
-        with without_collections():
+        with fast_reading():
             return torch.export.load(archive)
     except Exception as error:
         raise CorruptError(f"{path.name} cannot be read", got=f"{type(error).__name__}: {error}") from error

@@ -14,6 +14,8 @@ import contextlib
 import functools
 import gc
 import traceback
+import types
+import typing
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -83,4 +85,29 @@ def _frames_once() -> Iterator[None]:
         return found
 
     with mock.patch.object(_traceback, "_extract_symbolized_tb", extracted):
+        yield
+
+
+@contextlib.contextmanager
+def fast_reading() -> Iterator[None]:
+    """Read stored programs without collections; each expression of sizes and each type of the format is read once."""
+    from torch._export.serde import serialize
+
+    parse: Any = serialize.GraphModuleDeserializer._parse_sym_expr
+    parsed: dict[Any, Any] = {}  # holds the readers, too, so that no two of them have one identity
+
+    def parse_once(self: Any, text: str, hint: Any = None) -> Any:
+        key = (id(self), text, type(hint), hint)
+        if key not in parsed:
+            parsed[key] = self, parse(self, text, hint)
+        return parsed[key][1]
+
+    hints = functools.lru_cache(maxsize=None)(lambda cls: typing.get_type_hints(cls, vars(vars(serialize)["schema"])))
+    own = types.SimpleNamespace(**vars(typing))
+    own.get_type_hints = lambda cls, globalns=None: hints(cls)
+    with (
+        without_collections(),
+        mock.patch.object(serialize.GraphModuleDeserializer, "_parse_sym_expr", parse_once),
+        mock.patch.object(serialize, "typing", own),
+    ):
         yield
