@@ -197,6 +197,21 @@ def test_bug_asks_for_a_report(plant: Plant, capsys: pytest.CaptureFixture[str])
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_a_package_that_cannot_be_imported_is_no_bug(plant: Plant, capsys: pytest.CaptureFixture[str]) -> None:
+    def lazily() -> int:
+        try:
+            raise ModuleNotFoundError("No module named 'torchvision.ops'", name="torchvision.ops")
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError("Could not import module 'PreTrainedModel'.") from error
+
+    plant(lazily)
+    assert cli.main(["planted"]) == 2
+    shown = capsys.readouterr().err
+    assert "cannot be imported: torchvision" in shown and "torchvision.ops" in shown and "pip check" in shown
+    plant(raising(ImportError("cannot import name 'x'", name="glassengine.program")))
+    assert cli.main(["planted"]) == 70
+
+
 def test_file_that_cannot_be_read_is_no_bug(plant: Plant, capsys: pytest.CaptureFixture[str]) -> None:
     plant(raising(PermissionError(13, "Permission denied", "some/file")))
     assert cli.main(["planted"]) == 2

@@ -48,6 +48,9 @@ def exit_status(function: Callable[[], int]) -> int:
         what = f"cannot access {exc.filename!r}" if exc.filename else "cannot access a file"
         return _print(UsageError(what, got=str(exc)), UsageError.exit_status)
     except Exception as exc:
+        missing = _missing_package(exc)
+        if missing is not None:
+            return _print(missing, missing.exit_status)
         bug = GlassError(
             "this is a bug in Glass Engine, please report it",
             got=f"{type(exc).__name__}: {exc}",
@@ -74,6 +77,28 @@ def _write(error: GlassError, status: int) -> None:
     document = {"schema_version": 1, "ok": False, "exit_status": status, "error": parts}
     with contextlib.suppress(OSError, GlassError):  # of which the message on stderr tells already
         write_json(document, settings.json)
+
+
+def _missing_package(error: BaseException) -> UsageError | None:
+    """Return what to tell where a package of the environment cannot be imported; None where something else failed.
+
+    transformers imports its parts when they are first used, and tells the cause as the cause.
+    """
+    if not isinstance(error, ImportError):
+        return None
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
+        causes.append(cause)
+    first = causes[-1]
+    name = (getattr(first, "name", None) or "").partition(".")[0]
+    if name == "glassengine":
+        return None
+    return UsageError(
+        f"a package of this environment cannot be imported{f': {name}' if name else ''}",
+        got=f"{type(first).__name__}: {first}",
+        expected="the packages that the installation names, in versions that fit one another",
+        hint="python -m pip check",
+    )
 
 
 def _usage_error(exc: TyperException) -> UsageError:
