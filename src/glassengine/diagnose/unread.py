@@ -1,10 +1,10 @@
-"""Elements that differ and that no result reads: later ops leave them out, whatever they hold.
+"""Elements that differ and that no result reads, on any input: later ops leave them out, whatever they hold.
 
-A port computes all rows where the baseline computes the first one alone and takes it afterwards; a table begins with
-zeros on one side and with minus infinity on the other, and is read only where it was written. Such elements are no
-mistake. That they are not read is shown by the baseline's own program, run with NaN in their place: no result holds
-any. What swallows a NaN without leaving it out counts as reading it: a comparison, a ranking, and a choice that numbers
-decide which are computed from the inputs (another input would make another one).
+A port computes all rows where the baseline computes the first one alone and takes it afterwards: the others are no
+mistake. The baseline's own program, run with NaN in their place, shows that they are not read: no result holds any.
+What swallows a NaN without leaving it out counts as reading it, a comparison or a ranking. So does whatever leaves out
+by what is given (an index, a mask, a length): another input would leave out something else, and a mistake that these
+inputs hide is one.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ _CHOICES = frozenset(
     | {"searchsorted", "sort", "take", "take_along_dim", "topk", "unique", "where"}
 )
 """Ops that leave something out, or put it elsewhere, as integers and bools among their arguments say."""
+_PARTS = frozenset({"as_strided", "chunk", "narrow", "select", "slice", "split", "split_with_sizes", "unfold"})
+"""Ops that take a part; its bounds may be sizes of what is given."""
 _RANKS = frozenset({"argmax", "argmin", "argsort", "max", "min", "sort", "topk", "cummax", "cummin", "unique"})
 
 
@@ -97,7 +99,7 @@ class _Followed:
     def __init__(self, program: Program, marked: Mapping[str, torch.Tensor]) -> None:
         self._marked = marked
         self._values: dict[Node, Any] = {}
-        self._computed = _computed_from_inputs(program)
+        self._varying = _of_inputs(program)
         self.waiting: dict[str, dict[Node, Any]] = {name: {} for name in marked}
 
     def take(self, node: Node, value: Any) -> None:
@@ -143,8 +145,8 @@ class _Followed:
         leaves = pytree.tree_leaves(value)
         if name in RANDOM | UNDEFINED | _RANKS or not all(_is_float(leaf) for leaf in leaves):
             return True
-        decide = [s for s in node.all_input_nodes if s in self._computed and not _is_float(self._values[s])]
-        if name in _CHOICES and decide:
+        decide = [s for s in node.all_input_nodes if s in self._varying and not _is_float(self._values[s])]
+        if name in _CHOICES | _PARTS and any(isinstance(self._values[s], (torch.Tensor, int)) for s in decide):
             return True
         try:
             other = self._call(node, lane)
@@ -160,21 +162,14 @@ class _Followed:
         return False
 
 
-def _computed_from_inputs(program: Program) -> set[Node]:
-    """Return the nodes that hang on floating numbers which are given, or computed from what is given."""
+def _of_inputs(program: Program) -> set[Node]:
+    """Return the nodes that hang on what the program is given, be it only on its sizes."""
     weights = program.weights()
-    varies: set[Node] = set()
     found: set[Node] = set()
     for node in program.graph.nodes:
-        is_float = _is_float(node.meta.get("val"))
-        if node.op == "placeholder" and node.name not in weights:
-            varies.add(node)
-            if is_float:
-                found.add(node)
-        elif any(source in varies for source in node.all_input_nodes):
-            varies.add(node)
-            if is_float or any(source in found for source in node.all_input_nodes):
-                found.add(node)
+        is_given = node.op == "placeholder" and node.name not in weights
+        if is_given or any(source in found for source in node.all_input_nodes):
+            found.add(node)
     return found
 
 
