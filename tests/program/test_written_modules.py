@@ -82,3 +82,16 @@ def test_scripted_code_is_judged_by_its_results(tmp_path: Path) -> None:
 def test_a_model_is_loaded_by_what_was_written() -> None:
     loaded = load_model(torch.compile(Net(), backend="eager"))  # type: ignore[arg-type]
     assert loaded.metadata["class"].endswith("Net") and loaded.metadata["fingerprint"] == fingerprint(Net())
+
+
+def test_a_graph_of_an_export_takes_its_arguments_by_name(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    x = torch.randn(2, 4)
+    torch.save({"x": x}, tmp_path / "x.pt")
+    for factor in (1, 1.2):
+        other = Net().eval()
+        other.layers[2].weight.data *= factor  # type: ignore[operator,union-attr]
+        graph = torch.export.export(other, (x,)).module()
+        found = check(Net().eval(), candidate=graph, inputs=str(tmp_path / "x.pt"))
+        assert found.ok == (factor == 1)
+        assert found.first_divergence is None or found.first_divergence.site.startswith("layers.2")

@@ -27,7 +27,7 @@ from glassengine.program.quantized import load_quantized, take_settings
 from glassengine.program.raised import described
 from glassengine.program.states import keeps_states
 from glassengine.program.stored import is_stored, read_stored
-from glassengine.program.written_modules import as_written
+from glassengine.program.written_modules import as_written, called_by_name
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 FORMS = "a Hugging Face directory or id, file.py:factory, package.module:factory, an ONNX file, a .pt2 program"
@@ -127,6 +127,7 @@ def load_model(
         if not isinstance(module, nn.Module):
             raise UsageError(f"{name} did not return a module", got=type(module).__name__, expected="torch.nn.Module")
     if module is not None:
+        module = called_by_name(module)
         if attn_implementation is not None:
             raise UsageError(
                 "an attention implementation can be chosen for Hugging Face directories and ids only",

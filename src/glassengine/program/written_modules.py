@@ -58,6 +58,8 @@ def uncompiled(module: nn.Module) -> Iterator[nn.Module]:
 
 def forward_parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
     """Return the parameters of a module's forward by name, those of scripted code from its schema."""
+    if isinstance(module, _ByName):
+        return module.signature.parameters
     if not isinstance(module, torch.jit.ScriptModule):
         return inspect.signature(as_written(module).forward).parameters
     found = {}
@@ -68,3 +70,32 @@ def forward_parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
             argument.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=str(argument.type)
         )
     return found
+
+
+def called_by_name(module: nn.Module) -> nn.Module:
+    """Return a module that takes its arguments by name, where `module` is a graph of torch.export that does not.
+
+    What `ExportedProgram.module()` returns takes arguments as they were given to the export, by position mostly.
+    """
+    spec = getattr(module, "_in_spec", None)
+    if not isinstance(module, torch.fx.GraphModule) or spec is None or not spec.children()[0].num_children:
+        return module
+    return _ByName(module)
+
+
+class _ByName(nn.Module):
+    """A graph with its own parameters, buffers and submodules, by its own names, and another way to call it."""
+
+    def __init__(self, graph: torch.fx.GraphModule) -> None:
+        super().__init__()
+        self._graph = (graph,)  # no submodule: its names are those of the root
+        self._parameters, self._buffers, self._modules = graph._parameters, graph._buffers, graph._modules
+        self.signature = inspect.signature(graph.forward)
+        names = list(self.signature.parameters)
+        positional: int = graph._in_spec.children()[0].num_children
+        self._positional, self._named = names[:positional], names[positional:]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the graph."""
+        given = self.signature.bind(*args, **kwargs).arguments
+        return self._graph[0](*(given[n] for n in self._positional), **{n: given[n] for n in self._named if n in given})
