@@ -56,7 +56,18 @@ def checked(tmp_path: Path, ours: str, theirs: str, form: str = "float32") -> gl
     return glass.check(tmp_path / "ours.onnx", candidate=tmp_path / "theirs.onnx")
 
 
+STATES = """g (float[2, 4] x) => (float[2, 4] y) {
+    most = Constant <value = int64 {3}> () go = Constant <value = bool {1}> ()
+    none = Sub (x, x)
+    y, c = Loop (most, go, none, none) <body = body (int64 i, bool t, float[2, 4] h, float[2, 4] m) =>
+        (bool d, float[2, 4] next, float[2, 4] kept) {
+        d = Identity (t) a = Add (h, x) left, right = Split <axis = 1, num_outputs = 2> (a) gate = Sigmoid (a)
+        forgets = Mul (gate, m) new = Tanh (a) adds = Mul (gate, new) kept = Add (forgets, adds)
+        b = Concat <axis = 1> (right, left) act = Tanh (kept) next = Mul (act, b) }> }"""
+
+
 MISTAKES: list[Any] = [
+    (STATES, "forgets = Mul (gate, m)", "forgets = Add (gate, m)", "y", ("Mul forgets here, Add",)),
     (LOOP, "act = Tanh (moved)", "act = Sigmoid (moved)", "y", ("Tanh act", "Sigmoid act")),
     (
         LOOP,

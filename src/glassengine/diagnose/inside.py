@@ -141,8 +141,8 @@ def _apart(left: _Run, right: _Run, ours: Call, apart: float) -> Inside | None:
 
 
 def _are_named_alike(left: _Run, right: _Run) -> bool:
-    names = [[step.label.partition(" ")[2] for step in run.steps] for run in (left, right)]
-    return names[0] == names[1] and all(names[0])
+    names = [[step.label.partition(" ")[2] or step.node.name for step in run.steps] for run in (left, right)]
+    return names[0] == names[1] and any(LABEL in step.node.meta for step in left.steps)
 
 
 def _traced(call: Call) -> _Run | None:
