@@ -84,7 +84,10 @@ def llama(mistake: str) -> tuple[nn.Module, nn.Module]:
     edits = {
         "gate": ("return up * self.act(gate) * self.mult_bias", "return gate * self.act(up) * self.mult_bias"),
         "half": ("x = stack((-x2, x1), dim = -1)", "x = stack((x2, -x1), dim = -1)"),
-        "scale": ("return F.normalize(x, dim = -1) * self.scale * gamma", "return F.normalize(x, dim = -1) * gamma"),
+        "scale": (
+            "return F.normalize(x, dim = -1) * self.scale * gamma\n\nclass AdaptiveRMSNorm",
+            "return F.normalize(x, dim = -1) * gamma\n\nclass AdaptiveRMSNorm",
+        ),
         "base": ("        base *= base_rescale_factor ** (dim / (dim - 2))", "        base = 20000"),
     }
     module = edited(module, *edits[mistake]) if mistake in edits else module
@@ -167,12 +170,21 @@ PAIRS = [
         llama,
         {"input_ids": torch.randint(0, 40, (2, 11), generator=G)},
         {
-            "gate": Mistake(["model.layers.0.mlp/*", "model.layers.0.mlp.act_fn/*"], ["other factor", "exchanged"]),
-            "half": Mistake(["model.layers.0.self_attn/*"], ["sign", "subtracted", "neg"]),
-            "scale": Mistake(["model.layers.0.input_layernorm/*"], ["times", "scale", "mul"]),
-            "base": Mistake(["model.rotary_emb/*"], ["theta"]),
+            # The same as one product of both whose parts are in the other order.
+            "gate": Mistake(["model.layers.0.mlp*"], ["up_proj.weight stands in the place of gate_proj.weight"]),
+            "half": Mistake(
+                ["model.layers.0.self_attn/*"], ["sign", "subtracted"], "a rotation the other way round has no hint"
+            ),
+            "scale": Mistake(["model.layers.0.input_layernorm/*"], ["sum in the place of mean", "scale"]),
+            "base": Mistake(
+                ["model.rotary_emb/*"], ["theta"], "frequencies of another base, read by another op, have no hint"
+            ),
             "halves": Mistake(["model.layers.1.self_attn*"], ["interleaved"]),
-            "norms": Mistake(["model.layers.1.input_layernorm/*"], ["post_attention_layernorm"]),
+            "norms": Mistake(
+                ["model.layers.1.input_layernorm/*"],
+                ["input_layernorm.weight stands in the place of post_attention_layernorm.weight"],
+                "the sum before the first of two exchanged norms is named",
+            ),
             "offset": Mistake(["model.layers.0.input_layernorm/*"], ["1 + input_layernorm.weight is multiplied"]),
         },
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -49,3 +50,26 @@ def test_the_weights_of_another_norm_are_told_all_at_once(tmp_path: Path) -> Non
 def test_norms_that_are_written_out_are_right(tmp_path: Path) -> None:
     result = judged(Normed(is_written_out=True), tmp_path)
     assert result.ok and not result.origins
+
+
+class Recurrence(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.LSTM(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(x)[0]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 1, 3, 2)])
+def test_gates_in_another_order_are_told_of_all_weights(order: tuple[int, ...], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    baseline, port = Recurrence(), Recurrence()
+    weights = baseline.state_dict().items()
+    port.load_state_dict({name: torch.cat([tensor.chunk(4)[i] for i in order]) for name, tensor in weights})
+    torch.save({"x": torch.randn(6, 2, 4)}, tmp_path / "x.pt")
+    result = check(baseline, candidate=port, inputs=str(tmp_path / "x.pt"))
+    assert result.ok == (order == (0, 1, 2, 3))
+    if result.first_divergence is not None:
+        texts = [hint.text for hint in result.first_divergence.hints]
+        assert any("blocks of 5" in text and "bias_hh_l0 with it" in text for text in texts), texts

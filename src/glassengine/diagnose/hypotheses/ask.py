@@ -120,7 +120,8 @@ class Asked:
         if valid is not None and valid.shape != actual.shape:
             valid = None
         theirs = self._theirs(node)
-        weights = self._weights_of(theirs)
+        held = self._held(theirs)
+        weights = {} if self.candidate is None else {n: self.candidate.weights()[node] for node, n in held.items()}
         names = {name: full.removeprefix(_USER) for name, full in self.program.weight_names().items()}
         found = Question(
             trial,
@@ -138,6 +139,7 @@ class Asked:
             {other.name: other for other in self.program.graph.nodes},
             self._is_another(node),
             _native(piece, actual),
+            held,
         )
         return found if found.left(right) > 0 else None
 
@@ -176,12 +178,13 @@ class Asked:
                 return ours[target.name] not in {source.name for source in _above(node)}
         return False
 
-    def _weights_of(self, theirs: list[Node]) -> dict[str, torch.Tensor]:
+    def _held(self, theirs: list[Node]) -> dict[str, str]:
+        """Return the weights that ops of the candidate read: node -> name."""
         if self.candidate is None:
             return {}
         names, weights = self.candidate.weight_names(), self.candidate.weights()
         read = {source.name for op in theirs for source in op.all_input_nodes if source.name in weights}
-        return {names.get(name, name).removeprefix(_USER): weights[name] for name in sorted(read)}
+        return {name: names.get(name, name).removeprefix(_USER) for name in sorted(read)}
 
     def _labels(self, node: Node, trial: Trial) -> dict[str, str]:
         site = self._site(node.name)

@@ -14,7 +14,7 @@ from glassengine.diagnose.hypotheses.operands import altered, another, exchanged
 from glassengine.diagnose.hypotheses.operations import activations, other_ops, variances
 from glassengine.diagnose.hypotheses.question import Question
 from glassengine.diagnose.hypotheses.solved import bases, solved
-from glassengine.diagnose.hypotheses.weights_read import another_layer, another_module, weights
+from glassengine.diagnose.hypotheses.weights_read import another_layer, another_module, every_weight, weights
 from glassengine.diagnose.hypotheses.wholes import another_tensor, in_its_own_dtype, rearranged, scaled
 
 Family = Callable[[Question], Iterator[Hypothesis]]
@@ -37,6 +37,7 @@ FAMILIES: tuple[tuple[float, Family], ...] = (
     (0.93, whole),
     (0.93, another_layer),
     (0.93, another_module),
+    (0.93, every_weight),
     (0.93, another),
     (0.92, another_tensor),
     (0.92, altered),

@@ -215,11 +215,12 @@ def called(order: torch.Tensor) -> tuple[str, str]:
             if torch.equal(order, known):
                 return "permuted", f"in another order: {text}"
     starts = (order[1:] != order[:-1] + 1).nonzero().flatten() + 1
-    widths = torch.diff(torch.tensor([0, *starts.tolist(), size]))
-    if len(widths) > 1 and len(set(widths.tolist())) == 1 and int(widths[0]) > 1:
-        blocks = [int(order[i]) // int(widths[0]) for i in range(0, size, int(widths[0]))]
+    # Two blocks that stay together are two all the same.
+    width = math.gcd(*torch.diff(torch.tensor([0, *starts.tolist(), size])).tolist())
+    if 1 < width < size:
+        blocks = [int(order[i]) // width for i in range(0, size, width)]
         shown = str(blocks) if len(blocks) <= 8 else "another order"
-        return "permuted", f"in another order: blocks of {int(widths[0])} as {shown}"
+        return "permuted", f"in another order: blocks of {width} as {shown}"
     moved_places = (order != every).nonzero().flatten().tolist()
     if len(moved_places) == 2:
         return "permuted", f"with {moved_places[0]} and {moved_places[1]} exchanged"

@@ -39,6 +39,7 @@ class Question:
         theirs: The candidate's own ops in the place of the piece; empty where they are not known.
         their_values: Literal and 0-dim constants that these ops use.
         their_weights: Weights of the candidate that these ops read, by name.
+        held: Nodes of the candidate that are such weights -> their names.
         full: Name of a node of the piece that is a weight -> its full name.
         model: Every weight of the baseline by its full name.
         named: The baseline's own nodes by name: what reads a piece is not in it.
@@ -62,6 +63,7 @@ class Question:
     named: Mapping[str, Node] = field(default_factory=dict)
     is_another: bool = False
     native: torch.Tensor | None = None
+    held: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def right(self) -> torch.Tensor:

@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 import torch
+from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from glassengine.diagnose.hypotheses.hypothesis import Hypothesis
 from glassengine.diagnose.hypotheses.layouts import called, order_between
@@ -35,6 +37,36 @@ def weights(question: Question) -> Iterator[Hypothesis]:
                     continue
                 kind, text = relation(question.label(node), name, ours, held, question.others)
                 yield Hypothesis(kind, text, {node: _value(held)})
+
+
+def every_weight(question: Question) -> Iterator[Hypothesis]:
+    """Yield: several weights of an op are others, each in the place in which the candidate's op of that name reads it.
+
+    The gates of a recurrence in another order, say: in its matrices and in its biases.
+    """
+    trial = question.trial
+    for node in trial.ops:
+        same = [theirs for theirs in question.theirs if theirs.target is node.target]
+        if len(same) != 1:
+            continue
+        edits: dict[Node, Edit] = {}
+        told: dict[str, tuple[str, str]] = {}
+        read = (pytree.tree_leaves((op.args, dict(op.kwargs))) for op in (node, same[0]))
+        for ours, theirs in zip(*read, strict=False):
+            if not isinstance(ours, Node) or not isinstance(theirs, Node):
+                continue
+            own = question.held.get(theirs.name)
+            if own is None or ours.name not in question.weights or not trial.values[ours].is_floating_point():
+                continue
+            value = trial.values[ours]
+            held = next(_as_ours(value, question.their_weights[own].detach().double()), None)
+            if held is not None and not _is_same(value, held):
+                edits[ours] = _value(held)
+                told[own] = relation(question.label(ours), own, value, held, question.others)
+        if len(edits) > 1:
+            first = next(iter(told))
+            rest = [name.rpartition(".")[2] for name in told if name != first]
+            yield Hypothesis(told[first][0], f"{told[first][1]}; {', '.join(rest)} with it", edits)
 
 
 def another_layer(question: Question) -> Iterator[Hypothesis]:
