@@ -435,7 +435,11 @@ PAIRS = [
             "mean": Mistake(["./div.0"], ["is missing", "nothing"]),
             "condition": Mistake(["./add.0"], ["not added", "nothing"]),
             "tanh": Mistake(["./tanh.0"], ["tanh is missing", "nothing"]),
-            "gain": Mistake(["upsampler.1/*"], ["2 times", "scaled by 2"]),
+            "gain": Mistake(
+                ["upsampler.1/*"],
+                ["2 times", "scaled by 2"],
+                "a weight that is normed in the port alone is not compared",
+            ),
             "blocks": Mistake(["resblocks.2.convs1.0/*"], ["of another module are read: of resblocks.2.convs2.0"]),
         },
     ),

@@ -73,3 +73,34 @@ def test_gates_in_another_order_are_told_of_all_weights(order: tuple[int, ...], 
     if result.first_divergence is not None:
         texts = [hint.text for hint in result.first_divergence.hints]
         assert any("blocks of 5" in text and "bias_hh_l0 with it" in text for text in texts), texts
+
+
+class Halved(nn.Module):
+    """A sum that is halved, and a product of it, whose weight a port may hold twice as large."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(6, 6, bias=False)
+        self.linear.weight.data.mul_(factor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear((x + x.tanh()) / 2)
+
+
+def test_what_the_candidate_reads_is_not_said_to_be_another_tensor(tmp_path: Path) -> None:
+    torch.save({"x": torch.randn(3, 6)}, tmp_path / "x.pt")
+    port = Halved(2.0)
+    result = check(Halved(), candidate=Weighed(port), inputs=str(tmp_path / "x.pt"))
+    assert result.first_divergence is not None
+    texts = [hint.text for hint in result.first_divergence.hints]
+    assert not any("stands in the place" in text for text in texts), texts
+
+
+class Weighed(nn.Module):
+    def __init__(self, own: Halved) -> None:
+        super().__init__()
+        self.weight, self.gain = nn.Parameter(own.linear.weight / 3), nn.Parameter(torch.full((6, 1), 3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear((x + x.tanh()) / 2, self.weight * self.gain)

@@ -140,6 +140,7 @@ class Asked:
             self._is_another(node),
             _native(piece, actual),
             held,
+            self._read(trial, theirs),
         )
         return found if found.left(right) > 0 else None
 
@@ -177,6 +178,10 @@ class Asked:
             if target.name in ours:
                 return ours[target.name] not in {source.name for source in _above(node)}
         return False
+
+    def _read(self, trial: Trial, theirs: list[Node]) -> frozenset[str]:
+        sources = {source.name for op in theirs for source in op.all_input_nodes}
+        return frozenset(n.name for n in trial.inputs if self.counterparts.get(n.name) in sources)
 
     def _held(self, theirs: list[Node]) -> dict[str, str]:
         """Return the weights that ops of the candidate read: node -> name."""

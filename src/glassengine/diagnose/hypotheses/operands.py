@@ -184,6 +184,8 @@ def another(question: Question) -> Iterator[Hypothesis]:
         return
     for node in _operands(question):
         value = trial.values[node]
+        if node.name in question.read and sum(user in trial.values for user in node.users) == 1:
+            continue  # the candidate reads the very tensor
         alike = [item for item in question.others.items() if _are_alike(item[1], value)]
         for name, other in alike[:_MOST_OTHERS]:
             if torch.equal(other, value):

@@ -40,6 +40,7 @@ class Question:
         their_values: Literal and 0-dim constants that these ops use.
         their_weights: Weights of the candidate that these ops read, by name.
         held: Nodes of the candidate that are such weights -> their names.
+        read: Names of the piece's inputs that these ops read the counterparts of.
         full: Name of a node of the piece that is a weight -> its full name.
         model: Every weight of the baseline by its full name.
         named: The baseline's own nodes by name: what reads a piece is not in it.
@@ -64,6 +65,7 @@ class Question:
     is_another: bool = False
     native: torch.Tensor | None = None
     held: Mapping[str, str] = field(default_factory=dict)
+    read: frozenset[str] = frozenset()
 
     @property
     def right(self) -> torch.Tensor:
