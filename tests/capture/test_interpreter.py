@@ -49,3 +49,21 @@ def test_what_the_observer_raises_is_not_changed(program: Program) -> None:
 def test_a_missing_input_is_named(program: Program) -> None:
     with pytest.raises(UsageError, match=r"inputs are missing\n.*got: x\n.*expected: input"):
         run_program(program, {"x": X})
+
+
+class Channels(nn.Module):
+    """A norm over channels between transposes: its kernel keeps strides that torch.export does not foresee."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        return y.reshape(2, 3, 5, 4).flatten(2)
+
+
+def test_a_view_of_other_strides_than_foreseen_is_a_copy() -> None:
+    module, x = Channels().eval(), torch.randn(6, 5, 4, generator=torch.Generator().manual_seed(1))
+    (found,) = run_program(export_module(module, {"x": x}), {"x": x}).values()
+    assert torch.equal(found, module(x))
