@@ -13,7 +13,7 @@ import fnmatch
 import functools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -230,13 +230,43 @@ def port_leaves(port: str, tree: Any) -> Iterator[tuple[str, Any]]:
     import torch
     from torch.utils import _pytree as pytree
 
-    for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
-        where = port + "".join(port_key(key) for key in path)
+    for path, leaf in pytree.tree_flatten_with_path(plain_containers(tree))[0]:
         if isinstance(leaf, torch.Tensor):
-            yield where, leaf
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            # Only dataclasses that their author registered are containers to torch.
-            yield from port_leaves(where, {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)})
+            yield port + "".join(port_key(key) for key in path), leaf
+
+
+def plain_containers(tree: Any) -> Any:
+    """Return `tree` with dicts and lists in the place of containers whose entries torch has no names for.
+
+    Those are dataclasses and mappings that nobody registered, and what a package registered without names of entries.
+    """
+    import torch
+    from torch.utils import _pytree as pytree
+
+    if isinstance(tree, torch.Tensor):
+        return tree
+    entries = unnamed_entries(tree)
+    if entries is not None:
+        tree = entries
+    if pytree.tree_is_leaf(tree):
+        return tree
+    return pytree.tree_map(plain_containers, tree, is_leaf=lambda item: item is not tree)
+
+
+def unnamed_entries(tree: Any) -> dict[Any, Any] | list[Any] | None:
+    """Return the entries of a container that torch has no names for; None where it has, or it is no container."""
+    from torch.utils import _pytree as pytree
+
+    kind = type(tree)
+    known = pytree.SUPPORTED_NODES.get(kind)
+    if pytree.tree_is_leaf(tree) or (known is not None and known.flatten_with_keys_fn is None):
+        if isinstance(tree, Mapping):
+            return dict(tree.items())
+        if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+            return {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
+        if known is not None:
+            return list(known.flatten_fn(tree)[0])
+    return None
 
 
 def port_key(key: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, UserDict
+from dataclasses import dataclass
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from glassengine.diagnose import check
 from glassengine.errors import IncomparableError
@@ -300,3 +303,58 @@ def test_an_input_that_a_forward_of_any_arguments_has_another_name_for(
     result = check(baseline, candidate=port, inputs=save(tmp_path, [{"x": torch.randn(2, 4)}]))
     assert result.ok == (factor == 1.0)
     assert result.coverage == 1.0
+
+
+class Registered(OrderedDict[str, Any]):
+    """What a package tells torch of, as diffusers does, without names of its entries."""
+
+
+@dataclass
+class Unregistered:
+    pooled: Tensor
+    parts: dict[str, Tensor]
+    missing: Tensor | None = None
+
+
+class Row:
+    """Another container, of which nobody knows the names."""
+
+    def __init__(self, *items: Tensor) -> None:
+        self.items = items
+
+
+pytree.register_pytree_node(
+    Registered,
+    lambda tree: (list(tree.values()), list(tree)),
+    lambda values, names: Registered(zip(names, values, strict=True)),
+)
+pytree.register_pytree_node(Row, lambda tree: (list(tree.items), None), lambda items, _: Row(*items))
+
+
+class Returning(nn.Module):
+    def __init__(self, how: str, factor: float = 1.0) -> None:
+        super().__init__()
+        self.linear, self.how, self.factor = nn.Linear(4, 4), how, factor
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.linear(x)
+        z = y.tanh() * self.factor
+        if self.how == "registered":
+            return Registered(pooled=z, states=[y])
+        if self.how == "row":
+            return Row(z, y)
+        if self.how == "mapping":
+            return UserDict(pooled=z, states=y)
+        return Unregistered(z, {"y": y})
+
+
+@pytest.mark.parametrize("how", ["registered", "row", "mapping", "dataclass"])
+@pytest.mark.parametrize("factor", [1.0, 1.01])
+def test_results_in_containers_whose_entries_torch_has_no_names_for(how: str, factor: float, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    baseline, port = Returning(how), Returning(how, factor)
+    port.load_state_dict(baseline.state_dict())
+    result = check(baseline, candidate=port, inputs=save(tmp_path, [{"x": torch.randn(2, 4)}]))
+    assert result.ok == (factor == 1.0)
+    assert result.coverage == 1.0
+    assert len({found.name for found in result.results}) == 2

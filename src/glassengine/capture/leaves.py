@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from types import ModuleType
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from glassengine.sites import port_key
+from glassengine.sites import port_key, unnamed_entries
 
 NO_TENSOR = frozenset({type(None), bool, int, float, complex, str, bytes})
 """Types of what is passed to modules most often and holds no tensor."""
@@ -58,11 +57,14 @@ def tensors_in(port: str, tree: Any, depth: int = 0, caches: list[Any] | None = 
 
 def _entries(tree: Any) -> list[tuple[str, Any]] | None:
     """Return the entries of another container, by what each adds to a port; None if it is none."""
+    unnamed = unnamed_entries(tree)
+    if isinstance(unnamed, list):
+        return [(f"[{index}]", item) for index, item in enumerate(unnamed)]
+    if unnamed is not None:
+        return [(f".{key}", item) for key, item in unnamed.items()]
     if not pytree.tree_is_leaf(tree):
         found = pytree.tree_flatten_with_path(tree, is_leaf=lambda item: item is not tree)[0]
         return [("".join(map(port_key, path)), item) for path, item in found]
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return [(f".{field.name}", getattr(tree, field.name)) for field in dataclasses.fields(tree)]
     return None
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from glassengine.program.written_modules import forward_parameters
+from glassengine.sites import plain_containers
 
 _RESULTS = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, bool, int, float, str, type(None))
 
@@ -41,13 +42,15 @@ def methods_of_classes(module: nn.Module) -> Iterator[None]:
 def plain_results(module: nn.Module) -> Iterator[None]:
     """Leave out of the results of a forward what is no tensor, number or container of such: the exporter refuses it.
 
-    A cache that a model returns beside its logits is an object of its own; one forward is judged without it.
+    A cache that a model returns beside its logits is an object of its own; one forward is judged without it. Containers
+    whose entries have no names become dicts and lists.
     """
 
     def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, _RESULTS) else None, original(*args, **kwargs))
+            found = plain_containers(original(*args, **kwargs))
+            return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, _RESULTS) else None, found)
 
         return forward
 

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from glassengine.errors import UsageError
 from glassengine.program.module_state import STATE
 from glassengine.program.program import rebuilt
+from glassengine.sites import plain_containers
 
 
 def user_inputs(exported: ExportedProgram) -> list[str]:
@@ -88,7 +89,7 @@ def named_results(value: Any) -> dict[str, torch.Tensor]:
 
 
 def _named_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
-    for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
+    for path, leaf in pytree.tree_flatten_with_path(plain_containers(tree))[0]:
         yield re.sub(r"\W+", ".", pytree.keystr(path)).strip(".") or "output", leaf
 
 
