@@ -237,3 +237,30 @@ def test_indices_go_with_the_values_that_they_are_the_places_of() -> None:
     assert sibling_of(nodes[places], {values: values}, nodes) == places
     assert sibling_of(nodes[places], {}, nodes) is None, "nothing is known of the op"
     assert sibling_of(nodes["mul"], {values: values}, nodes) is None, "an op of one result"
+
+
+class Mixed(nn.Module):
+    """A block over a square image."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1, groups=4), nn.LayerNorm(4)
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.conv(x).permute(0, 2, 3, 1))
+        return self.out(y).permute(0, 3, 1, 2) + x
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_wrong_tensor_of_a_square_image_is_not_taken_for_a_turned_one(seed: int, tmp_path: Path) -> None:
+    baseline, port = Mixed(seed).eval(), Mixed(seed).eval()
+    x = torch.randn(2, 4, 6, 6)
+    # What is nearly symmetric is nearer when it is turned.
+    torch.save({"x": x + x.mT + torch.randn(2, 4, 6, 6)}, tmp_path / "inputs.pt")
+    kernel = port.conv.weight
+    kernel.data = kernel.data.mT.contiguous()
+    first = check(baseline, candidate=port, inputs=str(tmp_path / "inputs.pt")).first_divergence
+    assert first is not None and first.site == "conv/conv2d.0"
+    assert [hint.text for hint in first.hints] == ["conv.weight: transposed (axes 2 and 3)"]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
+from glassengine.diagnose import check
 from glassengine.diagnose.cases import module_cases
 from glassengine.diagnose.pair_programs import pair_programs
 from glassengine.diagnose.regions import covered
@@ -54,3 +57,37 @@ def test_programs_of_the_same_ops_pair_without_being_run() -> None:
     inputs = [{"x": torch.randn(3, 8)}]
     pairs = pair_programs(exported("product", inputs), exported("product", inputs), [])
     assert {pair.method for pair in pairs.values()} == {"name+fingerprint"}
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after((self.before(x) * 0.4 + 0.3).tanh())
+
+
+class ByLogistic(Gated):
+    """tanh(x) as 2 sigmoid(2 x) - 1: nothing between the two products has a counterpart."""
+
+    factor = 0.4
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(2 * torch.sigmoid(self.before(x) * (2 * self.factor) + 0.6) - 1)
+
+
+@pytest.mark.parametrize("factor", [0.4, 0.5])
+def test_of_a_region_the_op_is_named_whose_mistake_makes_the_candidates_values(factor: float, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    torch.save({"x": torch.randn(6, 8)}, tmp_path / "inputs.pt")
+    baseline, port = Gated().eval(), ByLogistic().eval()
+    port.load_state_dict(baseline.state_dict())
+    port.factor = factor
+    result = check(baseline, candidate=port, inputs=str(tmp_path / "inputs.pt"))
+    # Other numbers before other ops are no evidence of a mistake.
+    assert result.ok == (factor == 0.4), result.not_ok_because
+    if factor != 0.4:
+        first = result.first_divergence
+        assert first is not None and (first.site, first.node) == ("./mul.0", "tanh")
+        assert [hint.text for hint in first.hints] == ["mul: factor: 0.4 here, 0.5 in the candidate"]

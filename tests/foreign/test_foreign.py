@@ -9,6 +9,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import audio
+import diffusion
 import graphs
 import images
 import pytest
@@ -19,6 +20,7 @@ import speech
 import text
 import torch
 import vision
+import vision_transformers
 from pair import Pair
 
 from glassengine.diagnose import check
@@ -27,6 +29,8 @@ from glassengine.results import Comparison
 PAIRS = [
     *vision.PAIRS,
     *images.PAIRS,
+    *vision_transformers.PAIRS,
+    *diffusion.PAIRS,
     *audio.PAIRS,
     *sequences.PAIRS,
     *graphs.PAIRS,

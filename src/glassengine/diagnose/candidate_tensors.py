@@ -20,6 +20,8 @@ Values = list[Any]
 """What one node made in each step."""
 
 _MOST_DIMENSIONS = 6
+_ANOTHER = 0.5
+"""A tensor is in a less likely arrangement where that is nearer by this factor; a wrong one is near in several."""
 _MOST_LIKELY = 2
 """Arrangements in which a tensor is tried that is wrong, and so in none of them what was predicted."""
 _SLACK = 1.01
@@ -162,6 +164,15 @@ class CandidateTensors:
         if ours == theirs:
             likely.insert(0, Seen(name))
         yield from itertools.islice(dict.fromkeys([*likely, *self._arranged(name, ours)]), _MOST_LIKELY)
+
+    def likeliest(self, name: str, predicted: Values, known: Sequence[Arrangement]) -> Seen | None:
+        """Return a tensor in its most likely arrangement, or one that is clearly nearer; arguments as of `arranged`."""
+        best: tuple[float, Seen] | None = None
+        for seen in self.arranged(name, predicted, known):
+            if shapes_of(self.values(seen)) == shapes_of(predicted):
+                distance = self.distance(seen, predicted)
+                best = (distance, seen) if best is None or distance < best[0] * _ANOTHER else best
+        return None if best is None else best[1]
 
     def distance(self, seen: Seen, predicted: Values, *, beside_padding: bool = True) -> float:
         """Return the largest distance of any step: rms(tensor - predicted) / rms(predicted), infinite across masks.

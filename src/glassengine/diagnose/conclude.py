@@ -225,7 +225,12 @@ def _with_ops_left_out(score: Score, program: Program, divergence: Divergence) -
     if found.is_one_sided:
         # The two ops are no counterparts then, and how they are written says nothing.
         others = tuple(hint for hint in divergence.hints if hint.score >= _EXPLAINS)
-        return dataclasses.replace(divergence, hints=(Hint("other", found.text, 1.0), *others))
+        divergence = dataclasses.replace(divergence, hints=(Hint("other", found.text, 1.0), *others))
+        # None of these ops is there, and the region is named by its end.
+        own = program.sites.by_node.get(divergence.node or "", ())
+        if own and divergence.site not in {site.name for site in own}:
+            divergence = dataclasses.replace(divergence, site=own[0].name, source=own[0].source)
+        return divergence
     # A right port may have other ops as well: where it is known what is wrong, they say nothing.
     hints = divergence.hints if is_explained else (Hint("other", found.text, 0.6), *divergence.hints)
     return dataclasses.replace(divergence, hints=hints)
@@ -245,7 +250,8 @@ def _at_what_computes(score: Score, program: Program, divergence: Divergence) ->
     counterpart = side.pairs[divergence.node].candidate.node
     own = _origin(program, divergence.node, side.pairs)
     there = _origin(side.program, counterpart, {pair.candidate.node for pair in side.pairs.values()})
-    if own is not None and own.node != divergence.node:
+    is_its_end = divergence.site in {site.name for site in program.sites.by_node.get(divergence.node, ())}
+    if own is not None and own.node != divergence.node and is_its_end:
         divergence = dataclasses.replace(divergence, site=own.name, source=own.source)
     if there is not None and there.node != counterpart:
         divergence = dataclasses.replace(divergence, candidate_site=there.name)

@@ -18,6 +18,7 @@ from glassengine.program.onnx.control import never_run
 from glassengine.program.onnx.fallback import thresholds_of
 from glassengine.program.program import Program
 from glassengine.results import Hint
+from glassengine.sites import Site
 
 _MOST_ASKED = 8
 """Divergences of one side that are explained, the earliest ones."""
@@ -39,6 +40,8 @@ class Guesses:
         self._num_asked = 0
         self._looked: set[str] = set()
         self._num_products = 0
+        self.place: Site | None = None
+        """Op of a region, not its end, whose mistake makes what the side made: that of the last divergence."""
 
     def of(self, node: Node, tensor: torch.Tensor, reference: Reference, flagged: Sequence[str]) -> list[Hint]:
         """Return what kind of mistake it is: one that makes what the side made, or else what only looks like it.
@@ -50,13 +53,16 @@ class Guesses:
             flagged: Nodes that were flagged before in this step.
         """
         asked = asked_of(self._program, self._side, flagged)
+        self.place = None
         found: list[Hint] = []
         if asked is not None and self._num_asked < _MOST_ASKED:
             self._num_asked += 1
             inside = asked.inside(node)
             if inside is not None:
                 return [Hint("inside", inside.text, 1.0)]
-            found = asked.hints(node, tensor, reference.valid) or asked.differences(node, tensor, reference.valid)
+            found = asked.hints(node, tensor, reference.valid)
+            self.place = next(iter(self._program.sites.by_node.get(asked.place or "", ())), None)
+            found = found or asked.differences(node, tensor, reference.valid)
         return found or tensor_hints(reference.exact, tensor, reference.valid)
 
     def not_reached(self, node: Node) -> str | None:

@@ -96,10 +96,7 @@ class Known:
         name = proposed.name if proposed is not None and proposed.name in free else free[0] if len(free) == 1 else None
         if name is None or predicted is None:
             return None if name is None else Seen(name)
-        found = list(self.tensors.arranged(name, predicted, self.hows()))
-        shape = shapes_of(predicted)
-        fitting = [seen for seen in found if shapes_of(self.tensors.values(seen)) == shape]
-        return min(fitting, key=lambda seen: self.tensors.distance(seen, predicted), default=None)
+        return self.tensors.likeliest(name, predicted, self.hows())
 
     def proposal(self, node: Node) -> Seen | None:
         """Return the tensor of the same place in a module of the same name."""

@@ -323,13 +323,13 @@ class Score:
         self, node: Node, observed: Observed, judged: _Judged, reference: Reference, step: int
     ) -> Divergence:
         judgement = judged.judgement
-        site = self.program.sites.by_node[node.name][0]
-        flagged = [other.name for other in self._flagged]
-        hints = self._guesses.of(node, judged.tensor, reference, flagged)
+        hints = self._guesses.of(node, judged.tensor, reference, [other.name for other in self._flagged])
+        place = self._guesses.place
+        site = place or self.program.sites.by_node[node.name][0]
         return Divergence(
             rung=self.side.rung,
             step=step,
-            site=self._site(node, observed),
+            site=self._site(node, observed) if place is None else place.name,
             node=node.name,
             candidate_site=observed.site,
             source=site.source,

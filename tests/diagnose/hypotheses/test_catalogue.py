@@ -45,6 +45,8 @@ def drawn(name: str) -> Tensor:
         "gain": (16,),
         "weight": (16, 16),
         "weight2": (16, 16),
+        "weights of three": (15, 16),
+        "biases of three": (15,),
         "kernel": (6, 3, 3, 3),
         "kernel1": (6, 3, 3),
         "image": (2, 3, 8, 8),
@@ -115,6 +117,19 @@ def attention(
     scores = q @ k.transpose(-1, -2) * scale
     scores = scores if seen is None else scores.masked_fill(~seen, -math.inf)
     return scores.softmax(dim) @ v
+
+
+def product(x: Tensor, w: Tensor, b: Tensor, order: tuple[int, ...]) -> Tensor:
+    """Attention of what one packed weight makes, its parts in an order; the bias stays as it is."""
+    rows = torch.cat([w.chunk(3)[i] for i in order]) if order != (0, 1, 2) else w
+    q, k, v = F.linear(x, rows, b).chunk(3, -1)
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def split(x: Tensor, sizes: tuple[int, int], *, last: bool = False) -> Tensor:
+    """Heads before or behind their width."""
+    apart = x[:, 0].reshape(2, 6, *sizes)
+    return apart.permute(0, 3, 1, 2) if last else apart.transpose(1, 2)
 
 
 def half(x: Tensor) -> Tensor:
@@ -487,6 +502,47 @@ PLANTED = {
         "other",
         "avg_pool2d",
         ("image",),
+    ),
+    "weights of an attention transposed": Planted(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
+        lambda q, k, v: (q @ k.mT * 8**-0.5).softmax(-1).mT @ v,
+        attention,
+        "transposed",
+        "the weights are transposed",
+        ("q", "k", "v"),
+    ),
+    "softmax over queries beside a bias": Planted(
+        lambda q, k, v, y: F.scaled_dot_product_attention(q, k, v, y[0, :, :6].T @ y[0, :, :6]),
+        lambda q, k, v, y: (q @ k.mT * 8**-0.5 + y[0, :, :6].T @ y[0, :, :6]).softmax(-2) @ v,
+        lambda q, k, v, y: (q @ k.mT * 8**-0.5 + y[0, :, :6].T @ y[0, :, :6]).softmax(-1) @ v,
+        "transposed",
+        "over the queries",
+        ("q", "k", "v", "y"),
+    ),
+    "queries and keys of a packed weight": Planted(
+        lambda x, w, b: product(x, w, b, (0, 1, 2)),
+        lambda x, w, b: product(x, w, b, (1, 0, 2)),
+        lambda x, w, b: attention(*F.linear(x, w, b).chunk(3, -1), scale=5**-0.5),
+        "permuted",
+        "thirds 0 and 1 are exchanged",
+        ("x", "weights of three", "biases of three"),
+    ),
+    "heads of all three": Planted(
+        lambda q, k, v: F.scaled_dot_product_attention(*(split(t, (4, 2)) for t in (q, k, v))),
+        lambda q, k, v: F.scaled_dot_product_attention(
+            *(t[:, 0].reshape(2, 6, 2, 4).permute(0, 3, 1, 2) for t in (q, k, v))
+        ),
+        lambda q, k, v: attention(*(split(t, (4, 2)) for t in (q, k, v)), scale=2**-0.5),
+        "permuted",
+        "heads are interleaved",
+        ("q", "k", "v"),
+    ),
+    "mean of several": Planted(
+        lambda x: x.unflatten(1, (1, 5)).max(dim=2).values,
+        lambda x: x.mean(1, keepdim=True),
+        lambda x: x.amax(1, keepdim=True),
+        "other",
+        "mean in the place of max",
     ),
     "pooling of an image": Planted(
         lambda x: F.adaptive_avg_pool2d(x, 1),

@@ -160,6 +160,10 @@ def _text(question: Question, literal: Literal, value: Any) -> str:
     if op in SUMS and isinstance(literal.value, int) and isinstance(value, (int, float)):
         verb = "added" if op == "add" else "subtracted"
         return f"{shown(literal.value)} is {verb} here, {shown(value)} in the candidate"
+    if op == "getitem":
+        source = literal.node.args[0]
+        of = f" of {op_name(source)}" if isinstance(source, Node) and source.op == "call_function" else ""
+        return f"item {shown(literal.value)}{of} is taken here, item {shown(value)} in the candidate"
     if op == "clamp" and value is None:
         return f"the clamp has no {name}: {shown(literal.value)} here"
     return f"{op}: {name}: {_shown(literal, literal.value)} here, {_shown(literal, value)} in the candidate"

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from glassengine.compare.verdict import unit_roundoff
 from glassengine.diagnose.between import passes_on, region_of
 from glassengine.diagnose.cut_graph import Piece, cut
-from glassengine.diagnose.hypotheses.explain import differences, explain
+from glassengine.diagnose.hypotheses.explain import differences, explanation
 from glassengine.diagnose.hypotheses.hypothesis import constants_of
 from glassengine.diagnose.hypotheses.question import Question, noise_of
 from glassengine.diagnose.hypotheses.trial import FAILS, Trial
@@ -47,6 +47,8 @@ class Asked:
     candidate: Program | None = None
     counterparts: Mapping[str, str] = field(default_factory=dict)
     flagged: Collection[str] = ()
+    place: str | None = None
+    """Node in which the mistake of the last `hints` was made: one that nobody observed, inside of the region."""
 
     @torch.no_grad()
     def hints(self, node: Node, actual: torch.Tensor, valid: torch.Tensor | None) -> list[Hint]:
@@ -67,10 +69,24 @@ class Asked:
                 continue
             asked.add(names)
             question = self.question(node, piece, actual, valid)
-            hints = [] if question is None else explain(question)
-            if hints:
-                return hints
+            found = None if question is None else explanation(question)
+            if found is not None and question is not None:
+                hint, hypothesis = found
+                self.place = self._place(question.trial, hypothesis.edits)
+                return [hint]
         return []
+
+    def _place(self, trial: Trial, edited: Collection[Node]) -> str | None:
+        """Return the op that a mistake is in; None for the last of the piece, and where the candidate's are known."""
+        if len(edited) != 1:
+            return None
+        (place,) = edited
+        if place.op == "placeholder":
+            readers = [op for op in trial.ops if place in op.all_input_nodes]
+            if len(readers) != 1:
+                return None
+            (place,) = readers
+        return None if place is trial.end or place.name in self._known else place.name
 
     @torch.no_grad()
     def differences(self, node: Node, actual: torch.Tensor, valid: torch.Tensor | None) -> list[Hint]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch.fx import Node
@@ -11,6 +11,7 @@ from glassengine.diagnose.between import passes_on
 from glassengine.diagnose.hypotheses.arguments import as_theirs, same_op, usual
 from glassengine.diagnose.hypotheses.catalogue import FAMILIES
 from glassengine.diagnose.hypotheses.hypothesis import Hypothesis
+from glassengine.diagnose.hypotheses.layouts import reshaped
 from glassengine.diagnose.hypotheses.operations import other_ops
 from glassengine.diagnose.hypotheses.question import Question
 from glassengine.diagnose.hypotheses.trial import Edit, OutOfWork
@@ -36,6 +37,8 @@ def differences(question: Question) -> list[Hint]:
             for hypothesis in family(question):
                 if all(passes_on(node) or op_name(node) in _MADE_OF_SIZES for node in hypothesis.edits):
                     continue  # sizes and orders of axes are spelled in many ways
+                if not all(_goes_on_alike(question, node) for node in hypothesis.edits):
+                    continue  # other numbers belong to other ops after them: tanh(x) is 2 sigmoid(2 x) - 1
                 if question.differs(question.trial.changed(hypothesis.edits)):
                     found.append(Hint(hypothesis.kind, hypothesis.text, _DIFFERS))
     except OutOfWork:
@@ -43,21 +46,43 @@ def differences(question: Question) -> list[Hint]:
     return found
 
 
-@torch.no_grad()
+def _goes_on_alike(question: Question, node: Node) -> bool:
+    """Whether the same ops follow in the region of both sides where the candidate has an op of the same name."""
+    theirs = [other for other in question.theirs if other.target is node.target]
+    if not theirs:
+        return True
+    return _following(node, question.trial.ops) == _following(theirs[-1], question.theirs)
+
+
+def _following(node: Node, ops: Sequence[Node]) -> list[str]:
+    below = {node}
+    for op in ops:
+        if below & set(op.all_input_nodes):
+            below.add(op)
+    return sorted(op_name(op) for op in below - {node} if not passes_on(op))
+
+
 def explain(question: Question) -> list[Hint]:
     """Return the first mistake of the catalogue that makes what the candidate made; none where nothing does."""
+    found = explanation(question)
+    return [] if found is None else [found[0]]
+
+
+@torch.no_grad()
+def explanation(question: Question) -> tuple[Hint, Hypothesis] | None:
+    """Return the same, and the mistake itself, which knows where it was made; None where nothing fits."""
     try:
         for score, family in FAMILIES:
             for hypothesis in family(question):
                 if question.explains(question.trial.changed(hypothesis.edits)):
-                    return [Hint(hypothesis.kind, hypothesis.text, score)]
-        for family in (as_theirs, usual, other_ops):
+                    return Hint(hypothesis.kind, hypothesis.text, score), hypothesis
+        for family in (as_theirs, usual, other_ops, reshaped):
             for hypothesis in _everywhere(family(question)):
                 if question.explains(question.trial.changed(hypothesis.edits)):
-                    return [Hint(hypothesis.kind, hypothesis.text, _EVERYWHERE)]
+                    return Hint(hypothesis.kind, hypothesis.text, _EVERYWHERE), hypothesis
     except OutOfWork:
         pass
-    return []
+    return None
 
 
 def _everywhere(hypotheses: Iterable[Hypothesis]) -> Iterator[Hypothesis]:

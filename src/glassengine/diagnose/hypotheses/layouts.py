@@ -146,7 +146,7 @@ def permuted_operands(question: Question) -> Iterator[Hypothesis]:
             continue
         for axis in range(value.dim()):
             size = value.shape[axis]
-            if size < 4 or size % 2:
+            if size < 4 or (size % 2 and size % 3):
                 continue
             for text, order in orders_of(size):
                 edit = _value(value.index_select(axis, order))
@@ -154,8 +154,17 @@ def permuted_operands(question: Question) -> Iterator[Hypothesis]:
 
 
 def orders_of(size: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (what it is called, order) of the orders in which people lay out an axis of even size, by heads too."""
+    """Yield (what it is called, order) of the orders in which people lay out an axis of even size, by heads too.
+
+    An axis that three divides may hold queries, keys and values.
+    """
     every = torch.arange(size)
+    for a, b in ((0, 1), (1, 2), (0, 2)) if size % 3 == 0 and size > 3 else ():
+        thirds = [0, 1, 2]
+        thirds[a], thirds[b] = b, a
+        yield f"thirds {a} and {b} are exchanged", every.reshape(3, -1)[thirds].reshape(-1)
+    if size % 2:
+        return
     yield "halves are exchanged", every.roll(size // 2)
     blocks = [width for width in (2**i for i in range(2, 11)) if size % width == 0 and width < size]
     for width in [size, *reversed(blocks)]:

@@ -16,6 +16,7 @@ from glassengine.program.naming import op_name
 
 _MOST_WINDOWS = 64
 _MASK, _DROPOUT, _CAUSAL = 3, 4, 5
+_HIDES = -1e4
 
 
 def of_attention(question: Question) -> Iterator[Hypothesis]:
@@ -86,6 +87,8 @@ def _written_out(question: Question, node: Node) -> Iterator[Hypothesis]:
     scale = kwargs.get("scale")
     plain = query @ key.transpose(-1, -2)
     scores = plain * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if mask is not None and mask.is_floating_point():
+        scores = scores + torch.where(mask > _HIDES, mask, 0.0)
     lowest = torch.finfo(torch.float32).min
     hidden = scores.masked_fill(~seen, lowest)
     made = {
@@ -98,8 +101,16 @@ def _written_out(question: Question, node: Node) -> Iterator[Hypothesis]:
         "the scores are scaled after the softmax": (plain.masked_fill(~seen, lowest).softmax(-1) * scores / plain)
         @ value,
     }
+    if rows == columns:
+        made["the weights are transposed: each key gathers the values"] = hidden.softmax(-1).transpose(-1, -2) @ value
     for text, result in made.items():
-        kind = "transposed" if "queries" in text else "mask" if "mask" in text or "hidden" in text else "other"
+        kind = (
+            "transposed"
+            if "queries" in text or "transposed" in text
+            else "mask"
+            if "mask" in text or "hidden" in text
+            else "other"
+        )
         yield Hypothesis(kind, text, {node: _value(result)})
 
 
@@ -141,7 +152,7 @@ def _spread(node: Node, heads: int) -> Iterator[Hypothesis]:
 
 
 def _seen(mask: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    found = mask if mask.dtype is torch.bool else mask > -1e4
+    found = mask if mask.dtype is torch.bool else mask > _HIDES
     return found.expand(*found.shape[:-2], rows, columns) if found.dim() >= 2 else found.expand(rows, columns)
 
 

@@ -116,6 +116,9 @@ def other_ops(question: Question) -> Iterator[Hypothesis]:
                 other = pair[1 - pair.index(name)]
                 kind = "mask" if pair in _COMPARED else "position" if other in ("sin", "cos") else "other"
                 yield Hypothesis(kind, f"{other} in the place of {name}", {node: _by_name(other)})
+        if name in ("max", "min") and isinstance(trial.values[node], (tuple, list)):
+            for other in ("mean", "min" if name == "max" else "max"):
+                yield Hypothesis("other", f"{other} in the place of {name}", {node: _along(other)})
         if name in ("layer_norm", "rms_norm"):
             for text, edit in _other_norms(node):
                 yield Hypothesis("eps" if text.startswith("eps") else "other", text, {node: edit})
@@ -133,6 +136,15 @@ def other_ops(question: Question) -> Iterator[Hypothesis]:
             yield Hypothesis("other", f"{other} in the place of {name}", {node: _pooled(other)})
         if "upsample" in name:
             yield from _resized(question, node)
+
+
+def _along(name: str) -> Any:
+    def edit(call: Call) -> Any:
+        """The largest values along an axis come with their places, which are left as they are."""
+        made = getattr(torch, name)(*call.args, **call.kwargs)
+        return (made if isinstance(made, torch.Tensor) else made[0], *call.value[1:])
+
+    return edit
 
 
 def _by_name(name: str) -> Any:
