@@ -23,6 +23,7 @@ from glassengine.backends.onnx_export import IN_PLACE_KEY, MODEL_FILE, OPSET
 from glassengine.backends.onnx_network import list_optimized
 from glassengine.backends.protocol import Capabilities, Network, Run
 from glassengine.errors import BackendError
+from glassengine.program.onnx.types import ELEMENT_TYPES
 from glassengine.program.program import Program
 
 # A node that the first provider has no kernel for is left to the second.
@@ -30,19 +31,6 @@ _PROVIDERS: dict[str, list[Any]] = {
     "cpu": ["CPUExecutionProvider"],
     # In TF32 float32 would have the ten bits of its mantissa.
     "cuda": [("CUDAExecutionProvider", {"use_tf32": "0"}), "CPUExecutionProvider"],
-}
-
-# ONNX element types (TensorProto.DataType) of what a program may take or return.
-_ELEMENT_TYPES = {
-    torch.float32: 1,
-    torch.uint8: 2,
-    torch.int8: 3,
-    torch.int16: 5,
-    torch.int32: 6,
-    torch.int64: 7,
-    torch.bool: 9,
-    torch.float16: 10,
-    torch.float64: 11,
 }
 
 
@@ -138,4 +126,4 @@ def _require_provider(onnxruntime: Any, device: str) -> None:
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Where a contiguous tensor lies, in the words of ONNX Runtime's binding."""
     device = tensor.device
-    return device.type, device.index or 0, _ELEMENT_TYPES[tensor.dtype], tuple(tensor.shape), tensor.data_ptr()
+    return device.type, device.index or 0, ELEMENT_TYPES[tensor.dtype], tuple(tensor.shape), tensor.data_ptr()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from glassengine.diagnose.repro_template import COMPARE, TEST_ACTUAL
+
 HEADER = """\
 # Reproduction written by Glass Engine {version}.
 #
@@ -47,14 +49,9 @@ def disagreement(actual, expected, allowed):
     )
 
 
-def compare(results):
-    """Say what is wrong with the results of `actual`; "" where rounding explains all of it."""
-    expected = load("expected")
-    found = [disagreement(value, expected[f"output{i}"], expected[f"allowed{i}"]) for i, value in enumerate(results)]
-    return "; ".join(text for text in found if text)
-
-
 '''
+
+CHECK += COMPARE
 
 _ONNXRUNTIME = '''\
 def actual():
@@ -99,13 +96,4 @@ RUNNERS = {"onnxruntime": _ONNXRUNTIME, "openvino": _OPENVINO, "recorded": _RECO
 
 NEEDS = {"onnxruntime": "numpy and onnxruntime", "openvino": "numpy and openvino", "recorded": "numpy"}
 
-TEST = """\
-def test_actual_agrees_with_expected():
-    problem = compare(actual())
-    assert not problem, problem
-
-
-if __name__ == "__main__":
-    found = compare(actual())
-    raise SystemExit(found or print("agrees with float64"))
-"""
+TEST = TEST_ACTUAL

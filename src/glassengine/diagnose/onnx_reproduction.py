@@ -24,6 +24,7 @@ from glassengine.diagnose.torch_source import comment
 from glassengine.environment import versions
 from glassengine.errors import UsageError
 from glassengine.program.onnx.translate import free_names
+from glassengine.program.onnx.types import ELEMENT_TYPES
 from glassengine.program.program import Program
 
 if TYPE_CHECKING:
@@ -33,18 +34,6 @@ MODEL = "model.onnx"
 ARRAYS = ("inputs.npz", "expected.npz", "actual.npz")
 MAX_BYTES = 1 << 30
 """Most bytes of weights in the file."""
-
-_ELEMENT_TYPES = {
-    torch.float32: 1,
-    torch.uint8: 2,
-    torch.int8: 3,
-    torch.int16: 5,
-    torch.int32: 6,
-    torch.int64: 7,
-    torch.bool: 9,
-    torch.float16: 10,
-    torch.float64: 11,
-}
 
 
 def onnx_files(
@@ -122,16 +111,16 @@ def one_piece(
             graph.initializer.append(proto)
         elif name in constants:
             graph.node.insert(0, constants[name])
-        elif name in values and values[name].dtype in _ELEMENT_TYPES:
+        elif name in values and values[name].dtype in ELEMENT_TYPES:
             tensor = values[name]
             inputs[name] = _array(tensor)
-            graph.input.append(helper.make_tensor_value_info(name, _ELEMENT_TYPES[tensor.dtype], list(tensor.shape)))
+            graph.input.append(helper.make_tensor_value_info(name, ELEMENT_TYPES[tensor.dtype], list(tensor.shape)))
         else:
             raise UsageError(f"a value that the nodes read is not at hand: {name}")
     if size > MAX_BYTES:
         raise UsageError("the weights of these nodes are too large for one file", got=f"{size:,} bytes")
     for node, value in zip(piece.outputs, results, strict=True):
-        kind = _ELEMENT_TYPES.get(program.node(node).meta["val"].dtype, 1)
+        kind = ELEMENT_TYPES.get(program.node(node).meta["val"].dtype, 1)
         graph.output.append(helper.make_tensor_value_info(source.values[node], kind, list(value.shape)))
     opsets = list(model.opset_import)
     written = helper.make_model(graph, opset_imports=opsets, ir_version=max(4, model.ir_version))
@@ -142,7 +131,7 @@ def one_piece(
 def _initializer(name: str, tensor: torch.Tensor | None) -> onnx.TensorProto:
     from onnx import numpy_helper
 
-    if tensor is None or tensor.is_meta or tensor.dtype not in _ELEMENT_TYPES:
+    if tensor is None or tensor.is_meta or tensor.dtype not in ELEMENT_TYPES:
         raise UsageError(f"a weight that the nodes read is not at hand: {name}")
     return numpy_helper.from_array(_array(tensor), name)
 

@@ -26,6 +26,16 @@ DEVICES = {devices}
 
 """
 
+COMPARE = '''\
+def compare(results):
+    """Say what is wrong with the results of `actual`; "" where rounding explains all of it."""
+    expected = load("expected")
+    found = [disagreement(value, expected[f"output{i}"], expected[f"allowed{i}"]) for i, value in enumerate(results)]
+    return "; ".join(text for text in found if text)
+
+
+'''
+
 CHECK = '''\
 def disagreement(actual, expected, allowed):
     """Say what is wrong with `actual`; "" where rounding explains all of it."""
@@ -62,14 +72,9 @@ def given(names):
     return [tensors[name] for name in names]
 
 
-def compare(results):
-    """Say what is wrong with the results of `actual`; "" where rounding explains all of it."""
-    expected = load("expected")
-    found = [disagreement(value, expected[f"output{i}"], expected[f"allowed{i}"]) for i, value in enumerate(results)]
-    return "; ".join(text for text in found if text)
-
-
 '''
+
+CHECK += COMPARE
 
 TEST_EXPECTED = """\
 def test_expected_is_what_float64_gives():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -84,9 +85,30 @@ def tied_choices(
         if any(side.is_floating_point() for side in both):
             each = [_error(leaf, v, u_in, settled) for leaf, v in zip(op.args[:2], both, strict=True)]
             return _within_reach(*zip(both, each, strict=True)).expand(exact.shape)
+    if name == "max_pool2d_with_indices":
+        return _same_in_plane(op, args[0], exact, candidate, u_in, settled)
     if name == "quantize":
         return _near_steps(op, args, exact, candidate, u_in, settled)
     return None
+
+
+def _same_in_plane(
+    op: Node,
+    values: torch.Tensor,
+    exact: torch.Tensor,
+    candidate: torch.Tensor,
+    u_in: float,
+    settled: Mapping[str, torch.Tensor],
+) -> torch.Tensor | None:
+    """Return where a pool may have chosen another value that rounding cannot tell apart; places are those in all."""
+    plane = math.prod(values.shape[2:])
+    ours, theirs = exact.long(), candidate.long()
+    if bool(((theirs < 0) | (theirs >= values.numel())).any()):
+        return None
+    errors = _error(op.args[0], values, u_in, settled).flatten()
+    sides = [(values.flatten()[at], errors[at]) for at in (ours, theirs)]
+    equal = sides[0][0] == sides[1][0]
+    return (equal | _within_reach(*sides)) & (ours // plane == theirs // plane)
 
 
 def _error(leaf: Any, value: torch.Tensor, u_in: float, settled: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -131,7 +132,7 @@ def other_ops(question: Question) -> Iterator[Hypothesis]:
                 )
         if name in ("conv1d", "conv2d", "conv3d"):
             yield from _convolutions(question, node)
-        if name.removeprefix("adaptive_").startswith(("max_pool", "avg_pool")):
+        if re.fullmatch("(adaptive_)?(max|avg)_pool[123]d", name):
             other = name.replace("max", "avg") if "max" in name else name.replace("avg", "max")
             yield Hypothesis("other", f"{other} in the place of {name}", {node: _pooled(other)})
         if "upsample" in name:

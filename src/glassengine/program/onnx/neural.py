@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from glassengine.program.onnx.function import OnnxFunction
+from glassengine.program.onnx.pooling import amounts_of, to_ceiling
 from glassengine.program.onnx.shapes import integers
 from glassengine.program.onnx.table import TRANSLATIONS, Call, OnnxNode, computes, same, translation
 
@@ -53,28 +54,6 @@ def _einsum(*values: Tensor, equation: str) -> Tensor:
     return torch.einsum(equation.replace(" ", ""), *values)
 
 
-def _amounts(
-    sizes: tuple[int, ...],
-    kernel: list[int],
-    strides: list[int],
-    dilations: list[int],
-    pads: list[int] | None,
-    auto_pad: str,
-) -> list[int]:
-    """Return the padding of the last dimensions in torch's order: (before, after) of the last one first."""
-    if auto_pad.startswith("SAME"):
-        both = []
-        for size, k, stride, dilation in zip(sizes, kernel, strides, dilations, strict=True):
-            total = max(0, (-(-size // stride) - 1) * stride + (k - 1) * dilation + 1 - size)
-            less = total // 2
-            both.append((less, total - less) if auto_pad == "SAME_UPPER" else (total - less, less))
-    else:
-        rank = len(kernel)
-        given = pads or [0] * (2 * rank)
-        both = list(zip(given[:rank], given[rank:], strict=True))
-    return [amount for pair in reversed(both) for amount in pair]
-
-
 @computes("convolution", "Conv")
 def convolution(
     x: Tensor,
@@ -92,7 +71,7 @@ def convolution(
     rank = w.dim() - 2
     kernel = kernel_shape or list(w.shape[2:])
     steps, widths = strides or [1] * rank, dilations or [1] * rank
-    padded = F.pad(x, _amounts(tuple(x.shape[2:]), kernel, steps, widths, pads, auto_pad))
+    padded = F.pad(x, amounts_of(tuple(x.shape[2:]), kernel, steps, widths, pads, auto_pad))
     return torch.convolution(padded, w, b, steps, [0] * rank, widths, False, [0] * rank, group)
 
 
@@ -135,55 +114,6 @@ def _conv_transpose(
     return full if b is None else full + b.reshape(1, -1, *[1] * rank)
 
 
-_MAX_POOLS = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
-
-
-@translation("MaxPool")
-def _max_pool(node: OnnxNode) -> Call:
-    if len(node.proto.output) > 1 or node.attribute("storage_order"):
-        raise NotImplementedError("indices of a pool")
-    options = {name: node.attribute(name) for name in ("kernel_shape", "strides", "dilations", "pads")}
-    options |= {"auto_pad": node.attribute("auto_pad", "NOTSET"), "ceil_mode": node.attribute("ceil_mode", 0)}
-    return OnnxFunction(_pooled_max, "max_pool2d"), (node.inputs[0],), options
-
-
-def _pooled_max(
-    x: Tensor,
-    *,
-    kernel_shape: list[int],
-    strides: list[int] | None,
-    dilations: list[int] | None,
-    pads: list[int] | None,
-    auto_pad: str,
-    ceil_mode: int,
-) -> Tensor:
-    rank = len(kernel_shape)
-    steps, widths = strides or [1] * rank, dilations or [1] * rank
-    amounts = _amounts(tuple(x.shape[2:]), kernel_shape, steps, widths, pads, auto_pad)
-    if ceil_mode:
-        amounts = _to_ceiling(tuple(x.shape[2:]), kernel_shape, steps, widths, amounts)
-    low = -math.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
-    padded: Tensor = F.pad(x, amounts, value=low)
-    if not x.is_floating_point():
-        return _MAX_POOLS[rank](padded.double(), kernel_shape, steps, 0, widths).to(x.dtype)
-    return _MAX_POOLS[rank](padded, kernel_shape, steps, 0, widths)
-
-
-def _to_ceiling(
-    sizes: tuple[int, ...], kernel: list[int], strides: list[int], dilations: list[int], amounts: list[int]
-) -> list[int]:
-    """Return padding after which the last, partial windows are whole; a window begins before the right padding."""
-    more = list(amounts)
-    for i, size in enumerate(sizes):
-        at = 2 * (len(sizes) - 1 - i)
-        span = size + amounts[at] + amounts[at + 1] - ((kernel[i] - 1) * dilations[i] + 1)
-        windows = -(-span // strides[i])
-        if windows * strides[i] >= size + amounts[at]:
-            windows -= 1
-        more[at + 1] += max(0, windows * strides[i] - span)
-    return more
-
-
 @translation("AveragePool")
 def _average_pool(node: OnnxNode) -> Call:
     if any(width != 1 for width in node.attribute("dilations") or []):
@@ -209,8 +139,8 @@ def _pooled_average(
 ) -> Tensor:
     rank = len(kernel_shape)
     steps, ones = strides or [1] * rank, [1] * rank
-    amounts = _amounts(tuple(x.shape[2:]), kernel_shape, steps, ones, pads, auto_pad)
-    whole = _to_ceiling(tuple(x.shape[2:]), kernel_shape, steps, ones, amounts) if ceil_mode else amounts
+    amounts = amounts_of(tuple(x.shape[2:]), kernel_shape, steps, ones, pads, auto_pad)
+    whole = to_ceiling(tuple(x.shape[2:]), kernel_shape, steps, ones, amounts) if ceil_mode else amounts
     # What is counted: the values and, where that is asked for, the padding; never what completes a partial window.
     counted = F.pad(torch.ones_like(x[:1, :1]), amounts, value=float(count_include_pad))
     counted = F.pad(counted, [b - a for a, b in zip(amounts, whole, strict=True)])

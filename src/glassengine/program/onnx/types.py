@@ -82,26 +82,32 @@ def _asked(file: OnnxFile, names: list[str]) -> dict[str, ValueType]:
         return {}
     found = {}
     for output in session.get_outputs():
-        element_type = _ELEMENT_TYPES.get(output.type)
+        element_type = _CALLED.get(output.type)
         if element_type is not None:
             sizes = tuple(UNKNOWN_SIZE if size is None else size for size in output.shape or ())
             found[output.name] = ValueType(element_type, sizes)
     return found
 
 
-_ELEMENT_TYPES = {
+ELEMENT_TYPES = {
+    torch.float32: 1,
+    torch.uint8: 2,
+    torch.int8: 3,
+    torch.int16: 5,
+    torch.int32: 6,
+    torch.int64: 7,
+    torch.bool: 9,
+    torch.float16: 10,
+    torch.float64: 11,
+}
+"""dtype -> ONNX element type (`TensorProto.DataType`), of what a program may take or return."""
+
+_CALLED = {
     "tensor(float)": 1,
-    "tensor(uint8)": 2,
-    "tensor(int8)": 3,
-    "tensor(uint16)": 4,
-    "tensor(int16)": 5,
-    "tensor(int32)": 6,
-    "tensor(int64)": 7,
-    "tensor(bool)": 9,
-    "tensor(float16)": 10,
     "tensor(double)": 11,
+    "tensor(uint16)": 4,
     "tensor(uint32)": 12,
     "tensor(uint64)": 13,
     "tensor(bfloat16)": 16,
-}
+} | {f"tensor({str(dtype).removeprefix('torch.')})": number for dtype, number in ELEMENT_TYPES.items()}
 """What ONNX Runtime calls a type -> ONNX element type."""
