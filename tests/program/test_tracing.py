@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -56,16 +55,6 @@ def test_a_graph_is_written_once_and_the_same_everywhere(tmp_path: Path) -> None
     assert written["a"] == written["b"] != written["c"]
     shapes = [node.meta["val"].shape for node in load_graph(tmp_path / "b").graph.nodes if node.op == "placeholder"]
     assert shapes == [(2, 3)]
-
-
-def test_code_is_generated_when_a_graph_module_runs() -> None:
-    dynamic: dict[str, Any] = {"x": {0: torch.export.Dim.DYNAMIC}}
-    with fast_tracing(dynamic):
-        module = torch.fx.symbolic_trace(torch.nn.ReLU())
-        assert not hasattr(module, "_code")
-        assert module(torch.tensor([-1.0, 2.0])).tolist() == [0.0, 2.0]
-        assert "relu" in module.code
-    assert "relu" in torch.fx.symbolic_trace(torch.nn.ReLU()).code
 
 
 def test_frames_are_those_of_torch() -> None:

@@ -4,8 +4,7 @@ A trace allocates millions of small objects and frees few, so that the collector
 of fake tensors proves for each result that its strides are those of an earlier one; with symbolic sizes that proof
 costs more than to compute the result again (a decoder of eight layers: 3.7 s in place of 5.0), with fixed sizes less.
 
-A trace makes some twenty graph modules, and each generates and compiles code that hardly any runs; and it looks up the
-lines of a hundred frames for each op, which are the same few thousand. Both take a sixth of its time.
+It looks up the lines of a hundred frames for each op, which are the same few thousand: a sixth of its time.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.fx import GraphModule
-from torch.fx.graph import _PyTreeCodeGen
 from torch.utils import _pytree as pytree
 from torch.utils import _traceback
 
@@ -51,26 +48,7 @@ def fast_tracing(dynamic: Any) -> Iterator[None]:
     is_symbolic = any(leaf is not None for leaf in pytree.tree_leaves(dynamic))
     caching = config.fake_tensor_cache_enabled and not is_symbolic
     patched = torch._dynamo.config.patch(fake_tensor_cache_enabled=caching)
-    with without_collections(), patched, _code_when_it_runs(), _frames_once():
-        yield
-
-
-@contextlib.contextmanager
-def _code_when_it_runs() -> Iterator[None]:
-    """Compile the code of graph modules when they are called, not whenever their graphs change."""
-    compile_now: Any = GraphModule.recompile
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        compile_now(self)
-        return self.forward(*args, **kwargs)
-
-    def recompile(self: Any) -> None:
-        if isinstance(self._graph._codegen, _PyTreeCodeGen):
-            self._in_spec = self._graph._codegen.pytree_info.in_spec
-            self._out_spec = self._graph._codegen.pytree_info.out_spec
-        type(self).forward = forward  # each graph module has a class of its own
-
-    with mock.patch.object(GraphModule, "recompile", recompile):
+    with without_collections(), patched, _frames_once():
         yield
 
 

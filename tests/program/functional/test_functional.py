@@ -12,6 +12,7 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 
 from glassengine.program import export, export_program, load_model
+from glassengine.program.export import export_module
 from glassengine.program.functional import Unknown, decomposed, functional, rewritten
 from glassengine.testing import families, models
 
@@ -155,6 +156,19 @@ def test_what_has_no_rule_is_left_to_torch(function: Callable[..., Any], module:
     x = torch.randn(2, 4, 6)
     results = [copy.deepcopy(program).module(check_guards=False)(x.clone()) for program in (exported, found)]
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("batches", [(2,), (2, 5)])
+def test_a_model_without_a_rule_is_exported(batches: tuple[int, ...]) -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return changes_a_part(self, x)
+
+    program = export_module(Model(), [{"x": torch.ones(batch, 4, 6)} for batch in batches])
+    with pytest.raises(Unknown):
+        rewritten(traced(changes_a_part, (2, 4, 6)))
+    result = program.exported.module(check_guards=False)(x=torch.ones(2, 4, 6))
+    torch.testing.assert_close(result, changes_a_part(Model(), torch.ones(2, 4, 6)))
 
 
 def test_names_are_counted_by_op() -> None:
