@@ -154,3 +154,14 @@ def test_functions_of_a_file_are_judged_op_by_op(tmp_path: Path, backend: str) -
     onnx.save(model, tmp_path / "other.onnx")
     found = glass.check(tmp_path / "one.onnx", candidate=tmp_path / "other.onnx").first_divergence
     assert found is not None and "sigmoid here, tanh" in found.hints[0].text
+
+
+def test_a_mistake_that_a_maximum_hides_is_named(tmp_path: Path) -> None:
+    text = """g (float[B, 4] x) => (float[B, 4] y) <float[4] b = {3.0, 4.0, 5.0, 6.0}> {
+        s = Sigmoid (x) a = Add (s, b) h = Add (a, b) m = Exp (s) n = Add (m, b) o = Add (n, n) y = Max (o, h) }"""
+    found = checked(tmp_path, text, text.replace("a = Add (s, b)", "a = Sub (s, b)"))
+    assert not found.ok and found.first_divergence is not None and found.first_divergence.site == "a"
+    twin = text.replace(
+        "a = Add (s, b)", "minus = Constant <value = float[4] {-3., -4., -5., -6.}> () a = Sub (s, minus)"
+    )
+    assert checked(tmp_path, text, twin).ok

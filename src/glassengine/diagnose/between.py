@@ -125,8 +125,13 @@ def reads_the_same(
         found: Node -> counterpart.
         names: Placeholder -> input, of both programs.
     """
-    if ours.target != theirs.target:
-        return False
+    return ours.target == theirs.target and reads_counterparts(ours, theirs, found, names)
+
+
+def reads_counterparts(
+    ours: Node, theirs: Node, found: Mapping[str, str], names: tuple[Mapping[str, str], Mapping[str, str]]
+) -> bool:
+    """Whether two nodes read counterparts, whatever they make of them; for the arguments see `reads_the_same`."""
     sources = [
         [leaf for leaf in pytree.tree_leaves((node.args, dict(node.kwargs))) if isinstance(leaf, Node)]
         for node in (ours, theirs)

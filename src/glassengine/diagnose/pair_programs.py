@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+
+from torch.fx import Node
 
 from glassengine.compare.pairing import SitePair, pair_sites
-from glassengine.diagnose.between import reads_the_same
+from glassengine.diagnose.between import reads_counterparts, reads_the_same
 from glassengine.diagnose.cases import Case
 from glassengine.diagnose.counterparts import Counterparts
 from glassengine.diagnose.paired_results import ports
@@ -20,6 +22,21 @@ def pair_programs(baseline: Program, candidate: Program, cases: Sequence[Case]) 
     nodes = ({node.name: node for node in program.graph.nodes} for program in (baseline, candidate))
     left, right = nodes
     names = ports(baseline), ports(candidate)
-    if not ours and not theirs and all(reads_the_same(left[a], right[b], found, names) for a, b in found.items()):
-        return {pair.baseline.node: pair for pair in pairs}
+    if not ours and not theirs:
+        if all(reads_the_same(left[a], right[b], found, names) for a, b in found.items()):
+            return {pair.baseline.node: pair for pair in pairs}
+        are_files = baseline.onnx is not None and candidate.onnx is not None
+        if are_files and all(reads_counterparts(left[a], right[b], found, names) for a, b in found.items()):
+            other = {a for a, b in found.items() if left[a].target != right[b].target}
+            if _are_apart(other, left):
+                return {pair.baseline.node: pair for pair in pairs}
     return Counterparts(baseline, candidate, probe(candidate, cases)).find()
+
+
+def _are_apart(nodes: Collection[str], graph: Mapping[str, Node]) -> bool:
+    """Whether no two of these nodes are neighbours: what is written with other ops in another order takes two of them.
+
+    One op alone in the place of another one makes the same, or is wrong, whatever a maximum behind it hides.
+    """
+    beside = (other for name in nodes for other in (*graph[name].all_input_nodes, *graph[name].users))
+    return not any(other.name in nodes for other in beside)
