@@ -267,12 +267,16 @@ def decisions(mistake: str) -> tuple[nn.Module, nn.Module]:
             tensors[f"own.{name}.{part}"] = weights[f"{source}.{part}"]
         for number in range(2):
             at, source = f"own._gpt2._transformer.{number}", f"encoder.h.{number}"
-            packed = weights[f"{source}.attn.c_attn.{part}"].T.chunk(3)
+            turned = {
+                name: weights[f"{source}.{name}.{part}"].t()  # [I, O] there, and a bias stays as it is
+                for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+            }
+            packed = turned["attn.c_attn"].chunk(3)
             for name, tensor in zip("qkv", packed, strict=True):
                 tensors[f"{at}._attention._{name}.{part}"] = tensor
-            tensors[f"{at}._attention._proj.{part}"] = weights[f"{source}.attn.c_proj.{part}"].T
-            tensors[f"{at}._mlp._l1.{part}"] = weights[f"{source}.mlp.c_fc.{part}"].T
-            tensors[f"{at}._mlp._l2.{part}"] = weights[f"{source}.mlp.c_proj.{part}"].T
+            tensors[f"{at}._attention._proj.{part}"] = turned["attn.c_proj"]
+            tensors[f"{at}._mlp._l1.{part}"] = turned["mlp.c_fc"]
+            tensors[f"{at}._mlp._l2.{part}"] = turned["mlp.c_proj"]
             tensors[f"{at}._layer_norm1.{part}"] = weights[f"{source}.ln_1.{part}"]
             tensors[f"{at}._layer_norm2.{part}"] = weights[f"{source}.ln_2.{part}"]
     copied(other, tensors)
