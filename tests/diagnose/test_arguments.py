@@ -358,3 +358,36 @@ def test_results_in_containers_whose_entries_torch_has_no_names_for(how: str, fa
     assert result.ok == (factor == 1.0)
     assert result.coverage == 1.0
     assert len({found.name for found in result.results}) == 2
+
+
+class Labeled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.table, self.times = nn.Linear(8, 8), nn.Embedding(5, 8), nn.Linear(1, 8)
+
+    def run(self, image: Tensor, times: Tensor, labels: Tensor) -> Tensor:
+        return self.linear(image) + self.table(labels)[:, None] + self.times(times[:, None])[:, None]
+
+
+class ByNames(Labeled):
+    def forward(self, image: Tensor, times: Tensor, labels: Tensor) -> Tensor:
+        return self.run(image, times, labels)
+
+
+class Insists(Labeled):
+    """Has a default for what it cannot do without, and more that it can."""
+
+    def forward(
+        self, x: Tensor, t: Tensor, y: Tensor | None = None, mask: Tensor | None = None, low: Tensor | None = None
+    ) -> Tensor:
+        assert y is not None, "give y"
+        made = self.run(x, t, y)
+        return made if low is None else made + low
+
+
+def test_an_argument_with_a_default_that_a_forward_insists_on(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    baseline = ByNames()
+    inputs = {"image": torch.randn(2, 3, 8), "times": torch.rand(2), "labels": torch.tensor([3, 1])}
+    result = check(baseline, candidate=alike(Insists(), baseline), inputs=save(tmp_path, [inputs]))
+    assert result.ok and result.coverage == 1.0

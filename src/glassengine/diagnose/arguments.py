@@ -165,9 +165,11 @@ class _Match:
         optional = self._optional()
         attempts = list(itertools.islice(self._assignments(base, free, missing, optional), _MOST_TRIED + 1))
         if len(attempts) > _MOST_TRIED:
-            return self._in_stages(base, free, missing, optional)
+            # What has a default may be needed all the same: then all are given at once.
+            with contextlib.suppress(IncomparableError):
+                return self._in_stages(base, free, missing, optional)
         running: list[Arguments] = []
-        for attempt in attempts:
+        for attempt in attempts[:_MOST_TRIED]:
             if self._runs(attempt):
                 running.append(attempt)
                 if len(free) == 1 and missing and len(attempt.names) == len(base.names) + 1:
