@@ -40,6 +40,7 @@ class Pair:
         make: Given a mistake, or "" for a port that is right, returns baseline and candidate of the same weights.
         inputs: Of one forward, by name.
         mistakes: By name, which is what `make` is given.
+        known: Why the right one is not judged finely enough today, where it is not; it counts as a failure.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Pair:
     make: Callable[[str], tuple[nn.Module, nn.Module]]
     inputs: Mapping[str, Tensor]
     mistakes: Mapping[str, Mistake] = field(default_factory=dict)
+    known: str = ""
 
 
 def module_of(package: str, file: str) -> Any:

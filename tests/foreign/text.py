@@ -187,5 +187,6 @@ PAIRS = [
             ),
             "offset": Mistake(["model.layers.0.input_layernorm/*"], ["1 + input_layernorm.weight is multiplied"]),
         },
+        "84 %: with pairs of neighbors rotated the second attention is paired at the product below it",
     ),
 ]
