@@ -299,7 +299,7 @@ PAIRS = [
             "shift first": Mistake(["down_blocks.0.resnets.0/*"], ["getitem.1 stands in the place of getitem.0"]),
             "no label": Mistake(["./add.0"], ["not added", "missing"]),
             "skips": Mistake(["up_blocks.0/cat.0"], ["parts 0 and 1"]),
-            "turned": Mistake(["down_blocks.0.downsamplers.0*"], ["turned", "reverse"]),
+            "not resized": Mistake(["down_blocks.0.downsamplers.0*"], ["turned", "reverse"]),
             "packed otherwise": Mistake(["down_blocks.1.attentions.0*"], ["order", "interleaved", "rows", "heads"]),
             "norms exchanged": Mistake(["mid_block.resnets.0.norm1/*"], ["norm2", "bias"]),
         },

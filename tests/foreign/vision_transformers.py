@@ -249,7 +249,9 @@ PAIRS = [
             "scale left out": Mistake(["blocks.0/mul.1"], ["missing", "gamma_2"]),
             "residual": Mistake(["blocks.0/add.1"], ["layer_norm", "norm2", "stands in the place"]),
             "epsilon": Mistake(["blocks.0.norm1/layer_norm.0"], ["eps"]),
-            "order of rows": Mistake(["blocks.1.attn/linear.0"], ["exchanged"]),
+            "order of rows": Mistake(
+                ["blocks.1.attn/linear.0", "blocks.1.attn/scaled_dot_product_attention.0"], ["exchanged"]
+            ),
         },
     ),
 ]
