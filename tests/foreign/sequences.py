@@ -59,6 +59,9 @@ PAIRS = [
         (),
         gru,
         {"input": torch.randn(2, 15, 5, generator=G)},
-        {"gates": Mistake(["own/*"], []), "order": Mistake(["own/*"], [])},
+        {
+            "gates": Mistake(["own/*"], ["order", "exchanged", "in the place of"]),
+            "order": Mistake(["own/*"], ["order", "exchanged", "reverse"]),
+        },
     ),
 ]

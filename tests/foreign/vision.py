@@ -67,13 +67,13 @@ PAIRS = [
         vit,
         {"x": torch.randn(2, 11, 24, generator=torch.Generator().manual_seed(1))},
         {
-            "epsilon": Mistake(["layers.1.1.net.0/*"], []),
-            "norms": Mistake(["layers.0.0.norm/*"], []),
-            "bias": Mistake(["layers.1.0.to_out.0/*"], []),
-            "exchanged": Mistake(["layers.1.0/m*"], []),
-            "scale": Mistake(["layers.0.0/mul.0", "layers.0.0/matmul.0"], []),
-            "residual": Mistake(["./add.2"], []),
-            "activation": Mistake(["layers.0.1.net.2/gelu.0"], []),
+            "epsilon": Mistake(["layers.1.1.net.0/*"], ["eps"]),
+            "norms": Mistake(["layers.0.0.norm/*"], ["holds the weight", "in the place of", "exchanged"]),
+            "bias": Mistake(["layers.1.0.to_out.0/*"], ["bias"]),
+            "exchanged": Mistake(["layers.1.0/m*"], ["exchanged", "in the place of"]),
+            "scale": Mistake(["layers.0.0/mul.0", "layers.0.0/matmul.0"], ["1.1 times"]),
+            "residual": Mistake(["./add.2"], ["missing", "not added", "left out"]),
+            "activation": Mistake(["layers.0.1.net.2/gelu.0"], ["tanh"]),
         },
     )
 ]
