@@ -146,13 +146,12 @@ def rebuilt(
     signature.output_specs = list(output_specs)
     root = torch.fx.GraphModule(exported.graph_module, graph)
     calls = copy.copy(exported.module_call_graph)
-    if out_spec is not None:
-        first = copy.copy(calls[0])
-        first.signature = copy.copy(first.signature)
-        assert first.signature is not None
-        first.signature.out_spec = out_spec
-        first.signature.outputs = [s.arg for s in output_specs if s.kind is OutputKind.USER_OUTPUT]
-        calls[0] = first
+    if calls and calls[0].signature is not None:
+        calls[0] = copy.copy(calls[0])
+        calls[0].signature = called = copy.copy(calls[0].signature)
+        assert called is not None
+        called.outputs = [s.arg for s in output_specs if s.kind is OutputKind.USER_OUTPUT]
+        called.out_spec = called.out_spec if out_spec is None else out_spec
     return ExportedProgram(
         root=root,
         graph=graph,
