@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import re
 from typing import Any
 
@@ -12,8 +11,6 @@ from absent import standing_in
 from images import Edits, exchanged, with_mistake
 from pair import Mistake, Pair, edited, shaken
 from torch import Tensor, nn
-
-logging.disable(logging.INFO)
 
 
 def grouped(tensors: dict[str, Tensor], parts: str, to: str) -> None:
