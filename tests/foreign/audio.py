@@ -127,7 +127,7 @@ PAIRS = [
         {"input": torch.randn(2, 8, 19, generator=G)},
         {
             "flipped": Mistake(["1.dwconv/*"], ["flipped"]),
-            "padding": Mistake(["1.dwconv/*"], ["padd", "moved by"]),
+            "padding": Mistake(["1.dwconv/*"], ["pad", "moved by"]),
             "epsilon": Mistake(["1.norm/*"], ["eps"]),
             "activation": Mistake(["1.act/*"], ["silu", "gelu"]),
             "gamma": Mistake(["1/mul.0"], ["missing", "not multiplied", "left out"]),
@@ -144,7 +144,7 @@ PAIRS = [
             "positions": Mistake(["attn.fn*"], ["negat", "sign", "reverse", "flipped", "other order"]),
             "off by one": Mistake(["attn.fn*"], ["moved by", "off by"]),
             "gate": Mistake(["conv.net.3/*"], ["other factor", "exchanged", "in the place of"]),
-            "padding": Mistake(["conv.net.4*"], ["padd", "moved by"]),
+            "padding": Mistake(["conv.net.4*"], ["pad", "moved by"]),
             "half": Mistake(["ff2/mul.0"], ["2 times", "0.5 here"]),
         },
     ),
