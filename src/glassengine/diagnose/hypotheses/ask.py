@@ -86,7 +86,13 @@ class Asked:
             if len(readers) != 1:
                 return None
             (place,) = readers
-        return None if place is trial.end or place.name in self._known else place.name
+        if place is trial.end or place.name in self._known:
+            return None
+        # What else reads it would be wrong as well, and nothing says so.
+        inside = {op.name for op in trial.ops}
+        own = next((node for node in self.program.graph.nodes if node.name == place.name), None)
+        is_read_elsewhere = own is not None and any(user.name not in inside for user in own.users)
+        return None if is_read_elsewhere else place.name
 
     @torch.no_grad()
     def differences(self, node: Node, actual: torch.Tensor, valid: torch.Tensor | None) -> list[Hint]:
