@@ -50,6 +50,26 @@ def test_any_sizes_in_any_order(data: st.DataObject, tmp_path_factory: pytest.Te
         assert torch.equal(opened.tensor(entry), written[entry.site, entry.step])
 
 
+def test_a_large_tensor_behind_a_ring_that_is_nearly_full(tmp_path: Path) -> None:
+    written = {f"s{number}": torch.full((16_384 * (4 - number // 3),), float(number)) for number in range(4)}
+    written["large"] = torch.arange(150_000.0)
+
+    def record() -> None:
+        writer = BackgroundWriter(tmp_path / "r", metadata={}, ring_bytes=RING)
+        for site, tensor in written.items():
+            writer.write(site, 0, tensor)
+        writer.commit(0)
+        writer.close()
+
+    thread = threading.Thread(target=record, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive(), "the model and the thread that writes wait for one another"
+    opened = Recording.open(tmp_path / "r")
+    assert {entry.site for entry in opened.entries} == set(written)
+    assert all(torch.equal(opened.tensor(entry), written[entry.site]) for entry in opened.entries)
+
+
 def test_equal_bytes_of_a_step_are_stored_once(tmp_path: Path) -> None:
     writer = BackgroundWriter(tmp_path / "r", metadata={})
     x = torch.randn(40_000)

@@ -268,6 +268,10 @@ class BackgroundWriter:
                     item.set()
                     continue
                 assert not isinstance(item, Piece), "pieces are taken by the tensor they belong to"
+                if isinstance(item, Streamed) and num_bytes:
+                    # Its pieces may wait for the room that is not given back yet, and it would wait for them.
+                    self._flush(end)
+                    num_bytes = 0
                 try:
                     self._handle(item)
                 except Exception as error:
