@@ -7,7 +7,7 @@ per tensor is held besides the tensors, whatever their size or strides; every dt
 any combination; empty tensors and non-finite elements have defined results.
 """
 
-from glassengine.blocks.pieces import BLOCK_ELEMENTS, Stream, blocks, error_stream, flat, real_stream, widen
+from glassengine.blocks.pieces import BLOCK_ELEMENTS, Stream, agree, blocks, error_stream, flat, real_stream, widen
 from glassengine.blocks.statistics import Moments, lower_median, moments
 from glassengine.blocks.totals import Difference, difference
 
@@ -16,6 +16,7 @@ __all__ = [
     "Difference",
     "Moments",
     "Stream",
+    "agree",
     "blocks",
     "difference",
     "error_stream",

@@ -45,7 +45,6 @@ _IN_FLOAT32 = {torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.u
     torch.bool, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz,
 }  # fmt: skip
 _IN_FLOAT64 = _IN_FLOAT32 | {torch.float64, torch.int32, torch.uint32}
-_ROUNDED = {torch.int64, torch.uint64}
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -53,8 +52,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 def arithmetic_for(baseline: Tensor, candidate: Tensor, rtol: float, atol: float) -> tuple[Arithmetic, ...]:
     """Return what may add up pieces of the two tensors, fastest first; nothing for complex numbers or odd tolerances.
 
-    Where one side is floating, 64-bit integers of the other are rounded to float64; two of them are subtracted exactly
-    elsewhere.
+    What float64 does not hold, 64-bit integers, is subtracted exactly elsewhere.
     """
     dtypes = {baseline.dtype, candidate.dtype}
     if not (0 <= rtol < _LARGEST_TOLERANCE and 0 <= atol < _LARGEST_TOLERANCE):
@@ -64,8 +62,7 @@ def arithmetic_for(baseline: Tensor, candidate: Tensor, rtol: float, atol: float
     # A tensor of less than a row gains nothing from float32.
     if dtypes <= _IN_FLOAT32 and baseline.numel() >= _ROW:
         return Arithmetic(torch.float32, size, rtol, atol), wide
-    floating = any(dtype.is_floating_point for dtype in dtypes)
-    return (wide,) if dtypes <= (_IN_FLOAT64 | _ROUNDED if floating else _IN_FLOAT64) else ()
+    return (wide,) if dtypes <= _IN_FLOAT64 else ()
 
 
 class Arithmetic:

@@ -122,20 +122,33 @@ def one_thread() -> Iterator[None]:
 
 
 def agree(b: Tensor, c: Tensor) -> Tensor:
-    """Return where b and c are the same value, NaN and NaN included."""
+    """Return where b and c are the same value, NaN and NaN included; a complex number in both of its parts."""
+    if b.is_complex() or c.is_complex():
+        wide = torch.promote_types(b.dtype, c.dtype)
+        b, c = (torch.view_as_real(side.to(wide).resolve_conj()) for side in (b, c))
+        return agree(b, c).all(-1)
     return (b == c) | (b.isnan() & c.isnan())
 
 
 def subtract(b: Tensor, c: Tensor, wide_b: Tensor, wide_c: Tensor) -> Tensor:
     """Return c - b in float64; 64-bit integers are subtracted in halves, or neighbours above 2**53 look equal."""
     kinds = {b.dtype, c.dtype}
-    if kinds & {torch.int64, torch.uint64} and not any(kind.is_floating_point or kind.is_complex for kind in kinds):
-        (high_b, low_b), (high_c, low_c) = _halves(b), _halves(c)
-        return (high_c - high_b).to(torch.float64) * 2.0**32 + (low_c - low_b).to(torch.float64)
-    return wide_c - wide_b
+    if not kinds & {torch.int64, torch.uint64} or any(kind.is_complex for kind in kinds):
+        return wide_c - wide_b
+    (high_b, low_b), (high_c, low_c) = _halves(b), _halves(c)
+    exact = (high_c - high_b).to(torch.float64) * 2.0**32 + (low_c - low_b).to(torch.float64)
+    if any(kind.is_floating_point for kind in kinds):
+        # Fractions would be lost in halves of unlike sign, and numbers with fractions are small.
+        return torch.where(wide_b.abs() < 2.0**53, wide_c - wide_b, exact)
+    return exact
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two numbers, exact in float64, of which the first times 2**32 and the second add up to each element."""
+    if x.is_floating_point():
+        wide = x.to(torch.float64)
+        high = (wide / 2.0**32).trunc()
+        return high, wide - high * 2.0**32
     if x.dtype == torch.uint64:
         bits = x.view(torch.int64)
         return (bits >> 32) & 0xFFFFFFFF, bits & 0xFFFFFFFF

@@ -14,7 +14,7 @@ from torch import Tensor
 from glassengine.compare import layouts, shapes
 from glassengine.compare.exemptions import PADDING, Ledger
 from glassengine.compare.globs import NameIndex
-from glassengine.compare.mask_values import without_hidden
+from glassengine.compare.mask_values import seen_by, without_hidden
 from glassengine.compare.matching import Match
 from glassengine.compare.measure import measure, summarize, summarize_errors
 from glassengine.compare.padding import CACHES, Padding
@@ -167,11 +167,10 @@ class Judge:
             known = [used for used in (ours.slots(entry), theirs.slots(other)) if used is not None]
             used = min([x.shape[-2], y.shape[-2], *known])
             x, y = x.narrow(-2, 0, used), y.narrow(-2, 0, used)
-        if x.dtype is torch.bool and y.is_floating_point():
-            # A mask: what may be seen is True, or 0 to be added.
-            y = y == 0
-        elif y.dtype is torch.bool and x.is_floating_point():
-            x = x == 0
+        if x.dtype is torch.bool:
+            y = seen_by(y, x)
+        elif y.dtype is torch.bool:
+            x = seen_by(x, y)
         valid = ours.valid(entry, tuple(x.shape)) if x.shape == y.shape else None
         if valid is None:
             return x, y

@@ -51,6 +51,23 @@ def is_mask(value: Tensor) -> bool:
     return bool(high == 0) and bool(low <= HIDDEN) and bool(((value == 0) | (value <= HIDDEN)).all())
 
 
+def seen_by(added: Tensor, seen: Tensor) -> Tensor:
+    """Return where a mask that is added to scores lets something be seen; what is no such mask as it is.
+
+    Without a number that hides, zeros are such a mask where the other side lets everything be seen, and numbers else.
+
+    Args:
+        added: Of any dtype.
+        seen: Its counterpart, a mask of bools: what may be seen is True.
+    """
+    if not added.is_floating_point() or added.dim() < 2 or not added.numel():
+        return added
+    wide = added.float() if added.element_size() == 1 else added
+    visible, hidden = wide == 0, wide <= HIDDEN
+    is_added = bool((visible | hidden).all()) and bool(hidden.any() or seen.all())
+    return visible if is_added else added
+
+
 def without_hidden(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return two tensors of which nothing but their values is known with 0 where both hide; None where they do nowhere.
 

@@ -42,7 +42,8 @@ def _advice(x: Shape, y: Shape, site: str) -> str | None:
         if y[dim] and x[dim] % y[dim] == 0:
             return f'a fused baseline? --map: {x[dim] // y[dim]} candidates with "concat_dim": {dim}'
     for side, packed, padded in (("candidate_ops", x, y), ("baseline_ops", y, x)):
-        if len(padded) == len(packed) + 1 and padded[2:] == packed[1:] and packed[0] < padded[0] * padded[1]:
+        is_packed = 0 < len(packed) == len(padded) - 1 and padded[2:] == packed[1:]
+        if is_packed and packed[0] < padded[0] * padded[1]:
             return f'packed tokens? --map: "{side}": [{{"op": "pack", "mask": "attention_mask"}}]'
     return None
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from glassengine.blocks import BLOCK_ELEMENTS
+from glassengine.blocks import BLOCK_ELEMENTS, agree
 from glassengine.compare.mask_values import sentinel
 from glassengine.compare.verdict import smallest_precise, unit_roundoff
 from glassengine.recording.noise_floor import Floor
@@ -99,14 +99,12 @@ def _squares(b: Tensor, c: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     either = odd_b | odd_c
     if bool(either.any()):
         # Masks and what is not finite are compared as a class: finfo.min plus a score is finfo.min.
-        same = odd_b & odd_c & ((b == c) | (b.isnan() & c.isnan()) | (_sign(b) == _sign(c)))
+        alike = agree(b, c)
+        # A complex number has no sign, and is no mask.
+        same = odd_b & odd_c & (alike if b.is_complex() else alike | (torch.sign(b) == torch.sign(c)))
         square = torch.where(either, torch.where(same, 0.0, math.inf), square)
         size = torch.where(odd_b, 0.0, size)
     return square, size.square()
-
-
-def _sign(value: Tensor) -> Tensor:
-    return torch.sign(value.real)
 
 
 def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:

@@ -17,6 +17,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
+from glassengine.blocks import agree
 from glassengine.compare.operation import MOVES, POINTWISE, STEPS
 from glassengine.program.naming import op_name
 from glassengine.results import ExemptionReason
@@ -230,4 +231,4 @@ def _differs(value: Any, other: Any) -> Any:
         return False
     if not isinstance(other, torch.Tensor) or other.shape != value.shape:
         return torch.ones_like(value, dtype=torch.bool)
-    return (other != value) & ~(other.isnan() & value.isnan())
+    return ~agree(other, value)

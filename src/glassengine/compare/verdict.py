@@ -32,6 +32,7 @@ from dataclasses import dataclass
 
 import torch
 
+from glassengine.blocks import agree
 from glassengine.compare.known import NOTHING, Known
 from glassengine.compare.mask_values import HIDDEN, is_below, kind_of, sentinel
 from glassengine.compare.slice_means import Counted, SliceMeans, slice_means
@@ -384,7 +385,7 @@ def _equal(candidate: torch.Tensor, native: torch.Tensor, valid: torch.Tensor | 
         return True
     if valid is None and is_finite(candidate):
         return False
-    same = (candidate == native) | (candidate.isnan() & native.isnan())
+    same = agree(candidate, native)
     return bool(same.all() if valid is None else (same | ~valid).all())
 
 

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from glassengine import environment
 from glassengine.backends.protocol import Backend
 from glassengine.backends.registry import choose_backend
+from glassengine.blocks import agree
 from glassengine.diagnose.bisect_compiler import Bisection, bisect_graph
 from glassengine.diagnose.cut_graph import clone
 from glassengine.diagnose.judge_snapshot import judge_snapshot
@@ -239,7 +240,7 @@ def _difference(value: torch.Tensor, recorded: Any) -> tuple[bool, int, float | 
     value = value.detach().cpu()
     if bytes(bytes_of(value)) == bytes(bytes_of(recorded.detach())):
         return True, 0, 0.0
-    differs = (value != recorded) & ~(value.isnan() & recorded.isnan())
+    differs = ~agree(value, recorded)
     error = (value.double() - recorded.double()).abs() if not value.is_complex() else (value - recorded).abs()
     finite = error[error.isfinite()]
     return False, int(differs.sum()), float(finite.max()) if finite.numel() else None

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from glassengine.blocks import agree
 from glassengine.compare.operation import CASTS, LARGEST, MOVES, POINTWISE, RANDOM, STEPS, UNDEFINED
 from glassengine.compare.verdict import SUSPICIOUS, unit_roundoff
 from glassengine.diagnose.ties import COMPARISONS, RANKINGS, chosen_along
@@ -258,5 +259,5 @@ def _differs_at_all(other: Any, exact: Any) -> bool:
 
 
 def _differs(other: Tensor, exact: Tensor, share: float) -> Tensor:
-    same = (other == exact) | (other.isnan() & exact.isnan())
+    same = agree(other, exact)
     return ~same & ~((other - exact).abs() <= share * exact.abs()) if share else ~same
