@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -130,6 +130,7 @@ def _elements(tensor: Tensor) -> list[Any]:
     return [known(complex(value)) for value in tensor.reshape(-1).tolist()]
 
 
+@settings(max_examples=300, deadline=None)
 @given(tensors(), tensors())
 def test_s3_two_tensors_are_identical_exactly_where_all_their_numbers_are(x: Tensor, y: Tensor) -> None:
     try:
