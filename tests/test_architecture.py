@@ -18,7 +18,8 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / PACKAGE
 
 # From the ground up; a unit (file or folder directly under the package) imports only from floors below its own.
 FLOORS = (
-    {"errors", "environment", "torch_versions", "writing", "checksums", "inputs_used"},
+    {"errors"},
+    {"environment", "reading", "torch_versions", "writing", "checksums", "inputs_used"},
     {"accelerators", "sites", "taps", "results", "blocks", "spans", "locations"},
     {"recording", "program"},
     {"compare", "capture", "executable"},

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from glassengine.checksums import crc32
 from glassengine.errors import CorruptError, UnknownNameError, UsageError
+from glassengine.reading.files import open_regular
 from glassengine.recording import layout
 from glassengine.recording.layout import Entry, LeftOut, Location
-from glassengine.recording.recovery import IndexContents, open_regular, read_index
+from glassengine.recording.recovery import IndexContents, read_index
 from glassengine.recording.shard_files import ShardFiles
 from glassengine.recording.sketch import Sketch, sketch
 from glassengine.recording.statistics import summarize
@@ -81,7 +82,7 @@ class Recording:
             )
         manifest = _read_manifest(directory / layout.MANIFEST)
         shards = ShardFiles(directory)
-        with open_regular(directory / layout.INDEX) as index:
+        with open_regular(directory / layout.INDEX, inside=directory) as index:
             contents = read_index(index, shards.data_bytes)
         if manifest["state"] == "complete":
             found = f"{len(contents.steps)} steps, {len(contents.entries)} tensors"
@@ -203,7 +204,7 @@ class Recording:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    with open_regular(path) as file:
+    with open_regular(path, inside=path.parent) as file:
         text = file.read(layout.MAX_MANIFEST_BYTES + 1)
     try:
         if len(text) > layout.MAX_MANIFEST_BYTES:

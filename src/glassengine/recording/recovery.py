@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import bisect
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO
 
-from glassengine.errors import CorruptError
 from glassengine.recording.layout import Entry, LeftOut, Location
 from glassengine.recording.records import (
     append_tokens,
@@ -46,20 +43,6 @@ class IndexContents:
     stopped: dict[int, str]
     token_ids: list[list[int]]
     damage: str | None
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Open `path` for reading if it is a plain file: a link could leave the directory, a pipe would block.
-
-    Raises:
-        CorruptError: It is missing, or something else.
-    """
-    try:
-        if not stat.S_ISREG(path.lstat().st_mode):
-            raise CorruptError("not a plain file", got=str(path))
-        return path.open("rb")
-    except OSError as error:
-        raise CorruptError("a file cannot be read", got=f"{path}: {error.strerror}") from error
 
 
 def read_index(file: BinaryIO, shard_bytes: Mapping[int, int]) -> IndexContents:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from glassengine.errors import CorruptError
+from glassengine.reading.files import open_regular
 from glassengine.recording import layout
 from glassengine.recording.layout import shard_name
-from glassengine.recording.recovery import open_regular
 
 # Smaller ranges are copied: a mapping of a few bytes takes a page, and a process may have some 65000 of them.
 MIN_MAPPED_BYTES = 1 << 20
@@ -81,7 +81,7 @@ class ShardFiles:
                 path = path.with_name(shard_name(shard, sealed=True))
             while len(self._open) >= _MAX_OPEN:
                 os.close(self._open.pop(next(iter(self._open))))
-            with open_regular(path) as file:
+            with open_regular(path, inside=path.parent) as file:
                 found = self._open[shard] = os.dup(file.fileno())
         return found
 
@@ -121,6 +121,6 @@ def _find_shards(directory: Path) -> dict[int, Path]:
 
 def _header_bytes(file: Path) -> int:
     """Return where the data of a shard begins."""
-    with open_regular(file) as opened:
+    with open_regular(file, inside=file.parent) as opened:
         # Written by an earlier version, a shard that was never sealed begins with zeros.
         return 8 + (int.from_bytes(opened.read(8), "little") or layout.HEADER_BYTES - 8)

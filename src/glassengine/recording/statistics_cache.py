@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from glassengine.errors import CorruptError
+from glassengine.reading.files import open_regular
 from glassengine.recording.layout import STATISTICS, Entry
 from glassengine.recording.records import frame, read_frame
-from glassengine.recording.recovery import open_regular
 from glassengine.recording.sketch import LENGTH, NUM_QUANTILES, Sketch
 from glassengine.results import Summary
 
@@ -78,7 +78,10 @@ class StatisticsCache:
         self._is_read = True
         if not self._path.exists():
             return
-        with contextlib.suppress(ValueError, TypeError, CorruptError), open_regular(self._path) as file:
+        with (
+            contextlib.suppress(ValueError, TypeError, CorruptError),
+            open_regular(self._path, inside=self._path.parent) as file,
+        ):
             while file.tell() < _MAX_BYTES and (payload := read_frame(file)) is not None:
                 shard, offset, checksum, dtype = payload.get("key") or [None] * 4
                 if "quantiles" in payload:

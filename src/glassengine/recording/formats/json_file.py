@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from glassengine.errors import CorruptError
-from glassengine.recording.recovery import open_regular
+from glassengine.reading.files import open_regular
 
 MAX_BYTES = 1 << 28
 MAX_ITEMS = 4_000_000
@@ -64,12 +64,12 @@ class JsonFile:
             num_bytes: At most so many; all when None.
         """
         left = max(text.num_bytes - first, 0)
-        with open_regular(self.path) as file:
+        with open_regular(self.path, inside=self.path.parent) as file:
             file.seek(text.offset + first)
             return file.read(left if num_bytes is None else min(num_bytes, left))
 
     def _skeleton(self) -> bytes:
-        with open_regular(self.path) as file:
+        with open_regular(self.path, inside=self.path.parent) as file:
             try:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             except ValueError as error:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from glassengine.errors import CorruptError
+from glassengine.reading.files import open_regular
 from glassengine.recording.layout import STORED, Entry
-from glassengine.recording.recovery import open_regular
 from glassengine.results import Skipped
 
 # numpy itself refuses longer headers, but reads them first: a header may claim 4 GiB, and a deflated one deliver them.
@@ -50,7 +50,7 @@ def describe(path: Path, site: str, *, step: int = 0, rank: int = 0) -> Entry | 
     Raises:
         CorruptError: The file or its header is damaged.
     """
-    with open_regular(path) as file:
+    with open_regular(path, inside=path.parent) as file:
         try:
             shape, _, dtype = read_header(file)
         except ValueError as error:
@@ -71,7 +71,7 @@ def map_array(path: Path, entry: Entry) -> Tensor:
     Raises:
         CorruptError: The file is damaged, or not what it was when it was described.
     """
-    with open_regular(path) as file:
+    with open_regular(path, inside=path.parent) as file:
         try:
             shape, fortran, dtype = read_header(file)
             offset = file.tell()

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from glassengine.errors import CorruptError
+from glassengine.reading.files import open_regular
 from glassengine.recording.formats.npy_file import describe, map_array
 from glassengine.recording.layout import STORED, Entry
-from glassengine.recording.recovery import open_regular
 from glassengine.results import Skipped
 
 _STEP = re.compile(r"(.+)-step(\d{1,9})")
@@ -110,7 +110,7 @@ def _names(folder: Path) -> dict[str, tuple[str, str]]:
     """Return what `npy-names.json` says, if it is there: stem of the files -> name of the tensor and its dtype."""
     if not (folder / _NAMES).exists():
         return {}
-    with open_regular(folder / _NAMES) as file:
+    with open_regular(folder / _NAMES, inside=folder) as file:
         text = file.read(_MAX_NAMES_BYTES + 1)
     try:
         document: Any = json.loads(text) if len(text) <= _MAX_NAMES_BYTES else None

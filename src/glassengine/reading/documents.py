@@ -1,0 +1,181 @@
+"""JSON documents, each with a type: what does not fit is refused with the path of the field, before anyone uses it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from glassengine.errors import CorruptError
+from glassengine.reading.files import read_bytes, shown
+
+Document = TypeVar("Document")
+
+Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+"""A number of things or bytes, or a place among them."""
+
+# What people and programs write nests some ten levels; whoever walks a document calls itself for each.
+MAX_DEPTH = 100
+_MAX_REASON = 400
+_TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+_NO_BRACKETS = bytes(sorted(set(range(256)) - set(b"[]{}")))
+_ALIKE = bytes.maketrans(b"{}", b"[]")
+_MARK = b"\xef\xbb\xbf"  # some editors begin a file with it
+
+
+class _Version(msgspec.Struct):
+    schema_version: int
+
+
+def read_document(
+    path: str | Path,
+    schema: type[Document],
+    *,
+    most: int,
+    inside: str | Path | None = None,
+    what: str = "a JSON document",
+    version: int | None = None,
+    nonfinite: bool = False,
+) -> Document:
+    """Return the JSON document in a plain file.
+
+    Args:
+        path: The file.
+        schema: A `msgspec.Struct`, or any type that msgspec decodes; fields that it does not name are tolerated.
+        most: Bytes of the file at most.
+        inside: As for `reading.files.open_regular`.
+        what: How to call the document in an error.
+        version: The largest `schema_version` that is read; the document must say its own.
+        nonfinite: Whether NaN and Infinity are numbers of it, as other programs write them.
+
+    Raises:
+        UsageError: Without `inside`: there is no such file.
+        CorruptError: With `inside`: the same. The document is too large, damaged or of a newer version.
+    """
+    data = read_bytes(path, most=most, inside=inside)
+    return parsed(data, schema, path, what=what, version=version, nonfinite=nonfinite)
+
+
+def parsed(
+    data: bytes | str,
+    schema: type[Document],
+    where: str | Path,
+    *,
+    what: str = "a JSON document",
+    version: int | None = None,
+    nonfinite: bool = False,
+    unique: bool = False,
+) -> Document:
+    """Return a JSON document that is at hand.
+
+    Args:
+        data: The document; its size is bounded by who read it.
+        schema: As for `read_document`.
+        where: The place to name in an error.
+        what: As for `read_document`.
+        version: As for `read_document`.
+        nonfinite: As for `read_document`.
+        unique: Whether a key that is there twice is an error; otherwise the last one counts.
+
+    Raises:
+        CorruptError: It is damaged, nests too deeply, or is of a newer version.
+    """
+    try:
+        raw = (data.encode() if isinstance(data, str) else data).removeprefix(_MARK)
+        if _too_deep(raw):
+            raise ValueError(f"it nests more than {MAX_DEPTH} levels")
+        if version is not None:
+            _refuse_newer(_decoded(raw, _Version, nonfinite, unique=False).schema_version, version, where, what)
+        return _decoded(raw, schema, nonfinite, unique)
+    except (ValueError, RecursionError, TypeError, MemoryError) as error:
+        raise damaged(what, where, error) from error
+
+
+def converted(value: object, schema: type[Document], where: str | Path, *, what: str = "a JSON document") -> Document:
+    """Return a value of plain lists, dicts and numbers as what `schema` says.
+
+    Raises:
+        CorruptError: It does not fit.
+    """
+    try:
+        return msgspec.convert(value, schema)
+    except (ValueError, RecursionError, TypeError) as error:
+        raise damaged(what, where, error) from error
+
+
+def damaged(what: str, where: str | Path, error: object) -> CorruptError:
+    """Return the error for a document that cannot be used."""
+    reason = shown(str(error))[:_MAX_REASON] or type(error).__name__
+    return CorruptError(f"{what} is damaged", got=f"{shown(where)}: {reason}")
+
+
+def _refuse_newer(found: int, version: int, where: str | Path, what: str) -> None:
+    if found > version:
+        raise CorruptError(
+            f"{what} was written by a newer version of Glass Engine",
+            got=f"{shown(where)}: schema version {found}",
+            expected=f"at most {version}",
+            hint="update Glass Engine",
+        )
+    if found < 1:
+        raise ValueError(f"schema version {found} - at `$.schema_version`")
+
+
+def _decoded(raw: bytes, schema: type[Document], nonfinite: bool, unique: bool) -> Document:
+    if not nonfinite and not unique:
+        return msgspec.json.decode(raw, type=schema)
+    # msgspec's reader knows neither; Python's does, with less care about texts and numbers.
+    number = None if nonfinite else _finite
+    pairs = _without_repetition if unique else None
+    value = json.loads(raw, parse_constant=number, parse_float=number, object_pairs_hook=pairs)
+    _check_texts(value)
+    return msgspec.convert(value, schema)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:40]} is not a number of JSON")
+    return number
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"{counts.most_common(1)[0][0]!r} is there twice")
+    return found
+
+
+def _check_texts(value: object) -> None:
+    """Refuse halves of a character: nothing could print or write them."""
+    left: list[object] = [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, str):
+            if not item.isascii():
+                item.encode()
+        elif isinstance(item, dict):
+            left += item.keys()
+            left += item.values()
+        elif isinstance(item, list):
+            left += item
+
+
+def _too_deep(raw: bytes) -> bool:
+    if raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
+        return False
+    brackets = _TEXT.sub(b"", raw).translate(_ALIKE, _NO_BRACKETS)
+    for _ in range(MAX_DEPTH):
+        shorter = brackets.replace(b"[]", b"")  # takes one level away, the innermost pairs
+        if not shorter:
+            return False
+        if shorter == brackets:  # they do not match: what decodes the document says so
+            return False
+        brackets = shorter
+    return True

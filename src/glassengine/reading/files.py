@@ -1,0 +1,201 @@
+"""Opens plain files only, never leaves a directory that a format owns, and takes no more memory than it was told."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from glassengine.errors import CorruptError, GlassError, UsageError
+
+_READ = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+# A pipe without a writer would block the opening for ever; for a plain file the flag means nothing.
+_NONBLOCK = getattr(os, "O_NONBLOCK", 0)
+_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
+_DIRECTORY = getattr(os, "O_PATH", os.O_RDONLY) | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
+_CAN_WALK = os.open in os.supports_dir_fd and bool(_NOFOLLOW)
+
+# What a shell writes for `<(command)`, and names for what is already open: the user wrote the other end.
+_OPEN_ALREADY = re.compile(r"/dev/(stdin|fd/\d+)|/proc/self/fd/\d+")
+
+_KINDS = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISLNK, "a link"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+def open_regular(path: str | Path, *, inside: str | Path | None = None) -> BinaryIO:
+    """Open a plain file for reading; a pipe, a device, a directory are refused at once.
+
+    Args:
+        path: The file. Without `inside` the user named it, and it may be a link.
+        inside: The directory that a format owns: `path` must lie below it, and no part of the way from there is a link.
+
+    Raises:
+        UsageError: Without `inside`: there is no such file, or it cannot be read.
+        CorruptError: With `inside`: the same, or the way leads out of the directory.
+    """
+    place = Path(path)
+    try:
+        if inside is None:
+            # Opening a device can have effects of its own, so that its kind is looked up first.
+            _regular(os.stat(place).st_mode, place, owned=False)  # noqa: PTH116
+            descriptor = os.open(place, _READ | _NONBLOCK)
+        else:
+            descriptor = _open_inside(place, Path(inside))
+    except OSError as error:
+        kind = UsageError if inside is None else CorruptError
+        raise kind("a file cannot be read", got=f"{shown(place)}: {_reason(error)}") from error
+    except ValueError as error:  # a NUL in a name
+        raise CorruptError("a file cannot be read", got=f"{shown(place)}: {error}") from error
+    try:
+        _regular(os.fstat(descriptor).st_mode, place, owned=inside is not None)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def is_regular(path: str | Path, *, inside: str | Path | None = None) -> bool:
+    """Say whether `open_regular` would open this file."""
+    try:
+        with open_regular(path, inside=inside):
+            return True
+    except GlassError:
+        return False
+
+
+def read_bytes(path: str | Path, *, most: int, inside: str | Path | None = None) -> bytes:
+    """Return what is in a plain file.
+
+    Args:
+        path: The file. Without `inside` also what the user's shell has opened for us (`/dev/stdin`, `<(command)`).
+        most: Bytes that are read at most; a larger file is refused before memory is taken.
+        inside: As for `open_regular`.
+
+    Raises:
+        UsageError: As for `open_regular`.
+        CorruptError: As for `open_regular`, or the file is too large.
+    """
+    if inside is None and _OPEN_ALREADY.fullmatch(str(path)):
+        return _read_stream(Path(path), most)
+    with open_regular(path, inside=inside) as file:
+        return read_open(file, path, most=most)
+
+
+def read_open(file: BinaryIO, path: str | Path, *, most: int) -> bytes:
+    """Return the rest of an open file.
+
+    Args:
+        file: What `open_regular` gave.
+        path: How to call it.
+        most: Bytes at most.
+
+    Raises:
+        CorruptError: It holds more, or cannot be read.
+    """
+    try:
+        size = os.fstat(file.fileno()).st_size - file.tell()
+        # A file can grow while it is read, and those of the kernel say that they are empty.
+        data = file.read(most + 1) if size <= most else b""
+    except OSError as error:
+        raise CorruptError("a file cannot be read", got=f"{shown(path)}: {_reason(error)}") from error
+    if max(size, len(data)) > most:
+        raise too_large(path, max(size, len(data)), most)
+    return data
+
+
+def read_text(
+    path: str | Path, *, most: int, inside: str | Path | None = None, encoding: str = "utf-8", errors: str = "strict"
+) -> str:
+    """Return the text of a plain file; as `read_bytes`, line ends as Python reads them.
+
+    Raises:
+        UsageError: As for `read_bytes`.
+        CorruptError: As for `read_bytes`, or it is not text of this encoding.
+    """
+    data = read_bytes(path, most=most, inside=inside)
+    try:
+        text = data.decode(encoding, errors)
+    except UnicodeDecodeError as error:
+        raise CorruptError("not a text file", got=f"{shown(path)}: {error}", expected=f"text in {encoding}") from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def too_large(path: str | Path, size: int, most: int) -> CorruptError:
+    """Return the error for a file of `size` bytes that may have `most`."""
+    return CorruptError("a file is too large", got=f"{shown(path)}: {size:,} bytes", expected=f"at most {most:,} bytes")
+
+
+def shown(path: str | Path) -> str:
+    """Return a path as it can be printed: bytes that are no text, line ends and a great length do not get through."""
+    text = str(path).encode("utf-8", "backslashreplace").decode()
+    text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+    return text if len(text) <= 1000 else f"{text[:500]}...{text[-400:]}"
+
+
+def _open_inside(path: Path, directory: Path) -> int:
+    """Open `path` below `directory`, step by step, so that nobody can put a link in the way meanwhile."""
+    try:
+        parts = path.relative_to(directory).parts
+    except ValueError:
+        parts = ()
+    if not parts or ".." in parts:
+        raise CorruptError(
+            "a file lies outside of its directory", got=shown(path), expected=f"below {shown(directory)}"
+        )
+    if not _CAN_WALK:
+        for number in range(len(parts)):
+            part = directory.joinpath(*parts[: number + 1])
+            if part.is_symlink():
+                raise CorruptError("not a plain file", got=f"{shown(part)}: a link")
+        return os.open(path, _READ | _NONBLOCK)
+    here = os.open(directory, _DIRECTORY)
+    try:
+        for name in parts[:-1]:
+            there = os.open(name, _DIRECTORY | _NOFOLLOW, dir_fd=here)
+            os.close(here)
+            here = there
+        # Its kind first: opening a device can have effects of its own.
+        _regular(os.stat(parts[-1], dir_fd=here, follow_symlinks=False).st_mode, path, owned=True)
+        return os.open(parts[-1], _READ | _NONBLOCK | _NOFOLLOW, dir_fd=here)
+    finally:
+        os.close(here)
+
+
+def _regular(mode: int, path: Path, *, owned: bool) -> None:
+    if not stat.S_ISREG(mode):
+        found = next((name for test, name in _KINDS if test(mode)), "something else")
+        kind = CorruptError if owned else UsageError
+        raise kind("not a plain file", got=f"{shown(path)}: {found}")
+
+
+def _reason(error: OSError) -> str:
+    if error.errno in (errno.ELOOP, errno.EMLINK, errno.ENOTDIR):
+        return f"{error.strerror} (a link in the place of a file or directory)"
+    return error.strerror or str(error)
+
+
+def _read_stream(path: Path, most: int) -> bytes:
+    """Read what need not be a file, up to its end or `most`, in pieces: no more memory is taken than it has."""
+    pieces: list[bytes] = []
+    size = 0
+    try:
+        if stat.S_ISDIR(path.stat().st_mode):
+            raise UsageError("not a plain file", got=f"{shown(path)}: a directory")
+        with path.open("rb", buffering=0) as file:
+            while size <= most and (piece := file.read(min(1 << 20, most + 1 - size))):
+                pieces.append(piece)
+                size += len(piece)
+    except OSError as error:
+        raise UsageError("a file cannot be read", got=f"{shown(path)}: {_reason(error)}") from error
+    if size > most:
+        raise too_large(path, size, most)
+    return b"".join(pieces)
