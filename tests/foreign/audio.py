@@ -141,11 +141,11 @@ PAIRS = [
         {"x": torch.randn(2, 13, 24, generator=G)},
         {
             "activation": Mistake(["ff1.fn.fn.net.1/*"], ["silu", "gelu"]),
-            "positions": Mistake(["attn.fn*"], ["negat", "sign", "reverse", "flipped", "other order"]),
-            "off by one": Mistake(["attn.fn*"], ["moved by", "off by"]),
+            "positions": Mistake(["attn.fn*"], ["axes 0 and 1 of rel_pos_emb/embedding.0 are transposed"]),
+            "off by one": Mistake(["attn.fn*"], ["512 is added here, 513"]),
             "gate": Mistake(["conv.net.3/*"], ["other factor", "exchanged", "in the place of"]),
             "padding": Mistake(["conv.net.4*"], ["pad", "moved by"]),
-            "half": Mistake(["ff2/mul.0"], ["2 times", "0.5 here"]),
+            "half": Mistake(["ff2/mul.0"], ["the multiplication by 0.5 is missing"]),
         },
     ),
 ]

@@ -312,7 +312,7 @@ PAIRS = [
             "activation": Mistake(["*_model.encoder.layers.0.mlp.activation_fn/*"], ["gelu"]),
             "token at the end": Mistake(["text_model/*"], ["index", "position", "token"]),
             "image not normalized": Mistake(["./div.0"], ["not divided"]),
-            "scale": Mistake(["./exp.0", "./mul.*"], ["exp"], known="named at the transposed logits below it"),
+            "scale": Mistake(["./exp.0", "./mul.*"], ["exp", "2.65029 times the right values"]),
             "no first norm": Mistake(["vision_model.pre_layrnorm/*"], ["missing", "left out", "norm"]),
             "class at the end": Mistake(["vision_model.embeddings/cat.0"], ["parts", "moved by -1"]),
             "mask": Mistake(["text_model.encoder.layers.0.self_attn/*"], ["mask"]),

@@ -45,8 +45,8 @@ pytestmark = [
 ]
 LARGEST = 12
 """Ops of a region that still counts as fine."""
-TOLD = 0.6
-"""From this score on a hint is printed as what it is, not as what it may be."""
+LISTED = 0.6
+"""Score of a hint that lists which ops either side has, and explains nothing. A higher one says what is wrong."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def outcome(pair: Pair, mistake: str, tmp_path: Path) -> Outcome:
         not result.ok,
         any(fnmatch(first.site, pattern) for pattern in wanted.sites),
         is_useful,
-        not is_useful and any(hint.score >= TOLD for hint in hints),
+        not is_useful and any(hint.score > LISTED for hint in hints),
         first.site,
         tuple(hint.text for hint in hints),
     )

@@ -182,7 +182,7 @@ PAIRS = [
             "halves": Mistake(["model.layers.1.self_attn*"], ["interleaved"]),
             "norms": Mistake(
                 ["model.layers.1.input_layernorm/*"],
-                ["input_layernorm.weight stands in the place of post_attention_layernorm.weight"],
+                ["input_layernorm.weight stands in the place of", "holds the weight of model.layers.1.input_layernorm"],
                 "the sum before the first of two exchanged norms is named",
             ),
             "offset": Mistake(["model.layers.0.input_layernorm/*"], ["1 + input_layernorm.weight is multiplied"]),

@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from glassengine import spans
 from glassengine.errors import UsageError
+from glassengine.program.naming import of_any_layout
 from glassengine.program.program import Program
 
 Observer = Callable[[Node, Any], None]
@@ -22,9 +23,7 @@ class _Observing(torch.fx.Interpreter):
         self._sites = program.sites.by_node if spans.is_recording() else {}
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Of some results (a norm of what was transposed) torch foresees other strides than ATen gives them.
-        is_view = target is torch.ops.aten.view.default
-        return super().call_function(torch.ops.aten.reshape.default if is_view else target, args, kwargs)
+        return super().call_function(of_any_layout(target), args, kwargs)
 
     def run_node(self, n: Node) -> Any:
         if n.name in self._sites:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from glassengine.compare.operation import RANDOM
 from glassengine.diagnose.float64 import retarget
-from glassengine.program.naming import op_name
+from glassengine.program.naming import of_any_layout, op_name
 
 _KEPT = ("stack_trace", "nn_module_stack")
 
@@ -62,9 +62,7 @@ class Piece:
 class _Float64(Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = pytree.tree_map(retarget, (args, kwargs))
-        # Another dtype may have another memory layout, which a strict view does not allow.
-        called = torch.ops.aten.reshape.default if target is torch.ops.aten.view.default else target
-        return called(*args, **kwargs)
+        return of_any_layout(target)(*args, **kwargs)
 
 
 def clone(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from glassengine.compare.operation import MOVES, UNDEFINED
-from glassengine.program.naming import op_name
+from glassengine.program.naming import of_any_layout, op_name
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 CHECKED = frozenset({"_weight_norm"})
@@ -39,9 +39,7 @@ def target_of(node: Node) -> Any:
         return partial(_normed, node.target)
     if op_name(node) == "_grouped_mm":
         return partial(_grouped, node.target)
-    if node.target is torch.ops.aten.view.default:
-        return torch.ops.aten.reshape.default
-    return partial(_unwritten, node.target) if op_name(node) in UNDEFINED else node.target
+    return partial(_unwritten, node.target) if op_name(node) in UNDEFINED else of_any_layout(node.target)
 
 
 def unwritten_nodes(graph: Graph) -> set[str]:

@@ -15,7 +15,7 @@ What follows must be made of the tensor in the candidate, too, and tensors that 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch.fx import Node
 
@@ -91,12 +91,25 @@ class Search:
             if without is None or seen == same:
                 return [(node, seen)]
             # What follows from the prediction as well (of three terms, added in another order) does not contradict it.
-            if followed < without and by != explained:
-                return [(node, seen)]
-            if not meets and {followed, *(index for index, _ in found)} > needed:
-                # All that follows from the prediction, and more, on a way on which the two meet no more.
+            contradicts = followed < without and by != explained
+            if meets and not contradicts:
+                continue
+            all_of_it = {followed: by, **dict(found)}
+            if self._comes_later(all_of_it, dict(following)):
+                continue
+            # Or all that follows from the prediction, and more, on a way on which the two meet no more.
+            if contradicts or all_of_it.keys() > needed:
                 return [(node, seen)]
         return self._with_partner(node, predicted, proposed) if without is None else []
+
+    def _comes_later(self, of_another: Mapping[int, Seen], of_prediction: Mapping[int, Seen]) -> bool:
+        """Whether the candidate goes on from what follows from another tensor to what follows from the prediction.
+
+        It scales scores where the baseline scales queries, say: the prediction holds, a few ops later.
+        """
+        tensors = self._pairs.tensors
+        both = [(seen.name, of_prediction[index].name) for index, seen in of_another.items() if index in of_prediction]
+        return any(one != other and tensors.ancestors[other] & 1 << tensors.order[one] for one, other in both)
 
     def _with_partner(self, node: Node, predicted: Values, proposed: Seen | None) -> list[tuple[Node, Seen]]:
         """Return the tensor that, with another one for a node passed over before, an op that reads both follows from.

@@ -22,7 +22,7 @@ from glassengine.diagnose.score import Score
 from glassengine.diagnose.sides import Level, ProgramSide
 from glassengine.errors import UsageError
 from glassengine.frontends.eager_ops import OpRunner, op_runner
-from glassengine.program.naming import op_name
+from glassengine.program.naming import of_any_layout, op_name
 from glassengine.program.program import Program
 from glassengine.results import FLAGGED, Hint, worst
 
@@ -57,8 +57,7 @@ class _Alone(Interpreter):
         self._side = side
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        is_view = target is torch.ops.aten.view.default  # the kernels' own strides may not allow a strict one
-        return super().call_function(torch.ops.aten.reshape.default if is_view else target, args, kwargs)
+        return super().call_function(of_any_layout(target), args, kwargs)
 
     def run_node(self, n: Node) -> Any:
         side = self._side

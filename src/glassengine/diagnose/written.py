@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from glassengine.compare.operation import CASTS
 from glassengine.compare.pairing import difference
-from glassengine.diagnose.between import passes_on, region_of
+from glassengine.diagnose.between import origin_of, passes_on, region_of
 from glassengine.diagnose.hypotheses.hypothesis import literals_of, shown
 from glassengine.diagnose.sides import EngineSide, ProgramSide
 from glassengine.program.naming import op_name
@@ -101,7 +101,8 @@ def left_out(baseline: Program, side: Any, name: str) -> LeftOut | None:
     # What goes in has taken the place of what comes out.
     is_its_input = target.name in {found[end.name] for end in ends}
     region = [] if is_its_input else region_of(target, set(found.values()))[0]
-    theirs = _names([node for node in region if node is target or node.name not in constants[1]])
+    made = origin_of(target, set(found.values()))
+    theirs = _names([node for node in region if node in (target, made) or node.name not in constants[1]])
     if Counter(ours) == Counter(theirs) or len(ours) == len(theirs) == 1 or max(len(ours), len(theirs)) > _MOST:
         return None
     text = f"the baseline has {_listed(ours)} here, the candidate {_listed(theirs)}"

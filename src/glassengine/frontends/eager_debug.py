@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from glassengine.backends.protocol import GraphFunction
 from glassengine.backends.registry import choose_graph_backend
 from glassengine.frontends.eager_ops import OpRunner, count_fallback, op_runner
+from glassengine.program.naming import of_any_layout
 
 _TRACING = (FakeTensor, FunctionalTensor)  # somebody captures a graph: nothing is computed
 
@@ -65,9 +66,7 @@ class _ByNode(torch.fx.Interpreter):
         self._runner = runner
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if target is torch.ops.aten.view.default:
-            # Of some results (flash attention) torch foresees other strides than ATen gives them.
-            target = torch.ops.aten.reshape.default
+        target = of_any_layout(target)
         if isinstance(target, OpOverload):
             return self._runner.run(target, args, kwargs, self._meta)
         if isinstance(target, torch._ops.HigherOrderOperator):

@@ -35,6 +35,17 @@ _SLICE = re.compile(r"slice\(([^,]+), ([^,]+), ([^)]+)\)")
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]*\n\s*(?P<code>[^\n]*)')
 
 
+_STRICT_VIEWS = frozenset({torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})
+
+
+def of_any_layout(target: Any) -> Any:
+    """Return what to call for an op on tensors whose layout in memory is not the one that the graph was traced with.
+
+    Kernels, other dtypes and what another side has made have strides of their own, which a strict view may not allow.
+    """
+    return torch.ops.aten.reshape.default if target in _STRICT_VIEWS else target
+
+
 def op_name(node: Node) -> str:
     """Return the ATen base name of a node: no overload, no trailing underscore."""
     if node.op != "call_function":

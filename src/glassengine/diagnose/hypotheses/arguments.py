@@ -17,7 +17,15 @@ from torch.utils import _pytree as pytree
 
 from glassengine.diagnose.between import passes_on
 from glassengine.diagnose.float64 import retarget
-from glassengine.diagnose.hypotheses.hypothesis import Hypothesis, Literal, bound, literals_of, shown, tensors_of
+from glassengine.diagnose.hypotheses.hypothesis import (
+    Hypothesis,
+    Literal,
+    bound,
+    is_as_theirs,
+    literals_of,
+    shown,
+    tensors_of,
+)
 from glassengine.diagnose.hypotheses.layouts import ACTIVATIONS
 from glassengine.diagnose.hypotheses.question import Question
 from glassengine.diagnose.hypotheses.trial import Call, Edit
@@ -42,14 +50,15 @@ _POSITIONS = frozenset({"start", "end", "step", "index", "shifts", "dims"})
 def same_op(question: Question) -> Iterator[Hypothesis]:
     """Yield: all arguments as the candidate's op of the same name has them, several at once."""
     for node in question.trial.ops:
-        same = [theirs for theirs in question.theirs if theirs.target == node.target]
-        if not same or (len(same) > 1 and (node is not question.trial.end or same[-1] is not question.theirs[-1])):
+        there = _in_its_place(question, node)
+        if there is None:
             continue
         ours = {literal.place: literal for literal in literals_of(node)}
+        ranks = _rank(next(iter(question.trial.call(node).args), None)), _rank(_read_first(there))
         differing = [
             (ours[literal.place], literal.value)
-            for literal in literals_of(same[-1])
-            if literal.place in ours and ours[literal.place].value != literal.value and _is_asked(literal)
+            for literal in literals_of(there)
+            if literal.place in ours and not is_as_theirs(ours[literal.place], literal, ranks) and _is_asked(literal)
         ]
         if not differing:
             continue
@@ -70,6 +79,24 @@ def same_op(question: Question) -> Iterator[Hypothesis]:
         several = f"{op_name(node)}: {text} in the candidate"
         text = _text(question, *differing[0]) if len(differing) == 1 else several
         yield Hypothesis(_kind(question, differing[0][0]), text, {node: edit})
+
+
+def _in_its_place(question: Question, node: Node) -> Node | None:
+    """Return the candidate's op of the same name: the only one, the last of both, or of as many that in its place."""
+    there = [theirs for theirs in question.theirs if theirs.target == node.target]
+    here = [op for op in question.trial.ops if op.target == node.target]
+    if len(there) == len(here):
+        return there[here.index(node)]
+    is_last = bool(there) and node is question.trial.end and there[-1] is question.theirs[-1]
+    return there[-1] if len(there) == 1 or is_last else None
+
+
+def _rank(value: Any) -> int | None:
+    return value.dim() if isinstance(value, torch.Tensor) else None
+
+
+def _read_first(node: Node) -> Any:
+    return node.args[0].meta.get("val") if node.args and isinstance(node.args[0], Node) else None
 
 
 def another_op(question: Question) -> Iterator[Hypothesis]:

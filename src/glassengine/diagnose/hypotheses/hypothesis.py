@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +78,31 @@ def literals_of(node: Node) -> Iterator[Literal]:
             yield Literal(node, key, value, key)
 
 
+def is_as_theirs(ours: Literal, theirs: Literal, ranks: tuple[int | None, int | None]) -> bool:
+    """Whether two ops of one name have the same argument, each for the number of dimensions of its own input.
+
+    Args:
+        ours: Of the baseline's op.
+        theirs: Of the candidate's.
+        ranks: Number of dimensions of what either op reads first; None where that is no tensor.
+    """
+    here, there = ranks
+    if ours.value == theirs.value or here is None or there is None or here == there:
+        return bool(ours.value == theirs.value)
+    if ours.name in ("dim", "dim0", "dim1") and isinstance(ours.value, int) and isinstance(theirs.value, int):
+        return _from_end(ours.value, here) == _from_end(theirs.value, there)
+    if ours.name == "pad":
+        # From the last dimension on: those that are not padded may be left out.
+        length = 2 * max(here, there)
+        one, other = ([*value, *[0] * (length - len(value))] for value in (ours.value, theirs.value))
+        return one == other
+    return False
+
+
+def _from_end(dim: int, rank: int) -> int:
+    return dim if dim < 0 else dim - rank
+
+
 def bound(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a call with every default filled in, as far as the op says which they are."""
     schema = getattr(target, "_schema", None)
@@ -129,6 +155,8 @@ def shown(value: Any) -> str:
     """Return a literal as people write it."""
     if isinstance(value, float):
         return f"{value:.6g}"
+    if isinstance(value, int) and value == sys.maxsize:
+        return "the last one"
     return str(list(value)) if isinstance(value, (list, tuple)) else str(value)
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from glassengine.diagnose.between import passes_on
+from glassengine.diagnose.float64 import retarget, target_of
 from glassengine.diagnose.hypotheses.hypothesis import Hypothesis
 from glassengine.diagnose.hypotheses.layouts import called, order_between
 from glassengine.diagnose.hypotheses.question import Question
-from glassengine.diagnose.hypotheses.trial import Edit
+from glassengine.diagnose.hypotheses.trial import FAILS, Edit
 
 _MOST_LAYERS = 64
 _SAME = 2.0**-7
@@ -20,23 +23,78 @@ _SAME = 2.0**-7
 
 
 def weights(question: Question) -> Iterator[Hypothesis]:
-    """Yield: a weight of the op is another one on the candidate's side, and how the two are related."""
+    """Yield: a weight of the op is another one on the candidate's side, and how the two are related.
+
+    What either side makes of weights alone counts as one: the product of a weight norm that the other side has folded.
+    How many elements differ comes last: that fits whatever is wrong with a weight.
+    """
     trial = question.trial
-    for node in trial.inputs:
-        if node.name not in question.weights:
+    read = {node: question.label(node) for node in trial.inputs if node.name in question.weights}
+    ours = [(node, label) for node, label in _made_of(trial.ops, read) if isinstance(trial.values[node], torch.Tensor)]
+    theirs = _all_of_theirs(question)
+    others = _of_model(question)
+    counted = []
+    for node, label in [*read.items(), *ours]:
+        value = trial.values[node]
+        if not value.is_floating_point():
             continue
-        ours = trial.values[node]
-        if not ours.is_floating_point():
-            continue
-        for name, tensor in question.their_weights.items():
-            theirs = tensor.detach()
-            if not theirs.is_floating_point():
-                continue
-            for held in _as_ours(ours, theirs.double()):
-                if _is_same(ours, held):
+        for name, tensor in theirs:
+            for held in _as_ours(value, tensor):
+                if _is_same(value, held):
                     continue
-                kind, text = relation(question.label(node), name, ours, held, question.others)
-                yield Hypothesis(kind, text, {node: _value(held)})
+                kind, text = relation(label, name, value, held, others)
+                found = Hypothesis(kind, text, {node: _value(held)})
+                if kind != "other":
+                    yield found
+                elif node in read:
+                    counted.append(found)
+    yield from counted
+
+
+def _all_of_theirs(question: Question) -> list[tuple[str, torch.Tensor]]:
+    """Return what the candidate's ops read as weights and make of these alone, by the name of the largest weight."""
+    values = {name: tensor.detach() for name, tensor in question.their_weights.items()}
+    found = [(name, tensor.double()) for name, tensor in values.items() if tensor.is_floating_point()]
+    sources = {node for op in question.theirs for node in op.all_input_nodes}
+    named = {node: question.held[node.name] for node in sources if node.name in question.held}
+    made: dict[Node, Any] = {node: retarget(values[name]) for node, name in named.items() if name in values}
+    for op, name in _made_of(question.theirs, named):
+        if not all(source in made for source in op.all_input_nodes):
+            continue
+        args, kwargs = torch.fx.node.map_arg((op.args, dict(op.kwargs)), made.__getitem__)
+        try:
+            made[op] = target_of(op)(*pytree.tree_map(retarget, args), **pytree.tree_map(retarget, kwargs))
+        except FAILS:
+            continue
+        if isinstance(made[op], torch.Tensor) and made[op].is_floating_point():
+            found.append((name, made[op]))
+    return found
+
+
+def _made_of(ops: Sequence[Node], weights: Mapping[Node, str]) -> list[tuple[Node, str]]:
+    """Return the ops that make other values of weights alone, in order, with the name of the largest of these."""
+    found = dict(weights)
+    for op in ops:
+        if op.all_input_nodes and all(source in found for source in op.all_input_nodes):
+            largest = max(op.all_input_nodes, key=_elements)
+            found[op] = found[largest]
+    return [(op, name) for op, name in found.items() if op not in weights and not passes_on(op)]
+
+
+def _elements(node: Node) -> int:
+    value = node.meta.get("val")
+    return value.numel() if isinstance(value, torch.Tensor) else 0
+
+
+def _of_model(question: Question) -> dict[str, torch.Tensor]:
+    """Return what else could have been read that is a weight."""
+    ends = {name[place:] for name in question.model for place in _starts(name)}
+    return {name: tensor for name, tensor in question.others.items() if name in ends}
+
+
+def _starts(name: str) -> list[int]:
+    """Return where the parts of a name begin."""
+    return [0, *(place + 1 for place, letter in enumerate(name) if letter == ".")]
 
 
 def every_weight(question: Question) -> Iterator[Hypothesis]:
@@ -44,7 +102,7 @@ def every_weight(question: Question) -> Iterator[Hypothesis]:
 
     The gates of a recurrence in another order, say: in its matrices and in its biases.
     """
-    trial = question.trial
+    trial, others = question.trial, _of_model(question)
     for node in trial.ops:
         same = [theirs for theirs in question.theirs if theirs.target is node.target]
         if len(same) != 1:
@@ -62,7 +120,7 @@ def every_weight(question: Question) -> Iterator[Hypothesis]:
             held = next(_as_ours(value, question.their_weights[own].detach().double()), None)
             if held is not None and not _is_same(value, held):
                 edits[ours] = _value(held)
-                told[own] = relation(question.label(ours), own, value, held, question.others)
+                told[own] = relation(question.label(ours), own, value, held, others)
         if len(edits) > 1:
             first = next(iter(told))
             rest = [name.rpartition(".")[2] for name in told if name != first]
