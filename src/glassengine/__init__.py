@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from glassengine.executable.metrics_report import merge_metrics as merge_metrics
     from glassengine.executable.nonfinite import NonFiniteError as NonFiniteError
     from glassengine.executable.profile import profile as profile
+    from glassengine.executable.profile_client import request_profile as request_profile
     from glassengine.executable.profile_files import read_profiles as read_profiles
-    from glassengine.executable.profile_server import request_profile as request_profile
     from glassengine.executable.profile_server import start_server as start_server
     from glassengine.executable.snapshot import Snapshot as Snapshot
     from glassengine.executable.snapshot_callback import (
@@ -124,7 +124,7 @@ _PUBLIC = {
     "register_network_output": "glassengine.taps",
     "register_snapshot_callback": "glassengine.executable.snapshot_callback",
     "replay": "glassengine.diagnose.replay_snapshot",
-    "request_profile": "glassengine.executable.profile_server",
+    "request_profile": "glassengine.executable.profile_client",
     "reset_metrics": "glassengine.executable.metrics",
     "side_by_side": "glassengine.diagnose.side_by_side",
     "sites": "glassengine.program",

@@ -76,19 +76,27 @@ def test_hostile_profiles(
         (["."], "there is no profile"),
         ([".", "--steps", "3"], "--steps goes with --capture"),
         ([".", "--capture", "localhost:1"], "chooses the directory"),
-        (["--capture", "localhost:1"], "no profile server answers"),
+        (["--capture", "localhost:1"], "no program of this user has a profile server on port 1"),
+        (["--capture", "localhost:1", "--token-file", "none"], "a file cannot be read"),
+        ([".", "--token-file", "none"], "--token-file goes with --capture"),
     ],
 )
 def test_mistaken_command_lines(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
+    monkeypatch.setenv("GLASS_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     assert main(["profile", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_capture_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    server = glass.start_server(0, directory=tmp_path)
+@pytest.mark.parametrize("named", [False, True])
+def test_a_capture_is_shown(
+    named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GLASS_CACHE_DIR", str(tmp_path / "cache"))
+    file = tmp_path / "token" if named else None
+    server = glass.start_server(0, directory=tmp_path, token_file=file)
     import threading
 
     from glassengine import spans
@@ -102,7 +110,8 @@ def test_a_capture_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     thread = threading.Thread(target=steps)
     thread.start()
     try:
-        assert main(["profile", "--capture", f"localhost:{server.port}", "--steps", "2"]) == 0
+        arguments = ["--token-file", str(file)] if named else []
+        assert main(["profile", "--capture", f"localhost:{server.port}", "--steps", "2", *arguments]) == 0
     finally:
         over.set()
         thread.join()

@@ -10,6 +10,12 @@ import glassengine as glass
 from glassengine.cli.options import out, write_json
 from glassengine.errors import UsageError
 
+_ENDED = {
+    "time": ("the program ended too few steps in time", "glass.mark_step() at the end of each of its steps"),
+    "memory": ("the profile ended early: it takes much of the memory that is left", "--steps N, with a smaller N"),
+    "cancelled": ("the profile was ended before its last step", "ask again"),
+}
+
 
 def command(
     directory: Annotated[
@@ -24,6 +30,10 @@ def command(
         typer.Option(metavar="ADDRESS", help="Take a profile of a program that called glass.start_server(PORT)."),
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="With --capture: how many steps. 1 by default.")] = None,
+    token_file: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="With --capture: the token of a program that wrote it to FILE."),
+    ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Most rows of a table.")] = 30,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> int:
@@ -31,16 +41,16 @@ def command(
     if capture is not None:
         if directory is not None:
             raise UsageError("the program that is profiled chooses the directory", got=directory, hint="leave it out")
-        answer = glass.request_profile(capture, steps=steps or 1)
+        answer = glass.request_profile(capture, steps=steps or 1, token_file=token_file)
         directory = str(answer["directory"])
         if not answer["complete"]:
+            ended, hint = _ENDED.get(answer["ended"], _ENDED["time"])
             raise UsageError(
-                "the program ended too few steps in time",
-                got=f"{answer['num_steps']} of {steps or 1}; the profile so far is in {directory}",
-                hint="glass.mark_step() at the end of each of its steps",
+                ended, got=f"{answer['num_steps']} of {steps or 1}; the profile so far is in {directory}", hint=hint
             )
-    elif steps is not None:
-        raise UsageError("--steps goes with --capture", got=f"{steps}")
+    elif steps is not None or token_file is not None:
+        flag, value = ("--steps", steps) if steps is not None else ("--token-file", token_file)
+        raise UsageError(f"{flag} goes with --capture", got=f"{value}")
     if directory is None:
         raise UsageError("which profile?", expected="a directory, or --capture ADDRESS", hint="glass profile DIR")
     found, earlier = glass.read_profiles(directory, against=against)

@@ -73,6 +73,10 @@ class Profile:
             raise UsageError("another profile is being taken in this process", hint="one glass.profile at a time")
         self._undo.callback(_one_at_a_time.release)
         try:
+            if torch.autograd.profiler._is_profiler_enabled:  # a second one ends the process when the first one stops
+                raise UsageError(
+                    "the program takes a profile by torch.profiler itself", hint="wait until that has ended, or read it"
+                )
             self.directory = _make_directory(self._root)
             self._profiler.start()
             self._undo.callback(self._profiler.stop)
@@ -110,6 +114,11 @@ class Profile:
             self.num_steps += 1
 
     def _write(self, wall_s: float) -> None:
+        found = self._profiler.profiler
+        if found is None or found.kineto_results is None or not found.kineto_results.trace_start_ns():
+            raise UsageError(  # torch has one at a time, the last one that began; to export this one ends the process
+                "the program began a profile by torch.profiler itself, which ended this one", hint="one at a time"
+            )
         with tempfile.TemporaryDirectory(dir=self.directory) as folder:
             raw = Path(folder, "trace.json")
             self._profiler.export_chrome_trace(str(raw))
@@ -134,9 +143,10 @@ class Profile:
 
 def prepare() -> None:
     """Set torch's profiler up in this thread; where another thread does, it complains on stderr."""
-    profiler = _torch_profiler()
-    profiler.start()
-    profiler.stop()
+    if not torch.autograd.profiler._is_profiler_enabled:
+        profiler = _torch_profiler()
+        profiler.start()
+        profiler.stop()
 
 
 def _torch_profiler() -> torch.profiler.profile:
