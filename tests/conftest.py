@@ -34,6 +34,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / ".cache" / "inductor"))
 # Whether a graph is compiled must not depend on earlier runs: tests of the cache name a directory of their own.
 os.environ["GLASS_CACHE_MAX_BYTES"] = "0"
+# Nobody's real key marks the engines of tests.
+os.environ["GLASS_CONFIG_DIR"] = str(ROOT / ".cache" / "config")
 # The surroundings of the person who runs the suite must not change what commands print.
 for _name in ("NO_COLOR", "FORCE_COLOR", "CI"):
     os.environ.pop(_name, None)

@@ -248,6 +248,12 @@ def cache_dirs() -> dict[str, Path]:
     }
 
 
+def config_dir() -> Path:
+    """Return where settings and keys of this user are kept; the directory need not exist."""
+    home = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    return Path(os.environ.get("GLASS_CONFIG_DIR") or Path(home, "glassengine")).expanduser()
+
+
 def variables() -> dict[str, str]:
     """Return the environment variables that can change a result, secrets removed, sorted by name."""
     return {

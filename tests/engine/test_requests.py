@@ -54,7 +54,7 @@ def test_missing_alias_file(tmp_path: Path) -> None:
 def test_cast_on_reading_is_recorded(program: Program, engine: Engine, tmp_path: Path) -> None:
     requests = ["layers.0.mlp=own", "layers.0.mlp=half:bfloat16", "model.layers.0.self_attn/view.0=v:float64"]
     built = build_program(program, tmp_path / "e", backend="eager", outputs=requests)
-    manifest, intact = read_manifest(tmp_path / "e")
+    manifest, intact, _ = read_manifest(tmp_path / "e")
     assert intact
     assert [(entry.name, entry.dtype, entry.cast_from) for entry in manifest.added_outputs] == [
         ("own", "float32", None), ("half", "bfloat16", "float32"), ("v", "float64", "float32"),

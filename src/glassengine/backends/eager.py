@@ -26,7 +26,9 @@ class EagerBackend:
 
     name = "eager"
     takes_onnx = True
-    capabilities = Capabilities(dtypes=("float32", "bfloat16", "float16", "float64"), kv="functional", portable=True)
+    capabilities = Capabilities(
+        dtypes=("float32", "bfloat16", "float16", "float64"), kv="functional", portable=True, native_code=False
+    )
 
     def available(self) -> Availability:
         """Available wherever torch is."""

@@ -49,6 +49,7 @@ class OnnxRuntimeBackend(OnnxBackend):
         wide_operands=True,
         devices=("cpu", "cuda"),
         own_kernels=True,
+        native_code=False,
     )
 
     def options(self, program: Program) -> dict[str, Any]:

@@ -37,7 +37,12 @@ class OpenVinoBackend(OnnxBackend):
     install = "pip install 'glassengine[openvino]'"
     # Its casts between float16 and float32 may vanish between two of its nodes.
     capabilities = Capabilities(
-        dtypes=("float32", "float16"), kv="mutated", portable=True, wide_operands=True, own_kernels=True
+        dtypes=("float32", "float16"),
+        kv="mutated",
+        portable=True,
+        wide_operands=True,
+        own_kernels=True,
+        native_code=False,
     )
 
     def options(self, program: Program) -> dict[str, Any]:

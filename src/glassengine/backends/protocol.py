@@ -41,6 +41,8 @@ class Capabilities:
         devices: What it can build for. The first is the default; any other must be at hand.
         own_kernels: Whether its elementwise kernels may be less accurate than rounding, so that they are measured
             (see `calibration`).
+        native_code: Whether loading what it built runs code of it. Such an engine is loaded only where its user built
+            it, or says that he trusts it.
     """
 
     dtypes: tuple[str, ...]
@@ -49,6 +51,7 @@ class Capabilities:
     wide_operands: bool = False
     devices: tuple[str, ...] = ("cpu",)
     own_kernels: bool = False
+    native_code: bool = True
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import glassengine as glass
-from glassengine.cli.options import decibels, out, stages, write_json
+from glassengine.cli.options import TrustEngine, decibels, out, stages, write_json
 from glassengine.errors import UsageError
 from glassengine.results import Comparison
 
@@ -108,6 +108,7 @@ def command(
     ] = None,
     attn_implementation: Annotated[str | None, typer.Option(help="As in transformers: sdpa, eager.")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Let code that comes with a checkpoint run.")] = False,
+    trust_engine: TrustEngine = False,
     revision: Annotated[str | None, typer.Option(help="Revision of a hub id.")] = None,
     adapter: Annotated[
         str | None,
@@ -134,6 +135,7 @@ def command(
         "--min-snr": min_snr,
         "--reproduction": reproduction,
         "--adapter": adapter,
+        "--trust-engine": trust_engine,
     }
     own = {"--optimizer": optimizer, "--candidate-optimizer": candidate_optimizer, "--loss": loss}
     strangers = [flag for flag, value in (engines if training else own).items() if value]
@@ -178,6 +180,7 @@ def command(
             reproduction=reproduction,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
+            trust_engine=trust_engine,
             revision=revision,
             adapter=adapter,
             progress=progress,

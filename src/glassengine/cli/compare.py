@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import glassengine as glass
-from glassengine.cli.options import decibels, err, out, write_json
+from glassengine.cli.options import TrustEngine, decibels, err, out, write_json
 from glassengine.errors import UsageError
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ def command(
     max_new_tokens: Annotated[
         int | None, typer.Option(help="Engines: how many tokens to generate.", show_default=False)
     ] = None,
+    trust_engine: TrustEngine = False,
     json: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write the result as one JSON document; - is stdout.")
     ] = None,
@@ -100,7 +101,11 @@ def command(
         "min_coverage": min_coverage,
         "min_snr": None if min_snr is None else decibels(min_snr),
     }
-    for_engines: dict[str, Any] = {"input_text": input_text or None, "max_new_tokens": max_new_tokens}
+    for_engines: dict[str, Any] = {
+        "input_text": input_text or None,
+        "max_new_tokens": max_new_tokens,
+        "trust_engine": trust_engine or None,
+    }
     sides = [baseline, *candidates]
     kind = _common_kind(sides)
     defaults = {"device": "cpu", "min_coverage": 0.9, "floating_point_only": False}
@@ -134,7 +139,8 @@ def _tensors(baseline: str, candidates: Sequence[str], options: dict[str, Any], 
 
 def _engines(sides: Sequence[str], options: dict[str, Any], json: str | None) -> int:
     steps = {"max_new_tokens": options["max_new_tokens"]} if options["max_new_tokens"] is not None else {}
-    result = glass.side_by_side(sides, prompts=options["input_text"], **steps)
+    trust = bool(options["trust_engine"])
+    result = glass.side_by_side(sides, prompts=options["input_text"], trust_engine=trust, **steps)
     _write(result.to_dict(), json)
     if json != "-":
         from glassengine.report.terminal_engines import side_by_side

@@ -51,6 +51,12 @@ Metrics = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
+TrustEngine = Annotated[
+    bool,
+    typer.Option(
+        "--trust-engine", help="Load native code of an engine that was built elsewhere: it can do whatever you can."
+    ),
+]
 
 
 @dataclass

@@ -13,7 +13,7 @@ import typer
 import glassengine as glass
 from glassengine import environment
 from glassengine.cli import foreign, run_forward
-from glassengine.cli.options import err, out, settings, write_json
+from glassengine.cli.options import TrustEngine, err, out, settings, write_json
 from glassengine.errors import UsageError
 
 CONTEXT_SETTINGS = foreign.CONTEXT_SETTINGS
@@ -55,6 +55,11 @@ def command(
         typer.Option(metavar="FILE", help="Tensors instead, for an engine that takes no text alone: images, sound."),
     ] = None,
     tokenizer: Annotated[str | None, typer.Option(metavar="DIR", help="Tokenizer instead of the engine's own.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Weights that are not in the engine, instead of the checkpoint it names."),
+    ] = None,
+    trust_engine: TrustEngine = False,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
@@ -197,7 +202,7 @@ def command(
         "repetition_penalty": repetition_penalty,
         "seed": seed,
     }
-    loaded = glass.load(str(engine or engine_dir))
+    loaded = glass.load(str(engine or engine_dir), trust=trust_engine, model=model)
     if synchronous:
         loaded.executable.synchronous = True
     profiling = glass.profile(profile) if profile is not None else contextlib.nullcontext()

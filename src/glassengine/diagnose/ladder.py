@@ -96,6 +96,7 @@ def check(
     reproduction: str | Path | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
+    trust_engine: bool = False,
     revision: str | None = None,
     adapter: str | Path | None = None,
     progress: Progress = lambda text: None,
@@ -128,6 +129,7 @@ def check(
             an earlier one left in it is put away. Nothing is written where there is no divergence.
         attn_implementation: As in transformers, for models that are loaded by transformers.
         trust_remote_code: Allow code that comes with a checkpoint to run.
+        trust_engine: Load native code of an engine that was built elsewhere, as for `load`.
         revision: Of a hub id.
         adapter: As for `build`, of the baseline.
         progress: Called with a sentence when a stage begins.
@@ -145,7 +147,7 @@ def check(
         "trust_remote_code": trust_remote_code,
         "revision": revision,
     }
-    engine = load(str(candidate)) if _is_engine(candidate) else None
+    engine = load(str(candidate), trust=trust_engine) if _is_engine(candidate) else None
     record = open_source(str(candidate)) if engine is None and _is_record(candidate) else None
     if record is not None:
         require_one_rank(record)  # before anything is loaded

@@ -112,6 +112,7 @@ def side_by_side(
     input_ids: str | Path | torch.Tensor | Sequence[Sequence[int]] | None = None,
     max_new_tokens: int = 16,
     rounds: int = 5,
+    trust_engine: bool = False,
 ) -> SideBySide:
     """Run engines of one model on the same tokens and compare sizes, times and logits with those of the first.
 
@@ -121,6 +122,7 @@ def side_by_side(
         input_ids: Token ids instead, as in `Engine.generate`; with neither, a fixed made-up prompt.
         max_new_tokens: Steps: the prefill and one decode step fewer than this.
         rounds: Timed rounds.
+        trust_engine: Load native code of engines that were built elsewhere, as for `load`.
 
     Raises:
         UsageError: Fewer than two engines, or the prompt does not fit.
@@ -134,7 +136,7 @@ def side_by_side(
         raise UsageError("nothing would be run", got=f"{max_new_tokens} tokens, {rounds} rounds", expected="at least 1")
     if prompts and input_ids is not None:
         raise UsageError("text and token ids were both given", hint="give one of them")
-    loaded = [load(path) for path in engines]
+    loaded = [load(path, trust=trust_engine) for path in engines]
     notes = require_one_model(loaded)
     rows = _rows(loaded, prompts, input_ids, max_new_tokens)
     ids, mask = pad_left(rows, 0)

@@ -30,6 +30,7 @@ from glassengine.engine.describe import Settings
 from glassengine.engine.engine import Engine, load
 from glassengine.engine.memory import expected_peaks, weights_bytes
 from glassengine.engine.outputs import BuildPlan
+from glassengine.engine.recorded_model import directory_to_record
 from glassengine.engine.write import requested_outputs, write_engine
 from glassengine.errors import BackendError, UsageError
 from glassengine.locations import local
@@ -179,6 +180,8 @@ def build(
     elif not loaded.generates and loaded.stored is None:
         steps = example_inputs(loaded.module, loaded.directory)
     _check_dtype(chosen, loaded.dtype)
+    # Reading an engine must not run code: only plain checkpoints are ever loaded again.
+    checkpoint = directory_to_record(loaded.directory, revision)
     settings = Settings(
         backend=chosen.name,
         device=device,
@@ -189,9 +192,8 @@ def build(
         overwrite=overwrite,
         byte_budget=byte_budget,
         passes=passes,
-        model={"spec": loaded.spec, "directory": loaded.directory, "revision": revision, **loaded.metadata},
-        # Reading an engine must not run code: only plain checkpoints are ever loaded again.
-        reloadable=loaded.directory is not None and not trust_remote_code and not passes,
+        model={"spec": loaded.spec, "directory": checkpoint, "revision": revision, **loaded.metadata},
+        reloadable=checkpoint is not None and not trust_remote_code and not passes,
         notes=(note,) if note else (),
     )
     if note:
@@ -342,7 +344,7 @@ def _build(
             write_engine(encoder, aside / files.ENCODER, name, alone, None, encoder_artifacts, progress=progress)
         more: dict[str, Any] = {"has_encoder": encoder is not None, "progress": progress}
         write_engine(program, aside, target.name, settings, model, artifacts, **more)
-    return load(target)
+    return load(target, trust=True)
 
 
 def _without_images(settings: Settings, reason: str) -> Settings:

@@ -21,13 +21,15 @@ from glassengine.engine.generate import Generation, StepCallback, generate
 from glassengine.engine.images import encode_images
 from glassengine.engine.manifest import AddedOutput, Manifest, check_files, read_manifest, require_fit, require_intact
 from glassengine.engine.prompts import Chat, Images, Request, TokenIds, load_tokenizer
+from glassengine.engine.recorded_model import load_recorded
 from glassengine.engine.requests import as_asked
 from glassengine.engine.session import STEP_INPUTS, Session
 from glassengine.engine.stream import TextCallback
-from glassengine.errors import CorruptError, UsageError
+from glassengine.engine.trust import require_trust
+from glassengine.errors import UsageError
 from glassengine.executable.executable import Executable, load_executable
 from glassengine.executable.graph import captured_program
-from glassengine.program import Program, load_model
+from glassengine.program import Program
 from glassengine.program.causal_lm import USER_MODULE
 from glassengine.program.encoder_decoder import SOURCE_MASK
 from glassengine.program.image_text import FEATURES, INDEX
@@ -45,7 +47,12 @@ class Engine(HasSites):
         manifest: What `engine.json` says.
         executable: Its compiled graph.
         sites: Names of every tensor of its program.
+        model: What the user named to take weights from that are not in the engine; None takes the checkpoint that the
+            manifest names.
     """
+
+    model: str | Path | None = None
+    _trusted = False
 
     def __init__(self, directory: Path, manifest: Manifest, executable: Executable, sites: SiteTable) -> None:
         self.directory = directory
@@ -95,7 +102,7 @@ class Engine(HasSites):
     @functools.cached_property
     def encoder(self) -> Engine | None:
         """The engine of what runs before the first step, an encoder or the vision program; None without one."""
-        return load(self.directory / files.ENCODER) if self.manifest.has_encoder else None
+        return load(self.directory / files.ENCODER, trust=self._trusted) if self.manifest.has_encoder else None
 
     def encode(self, **inputs: Any) -> dict[str, torch.Tensor]:
         """Run what comes before the first step; what it returns is what `session` takes as `constants`.
@@ -326,36 +333,25 @@ class Engine(HasSites):
             return stored
         if (self.directory / ONNX_GRAPH).is_file():
             return read_onnx(self.directory / files.MAIN / MODEL_FILE).weights()
-        model = self.manifest.model
-        loaded = load_model(
-            model["directory"],
-            dtype=self.manifest.dtype,
-            attn_implementation=model.get("attn_implementation"),
-            revision=model.get("revision"),
-            adapter=model.get("adapter"),
-        )
-        if loaded.metadata["fingerprint"] != model["fingerprint"]:
-            raise CorruptError(
-                "the checkpoint was changed since the engine was built",
-                got=f"fingerprint {loaded.metadata['fingerprint']} in {model['directory']}",
-                expected=str(model["fingerprint"]),
-                hint="build the engine again with --overwrite",
-            )
-        module = loaded.module
-        tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+        tensors = load_recorded(self.manifest.model, self.manifest.dtype, self.model, self.directory)
         prefix = f"{USER_MODULE}." if self.manifest.kind == "causal_lm" else ""
         return {prefix + name: tensor for name, tensor in tensors.items()} | stored
 
 
-def load(directory: str | Path, *, verify: bool = False) -> Engine:
+def load(
+    directory: str | Path, *, verify: bool = False, trust: bool = False, model: str | Path | None = None
+) -> Engine:
     """Load an engine.
 
     Args:
         directory: What `build` made.
         verify: Hash files of every size, not only small ones.
+        trust: Load native code although this user did not build it on this machine. It can do whatever the user can.
+        model: Where to take weights from that are not in the engine, as `build` takes it; None takes the checkpoint
+            that the engine names, which must be a directory with a configuration and weights in safetensors.
 
     Raises:
-        UsageError: There is no such directory.
+        UsageError: There is no such directory, or it brings native code that is not trusted.
         CorruptError: It is damaged, half written, edited, or of a newer schema.
         BackendError: It was built for another processor or other versions; says which.
     """
@@ -363,17 +359,22 @@ def load(directory: str | Path, *, verify: bool = False) -> Engine:
     if not path.is_dir():
         model = str(path) if path.is_file() and path.suffix in (".onnx", ".pt2") else "MODEL"
         raise UsageError("unknown engine directory", got=str(path), hint=f"glass build {model} -o DIRECTORY")
-    manifest, intact = read_manifest(path)
+    manifest, intact, ours = read_manifest(path)
     backend = find_backend(manifest.backend)
     require_fit(manifest, portable=backend.capabilities.portable)
     names = load_names(path)
     require_intact(manifest, intact, names)
-    check_files(manifest, path, verify=verify)
+    is_native = backend.capabilities.native_code
+    check_files(manifest, path, verify=verify, always=(f"{files.MAIN}/",) if is_native else ())
+    if is_native:
+        brought = [entry.path for entry in manifest.files if entry.path.startswith(f"{files.MAIN}/")]
+        require_trust(manifest.name, manifest.backend, brought, ours=ours, trust=trust)
     weights = files.load_weights(path / files.WEIGHTS) if manifest.shares_weights else None
     executable = load_executable(
         f"{manifest.name}/{files.MAIN}", lambda main: backend.load(main, weights), path / files.MAIN
     )
     engine = Engine(path, manifest, executable, names["sites"])
+    engine.model, engine._trusted = model, trust
     # An executable that held its engine would keep it, and its temporary directory, alive.
     owner = weakref.proxy(engine)
     executable.graph = lambda: captured_program(owner.program)

@@ -6,26 +6,31 @@ engine was not built for, contradictions with the stored program, edits (checksu
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
+import io
 import json
+import os
 import platform
 import re
-import types
-import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
+
+import msgspec
 
 from glassengine import environment
+from glassengine.engine.recorded_model import RecordedModel
+from glassengine.engine.trust import is_ours, seal
 from glassengine.errors import BackendError, CorruptError
+from glassengine.reading.documents import converted, parsed
+from glassengine.reading.files import open_regular, read_bytes
 from glassengine.results import Result
 
 FILE = "engine.json"
 FORMAT = "glassengine engine"
 SCHEMA_VERSION = 1
-MAX_BYTES = 256 << 20
+MAX_BYTES = 32 << 20
 
 _REBUILD = "build it again with: glass build MODEL -o DIRECTORY --overwrite"
 
@@ -170,49 +175,51 @@ class Manifest(Result):
     format: str = FORMAT
 
 
+class _Written(msgspec.Struct):
+    format: Literal["glassengine engine"]
+
+
 def write_manifest(manifest: Manifest, directory: Path) -> None:
     """Write `engine.json` into `directory`."""
     data = manifest.to_dict()
-    data["checksum"] = _checksum(data)
+    checksum = checksum_of(data)
+    data |= {"checksum": checksum, "seal": seal(checksum)}
     (directory / FILE).write_text(json.dumps(data, indent=1), encoding="utf-8")
 
 
-def read_manifest(directory: Path) -> tuple[Manifest, bool]:
-    """Read `engine.json`; return it and whether it is as it was written.
+class ReadManifest(NamedTuple):
+    """A manifest from disk: whether it is as it was written, and whether this user built it on this machine.
 
-    An edited manifest is returned all the same, so that `require_fit` can name what does not fit any more.
+    An edited one is returned all the same, so that `require_fit` can name what does not fit any more.
+    """
+
+    manifest: Manifest
+    intact: bool
+    ours: bool
+
+
+def read_manifest(directory: Path) -> ReadManifest:
+    """Read `engine.json`.
 
     Raises:
         CorruptError: It is missing, damaged, or of a newer schema.
     """
     path = directory / FILE
-    hint = _REBUILD
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise CorruptError(f"{FILE} is too large", got=f"{path.stat().st_size:,} bytes", hint=hint)
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    if not os.path.lexists(path):
         raise CorruptError(
             f"{directory} is not an engine", got=f"no {FILE} in it", hint="glass build MODEL -o DIRECTORY"
-        ) from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise CorruptError(f"{FILE} cannot be read", got=f"{type(error).__name__}: {error}", hint=hint) from error
-    version = data.get("schema_version") if isinstance(data, dict) else None
-    if not isinstance(version, int) or data.get("format") != FORMAT:
-        raise CorruptError(f"{FILE} is not the manifest of an engine", got=f"schema_version {version!r}", hint=hint)
-    if version > SCHEMA_VERSION:
-        raise CorruptError(
-            f"{FILE} was written by a newer version",
-            got=f"schema {version}",
-            expected=f"at most {SCHEMA_VERSION}",
-            hint="upgrade glassengine",
         )
-    checksum = data.pop("checksum", None)
     try:
-        manifest: Manifest = _typed(Manifest, data)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CorruptError(f"{FILE} is damaged", got=f"{type(error).__name__}: {error}", hint=hint) from error
-    return manifest, checksum == _checksum(data)
+        raw = read_bytes(path, most=MAX_BYTES, inside=directory)
+        parsed(raw, _Written, path, what=FILE, version=SCHEMA_VERSION, nonfinite=True)
+        data = parsed(raw, dict[str, Any], path, what=FILE, nonfinite=True)
+        checksum, proof = data.pop("checksum", None), data.pop("seal", None)
+        manifest = converted(data, Manifest, path, what=FILE)
+        converted(manifest.model, RecordedModel, path, what=FILE)
+    except CorruptError as error:
+        raise CorruptError(error.what, got=error.got, expected=error.expected, hint=error.hint or _REBUILD) from error
+    found = checksum_of(data)
+    return ReadManifest(manifest, checksum == found, is_ours(found, proof))
 
 
 def require_fit(manifest: Manifest, *, portable: bool) -> None:
@@ -296,29 +303,32 @@ def list_files(directory: Path) -> tuple[FileEntry, ...]:
     return tuple(found)
 
 
-def check_files(manifest: Manifest, directory: Path, *, verify: bool) -> None:
+def check_files(manifest: Manifest, directory: Path, *, verify: bool, always: Iterable[str] = ()) -> None:
     """Refuse an engine whose files are missing or changed.
 
     Args:
         manifest: Its manifest.
         directory: Where it is.
         verify: Hash files of every size, not only small ones.
+        always: Beginnings of the paths of files that are hashed whatever their size.
 
     Raises:
         CorruptError: Names the file and what is wrong with it.
     """
-    root = directory.resolve()
     for entry in manifest.files:
-        path = directory / entry.path
         problem = None
-        if not path.resolve().is_relative_to(root):
-            problem = "it lies outside of the engine"
-        elif not path.is_file():
-            problem = "it is missing"
-        elif path.stat().st_size != entry.size:
-            problem = f"{path.stat().st_size:,} bytes instead of {entry.size:,}"
-        elif (verify or entry.size <= HASHED_AT_LOAD_BYTES) and hash_file(path) != entry.sha256:
-            problem = "another checksum"
+        try:
+            with open_regular(directory / entry.path, inside=directory) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != entry.size:
+                    problem = f"{size:,} bytes instead of {entry.size:,}"
+                elif verify or size <= HASHED_AT_LOAD_BYTES or entry.path.startswith(tuple(always)):
+                    problem = None if _hash(file) == entry.sha256 else "another checksum"
+        except CorruptError as error:
+            is_missing = not os.path.lexists(directory / entry.path.replace("\0", ""))
+            problem = "it is missing" if is_missing else error.what
+        except OSError as error:
+            problem = str(error.strerror)
         if problem:
             raise CorruptError(
                 f"the engine {manifest.name!r} is damaged",
@@ -329,42 +339,14 @@ def check_files(manifest: Manifest, directory: Path, *, verify: bool) -> None:
 
 def hash_file(path: Path) -> str:
     """Return the SHA-256 of a file, read in pieces."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    with open_regular(path, inside=path.parent) as file:
+        return _hash(file)
 
 
-def _checksum(data: Mapping[str, Any]) -> str:
+def _hash(file: io.BufferedReader) -> str:
+    return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def checksum_of(data: Mapping[str, Any]) -> str:
+    """Return the checksum of a manifest."""
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
-
-
-def _typed(kind: Any, value: Any) -> Any:
-    """Return `value`, parsed JSON, as `kind`; raise TypeError, KeyError or ValueError where it is something else."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any:
-        return value
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        if not isinstance(value, dict):
-            raise TypeError(f"{kind.__name__} is {type(value).__name__}")
-        hints = typing.get_type_hints(kind)
-        # What a later version of the same schema has added may be missing, where it has a default.
-        given = [f for f in dataclasses.fields(kind) if f.name in value or f.default is dataclasses.MISSING]
-        return kind(**{field.name: _typed(hints[field.name], value[field.name]) for field in given})
-    if origin is types.UnionType:
-        if value is None and type(None) in arguments:
-            return None
-        kinds = tuple(a for a in arguments if a is not type(None))
-        return _typed(kinds[0], value) if len(kinds) == 1 else _instance(kinds, value)
-    if origin is tuple:
-        items = _instance((list,), value)
-        inner = [arguments[0]] * len(items) if arguments[-1] is ... else arguments
-        return tuple(_typed(k, item) for k, item in zip(inner, items, strict=True))
-    if origin is dict:
-        return {key: _typed(arguments[1], item) for key, item in _instance((dict,), value).items()}
-    return _instance((kind,), value)
-
-
-def _instance(kinds: tuple[type, ...], value: Any) -> Any:
-    # JSON has no bool that is an int, but Python has.
-    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        raise TypeError(f"{value!r:.60} is not {' or '.join(kind.__name__ for kind in kinds)}")
-    return value

@@ -21,6 +21,8 @@ Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 # What people and programs write nests some ten levels; whoever walks a document calls itself for each.
 MAX_DEPTH = 100
+# An empty object takes 64 bytes of memory for its two on disk.
+MAX_ITEMS = 4_000_000
 _MAX_REASON = 400
 _TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _NO_BRACKETS = bytes(sorted(set(range(256)) - set(b"[]{}")))
@@ -70,6 +72,7 @@ def parsed(
     version: int | None = None,
     nonfinite: bool = False,
     unique: bool = False,
+    items: int = MAX_ITEMS,
 ) -> Document:
     """Return a JSON document that is at hand.
 
@@ -81,12 +84,15 @@ def parsed(
         version: As for `read_document`.
         nonfinite: As for `read_document`.
         unique: Whether a key that is there twice is an error; otherwise the last one counts.
+        items: Values that it holds at most.
 
     Raises:
         CorruptError: It is damaged, nests too deeply, or is of a newer version.
     """
     try:
         raw = (data.encode() if isinstance(data, str) else data).removeprefix(_MARK)
+        if sum(raw.count(char) for char in (b",", b"[", b"{")) > items:
+            raise ValueError(f"it holds more than {items:,} items")
         if _too_deep(raw):
             raise ValueError(f"it nests more than {MAX_DEPTH} levels")
         if version is not None:

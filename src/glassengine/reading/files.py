@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import re
 import stat
@@ -31,7 +32,7 @@ _KINDS = (
 )
 
 
-def open_regular(path: str | Path, *, inside: str | Path | None = None) -> BinaryIO:
+def open_regular(path: str | Path, *, inside: str | Path | None = None) -> io.BufferedReader:
     """Open a plain file for reading; a pipe, a device, a directory are refused at once.
 
     Args:
