@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+TOOLS := .venv-tools
 
 # Two threads for demo and bench; the suite runs workers of one thread, a core each, up to four.
 export OMP_NUM_THREADS ?= 2
@@ -9,7 +10,7 @@ WORKERS ?= $(shell $(PYTHON) -c "import os; print(max(2, min(4, os.cpu_count() o
 test test-all test-cuda test-foreign test-foreign-onnx: export OMP_NUM_THREADS = 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-all test-cuda test-foreign test-foreign-onnx lint bench
+.PHONY: demo test test-all test-cuda test-foreign test-foreign-onnx lint bench audit sbom lock
 
 demo: $(STAMP)
 	$(BIN)/glass check examples/tiny-llama
@@ -49,8 +50,39 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
 
-# Brought up to date only when what it is made from changes; never cleared, since torch alone takes minutes.
-$(STAMP): pyproject.toml constraints.txt
+# Brought up to date only when what it is made from changes; never cleared, since torch alone takes minutes. Everything is
+# installed by the hashes of the lock files and nothing is resolved. Which build of torch there is, is the index's choice
+# (CPU, one of several accelerators, one's own): an unknown one is installed, and said. What an accelerated build needs
+# comes with it, pinned by torch itself.
+$(STAMP): pyproject.toml constraints.txt requirements/tests.lock requirements/torch.lock
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -c constraints.txt -e '.[onnx,openvino,dev]'
+	$(BIN)/pip install --require-hashes --no-deps -r requirements/tests.lock
+	$(BIN)/pip install --require-hashes --no-deps -r requirements/torch.lock \
+	  || echo "WARNING: this index serves a build of torch whose hash is not in requirements/torch.lock" >&2
+	$(BIN)/pip install -c constraints.txt torch
+	$(BIN)/pip install --no-deps --no-build-isolation -e .
+	$(BIN)/pip check
 	touch $(STAMP)
+
+# Known vulnerabilities of what is pinned, of the installed packages and of the tools. Needs the network, and fails without.
+audit: $(STAMP) $(TOOLS)/.installed
+	$(TOOLS)/bin/pip-audit --strict --disable-pip --require-hashes -r requirements/tests.lock -r requirements/torch.lock \
+	  -r requirements/tools.lock
+
+# What a release is made from, as CycloneDX: the package and all that it was tested with, with versions and licences.
+sbom: VERSION = $(shell $(BIN)/python -c 'import glassengine; print(glassengine.__version__)')
+sbom: $(STAMP) $(TOOLS)/.installed
+	mkdir -p dist
+	sed 's/^dynamic = .*/version = "$(VERSION)"/' pyproject.toml > dist/pyproject.toml
+	$(TOOLS)/bin/cyclonedx-py environment --output-reproducible --validate --pyproject dist/pyproject.toml \
+	  --mc-type library -o dist/glassengine-$(VERSION).cdx.json $(BIN)/python
+	rm dist/pyproject.toml
+
+# The lock files, from constraints.txt and requirements/tools.in.
+lock: $(TOOLS)/.installed
+	$(TOOLS)/bin/python requirements/lock.py
+
+$(TOOLS)/.installed: requirements/tools.lock
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/pip install --require-hashes --no-deps -r requirements/tools.lock
+	touch $@

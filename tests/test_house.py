@@ -102,6 +102,54 @@ def test_pins_carry_no_local_label(pins: dict[str, str]) -> None:
     assert [name for name, version in pins.items() if Version(version).local] == []
 
 
+def locked(root: Path, name: str) -> dict[str, tuple[str, list[str]]]:
+    """Return canonical name -> (version, hashes) of a lock file; every line must be a pin or a hash."""
+    found: dict[str, tuple[str, list[str]]] = {}
+    for line in (root / "requirements" / name).read_text(encoding="utf-8").splitlines():
+        if pin := re.fullmatch(r"([\w.-]+)==([\w.+!-]+)(?: ; [^#]+?)?(?: \\)?", line):
+            hashes: list[str] = []
+            found[canonicalize_name(pin[1])] = (pin[2], hashes)
+        elif digest := re.fullmatch(r"    --hash=sha256:([0-9a-f]{64})(?: \\)?", line):
+            hashes.append(digest[1])
+        else:
+            assert line.startswith("#"), f"neither a pin nor a hash: {line}"
+    return found
+
+
+def test_the_locks_are_of_the_pins_and_every_one_has_hashes(root: Path, pins: dict[str, str]) -> None:
+    tests, torch = locked(root, "tests.lock"), locked(root, "torch.lock")
+    wanted = pins.keys() - NOT_INSTALLED - {"psutil"}  # which only accelerate needs
+    assert tests.keys() | torch.keys() == wanted, "make lock"
+    assert torch.keys() == {"torch"}, "in many builds, and so by itself"
+    found = tests | torch
+    assert {name: version for name, (version, _) in found.items() if version != pins[name]} == {}, "make lock"
+    tools = locked(root, "tools.lock")
+    for line in (root / "requirements/tools.in").read_text(encoding="utf-8").splitlines():
+        name, _, version = line.partition("==")
+        assert tools[name][0] == version, "make lock"
+    for name, (_, hashes) in [*found.items(), *tools.items()]:
+        assert hashes and len(set(hashes)) == len(hashes), name
+
+
+def test_what_is_installed_was_locked(root: Path) -> None:
+    """An environment of the tests that was made in another way is not what CI has."""
+    makefile = (root / "Makefile").read_text(encoding="utf-8")
+    commands = re.findall(r"pip install (.*)", makefile)
+    unhashed = [line for line in commands if "--require-hashes" not in line]
+    # torch of any build with what it needs, this package itself, and packages of other people's models.
+    assert [line.split(" -")[0] for line in unhashed if "requirements.txt" not in line] == [
+        "-c constraints.txt torch",
+        "--no-deps",
+    ]
+
+
+def test_the_security_rules_hold_where_users_code_meets_ours(project: dict[str, Any]) -> None:
+    lint = project["tool"]["ruff"]["lint"]
+    assert "S" in lint["select"]
+    assert [rule for rule in lint["ignore"] if rule.startswith("S")] == ["S101"]
+    assert not any(pattern.startswith("src") for pattern in lint["per-file-ignores"])
+
+
 def test_metadata(project: dict[str, Any]) -> None:
     metadata = project["project"]
     assert metadata["name"] == "glassengine"
@@ -165,6 +213,9 @@ def test_makefile_offers_the_promised_targets(root: Path) -> None:
         "test-all": "pytest",
         "lint": "mypy --strict",
         "bench": "benchmarks",
+        "audit": "pip-audit --strict",
+        "sbom": "cyclonedx-py environment",
+        "lock": "requirements/lock.py",
     }.items():
         done = subprocess.run(
             ["make", "-n", target],

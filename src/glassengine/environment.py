@@ -120,7 +120,7 @@ def git_revision(path: str | os.PathLike[str]) -> str | None:
     directory = Path(path)
     command = ["git", "-C", str(directory if directory.is_dir() else directory.parent), "rev-parse", "HEAD"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)  # noqa: S603 (a path is one argument)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -35,7 +35,7 @@ from glassengine.torch_versions import donated
 FREEZE_LIMIT_BYTES = 2 << 30
 
 _PACKAGE = "model.pt2"
-_ONE_TOKEN = "one_token.pt2"
+_ONE_TOKEN = "one_token.pt2"  # noqa: S105 (a file)
 _MAX_REASON = 300
 
 logger = logging.getLogger("glassengine")

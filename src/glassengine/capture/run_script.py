@@ -113,7 +113,7 @@ def _run(file: str) -> None:
     sys.modules["__main__"] = main
     with io.open_code(file) as source:
         code = compile(source.read(), file, "exec", dont_inherit=True)
-    exec(code, main.__dict__)
+    exec(code, main.__dict__)  # noqa: S102 (the script that the user asked to run)
 
 
 def _file_of(module: str) -> str:

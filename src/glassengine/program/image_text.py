@@ -39,7 +39,7 @@ INDEX = "image_index"
 """Input of the decoder, which changes from step to step: [M] int64."""
 ROWS = "image_rows"
 """What a session is given to make that input of: [B, S] int64, see `rows_of`."""
-IMAGE_TOKEN = "image_token"
+IMAGE_TOKEN = "image_token"  # noqa: S105 (of text)
 """Key of the metadata: the token in whose places features go."""
 WHOLE_IMAGES = "whole_images"
 """Key of the metadata: whether the tokens of an image must run in one piece."""
