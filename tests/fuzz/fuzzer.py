@@ -250,7 +250,10 @@ class Mutator:
             frames[which], frames[0] = frames[0], frames[which]
         else:
             with contextlib.suppress(ValueError, RecursionError):
-                frames[which] = json.dumps(self._value(json.loads(frames[which]))).encode()
+                text = frames[which]
+                is_text = text.startswith(b"{")
+                changed = self._value(json.loads(text)) if is_text else None
+                frames[which] = json.dumps(changed).encode() if is_text else self._number(text, others)
         return b"".join(struct.pack("<II", len(text), zlib.crc32(text)) + text for text in frames)
 
     def _value(self, value: Any, depth: int = 0) -> Any:

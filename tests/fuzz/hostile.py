@@ -48,9 +48,19 @@ def frames(index: bytes) -> list[dict[str, Any]]:
     found, place = [], 0
     while place < len(index):
         length = int.from_bytes(index[place : place + 4], "little")
-        found.append(json.loads(index[place + 8 : place + 8 + length]))
+        found.append(document(index[place + 8 : place + 8 + length]))
         place += 8 + length
     return found
+
+
+def document(payload: bytes) -> dict[str, Any]:
+    """Return a payload as a document; blocks and commits may be either."""
+    if payload.startswith(b"{"):
+        return dict(json.loads(payload))
+    kind, group, step, place, low, high = struct.unpack("<B3xIQQII", payload)
+    if kind == 1:
+        return {"kind": "block", "group": group, "step": step, "shard": low, "offset": place, "checksum": high}
+    return {"kind": "commit", "step": step, "num_tensors": place, "num_left_out": low}
 
 
 def framed(payloads: Iterator[dict[str, Any]] | list[dict[str, Any]]) -> Iterator[bytes]:

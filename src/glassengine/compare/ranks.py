@@ -91,7 +91,7 @@ class PutTogether:
         return self._source.complete
 
     @property
-    def skipped(self) -> tuple[Skipped, ...]:
+    def skipped(self) -> Sequence[Skipped]:
         """What the source has skipped."""
         return self._source.skipped
 

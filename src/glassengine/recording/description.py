@@ -6,9 +6,11 @@ import dataclasses
 import functools
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from glassengine.recording.frames import LARGEST, block_frame
 from glassengine.recording.layout import ALIGNMENT, STORED, Location, Sharding, block_starts, num_bytes
 from glassengine.recording.records import text_frame
 
@@ -142,6 +144,8 @@ class Group:
 
     def block_frame(self, step: int, location: Location) -> bytes:
         """Return the index frame of one block."""
+        if self.number < LARGEST:
+            return block_frame(self.number, step, location)
         return text_frame(
             f'{{"kind":"block","group":{self.number},"step":{step},"shard":{location.shard},'
             f'"offset":{location.offset},"checksum":{location.checksum}}}'
@@ -179,3 +183,35 @@ class Group:
         found = self.descriptions
         texts = [found[i].header_alias(found[o], _STEP, self.rank, _FILE) for i, o in self.originals.items()]
         return ",".join(texts)
+
+
+_MAX_GROUPS = 256
+_MAX_ALONE = 1 << 14
+_Key = tuple[Sequence[Description], int, tuple[tuple[int, int], ...]]
+
+
+class Groups:
+    """The groups that a writer has described or will; of those that come again the latest are known."""
+
+    def __init__(self) -> None:
+        self._groups: dict[_Key, Group] = {}
+        self._alone: dict[tuple[Description, int], Group] = {}
+        self._count = 0
+
+    def of(self, descriptions: tuple[Description, ...], rank: int, same_as: tuple[tuple[int, int], ...] = ()) -> Group:
+        """Return what is written once about several tensors; the arguments are those of `Group`."""
+        key = (descriptions, rank, same_as)
+        found = self._groups.get(key)
+        return found or self._new(self._groups, key, _MAX_GROUPS, descriptions, rank, same_as)
+
+    def alone(self, description: Description, rank: int) -> Group:
+        """Return what is written once about a tensor that lies alone, and has at least one byte."""
+        key = (description, rank)
+        return self._alone.get(key) or self._new(self._alone, key, _MAX_ALONE, (description,), rank)
+
+    def _new(self, known: dict[Any, Group], key: Any, most: int, *of: Any) -> Group:
+        while len(known) >= most:
+            del known[next(iter(known))]
+        known[key] = Group(self._count, *of)
+        self._count += 1
+        return known[key]

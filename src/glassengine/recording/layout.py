@@ -10,8 +10,10 @@
                               were left out; the token ids of the step where there are any; then the commit of the step,
                               after all its bytes
 
-A frame is: payload length (u32), CRC-32 of the payload (u32), JSON payload; little-endian. The offset of a tensor
-counts from the end of the shard's header. Shards are numbered, so that a site name never becomes a path.
+A frame is: payload length (u32), CRC-32 of the payload (u32), payload; little-endian. The payload is JSON, or of blocks
+and commits the 32 bytes that `frames` describes (up to version 3 all were JSON, and a tensor alone was described in
+every step). The offset of a tensor counts from the end of the shard's header. Shards are numbered, so that a site name
+never becomes a path.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 MANIFEST = "recording.json"
 INDEX = "index.log"
 STATISTICS = "statistics.log"

@@ -5,13 +5,14 @@ Every tensor keeps the rank it was recorded by; `compare` puts the parts of one 
 
 from __future__ import annotations
 
-import dataclasses
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from glassengine.recording.entries import Entries, LeftOuts, Mapped
 from glassengine.recording.layout import MANIFEST, Entry, LeftOut
 from glassengine.recording.reader import Recording
 from glassengine.results import Skipped
@@ -47,31 +48,18 @@ class RankRecordings:
             self.metadata["token_ids"] = [row for of_rank in distinct for row in of_rank or ()]
         is_gapless = list(self._recordings) == list(range(len(each)))
         self.complete = is_gapless and all(recording.complete for recording in each)
-        found = [
-            dataclasses.replace(entry, rank=rank)
-            for rank, recording in self._recordings.items()
-            for entry in recording.entries
-        ]
-        self.entries: tuple[Entry, ...] = tuple(sorted(found, key=lambda entry: (entry.step, entry.rank)))
-        left_out = [
-            dataclasses.replace(item, rank=rank)
-            for rank, recording in self._recordings.items()
-            for item in recording.left_out
-        ]
-        self.left_out: tuple[LeftOut, ...] = tuple(sorted(left_out, key=lambda item: (item.step, item.rank)))
-        self.skipped: tuple[Skipped, ...] = tuple(
-            Skipped(item.site, "both", f"{item.reason} (rank {item.rank})", item.step) for item in self.left_out
-        )
         # A recording may have been made as rank 0 of a run that its process knew nothing about.
-        self._own = {
-            (rank, entry.step, entry.site): entry
-            for rank, recording in self._recordings.items()
-            for entry in recording.entries
-        }
+        self.entries = Entries.of_ranks({rank: recording.entries for rank, recording in self._recordings.items()})
+        self.left_out = LeftOuts.of_ranks({rank: recording.left_out for rank, recording in self._recordings.items()})
+        self.skipped: Sequence[Skipped] = Mapped(_skipped, self.left_out)
 
     def tensor(self, entry: Entry) -> Tensor:
         """Return the values of one of `entries`."""
-        return self._recordings[entry.rank].tensor(self._own[entry.rank, entry.step, entry.site])
+        return self._recordings[entry.rank].tensor(entry)
+
+
+def _skipped(item: LeftOut) -> Skipped:
+    return Skipped(item.site, "both", f"{item.reason} (rank {item.rank})", item.step)
 
 
 def rank_directories(path: Path) -> list[tuple[int, Path]]:

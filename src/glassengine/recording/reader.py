@@ -18,6 +18,7 @@ from glassengine.checksums import crc32
 from glassengine.errors import CorruptError, UnknownNameError, UsageError
 from glassengine.reading.files import open_regular
 from glassengine.recording import layout
+from glassengine.recording.entries import Entries, Mapped
 from glassengine.recording.layout import Entry, LeftOut, Location
 from glassengine.recording.recovery import IndexContents, read_index
 from glassengine.recording.shard_files import ShardFiles
@@ -51,11 +52,10 @@ class Recording:
         self.incomplete_because = _incomplete_because(manifest, contents)
         self.complete = self.incomplete_because is None
         self.steps: list[int] = sorted(contents.steps)
-        self.entries: tuple[Entry, ...] = tuple(sorted(contents.entries, key=lambda entry: entry.step))
-        self.left_out: tuple[LeftOut, ...] = tuple(sorted(contents.left_out, key=lambda item: item.step))
+        self.entries = contents.entries
+        self.left_out = contents.left_out
         self.stopped = contents.stopped
-        self.skipped = tuple(Skipped(item.site, "both", item.reason, item.step) for item in self.left_out)
-        self._by_key = {(entry.site, entry.step, entry.rank): entry for entry in self.entries}
+        self.skipped: Sequence[Skipped] = Mapped(_skipped, self.left_out)
         self._shards = shards
         self._statistics = StatisticsCache(path, writable=manifest["state"] != "writing")
         self._verified: set[tuple[int, int]] = set()
@@ -102,38 +102,37 @@ class Recording:
         Raises:
             UnknownNameError: It is not recorded; carries the nearest names of that step.
         """
-        found = self._by_key.get((site, step, rank))
+        found = self.entries.find(site, step, rank)
         if found is None:
-            there = [entry.site for entry in self.entries if (entry.step, entry.rank) == (step, rank)]
+            there = [entry.site for entry in self.entries.of_step(step) if entry.rank == rank]
             hint = None if there else f"rank {rank} has nothing in step {step}; completed steps: {self.steps}"
             raise UnknownNameError("site", site, there, hint=hint)
         return found
 
     def sites(self, step: int | None = None) -> list[str]:
         """Return the site names in recorded order, of one step or of all."""
-        return list(dict.fromkeys(entry.site for entry in self.entries if step in (None, entry.step)))
+        return self.entries.sites(step)
 
-    def select(self, pattern: str) -> list[Entry]:
+    def select(self, pattern: str) -> Entries:
         """Return the entries whose site matches `pattern` (a glob or `re:`, see `sites.matches`).
 
         Raises:
             UnknownNameError: Nothing matches.
         """
-        found = [entry for entry in self.entries if matches(pattern, entry.site)]
+        found = self.entries.where(lambda site: matches(pattern, site))
         if not found:
             raise UnknownNameError("site", pattern, self.sites())
         return found
 
-    def find(self, pattern: str) -> tuple[list[Entry], list[LeftOut]]:
+    def find(self, pattern: str) -> tuple[Entries, list[LeftOut]]:
         """Return the entries, and the tensors without values, whose site matches `pattern`.
 
         Raises:
             UnknownNameError: Nothing matches.
         """
-        left_out = [item for item in self.left_out if matches(pattern, item.site)]
-        return (
-            [entry for entry in self.entries if matches(pattern, entry.site)] if left_out else self.select(pattern)
-        ), left_out
+        left_out = self.left_out.where(lambda site: matches(pattern, site))
+        entries = self.entries.where(lambda site: matches(pattern, site)) if left_out else self.select(pattern)
+        return entries, left_out
 
     def tensor(self, entry: Entry | str, step: int | None = None, rank: int = 0) -> Tensor:
         """Return the values of one tensor; a large one is mapped, not copied.
@@ -195,12 +194,16 @@ class Recording:
         return data if size == entry.nbytes else self._shards.read(location.shard, location.offset, entry.nbytes)
 
     def _only_step(self, site: str, rank: int) -> int:
-        steps = [entry.step for entry in self.entries if (entry.site, entry.rank) == (site, rank)]
+        steps = self.entries.steps_of(site, rank)
         if not steps:
             raise UnknownNameError("site", site, self.sites())
         if len(steps) > 1:
             raise UsageError(f"several steps have the site {site!r}", got="no step", expected=list(map(str, steps)))
         return steps[0]
+
+
+def _skipped(item: LeftOut) -> Skipped:
+    return Skipped(item.site, "both", item.reason, item.step)
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:

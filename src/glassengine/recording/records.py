@@ -15,9 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any, BinaryIO
 
-import numpy as np
+import msgspec
 
 from glassengine.checksums import crc32
+from glassengine.recording import frames
+from glassengine.recording.entries import Measured
 from glassengine.recording.layout import (
     ALIGNMENT,
     MAX_FRAME_BYTES,
@@ -69,8 +71,21 @@ def read_frame(file: BinaryIO) -> dict[str, Any] | None:
         raise ValueError("the file ends inside a record")
     if crc32(text) != checksum:
         raise ValueError("the checksum of a record does not match")
+    return decoded(text)
+
+
+def decoded(text: bytes) -> dict[str, Any]:
+    """Return the object that the payload of a frame is.
+
+    Raises:
+        ValueError: It is none.
+    """
     try:
-        payload = json.loads(text)
+        try:
+            payload = msgspec.json.decode(text)
+        except msgspec.DecodeError:
+            # Names may hold halves of characters, which it does not take.
+            payload = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError("a record is not JSON") from error
     if not isinstance(payload, dict):
@@ -249,6 +264,8 @@ def measured_frame(group: int, step: int, reason: str, table: LightTable) -> byt
 
 def commit_frame(step: int, num_tensors: int, num_left_out: int, stopped: str | None) -> bytes:
     """Return the index frame that completes a step; `stopped` is what ended it before it was through."""
+    if stopped is None and num_left_out < frames.LARGEST:
+        return frames.commit_frame(step, num_tensors, num_left_out)
     return text_frame(
         f'{{"kind":"commit","step":{step},"num_tensors":{num_tensors},"num_left_out":{num_left_out},'
         f'"stopped":{_text_of(stopped)}}}'
@@ -260,21 +277,18 @@ def _text_of(value: str | None) -> str:
     return json.dumps(value)
 
 
-def measured_from(payload: dict[str, Any], groups: Mapping[int, Sequence[Entry]]) -> list[LeftOut]:
-    """Inverse of `measured_frame`, which trusts nothing.
+def measured_from(payload: dict[str, Any], tensors: Sequence[Entry]) -> Measured:
+    """Inverse of `measured_frame`, which trusts nothing but the numbers in its rows (`impossible.impossible_rows`).
 
     Args:
         payload: Of the frame.
-        groups: Number -> tensors of the groups described so far.
+        tensors: Those of its group.
 
     Raises:
         ValueError: A field is missing, of the wrong kind, or contradicts the description of the group.
     """
-    number, step = sizes_of(payload, "group", "step")
-    tensors, reason = groups.get(number), payload.get("reason")
-    rows, counts = payload.get("rows"), payload.get("num_nonfinite")
-    if tensors is None:
-        raise ValueError(f"group {number} is not described")
+    (step,) = sizes_of(payload, "step")
+    reason, rows, counts = (payload.get(key) for key in ("reason", "rows", "num_nonfinite"))
     if not isinstance(reason, str) or not isinstance(rows, str):
         raise ValueError("a name is not text")
     numbers = base64.b64decode(rows, validate=True)
@@ -282,25 +296,13 @@ def measured_from(payload: dict[str, Any], groups: Mapping[int, Sequence[Entry]]
         raise ValueError("statistics are not those of the group")
     if not isinstance(counts, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in counts):
         raise ValueError("counts are not numbers")
-    num_nonfinite = [0] * len(tensors)
+    num_nonfinite: dict[int, int] = {}
     for pair in counts:
         index, count = sizes_of({"index": pair[0], "count": pair[1]}, "index", "count")
         if index >= len(tensors):
             raise ValueError("statistics are not those of the group")
         num_nonfinite[index] = count
-    table = np.frombuffer(numbers, "<f8").reshape(3, -1).T.tolist()
-    return [
-        LeftOut(tensor.site, step, tensor.rank, reason, tensor.dtype, tensor.shape, _light_of(low, high, norm, count))
-        for tensor, (low, high, norm), count in zip(tensors, table, num_nonfinite, strict=True)
-    ]
-
-
-def _light_of(low: float, high: float, norm: float, num_nonfinite: int) -> LightStatistics:
-    if not 0 <= norm < math.inf or math.isinf(low) or math.isinf(high) or math.isnan(low) != math.isnan(high):
-        raise ValueError("statistics are impossible numbers")
-    if math.isnan(low):
-        return LightStatistics(None, None, norm, num_nonfinite)
-    return LightStatistics(low, high, norm, num_nonfinite)
+    return Measured(tensors, step, reason, numbers, num_nonfinite)
 
 
 def _light_from(found: Mapping[str, object]) -> LightStatistics:

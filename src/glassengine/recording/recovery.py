@@ -1,27 +1,41 @@
-"""Reads `index.log` up to its last good record, believing nothing that the bytes do not prove."""
+"""Reads `index.log` up to its last good record, believing nothing that the bytes do not prove.
+
+What the index says is gathered in columns, a row for each block of tensors and for each commit, and then checked as
+columns: which record is the first that is impossible. What is before it counts.
+"""
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from glassengine.recording.layout import Entry, LeftOut, Location
+import numpy as np
+
+from glassengine.recording.entries import Columns, Described, Entries, LeftOuts, Measured
+from glassengine.recording.frames import BLOCK, Array, read_frames
+from glassengine.recording.impossible import Blocks, Commits, impossible_blocks, impossible_commits, impossible_rows
+from glassengine.recording.layout import MAX_SHARD_NUMBER, Entry, LeftOut
 from glassengine.recording.records import (
     append_tokens,
+    decoded,
     entry_from,
     group_from,
     left_out_from,
     location_from,
     measured_from,
-    read_frame,
     sizes_of,
     tokens_from,
 )
 
-# A block record of a hundred bytes stands for up to 512 tensors; what they take in memory has a limit.
-MAX_ENTRIES = 1 << 24
+# Entries are made when they are asked for; who asks for all of those of a hostile index must come to an end.
+MAX_ENTRIES = 1 << 28
+
+
+# What records of a fixed size say: field -> type of its column.
+_OF_BLOCKS = {"group": np.uint32, "step": np.int64, "place": np.int64, "low": np.int32, "high": np.uint32}
+_OF_COMMITS = {"step": np.int64, "place": np.int64, "low": np.uint32}
 
 
 @dataclass(frozen=True)
@@ -30,16 +44,16 @@ class IndexContents:
 
     Attributes:
         steps: Completed steps in order of commit.
-        entries: Their tensors.
-        left_out: Their tensors without values.
+        entries: Their tensors, ascending by step.
+        left_out: Their tensors without values, ascending by step.
         stopped: Steps that ended before they were through -> what stopped them.
         token_ids: Of the completed steps, by row of the batch.
         damage: Why reading stopped early.
     """
 
-    steps: tuple[int, ...]
-    entries: tuple[Entry, ...]
-    left_out: tuple[LeftOut, ...]
+    steps: list[int]
+    entries: Entries
+    left_out: LeftOuts
     stopped: dict[int, str]
     token_ids: list[list[int]]
     damage: str | None
@@ -52,123 +66,206 @@ def read_index(file: BinaryIO, shard_bytes: Mapping[int, int]) -> IndexContents:
         file: The open index.
         shard_bytes: Data bytes on file of each shard.
     """
-    steps: list[int] = []
-    entries: list[Entry] = []
-    left_out: list[LeftOut] = []
-    stopped: dict[int, str] = {}
-    groups: dict[int, list[Entry]] = {}
-    pending: list[Entry] = []
-    pending_left_out: list[LeftOut] = []
+    found = _Found()
+    for frames in read_frames(file):
+        found.add_fixed(frames.numbers, frames.fixed)
+        for number, text in frames.texts:
+            try:
+                found.add(number, decoded(text))
+            except ValueError as error:
+                found.fail(number, str(error))
+                break
+        if frames.damage is not None:
+            found.fail(frames.first + frames.count, frames.damage)
+        if found.damage is not None:
+            break
+    blocks, commits = found.columns()
+    found.note(impossible_blocks(blocks, found.groups, shard_bytes, MAX_ENTRIES))
+    found.note(impossible_rows(found.left_out))
+    left_out = [(record, found.left_out[record]) for record in sorted(found.left_out)]
+    found.note(impossible_commits(blocks, commits, found.groups, left_out, MAX_ENTRIES))
+    return _contents(blocks, commits, left_out, found)
+
+
+def _contents(
+    blocks: Blocks, commits: Commits, left_out: Sequence[tuple[int, LeftOut | Measured]], found: _Found
+) -> IndexContents:
+    """Return what is before the first record that is impossible, as far as it is committed."""
+    commits = commits.before(found.end)
+    last = int(commits.record[-1]) if len(commits.record) else -1
+    kept = int(np.searchsorted(blocks.record, last))
+    columns, damage = blocks.columns, found.damage
+    if damage is None and kept < len(blocks.record):
+        damage = f"step {columns.step[kept]} was not completed"
+    columns = columns.at(slice(0, kept))
+    if kept and bool((np.diff(columns.step) < 0).any()):
+        columns = columns.at(np.argsort(columns.step, kind="stable"))
     tokens: list[list[int]] = []
-    pending_tokens: list[tuple[int, list[int]]] = []
-    extents = _Extents(shard_bytes)
-    damage = None
-    try:
-        while (payload := read_frame(file)) is not None:
-            kind = payload.get("kind")
-            if kind == "tensor":
-                entry = entry_from(payload)
-                assert entry.location is not None
-                extents.claim(entry.location, entry.nbytes, f"{entry.site[:200]!r} (step {entry.step})")
-                pending.append(entry)
-            elif kind == "commit":
-                step = _committed(payload, pending, pending_left_out, steps)
-                steps.append(step)
-                if payload.get("stopped") is not None:
-                    stopped[step] = str(payload["stopped"])
-                entries += pending
-                left_out += pending_left_out
-                append_tokens(tokens, pending_tokens)
-                pending, pending_left_out, pending_tokens = [], [], []
-            elif kind == "group":
-                (number,) = sizes_of(payload, "group")
-                groups[number] = group_from(payload)
-            elif kind == "block":
-                pending += _block(payload, groups, extents)
-                if len(entries) + len(pending) > MAX_ENTRIES:
-                    raise ValueError(f"more than {MAX_ENTRIES} tensors")
-            elif kind == "left_out":
-                pending_left_out.append(left_out_from(payload))
-            elif kind == "measured":
-                pending_left_out += measured_from(payload, groups)
-                if len(left_out) + len(pending_left_out) > MAX_ENTRIES:
-                    raise ValueError(f"more than {MAX_ENTRIES} tensors")
-            elif kind == "tokens":
-                pending_tokens += tokens_from(payload)
-            else:
-                raise ValueError(f"unknown kind of record {kind!r}")
-    except ValueError as error:
-        damage = str(error)
-    if damage is None and pending:
-        damage = f"step {pending[0].step} was not completed"
-    return IndexContents(tuple(steps), tuple(entries), tuple(left_out), stopped, tokens, damage)
+    for record, pieces in found.tokens.items():
+        if record < last:
+            append_tokens(tokens, pieces)
+    stopped = {}
+    for record, reason in found.stopped.items():
+        if record <= last:
+            stopped[int(commits.step[np.searchsorted(commits.record, record)])] = reason
+    return IndexContents(
+        commits.step.tolist(),
+        Entries(found.groups, columns),
+        LeftOuts(sorted((item for record, item in left_out if record < last), key=lambda item: item.step)),
+        stopped,
+        tokens,
+        damage,
+    )
 
 
-def _committed(payload: dict[str, Any], pending: list[Entry], left_out: list[LeftOut], steps: list[int]) -> int:
-    step = payload.get("step")
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0 or step in steps:
-        raise ValueError(f"impossible step {step!r}")
-    counts = (payload.get("num_tensors"), payload.get("num_left_out", 0))
-    if counts != (len(pending), len(left_out)) or any(
-        other != step for other in [*(entry.step for entry in pending), *(item.step for item in left_out)]
-    ):
-        raise ValueError(f"the records of step {step} do not match its commit")
-    if len({(entry.site, entry.rank) for entry in pending}) != len(pending):
-        raise ValueError(f"step {step} names a tensor twice")
-    return step
+class _Found:
+    """What the records of an index say, before it is known to be possible.
 
+    Attributes:
+        groups: Each group that is described, and each tensor alone, whose record is a group and its block.
+        described: Record that describes each of them.
+        left_out: Record -> tensors without values.
+        tokens: Record -> pieces of rows.
+        stopped: Record of a commit -> what stopped its step.
+        damage: Why what is before record `end` is all there is.
+    """
 
-def _block(payload: dict[str, Any], groups: dict[int, list[Entry]], extents: _Extents) -> list[Entry]:
-    """Return the tensors of a block."""
-    number, step = sizes_of(payload, "group", "step")
-    if number not in groups:
-        raise ValueError(f"group {number} is not described")
-    tensors = groups[number]
-    place = location_from(payload)
-    nbytes = max(tensor.location.offset + tensor.nbytes for tensor in tensors if tensor.location is not None)
-    extents.claim(place, nbytes, f"group {number} (step {step})")
-    block = (place.offset, nbytes)
-    found = []
-    for tensor in tensors:
-        assert tensor.location is not None
-        location = Location(place.shard, place.offset + tensor.location.offset, place.checksum, block)
-        found.append(
-            Entry(
-                tensor.site,
-                step,
-                tensor.rank,
-                tensor.dtype,
-                tensor.shape,
-                tensor.axes,
-                tensor.node,
-                tensor.nbytes,
-                location,
-                tensor.sharding,
-            )
-        )
-    return found
+    def __init__(self) -> None:
+        self.groups: list[Described] = []
+        self.described: list[int] = []
+        self.left_out: dict[int, LeftOut | Measured] = {}
+        self.tokens: dict[int, list[tuple[int, list[int]]]] = {}
+        self.stopped: dict[int, str] = {}
+        self.damage: str | None = None
+        self.end = 1 << 62
+        self._numbers: dict[int, int] = {}
+        self._alone: dict[object, int] = {}
+        self._fixed_blocks: list[list[Array]] = []
+        self._fixed_commits: list[list[Array]] = []
+        self._blocks: list[tuple[int, ...]] = []
+        self._commits: list[tuple[int, int, int, int]] = []
 
+    def fail(self, record: int, reason: str) -> None:
+        """Note that nothing counts from a record on."""
+        if record < self.end:
+            self.end, self.damage = record, reason
 
-class _Extents:
-    """Which bytes of which shard belong to a tensor: ranges are equal (shared values) or apart, never overlapping."""
+    def note(self, found: tuple[int, str] | None) -> None:
+        """Note a record that is impossible, if there is one."""
+        if found is not None:
+            self.fail(*found)
 
-    def __init__(self, shard_bytes: Mapping[int, int]) -> None:
-        self._shard_bytes = shard_bytes
-        self._starts: dict[int, list[int]] = {}
-        self._found: dict[tuple[int, int], tuple[int, int]] = {}
-
-    def claim(self, location: Location, nbytes: int, what: str) -> None:
-        shard, start, checksum = location.shard, location.offset, location.checksum
-        end = start + nbytes
-        if end > self._shard_bytes.get(shard, -1):
-            raise ValueError(f"the bytes of {what} are not on file")
-        if nbytes == 0 or self._found.get((shard, start)) == (end, checksum):
+    def add_fixed(self, records: Array, fixed: Array) -> None:
+        """Add records of a fixed size."""
+        if not len(records):
             return
-        starts = self._starts.setdefault(shard, [])
-        place = bisect.bisect_left(starts, start)
-        if (place > 0 and self._found[shard, starts[place - 1]][0] > start) or (
-            place < len(starts) and starts[place] < end
+        is_block = fixed["kind"] == BLOCK
+        large = ((fixed["step"] | fixed["place"]) >> np.uint64(62)) > 0
+        large |= is_block & (fixed["low"] > MAX_SHARD_NUMBER)
+        odd = np.flatnonzero(large | (~is_block & ((fixed["group"] != 0) | (fixed["high"] != 0))))
+        if odd.size:
+            self.fail(int(records[odd[0]]), "a number is too large")
+        for parts, kinds, which in (
+            (self._fixed_blocks, _OF_BLOCKS, is_block),
+            (self._fixed_commits, _OF_COMMITS, ~is_block),
         ):
-            raise ValueError(f"the bytes of {what} overlap another tensor's")
-        starts.insert(place, start)
-        self._found[shard, start] = (end, checksum)
+            some = fixed[which]
+            parts.append([records[which], *(some[name].astype(dtype) for name, dtype in kinds.items())])
+
+    def add(self, record: int, payload: dict[str, Any]) -> None:
+        """Add any other record.
+
+        Raises:
+            ValueError: It is impossible.
+        """
+        kind = payload.get("kind")
+        if kind == "tensor":
+            entry = entry_from(payload)
+            place = entry.location
+            assert place is not None
+            self._blocks.append(
+                (record, self._alone_as(record, entry), entry.step, place.offset, place.shard, place.checksum)
+            )
+        elif kind == "commit":
+            step, num_tensors = sizes_of(payload, "step", "num_tensors")
+            (num_left_out,) = sizes_of({"count": payload.get("num_left_out", 0)}, "count")
+            self._commits.append((record, step, num_tensors, num_left_out))
+            if payload.get("stopped") is not None:
+                self.stopped[record] = str(payload["stopped"])
+        elif kind == "group":
+            (number,) = sizes_of(payload, "group")
+            if number in self._numbers:
+                raise ValueError(f"group {number} is described twice")
+            self._numbers[number] = self._new(record, Described.of(group_from(payload)))
+        elif kind == "block":
+            number, step = sizes_of(payload, "group", "step")
+            place = location_from(payload)
+            self._blocks.append((record, self._known(number), step, place.offset, place.shard, place.checksum))
+        elif kind == "left_out":
+            self.left_out[record] = left_out_from(payload)
+        elif kind == "measured":
+            (number,) = sizes_of(payload, "group")
+            self.left_out[record] = measured_from(payload, self.groups[self._known(number)].tensors)
+        elif kind == "tokens":
+            self.tokens[record] = tokens_from(payload)
+        else:
+            raise ValueError(f"unknown kind of record {kind!r}")
+
+    def columns(self) -> tuple[Blocks, Commits]:
+        """Return the records of blocks and of commits, in order and before the one that failed."""
+        record, number, step, offset, shard, checksum = _joined(self._fixed_blocks, _OF_BLOCKS)
+        parts = [record, self._indices(record, number), step, offset, shard, checksum]
+        record, group, step, offset, shard, checksum = self._in_order(parts, self._blocks)
+        commits = self._in_order(_joined(self._fixed_commits, _OF_COMMITS), self._commits)
+        return Blocks(record, Columns(group, step, shard, offset, checksum)), Commits(*commits)
+
+    def _in_order(self, parts: list[Array], rows: Sequence[tuple[int, ...]]) -> list[Array]:
+        """Return columns, and what was said in JSON, in order of their record, up to the one that failed."""
+        if rows:
+            columns = np.array(rows, dtype=np.int64).T
+            parts = [np.concatenate([part, some.astype(part.dtype)]) for part, some in zip(parts, columns, strict=True)]
+            order = np.argsort(parts[0], kind="stable")
+            parts = [part[order] for part in parts]
+        kept = int(np.searchsorted(parts[0], self.end))
+        return [part[:kept] for part in parts]
+
+    def _indices(self, records: Array, numbers: Array) -> Array:
+        """Return which of `groups` the group of each number is."""
+        known = np.array(sorted(self._numbers), dtype=np.int64)
+        if not len(numbers):
+            return numbers.astype(np.int32)
+        indices = np.array([self._numbers[number] for number in known.tolist()] or [0], dtype=np.int32)
+        places = np.minimum(np.searchsorted(known, numbers), max(len(known) - 1, 0))
+        is_known = known[places] == numbers if len(known) else np.zeros(len(numbers), dtype=bool)
+        found: Array = indices[places]
+        later = is_known & (np.array(self.described or [0])[found] > records)
+        unknown = np.flatnonzero(~is_known | later)
+        if unknown.size:
+            self.fail(int(records[unknown[0]]), f"group {numbers[unknown[0]]} is not described")
+        return found
+
+    def _known(self, number: int) -> int:
+        if number not in self._numbers:
+            raise ValueError(f"group {number} is not described")
+        return self._numbers[number]
+
+    def _alone_as(self, record: int, entry: Entry) -> int:
+        """Return the group of a tensor that was described with its place."""
+        key = (entry.site, entry.rank, entry.dtype, entry.shape, tuple(entry.axes.items()), entry.node, entry.sharding)
+        index = self._alone.get(key)
+        if index is None:
+            index = self._alone[key] = self._new(
+                record, Described((dataclasses.replace(entry, step=0, location=None),), entry.nbytes)
+            )
+        return index
+
+    def _new(self, record: int, group: Described) -> int:
+        self.groups.append(group)
+        self.described.append(record)
+        return len(self.groups) - 1
+
+
+def _joined(parts: Sequence[Sequence[Array]], kinds: Mapping[str, type]) -> list[Array]:
+    """Return the columns of all parts, the number of the record first."""
+    empty: list[Array] = [np.empty(0, dtype=dtype) for dtype in (np.int64, *kinds.values())]
+    return [np.concatenate(columns) for columns in zip(empty, *parts, strict=True)]

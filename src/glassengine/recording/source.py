@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,11 +43,11 @@ class TensorSource(Protocol):
         """Whether everything that was meant to be in it is."""
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> Sequence[Entry]:
         """The tensors in recorded order."""
 
     @property
-    def skipped(self) -> tuple[Skipped, ...]:
+    def skipped(self) -> Sequence[Skipped]:
         """What is in it and is not given as a tensor, with the reason; `side` is "both" until a side is known."""
 
     def tensor(self, entry: Entry) -> Tensor:

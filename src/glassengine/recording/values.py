@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +14,8 @@ from glassengine.errors import UsageError
 from glassengine.recording import layout
 from glassengine.recording.description import Description
 from glassengine.recording.layout import Sharding
+
+_MAX_DESCRIPTIONS = 1 << 14
 
 
 def describe(
@@ -28,13 +31,47 @@ def describe(
     Raises:
         UsageError: The name is too long, or a recording cannot hold such a tensor.
     """
+    _check(site, tensor)
+    return Description(site, dtype_name(tensor.dtype), tuple(tensor.shape), axes, node, sharding)
+
+
+class Descriptions:
+    """The descriptions of tensors that come in every step, so that each is made once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], Description] = {}
+
+    def of(
+        self,
+        site: str,
+        tensor: Tensor,
+        *,
+        axes: Mapping[str, int] | None = None,
+        node: str | None = None,
+        sharding: Sharding | None = None,
+    ) -> Description:
+        """Return what `describe` does, the same object for the same arguments.
+
+        Raises:
+            UsageError: As `describe`.
+        """
+        _check(site, tensor)
+        key = (site, tensor.dtype, tensor.shape, tuple(axes.items()) if axes else (), node, sharding)
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) >= _MAX_DESCRIPTIONS:
+                self._known.clear()
+            found = self._known[key] = describe(site, tensor, axes=axes, node=node, sharding=sharding)
+        return found
+
+
+def _check(site: str, tensor: Tensor) -> None:
     if len(site.encode(errors="surrogatepass")) > layout.MAX_NAME_BYTES:
         got, expected = "a longer name", f"at most {layout.MAX_NAME_BYTES} bytes"
         raise UsageError(f"the tensor {site[:200]!r} cannot be recorded", got=got, expected=expected)
     obstacle = why_not(tensor)
     if obstacle is not None:
         raise UsageError(f"the tensor {site[:200]!r} cannot be recorded", got=obstacle, expected="a dense tensor")
-    return Description(site, dtype_name(tensor.dtype), tuple(tensor.shape), axes, node, sharding)
 
 
 def why_not(tensor: Tensor) -> str | None:

@@ -16,16 +16,14 @@ from torch import Tensor
 from glassengine.checksums import crc32
 from glassengine.errors import UsageError
 from glassengine.recording import layout, records
-from glassengine.recording.description import Description, Group
+from glassengine.recording.description import Description, Group, Groups
 from glassengine.recording.directory import make_directory, manifest_of, open_index, reason_of, save_manifest
 from glassengine.recording.layout import LeftOut, LightTable, Location, Sharding
 from glassengine.recording.open_step import EndedStep, OpenStep
 from glassengine.recording.shard import Shard, write_all
-from glassengine.recording.values import bytes_of, describe, identity
+from glassengine.recording.values import Descriptions, bytes_of, identity
 
 SHARD_BYTES = 1 << 31
-_MAX_GROUPS = 256
-_GroupKey = tuple[tuple[Description, ...], int, tuple[tuple[int, int], ...]]
 
 
 class RecordingWriter:
@@ -53,9 +51,9 @@ class RecordingWriter:
         self._shard: Shard | None = None
         self._next_shard = 0
         self._header_bytes = layout.HEADER_BYTES
-        self._groups: dict[_GroupKey, Group] = {}
+        self._groups = Groups()
+        self._descriptions = Descriptions()
         self._described: set[int] = set()
-        self._num_groups = 0
         self._ended: list[EndedStep] = []
         self._num_steps = 0
         self._num_tensors = 0
@@ -109,7 +107,7 @@ class RecordingWriter:
             UsageError: The name, step or tensor cannot be recorded;
                 or the file cannot be written: the message says what is safe.
         """
-        description = describe(site, tensor, axes=axes, node=node, sharding=sharding)
+        description = self._descriptions.of(site, tensor, axes=axes, node=node, sharding=sharding)
         self._require_open()
         self._begin(description, step, rank)
         tensor = tensor.detach()
@@ -171,14 +169,7 @@ class RecordingWriter:
             rank: Process that has them.
             same_as: Index of each tensor that is not written -> index of an earlier one, whose bytes it has.
         """
-        key = (descriptions, rank, same_as)
-        group = self._groups.get(key)
-        if group is None:
-            while len(self._groups) >= _MAX_GROUPS:
-                del self._groups[next(iter(self._groups))]
-            group = self._groups[key] = Group(self._num_groups, *key)
-            self._num_groups += 1
-        return group
+        return self._groups.of(descriptions, rank, same_as)
 
     def store_block(self, group: Group, step: int, data: memoryview, checksum: int) -> None:
         """Take the bytes of several small tensors that lie behind one another as `layout.block_starts` says.
@@ -336,7 +327,12 @@ class RecordingWriter:
     def _note(self, description: Description, step: int, rank: int, location: Location) -> None:
         opened = self._open[step]
         opened.add_name(description.site, rank)
-        opened.frames.append(description.frame(step, rank, location))
+        if not description.nbytes:
+            opened.frames.append(description.frame(step, rank, location))
+            return
+        group = self._groups.alone(description, rank)
+        opened.groups.append(group)
+        opened.frames.append(group.block_frame(step, location))
 
     def _begin(self, description: Description, step: int, rank: int) -> OpenStep:
         """Open `step`, unless a tensor of that name cannot be part of it."""
