@@ -1,0 +1,131 @@
+"""What reads a folder without a command line of its own: each takes the folder and the shared one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import glassengine as glass
+
+SERVER_SECONDS = 8.0
+
+
+def load_adapter(here: Path, shared: Path) -> int:
+    from glassengine.program.load import load_model
+
+    load_model(str(shared / "model"), adapter=str(here / "it"))
+    return 0
+
+
+def load_model(here: Path, shared: Path) -> int:
+    from glassengine.program.load import load_model
+
+    load_model(str(here / "it"))
+    return 0
+
+
+class _Compiler:
+    """Keeps a file with a number, and finds it again."""
+
+    def __init__(self) -> None:
+        self._directory: Path | None = None
+
+    def parts(self) -> Any:
+        return {"backend": {"name": "fuzzed"}, "options": {}}
+
+    @contextlib.contextmanager
+    def within(self, directory: Path) -> Iterator[Any]:
+        from glassengine.executable.cache import Work
+
+        self._directory = directory
+        yield (work := Work(reused=(directory / "product").is_file()))
+        del work
+
+    def compile(self) -> Any:
+        assert self._directory is not None
+        path = self._directory / "product"
+        if not path.is_file():
+            path.write_text("2.0")
+        factor = float(path.read_text())
+        assert factor == 2.0, "a damaged product was taken"
+        return lambda arguments: (arguments[0] * factor,)
+
+
+def _compiled(directory: Path) -> Any:
+    from glassengine.executable.cache import compiled
+    from glassengine.executable.graph import CapturedGraph, input_spec
+
+    os.environ["GLASS_CACHE_DIR"] = str(directory)
+    graph = torch.fx.Graph()
+    graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (graph.placeholder("x"), 2.0)),))
+    spec = input_spec(torch.ones(2, 3), "x", "input")
+    captured = CapturedGraph(torch.fx.GraphModule({}, graph), (spec,), ("mul",), "inference")
+    compiler = _Compiler()
+    return compiled("g", captured, lambda: compiler.compile(), compiler)
+
+
+def fill_cache(directory: Path) -> None:
+    found = _compiled(directory)
+    assert found.outcome == "miss" and found.key, found
+
+
+def use_cache(here: Path, shared: Path) -> int:
+    """The cache costs a compilation at most, and never ends the program: any error is a bug."""
+    try:
+        found = _compiled(here / "it")
+        found.function([torch.ones(2, 3)])
+    except glass.GlassError as error:
+        raise AssertionError("the cache ended the program") from error
+    return 0
+
+
+def examine_cache(here: Path, shared: Path) -> int:
+    os.environ["GLASS_CACHE_DIR"] = str(here / "it")
+    report = glass.examine_cache()
+    json.dumps([str(report)], allow_nan=False)
+    return 0
+
+
+def ask_server(here: Path, shared: Path) -> int:
+    """Send the bytes, read what comes back, and ask as one should: that is answered as if nothing had been."""
+    server = glass.start_server(0, directory=here / "profiles")
+    with socket.create_connection(("127.0.0.1", server.port), timeout=SERVER_SECONDS) as connection:
+        with contextlib.suppress(OSError):
+            connection.sendall((here / "request").read_bytes())
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(1 << 16):
+                pass
+    answer = glass.request_profile(f"localhost:{server.port}", steps=1, timeout_s=0.01)
+    assert answer["num_steps"] == 0, answer
+    return 0
+
+
+def command_line(here: Path, shared: Path) -> int:
+    """Every file is a command line; what is changed in one is tried, and it is run within the folder."""
+    from glassengine.cli.main import main
+
+    os.chdir(here)
+    status = 0
+    for path in sorted(here.glob("line*.json")):
+        if path.stat().st_mtime_ns <= (here / ".made").stat().st_mtime_ns:
+            continue
+        try:
+            words = json.loads(path.read_bytes())
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(words, list):
+            continue
+        line = [str(word).replace("{shared}", str(shared)).replace("\0", "") for word in words]
+        if "--" in line or "record" not in line[:1] and "/dev/zero" in line:
+            continue
+        status = max(
+            status, main([word.encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape") for word in line])
+        )
+    return status

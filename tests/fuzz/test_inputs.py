@@ -1,0 +1,50 @@
+"""Changed files of every kind are read with a documented end: not a bug, a hang, memory without bound, or code that runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import campaign
+import kinds
+
+KEPT = sorted((Path(__file__).parent / "kept").glob("*.json"))
+QUICK = [name for name, kind in kinds.KINDS.items() if not kind.slow]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[campaign.Bench]:
+    made = campaign.Bench(tmp_path_factory.mktemp("bench"), QUICK)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def kept() -> dict[str, campaign.Input]:
+    return {path.stem: campaign.Input(**json.loads(line)) for path in KEPT for line in path.read_text().splitlines()}
+
+
+def test_what_was_found_is_not_found_again(bench: campaign.Bench) -> None:
+    inputs = [campaign.Input(**json.loads(line)) for path in KEPT for line in path.read_text().splitlines()]
+    assert len(inputs) > 10
+    inputs = [each for each in inputs if each.kind in bench.kinds]
+    problems = []
+    for start in range(0, len(inputs), campaign.BATCH):
+        some = inputs[start : start + campaign.BATCH]
+        problems += [(each, answer) for each, answer in zip(some, bench.tried(some), strict=True) if answer["problem"]]
+    assert not problems, "\n\n".join(f"{each.to_json()[:500]}\n{answer['problem']}" for each, answer in problems)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_few_changes_by_chance_find_nothing(bench: campaign.Bench, name: str) -> None:
+    tried = campaign.Campaign(bench, int.from_bytes(os.urandom(4)), None)
+    tried.one_batch(name, 4)
+    found = "\n".join(given.to_json()[:3000] for given, _ in tried.findings.values())
+    assert not tried.findings, f"{list(tried.findings)}\n{found}"
