@@ -8,6 +8,7 @@ found is kept in `FUZZ_KEEP`: one JSON document each, which `python tests/fuzz/c
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -31,7 +32,6 @@ from edits import Edit, Maker, apply
 
 HERE = Path(__file__).parent
 BATCH = 20
-_SHARED_NAMES = ("shared", "kinds")
 
 
 @dataclass
@@ -53,12 +53,13 @@ class Bench:
     Args:
         folder: Where everything is; what was made there before is used again.
         names: The kinds to make.
+        more: Kinds that are in no table.
     """
 
-    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+    def __init__(self, folder: Path, names: Sequence[str], more: dict[str, Any] | None = None) -> None:
         import kinds
 
-        self.kinds = {name: kinds.KINDS[name] for name in names}
+        self.kinds = {name: kinds.KINDS[name] for name in names} | (more or {})
         self.folder = folder
         self.shared = folder / "shared"
         self._lines: dict[str, list[list[str]]] = {}
@@ -257,7 +258,7 @@ class Campaign:
         given = self._smaller(given, problem)
         self.findings[mark] = (given, 1)
         if self._keep is not None:
-            print(f"\n{mark}\n{given.to_json()[:1500]}\n{problem[-1500:]}", flush=True)
+            say(f"\n{mark}\n{given.to_json()[:1500]}\n{problem[-1500:]}")
             self._keep.mkdir(parents=True, exist_ok=True)
             name = hashlib.sha256(mark.encode()).hexdigest()[:10]
             (self._keep / f"{given.kind}-{name}.json").write_text(given.to_json() + "\n")
@@ -287,6 +288,11 @@ class Campaign:
         return "\n".join(rows)
 
 
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
 def main() -> int:
     import kinds
 
@@ -298,14 +304,12 @@ def main() -> int:
     seconds = float(os.environ.get("FUZZ_SECONDS", "3600"))
     seed = int(os.environ.get("FUZZ_SEED") or int.from_bytes(os.urandom(4)))
     campaign = Campaign(Bench(folder, names), seed, Path(os.environ.get("FUZZ_KEEP", "fuzz-findings")))
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         campaign.run(seconds)
-    except KeyboardInterrupt:
-        pass
-    print(campaign.table())
-    print(f"seed {seed}, {len(campaign.findings)} findings")
+    say(campaign.table())
+    say(f"seed {seed}, {len(campaign.findings)} findings")
     for mark, (_, count) in campaign.findings.items():
-        print(f"{count} x {mark}")
+        say(f"{count} x {mark}")
     return int(bool(campaign.findings))
 
 
@@ -313,9 +317,9 @@ def _again(folder: Path, files: list[Path]) -> int:
     inputs = [Input(**json.loads(path.read_text())) for path in files]
     bench = Bench(folder, list(dict.fromkeys(each.kind for each in inputs)))
     problems = 0
-    for path, each, answer in zip(files, inputs, bench.tried(inputs), strict=True):
+    for path, answer in zip(files, bench.tried(inputs), strict=True):
         problems += bool(answer["problem"])
-        print(f"{path}: {answer['status']} {answer['seconds']} s\n{answer['problem']}{answer.get('error', '')}")
+        say(f"{path}: {answer['status']} {answer['seconds']} s\n{answer['problem']}{answer.get('error', '')}")
     return int(problems > 0)
 
 

@@ -1,4 +1,4 @@
-"""The kinds of input that are fuzzed beside what `recording` opens: files of each as they should be, and what reads them."""
+"""The kinds of input that are fuzzed beside what `recording` opens: files as they should be, and what reads them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from glassengine.testing.checkpoints import VOCAB_SIZE, save_checkpoint
 Line = list[str]
 X = torch.arange(8, dtype=torch.float32).reshape(2, 4) / 8
 TEMPLATE = "{% for message in messages %}<s>{{ message['role'] }}: {{ message['content'] }}{% endfor %}"
-EVIL = "import pathlib\npathlib.Path(__file__).parent.parent.joinpath('ran').touch()\ndef factory(*a, **k):\n    return 1\n"
+EVIL = "import pathlib\npathlib.Path(__file__).parent.parent.joinpath('ran').touch()\nfactory = dict\n"
 
 
 @dataclass(frozen=True)
@@ -189,9 +189,12 @@ def onnx(here: Path, shared: Path) -> None:
     ]
     zero = numpy_helper.from_array(torch.zeros(1).numpy(), "zero")
     graph = helper.make_graph(
-        nodes, "g", [_value("x", TensorProto.FLOAT, ["n", 4])], [_value("y", TensorProto.FLOAT, ["n", 4])],
+        nodes,
+        "g",
+        [_value("x", TensorProto.FLOAT, ["n", 4])],
+        [_value("y", TensorProto.FLOAT, ["n", 4])],
         [weight, shape, zero, numpy_helper.from_array(torch.tensor([1]).numpy(), "one")],
-    )  # fmt: skip
+    )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
     (here / "it").mkdir()
     save(model, here / "it" / "m.onnx", save_as_external_data=True, location="m.data", size_threshold=64)
@@ -297,35 +300,49 @@ def command_lines(here: Path, shared: Path) -> None:
         (here / f"line{number}.json").write_text(json.dumps(line))
 
 
+_TENSOR_ENDS = ("pt", "npz", "safetensors", "json")
 _RUN = "run {here}/it --inputs {shared}/x.pt --json"
 _SAY = "run {here}/it --input-text hello --max-new-tokens 1 --json"
 
 KINDS: dict[str, Kind] = {
     "engine": Kind(
-        built("eager"), (_RUN, "sites {here}/it --json", "run {here}/it --inputs {shared}/x.pt --snapshot {here}/snap"),
-        changed=("it/**/*[!y]",), proven=("it/*.safetensors", "it/**/program.pt2", "it/main/*"),
+        built("eager"),
+        (_RUN, "sites {here}/it --json", "run {here}/it --inputs {shared}/x.pt --snapshot {here}/snap"),
+        changed=("it/**/*[!y]",),
+        proven=("it/*.safetensors", "it/**/program.pt2", "it/main/*"),
     ),
     "engine_onnxruntime": Kind(built("onnxruntime"), (_RUN, "sites {here}/it --json"), proven=("it/main/*",)),
     "engine_openvino": Kind(built("openvino"), (_RUN,), proven=("it/main/*",), slow=True),
     "engine_inductor": Kind(built("inductor"), (_RUN,), proven=("it/main/*",), code=True, slow=True),
     "engine_that_generates": Kind(
-        copied("language"), (_SAY, "compare {shared}/language {here}/it --input-text a --max-new-tokens 1 --json -"),
+        copied("language"),
+        (_SAY, "compare {shared}/language {here}/it --input-text a --max-new-tokens 1 --json -"),
         changed=("it/*.json", "it/*.jinja", "it/main/*"),
     ),
     "tokenizer": Kind(
-        copied("language"), (_SAY, "run {here}/it --chat {shared}/chat.json --max-new-tokens 1"),
+        copied("language"),
+        (_SAY, "run {here}/it --chat {shared}/chat.json --max-new-tokens 1"),
         changed=("it/tokenizer*.json", "it/*.jinja", "it/generation_config.json", "it/config.json"),
     ),
     "snapshot": Kind(
-        snapshot, ("snapshot show {here}/it --json --statistics", "replay {here}/it --json -", "replay {here}/it --compare",
-                   "snapshot show {here}/it"),
+        snapshot,
+        (
+            "snapshot show {here}/it --json --statistics",
+            "replay {here}/it --json -",
+            "replay {here}/it --compare",
+            "snapshot show {here}/it",
+        ),
         proven=("it/*",),
     ),
-    "snapshot_packed": Kind(packed, ("snapshot show {here}/it.safetensors --json", "replay {here}/it.safetensors"),
-                            owned=False),
-    "profile": Kind(profile, ("profile {here}/it --json", "profile {here}/it", "profile {here}/it --against {here}/it")),
+    "snapshot_packed": Kind(
+        packed, ("snapshot show {here}/it.safetensors --json", "replay {here}/it.safetensors"), owned=False
+    ),
+    "profile": Kind(
+        profile, ("profile {here}/it --json", "profile {here}/it", "profile {here}/it --against {here}/it")
+    ),
     "artifacts": Kind(
-        copied("artifacts"), ("compare {shared}/artifacts {here}/it", "compare {here}/it {shared}/artifacts --json -"),
+        copied("artifacts"),
+        ("compare {shared}/artifacts {here}/it", "compare {here}/it {shared}/artifacts --json -"),
     ),
     "adapter": Kind(adapter, ("[load_adapter]",)),
     "adapter_bin": Kind(adapter_bin, ("[load_adapter]",)),
@@ -336,31 +353,53 @@ KINDS: dict[str, Kind] = {
     "onnx": Kind(onnx, ("sites {here}/it/m.onnx --json", "record {here}/it/m.onnx -o {here}/r"), owned=False),
     "exported": Kind(exported, ("sites {here}/m.pt2 --json",), owned=False),
     "tensor_files": Kind(
-        tensor_files, tuple(f"run {{shared}}/small --inputs {{here}}/x.{end} --json" for end in ("pt", "npz", "safetensors", "json")),
+        tensor_files,
+        tuple(f"run {{shared}}/small --inputs {{here}}/x.{end} --json" for end in _TENSOR_ENDS),
         owned=False,
     ),
     "token_files": Kind(
-        token_files, tuple(f"run {{shared}}/language --input-ids {{here}}/ids.{end} --max-new-tokens 1" for end in ("pt", "npz", "safetensors", "json")),
+        token_files,
+        tuple(f"run {{shared}}/language --input-ids {{here}}/ids.{end} --max-new-tokens 1" for end in _TENSOR_ENDS),
         owned=False,
     ),
     "prompt_files": Kind(
-        prompt_files, (
-            *(f"run {{shared}}/language --input-file {{here}}/p.{end} --max-new-tokens 1 --json" for end in ("txt", "json", "jsonl")),
-            *(f"run {{shared}}/language --chat {{here}}/c.{end} --max-new-tokens 1 --json" for end in ("json", "jsonl")),
+        prompt_files,
+        (
+            *(
+                f"run {{shared}}/language --input-file {{here}}/p.{end} --max-new-tokens 1 --json"
+                for end in ("txt", "json", "jsonl")
+            ),
+            *(
+                f"run {{shared}}/language --chat {{here}}/c.{end} --max-new-tokens 1 --json"
+                for end in ("json", "jsonl")
+            ),
         ),
         owned=False,
     ),
-    "map": Kind(map_file, ("compare {shared}/record-a {shared}/record-b --map {here}/map.json --json -",
-                           "compare {shared}/record-a {shared}/record-b --map {here}/names.json"), owned=False),
+    "map": Kind(
+        map_file,
+        (
+            "compare {shared}/record-a {shared}/record-b --map {here}/map.json --json -",
+            "compare {shared}/record-a {shared}/record-b --map {here}/names.json",
+        ),
+        owned=False,
+    ),
     "recording": Kind(
-        copied("record-a"), ("show {here}/it --json", "show {here}/it", "compare {shared}/record-b {here}/it --json -",
-                             "show {here}/it --export {here}/out", "show {here}/it fc --values", "sites {here}/it --json"),
+        copied("record-a"),
+        (
+            "show {here}/it --json",
+            "show {here}/it",
+            "compare {shared}/record-b {here}/it --json -",
+            "show {here}/it --export {here}/out",
+            "show {here}/it fc --values",
+            "sites {here}/it --json",
+        ),
         proven=("it/**/*.shard", "it/**/shard*"),
     ),
     "cache": Kind(cache, ("[use_cache]", "[examine_cache]"), proven=("it/**/*",)),
     "server": Kind(server, ("[ask_server]",), owned=False, places=False),
     "command_lines": Kind(command_lines, ("[command_line]",), owned=False, code=True, places=False),
-}  # fmt: skip
+}
 
 
 def lines(kind: Kind, here: Path, shared: Path) -> Iterator[Line]:

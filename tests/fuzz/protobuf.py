@@ -1,4 +1,4 @@
-"""Fields of a message of Protocol Buffers by their place, without its definition: to change one and keep the rest right.
+"""Fields of a message of Protocol Buffers by their place, without its definition: one is changed, the rest is right.
 
 A place is a list of indexes: of a field, then of a field of the message in it, and so on.
 """

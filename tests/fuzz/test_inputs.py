@@ -1,4 +1,4 @@
-"""Changed files of every kind are read with a documented end: not a bug, a hang, memory without bound, or code that runs."""
+"""Changed files of every kind are read with a documented end: no bug, no hang, no memory without bound, no code."""
 
 from __future__ import annotations
 
