@@ -133,8 +133,6 @@ def exported(folder: Path, shared: Path, well: bool) -> str:
         opened = glass.open_dump(path)
         for entry in opened.entries:
             opened.tensor(entry)
-        if opened.skipped:
-            return f"{[str(item) for item in opened.skipped]}"
     return ""
 
 

@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import ctypes
 import errno
+import importlib
 import json
 import os
 import re
@@ -101,10 +102,7 @@ class Walker:
         scene = self.scenes[name]
         shared = self._folder / f"shared-{name}"
         if not shared.exists():
-            shared.mkdir()
-            if (child := os.fork()) == 0:
-                self._end(lambda: scene.prepare(shared))
-            assert os.waitpid(child, 0)[1] == 0, f"{name} cannot be prepared"
+            self._prepare(scene, shared)
         folder = Path(tempfile.mkdtemp(prefix="written-", dir=self._folder))
         log, said = self._folder / "calls", self._folder / "said"
         for path in (log, said, shared / "reached"):
@@ -125,6 +123,25 @@ class Walker:
             problem = "" if begun or _refused_at_once(text) else f"the program did not go on: {text[-300:]}"
         shutil.rmtree(folder)
         return Try(called, str(status), left, problem)
+
+    def _prepare(self, scene: Any, shared: Path) -> None:
+        """Make what the scene needs, and import what it does, so that no child does it again."""
+        shared.mkdir()
+        trial, names = self._folder / "trial", self._folder / "names"
+        trial.mkdir()
+        if (child := os.fork()) == 0:
+            self._quiet(self._folder / "said")
+            scene.prepare(shared)
+            scene.run(trial, shared)
+            scene.left(trial, shared, True)
+            names.write_text("\n".join(sys.modules))
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0, (self._folder / "said").read_text()
+        for name in names.read_text().split("\n"):
+            if name not in sys.modules and not name.startswith("__"):
+                with contextlib.suppress(BaseException):
+                    importlib.import_module(name)
+        shutil.rmtree(trial)
 
     def _quiet(self, said: Path) -> None:
         file = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -37,6 +37,9 @@ PLACES = (
     "directory_out", "hard_link",
 )  # fmt: skip
 
+_LARGEST = 1 << 26
+"""A file beyond that is one of `_put`, and stays as it is."""
+
 _MARK = "\ue000place\ue000"
 
 
@@ -55,7 +58,7 @@ def apply(folder: Path, edits: list[Edit]) -> None:
         path = folder / edit["file"]
         if edit["op"] == "fs":
             _put(folder, path, edit["how"])
-        elif path.is_file() and not path.is_symlink():
+        elif path.is_file() and not path.is_symlink() and path.stat().st_size < _LARGEST:
             with contextlib.suppress(_LostError):
                 path.write_bytes(_OPS[edit["op"]](path.read_bytes(), edit))
 
@@ -65,7 +68,8 @@ class _LostError(Exception):
 
 
 def _files(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
+    found = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink())
+    return [path for path in found if path.stat().st_size < _LARGEST and os.access(path, os.R_OK)]
 
 
 def _sha256(path: Path) -> str:
@@ -210,7 +214,7 @@ def _correct_checksums(folder: Path, before: dict[str, str]) -> None:
     changed = {
         before[path.relative_to(folder).as_posix()]: path
         for path in _files(folder)
-        if path.stat().st_size < 1 << 26
+        if path.stat().st_size < _LARGEST
         and before.get(path.relative_to(folder).as_posix()) not in (None, _sha256(path))
     }
     for document in documents:
@@ -261,7 +265,8 @@ _NUMBERS = [
     -(2**63),
 ]
 _RAW: list[Any] = [
-    *map(str, _NUMBERS), ["9", 4300], ["9", 5000], ["-9", 1, "9" * 4400], "NaN", "Infinity", "-Infinity", "1e999", "0.5",
+    *map(str, _NUMBERS), ["9", 5000], ["-9", 1, "9" * 4400], "NaN", "Infinity", "-Infinity", "1e999", "0.5",
+    ["9", 4300],
     "-0.0", "null", "true", "false", '""', "[]", "{}", "[[]]", "[null]", '{"": {}}', '"\\ud800"', '"\\u0000"',
     '"\\u202e\\u0085\\u001b[2J"', '"a\\nb"', '"../../outside/x"', '"/etc/passwd"', '"/dev/zero"', '"."', '".."',
     ['"', 1, "x" * 70_000 + '"'], ["[", 100_000, ""], ['{"a":', 100_000, ""], ["[", 500, "]" * 500], '"float32"',

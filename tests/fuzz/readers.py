@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,11 +50,12 @@ class _Compiler:
         del work
 
     def compile(self) -> Any:
-        assert self._directory is not None
-        path = self._directory / "product"
-        if not path.is_file():
-            path.write_text("2.0")
-        factor = float(path.read_text())
+        factor = 2.0
+        if self._directory is not None:
+            path = self._directory / "product"
+            if not path.is_file():
+                path.write_text("2.0")
+            factor = float(path.read_text())
         assert factor == 2.0, "a damaged product was taken"
         return lambda arguments: (arguments[0] * factor,)
 
@@ -95,16 +97,25 @@ def examine_cache(here: Path, shared: Path) -> int:
 
 def ask_server(here: Path, shared: Path) -> int:
     """Send the bytes, read what comes back, and ask as one should: that is answered as if nothing had been."""
-    server = glass.start_server(0, directory=here / "profiles")
-    with socket.create_connection(("127.0.0.1", server.port), timeout=SERVER_SECONDS) as connection:
-        with contextlib.suppress(OSError):
-            connection.sendall((here / "request").read_bytes())
-            connection.shutdown(socket.SHUT_WR)
-            while connection.recv(1 << 16):
-                pass
-    answer = glass.request_profile(f"localhost:{server.port}", steps=1, timeout_s=0.01)
-    assert answer["num_steps"] == 0, answer
-    return 0
+    file = here / "token.json"
+    server = glass.start_server(0, directory=here / "profiles", token_file=file)
+    token = json.loads(file.read_bytes())["token"]
+    address = ("127.0.0.1", server.port)
+    with socket.create_connection(address, timeout=SERVER_SECONDS) as connection, contextlib.suppress(OSError):
+        connection.sendall((here / "request").read_bytes().replace(b"TOKEN", token.encode()))
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(1 << 16):
+            pass
+    for _ in range(50):  # a profile that was asked for takes a moment to be written
+        try:
+            answer = glass.request_profile(f"localhost:{server.port}", steps=1, timeout_s=0.01, token_file=file)
+            assert answer["num_steps"] == 0, answer
+            return 0
+        except glass.UsageError as error:
+            if "another profile" not in str(error):
+                raise
+            time.sleep(0.1)
+    return 2
 
 
 def command_line(here: Path, shared: Path) -> int:

@@ -22,13 +22,9 @@ QUICK = [name for name, kind in kinds.KINDS.items() if not kind.slow]
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[campaign.Bench]:
     made = campaign.Bench(tmp_path_factory.mktemp("bench"), QUICK)
+    assert not made.broken
     yield made
     made.close()
-
-
-@pytest.fixture(scope="module")
-def kept() -> dict[str, campaign.Input]:
-    return {path.stem: campaign.Input(**json.loads(line)) for path in KEPT for line in path.read_text().splitlines()}
 
 
 def test_what_was_found_is_not_found_again(bench: campaign.Bench) -> None:
@@ -42,6 +38,7 @@ def test_what_was_found_is_not_found_again(bench: campaign.Bench) -> None:
     assert not problems, "\n\n".join(f"{each.to_json()[:500]}\n{answer['problem']}" for each, answer in problems)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_a_few_changes_by_chance_find_nothing(bench: campaign.Bench, name: str) -> None:
     tried = campaign.Campaign(bench, int.from_bytes(os.urandom(4)), None)
