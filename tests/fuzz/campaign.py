@@ -42,6 +42,7 @@ class Input:
     line: int
     edits: list[Edit]
     problem: str = ""
+    why: str = ""
 
     def to_json(self) -> str:
         return json.dumps(vars(self), ensure_ascii=True)

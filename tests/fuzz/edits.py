@@ -8,7 +8,7 @@
     {"op": "fs", "file": F, "how": ...}     something else in the place of a file
     {"op": "checksums"}    the checksums of JSON documents are made right again
 
-`apply` does what they say, `Maker` makes them up by chance.
+`F` may be a glob: the first of its files. `apply` does what they say, `Maker` makes them up by chance.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def apply(folder: Path, edits: list[Edit]) -> None:
         if edit["op"] == "checksums":
             _correct_checksums(folder, before)
             continue
-        path = folder / edit["file"]
+        path = next(iter(sorted(folder.glob(edit["file"]))), folder / edit["file"])
         if edit["op"] == "fs":
             _put(folder, path, edit["how"])
         elif path.is_file() and not path.is_symlink() and path.stat().st_size < _LARGEST:

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import campaign
 import kinds
 
-KEPT = sorted((Path(__file__).parent / "kept").glob("*.json"))
+KEPT = sorted((Path(__file__).parent / "kept").glob("*.jsonl"))
 QUICK = [name for name, kind in kinds.KINDS.items() if not kind.slow]
 
 
@@ -27,6 +27,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[campaign.Bench]:
     made.close()
 
 
+@pytest.mark.slow
 def test_what_was_found_is_not_found_again(bench: campaign.Bench) -> None:
     inputs = [campaign.Input(**json.loads(line)) for path in KEPT for line in path.read_text().splitlines()]
     assert len(inputs) > 10
