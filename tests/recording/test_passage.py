@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from glassengine.capture.intake import Intake
-from glassengine.recording import drain, passage, worker
+from glassengine.recording import consumer, drain, passage, worker
 from glassengine.recording.layout import LightTable, Sharding
 from glassengine.recording.passage import Repetition
 from glassengine.recording.policy import Policy
@@ -319,7 +319,7 @@ def test_steps_that_go_alike_are_measured_together(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(drain, "light_of_blocks", counting)
     monkeypatch.setattr(worker, "_PERIOD_S", 1e9)
-    monkeypatch.setattr(worker, "_LOOK_S", 0.3)
+    monkeypatch.setattr(consumer, "_LOOK_S", 0.3)
     # Small enough that slots go around its end several times.
     writer = BackgroundWriter(tmp_path / "r", metadata={}, ring_bytes=RING)
     intake = Intake(writer, Policy(values=False), 0)

@@ -20,6 +20,7 @@ from safetensors import safe_open
 
 from glassengine.errors import GlassError, UsageError
 from glassengine.recording import pinned, records, seen, shard, worker
+from glassengine.recording.consumer import Consumer
 from glassengine.recording.drain import Drain
 from glassengine.recording.layout import ALIGNMENT, LeftOut, LightStatistics
 from glassengine.recording.reader import Recording
@@ -180,7 +181,7 @@ def test_a_slow_disk_slows_the_model_and_takes_no_memory(tmp_path: Path, monkeyp
 
 
 def test_a_thread_that_has_died_does_not_hang_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BackgroundWriter, "_work", lambda self: None)
+    monkeypatch.setattr(Consumer, "work", lambda self: None)
     writer = BackgroundWriter(tmp_path / "r", metadata={}, ring_bytes=RING)
     with pytest.raises(GlassError, match="its thread has ended"):
         for step in range(10):

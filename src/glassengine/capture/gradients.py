@@ -67,6 +67,8 @@ class ParameterHooks:
         self._current_step = current_step
         self._gradients = gradients
         self._optimizer = optimizer
+        # The last backward of which the end is awaited.
+        self._backward = -1
         # Of each step that has not ended, how often what was delivered.
         self._num_seen: dict[int, Counter[str]] = {}
         self._handles: list[Any] = []
@@ -91,21 +93,27 @@ class ParameterHooks:
         step = self._current_step()
         if step is None or parameter.grad is None:
             return
+        backward = torch._C._current_graph_task_id()
+        queue = torch.autograd.Variable._execution_engine.queue_callback
         if not self._is_exchanged:
+            if backward != self._backward:
+                self._backward = backward
+                queue(lambda: self._intake.hold(step))
             self._deliver(step, self._names[parameter], ":grad", parameter.grad)
             return
-        backward = torch._C._current_graph_task_id()
         if backward not in self._waiting:
             self._waiting[backward] = []
-            queue = torch.autograd.Variable._execution_engine.queue_callback
             # What is called first then comes after all that was asked for meanwhile, by who exchanges them too.
             queue(lambda: queue(lambda: self._exchanged(backward)))
         self._waiting[backward].append((step, parameter))
 
     def _exchanged(self, backward: int) -> None:
-        for step, parameter in self._waiting.pop(backward, ()):
+        waiting = self._waiting.pop(backward, [])
+        for step, parameter in waiting:
             if parameter.grad is not None:
                 self._deliver(step, self._names[parameter], ":grad", parameter.grad)
+        for step in {step for step, _ in waiting}:
+            self._intake.hold(step)
 
     def _updated(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         step = self._current_step()
@@ -120,6 +128,7 @@ class ParameterHooks:
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if isinstance(value, Tensor):
                         self._deliver(step, name, f":state.{key}", value)
+        self._intake.hold(step)
 
     def _deliver(self, step: int, name: str, port: str, tensor: Tensor) -> None:
         seen = self._num_seen.get(step)

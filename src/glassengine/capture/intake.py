@@ -52,6 +52,9 @@ class Writer(Protocol):
     def leave_out(self, item: LeftOut) -> None:
         """Take note of a tensor without values."""
 
+    def hold(self, step: int, *, token_ids: Sequence[Sequence[int]] = ()) -> None:
+        """Take note that the forward of a step has ended, and that the step goes on."""
+
     def commit(self, step: int, *, token_ids: Sequence[Sequence[int]] = (), stopped: str | None = None) -> None:
         """Complete a step."""
 
@@ -142,6 +145,11 @@ class Intake:
         self._committed.add(step)
         self._names.pop(step, None)
         self._writer.commit(step, token_ids=token_ids, stopped=stopped)
+
+    def hold(self, step: int, *, token_ids: Sequence[Sequence[int]] = ()) -> None:
+        """Note that the forward, a backward or an update of `step` has ended, and that the step goes on."""
+        if step not in self._committed:
+            self._writer.hold(step, token_ids=token_ids)
 
     def leave_out(self, site: str, step: int, reason: str) -> None:
         """Note that nothing could be seen of a wanted site."""

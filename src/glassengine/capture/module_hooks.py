@@ -364,6 +364,7 @@ class ModuleHooks:
             self._open.pop(forward.step, None)
             self._held[forward.step] = (forward, token_ids)
             self._local.last = forward.step
+            self._intake.hold(forward.step, token_ids=token_ids)
         else:
             self._commit(forward, token_ids, stopped)
 

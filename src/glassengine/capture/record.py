@@ -87,6 +87,8 @@ class Recorder:
         self._detach()
         writer = self._writer
         assert writer is not None
+        if writer.was_forked:
+            return  # the recording is that of the process which this one was forked from
         stopped = None if error is None else f"{type(error).__name__}: {error}".rstrip(": ")[:300]
         reason = None if stopped is None else f"stopped by {stopped}"
         problem: GlassError | None = None

@@ -6,6 +6,7 @@ import builtins
 import contextlib
 import importlib.util
 import io
+import os
 import runpy
 import sys
 import traceback
@@ -74,7 +75,7 @@ def record_script(
         UsageError: There is no such script, or the directory is not empty.
         GlassError: Not everything could be written.
     """
-    status = 0
+    status, process = 0, os.getpid()
     with _import_path(str(Path.cwd() if is_module else Path(script).resolve().parent)):
         file = _file_of(str(script)) if is_module else str(Path(script).absolute())
         if not Path(file).is_file():
@@ -91,6 +92,8 @@ def record_script(
                 else:
                     _run(file)
         except SystemExit as ending:
+            if os.getpid() != process:
+                raise  # what the script has forked ends as it would without us
             status = _status(ending)
         except Exception as error:
             if not _is_of_script(error, file):

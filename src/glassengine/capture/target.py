@@ -277,6 +277,9 @@ class _Counter:
     def leave_out(self, item: LeftOut) -> None:
         self._num["left_out"] += 1
 
+    def hold(self, step: int, *, token_ids: Sequence[Sequence[int]] = ()) -> None:
+        pass
+
     def commit(self, step: int, *, token_ids: Sequence[Sequence[int]] = (), stopped: str | None = None) -> None:
         self._num["steps"] += 1
 

@@ -192,5 +192,8 @@ class _Collector:
     def leave_out(self, item: LeftOut) -> None:
         """Likewise."""
 
+    def hold(self, step: int, *, token_ids: Sequence[Sequence[int]] = ()) -> None:
+        pass
+
     def commit(self, step: int, *, token_ids: Sequence[Sequence[int]] = (), stopped: str | None = None) -> None:
         """Nothing is kept from step to step."""

@@ -14,6 +14,7 @@ from glassengine.recording.frames import LARGEST, block_frame
 from glassengine.recording.layout import ALIGNMENT, STORED, Location, Sharding, block_starts, num_bytes
 from glassengine.recording.records import text_frame
 
+_MAX_GROUPS = 256
 PAD_PREFIX = "__pad__/"
 
 # They stand for a step, a file and an offset in text that is ASCII otherwise.
@@ -36,10 +37,11 @@ class Description:
         site_json: The site as JSON text, without its quotes.
         header: Text of a safetensors header entry up to its offsets.
         record: Text of an index record, without what differs between steps.
+        text: The same as a JSON object.
         most_header_bytes: What an entry or alias, and a pad entry before it, take in the header of a shard at most.
     """
 
-    __slots__ = ("dtype", "header", "most_header_bytes", "nbytes", "record", "shape", "site", "site_json")
+    __slots__ = ("dtype", "header", "most_header_bytes", "nbytes", "record", "shape", "site", "site_json", "text")
 
     def __init__(
         self,
@@ -64,6 +66,7 @@ class Description:
         # Twice: the aliases are JSON within JSON, where each escape of a name grows once more.
         self.most_header_bytes = 2 * len(self.site_json) + len(self.header) + 220
         self.record = f'"site":"{self.site_json}",{text[1:-1]}'
+        self.text = f"{{{self.record}}}".encode()
 
     def frame(self, step: int, rank: int, location: Location) -> bytes:
         """Return the index frame of the tensor."""
@@ -136,11 +139,7 @@ class Group:
 
     def frame(self) -> bytes:
         """Return the index frame that describes the group."""
-        texts = [description.record for description in self.descriptions]
-        for index, original in self.originals.items():
-            texts[index] += f',"same_as":{original}'
-        tensors = ",".join(f"{{{text}}}" for text in texts)
-        return text_frame(f'{{"kind":"group","group":{self.number},"rank":{self.rank},"tensors":[{tensors}]}}')
+        return text_frame(group_text(self.number, self.descriptions, self.rank, self.originals))
 
     def block_frame(self, step: int, location: Location) -> bytes:
         """Return the index frame of one block."""
@@ -183,6 +182,15 @@ class Group:
         found = self.descriptions
         texts = [found[i].header_alias(found[o], _STEP, self.rank, _FILE) for i, o in self.originals.items()]
         return ",".join(texts)
+
+
+def group_text(number: int, descriptions: Sequence[Description], rank: int, originals: Mapping[int, int]) -> str:
+    """Return the JSON text that describes a group; the arguments are its attributes."""
+    texts = [description.record for description in descriptions]
+    for index, original in originals.items():
+        texts[index] += f',"same_as":{original}'
+    tensors = ",".join(f"{{{text}}}" for text in texts)
+    return f'{{"kind":"group","group":{number},"rank":{rank},"tensors":[{tensors}]}}'
 
 
 _MAX_GROUPS = 256

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
@@ -42,7 +43,11 @@ def make_directory(path: Path, overwrite: bool) -> None:
             raise UsageError("a recording that is being written is not replaced", got=str(path), hint=hint)
         # The manifest goes last, so that a half-removed recording can still be overwritten.
         for name in sorted(filter(_is_ours, names), key=lambda name: name == layout.MANIFEST):
-            (path / name).unlink()
+            item = path / name
+            if item.is_dir() and not item.is_symlink():
+                shutil.rmtree(item)
+            else:
+                item.unlink()
     except OSError as error:
         raise UsageError("cannot write the recording", got=reason_of(error, path)) from error
 
@@ -104,5 +109,6 @@ def reason_of(error: OSError, path: Path) -> str:
 
 
 def _is_ours(name: str) -> bool:
-    own = (layout.MANIFEST, f"{layout.MANIFEST}.tmp", layout.INDEX, layout.STATISTICS, noise_floor.FILE)
+    own = {layout.MANIFEST, f"{layout.MANIFEST}.tmp", layout.INDEX, layout.STATISTICS, noise_floor.FILE}
+    own |= {layout.RING, layout.MOVED, layout.RECOVERED, f"{layout.RECOVERED}.part"}
     return name in own or re.fullmatch(r"shard-\d{5}\.(part|safetensors)", name) is not None

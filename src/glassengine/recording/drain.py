@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from glassengine.checksums import crc32, crc32_of_small
 from glassengine.recording.description import Group
-from glassengine.recording.items import Alias, Block, Commit, Copied, Stored
+from glassengine.recording.items import Alias, Block, Commit, Copied, Note, Stored
 from glassengine.recording.layout import LeftOut, LightStatistics, aligned
 from glassengine.recording.pinned import PinnedCopies
 from glassengine.recording.ring import Ring
@@ -34,7 +34,7 @@ class Drain:
         self._pinned = pinned
         self._queue = queue
 
-    def put(self, item: Stored | Block | Alias | Copied | LeftOut | Commit) -> None:
+    def put(self, item: Stored | Block | Alias | Copied | LeftOut | Note | Commit) -> None:
         """Store or measure a tensor, several, or end a step.
 
         Raises:
@@ -50,7 +50,7 @@ class Drain:
             self._writer.end_step(item.step, token_ids=item.token_ids, stopped=item.stopped)
         elif isinstance(item, LeftOut):
             self._writer.leave_out(item)
-        else:
+        elif isinstance(item, Copied):
             self._put_copied(item)
 
     def _put_block(self, item: Block) -> None:
@@ -59,7 +59,7 @@ class Drain:
         if reason is None:
             data = self._ring.bytes_at(item.position, item.end - item.position)
             checksum = crc32_of_small(data) if len(data) <= _SMALL_BYTES else crc32(data)
-            self._writer.store_block(group, step, data, checksum)
+            item.location = self._writer.store_block(group, step, data, checksum)
         else:
             if item.table is None:
                 self._measure(item, group)
@@ -78,7 +78,7 @@ class Drain:
         alike = [item]
         for place in range(len(self._queue)):
             other = self._queue[place]
-            if isinstance(other, Commit):
+            if isinstance(other, (Commit, Note)):
                 continue
             behind = alike[-1].position + size
             if not isinstance(other, Block) or other.position != behind or not other.goes_like(item):
@@ -113,9 +113,10 @@ class Drain:
             item.ready.synchronize()
             data = memoryview(item.data.numpy())  # type: ignore[arg-type]  # a buffer at run time
             if item.reason is None:
-                self._writer.store(description, item.step, item.rank, [data], None)
+                item.location = self._writer.store(description, item.step, item.rank, [data], None)
             else:
-                self._leave_out(item, item.reason, light_of_bytes(data, description.dtype))
+                item.statistics = light_of_bytes(data, description.dtype)
+                self._leave_out(item, item.reason, item.statistics)
         finally:
             self._pinned.give_back(description.nbytes)
 

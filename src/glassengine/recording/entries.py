@@ -167,6 +167,12 @@ class Entries(Lazy[Entry]):
         empty = [number for number, group in enumerate(groups) if not group.tensors]
         return Entries(groups, self._columns.at(~np.isin(self._columns.group, empty)) if empty else self._columns)
 
+    def with_steps_of(self, other: Entries) -> Entries:
+        """Return these tensors and those of steps that only another part of the same recording has."""
+        columns = dataclasses.replace(other._columns, group=other._columns.group + len(self._groups))
+        joined = Columns.joined([self._columns, columns.at(~np.isin(columns.step, self._columns.step))])
+        return Entries([*self._groups, *other._groups], joined.at(np.argsort(joined.step, kind="stable")))
+
     @classmethod
     def of_ranks(cls, parts: Mapping[int, Entries]) -> Entries:
         """Return the tensors of several recordings, each of a rank of its own, ascending by step and rank."""
@@ -279,6 +285,12 @@ class LeftOuts(Lazy[LeftOut]):
         """Return the tensors of some names; each name is looked at once."""
         known = functools.cache(keep)
         return [item for item in self if known(item.site)]
+
+    def with_steps_of(self, other: LeftOuts) -> LeftOuts:
+        """Return these and those of steps that only another part of the same recording has."""
+        known = {part.step for part in self._parts}
+        parts = [*self._parts, *(part for part in other._parts if part.step not in known)]
+        return LeftOuts(sorted(parts, key=lambda part: part.step))
 
     @classmethod
     def of_ranks(cls, parts: Mapping[int, LeftOuts]) -> LeftOuts:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from glassengine.recording.description import Description
+from glassengine.recording.description import Description, group_text
 from glassengine.recording.layout import LeftOut, LightStatistics, LightTable, Location
 from glassengine.recording.seen import Seen
 
@@ -20,7 +20,7 @@ class Block:
     With a `reason` they are only measured, and not written for that reason; `table` is what was found. `descriptions`
     are those of the `known` tensors, the same object in every step that goes alike. `same_as` has (index, index of an
     earlier one) of tensors that have the bytes of an earlier one. `template` is the block of an earlier step that this
-    one repeats, if it does so wholly.
+    one repeats, if it does so wholly. `location` is where it has been written.
     """
 
     known: tuple[Seen, ...]
@@ -33,6 +33,18 @@ class Block:
     reason: str | None
     template: Block | None = None
     table: LightTable | None = None
+    location: Location | None = None
+    _text: bytes | None = None
+
+    def text(self) -> bytes:
+        """Return what the tensors are, as the index says it of a group; made once for all blocks that repeat one."""
+        if self._text is None:
+            first = self.template
+            if first is not None:
+                self._text = first.text()
+            else:
+                self._text = group_text(0, self.descriptions, self.rank, dict(self.same_as)).encode()
+        return self._text
 
     def again(self, step: int, position: int, most: int) -> Block:
         """Return the block of another step whose tensors, or the first `most`, are like these."""
@@ -80,7 +92,11 @@ class Stored:
 
 @dataclass(slots=True)
 class Copied:
-    """A tensor of an accelerator; its bytes may be read after `ready.synchronize()`. `reason` as in `Stored`."""
+    """A tensor of an accelerator; its bytes may be read after `ready.synchronize()`. `reason` as in `Stored`.
+
+    `position` is one of the ring that stands for it; its bytes are not there. `location` and `statistics` as in
+    `Stored`.
+    """
 
     description: Description
     step: int
@@ -88,6 +104,14 @@ class Copied:
     data: Tensor
     ready: Any
     reason: str | None
+    position: int = 0
+    location: Location | None = None
+    statistics: LightStatistics | None = None
+
+    @property
+    def end(self) -> int:
+        """Where the next slot of the ring may begin."""
+        return self.position + 1
 
 
 @dataclass(slots=True)
@@ -107,11 +131,17 @@ class Alias:
 
 @dataclass(slots=True)
 class Streamed:
-    """A tensor larger than a slot; its `Piece`s follow, the last one without bytes."""
+    """A tensor larger than a slot; its `Piece`s follow, the last one without bytes.
+
+    `position` is where its first piece may begin, and `pieces` has position and size of those that have come.
+    """
 
     description: Description
     step: int
     rank: int
+    position: int = 0
+    pieces: list[tuple[int, int]] = field(default_factory=list)
+    location: Location | None = None
 
 
 @dataclass(slots=True)
@@ -124,12 +154,23 @@ class Piece:
 
 
 @dataclass(slots=True)
+class Note:
+    """What the journal has written of a part of a step, from `position` to `end` in the ring."""
+
+    step: int
+    position: int
+    end: int
+
+
+@dataclass(slots=True)
 class Commit:
-    """The end of a step."""
+    """The end of a step; what the journal has written of it lies from `position` to `end` in the ring."""
 
     step: int
     token_ids: Sequence[Sequence[int]]
     stopped: str | None
+    position: int = 0
+    end: int = 0
 
 
-Item = Stored | Copied | Alias | Block | Streamed | LeftOut | Commit
+Item = Stored | Copied | Alias | Block | Streamed | LeftOut | Note | Commit

@@ -9,6 +9,9 @@
                               and are not there; one per tensor, or per such block with statistics alone, whose values
                               were left out; the token ids of the step where there are any; then the commit of the step,
                               after all its bytes
+    ring.part, ring.log       steps that have ended and are not in the index yet, while the recording is being written
+                              and after its process was killed: see `ring_file`
+    recovered/                what was recovered of these: a recording in itself, whose shards are numbered on
 
 A frame is: payload length (u32), CRC-32 of the payload (u32), payload; little-endian. The payload is JSON, or of blocks
 and commits the 32 bytes that `frames` describes (up to version 3 all were JSON, and a tensor alone was described in
@@ -28,6 +31,9 @@ import torch
 SCHEMA_VERSION = 4
 MANIFEST = "recording.json"
 INDEX = "index.log"
+RING = "ring.part"
+MOVED = "ring.log"
+RECOVERED = "recovered"
 STATISTICS = "statistics.log"
 ALIGNMENT = 64
 

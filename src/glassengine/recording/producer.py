@@ -10,6 +10,7 @@ from torch import Tensor
 from glassengine.recording.block import OpenBlock
 from glassengine.recording.flag import Flag
 from glassengine.recording.items import Alias, Item, Piece, Stored
+from glassengine.recording.journal import Journal
 from glassengine.recording.passage import Lesson, Repetition, learn
 from glassengine.recording.ring import Ring, require_memory
 from glassengine.recording.seen import Seen
@@ -23,6 +24,7 @@ class Producer:
     Args:
         ring: Where tensors are copied to.
         queue: Gets them.
+        journal: Notes what the queue gets.
         most_bytes: Of the slot that is reserved for what comes as it did before.
         wake: Wakes the thread.
         on_wait: Called again and again while the ring is full; may raise.
@@ -35,6 +37,7 @@ class Producer:
         self,
         ring: Ring,
         queue: deque[Item | Piece | Flag | None],
+        journal: Journal,
         most_bytes: int,
         wake: Flag,
         on_wait: Callable[[], None],
@@ -44,6 +47,7 @@ class Producer:
         self._block: OpenBlock | None = None
         self._ring = ring
         self._queue = queue
+        self._journal = journal
         self._block_bytes = min(_BLOCK_BYTES, most_bytes)
         self._lesson = Lesson(most_bytes)
         self._wake = wake
@@ -113,9 +117,12 @@ class Producer:
             position = ring.reserve(nbytes, self._on_wait)
             ring.copy(position, address, nbytes)
             item = self._recent[address, nbytes] = Stored(seen, step, rank, position, reason)
+        self._journal.note((item,))
         self._queue.append(item)
         self._lesson.add(item, is_new)
         self.wake_if_half_full()
+        if self._journal.is_long:
+            self._journal.write_parts()
 
     def wake_if_half_full(self) -> None:
         """Wake the thread where it should not wait for the end of the step."""
@@ -141,6 +148,7 @@ class Producer:
             return
         item = block.finish()
         items = [item] if item.known else []
+        self._journal.note(items)
         # An interruption comes before these two or behind them, so that nothing is lost and nothing comes twice.
         self._block = None
         self._queue.extend(items)
@@ -153,6 +161,7 @@ class Producer:
         repetition = self.repetition
         assert repetition is not None
         end, items, addresses = repetition.end()
+        self._journal.note(items)
         self.repetition = None  # as in `end_block`
         self._queue.extend(items)
         self._ring.shorten(repetition.position + repetition.passage.nbytes, end)

@@ -21,6 +21,7 @@ from glassengine.recording import layout
 from glassengine.recording.entries import Entries, Mapped
 from glassengine.recording.layout import Entry, LeftOut, Location
 from glassengine.recording.recovery import IndexContents, read_index
+from glassengine.recording.rescue import Recovered, recovered
 from glassengine.recording.shard_files import ShardFiles
 from glassengine.recording.sketch import Sketch, sketch
 from glassengine.recording.statistics import summarize
@@ -44,7 +45,14 @@ class Recording:
         skipped: The same as `left_out`, in the words of a comparison.
     """
 
-    def __init__(self, path: Path, manifest: dict[str, Any], contents: IndexContents, shards: ShardFiles) -> None:
+    def __init__(
+        self,
+        path: Path,
+        manifest: dict[str, Any],
+        contents: IndexContents,
+        shards: ShardFiles,
+        more: Recovered | None = None,
+    ) -> None:
         self.path = path
         self.metadata: dict[str, Any] = manifest["metadata"]
         if contents.token_ids:
@@ -57,6 +65,7 @@ class Recording:
         self.stopped = contents.stopped
         self.skipped: Sequence[Skipped] = Mapped(_skipped, self.left_out)
         self._shards = shards
+        self._recovered = more  # which may be gone with this
         self._statistics = StatisticsCache(path, writable=manifest["state"] != "writing")
         self._verified: set[tuple[int, int]] = set()
 
@@ -81,9 +90,13 @@ class Recording:
                 hint=f"that of one rank: {of_ranks[0].parent}" if of_ranks else None,
             )
         manifest = _read_manifest(directory / layout.MANIFEST)
-        shards = ShardFiles(directory)
+        # First: what a writer brings to the index meanwhile leaves its ring.
+        more = recovered(directory) if manifest["state"] == "writing" else None
+        shards = ShardFiles(directory, more.path if more is not None else None)
         with open_regular(directory / layout.INDEX, inside=directory) as index:
             contents = read_index(index, shards.data_bytes)
+        if more is not None:
+            contents = more.added_to(contents, shards)
         if manifest["state"] == "complete":
             found = f"{len(contents.steps)} steps, {len(contents.entries)} tensors"
             expected = f"{manifest['num_steps']} steps, {manifest['num_tensors']} tensors"
@@ -94,7 +107,7 @@ class Recording:
                     expected=f"{expected}; intact: {found}",
                     hint=f'to read what is intact, set "state" to "incomplete" in {directory / layout.MANIFEST}',
                 )
-        return cls(directory, manifest, contents, shards)
+        return cls(directory, manifest, contents, shards, more)
 
     def entry(self, site: str, step: int, rank: int = 0) -> Entry:
         """Return the entry of one tensor.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import mmap
 from collections.abc import Callable, Iterator
 
 import torch
@@ -14,6 +12,8 @@ from glassengine import blocks
 from glassengine.errors import UsageError
 from glassengine.recording.flag import Flag
 from glassengine.recording.layout import aligned
+from glassengine.recording.memory import Memory
+from glassengine.recording.ring_file import RingFile
 from glassengine.recording.values import has_no_memory
 
 # Unlike ctypes.memmove these keep the interpreter lock: handing it over costs more than a small copy.
@@ -23,7 +23,6 @@ MEMMOVE.argtypes = MEMCMP.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c
 MEMMOVE.restype = None
 _SMALL_COPY = 1 << 18
 
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux: map pages now, keep what is in them
 _POPULATE_STEP = 4 << 20
 WARM_BYTES = 64 << 20
 
@@ -36,17 +35,25 @@ class Ring:
 
     Args:
         num_bytes: Its size.
+        file: Where its bytes outlive the process; None for memory of this process alone.
+        part: Of the file; see `RingFile`.
+
+    Attributes:
+        file: As given.
+
+    Raises:
+        GlassError: There is not so much memory.
     """
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, file: RingFile | None = None, part: int = 0) -> None:
         self.num_bytes = num_bytes
-        self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Large pages are mapped many at a time (of shared memory the kernel makes none); one without them refuses.
-        with contextlib.suppress(OSError, AttributeError):
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
-        self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._address = self._tensor.data_ptr()
-        self.view = memoryview(self._memory)
+        self.file = file
+        self._memory = Memory(num_bytes) if file is None else file.memory
+        self._part = part
+        self._first = first = 0 if file is None else file.first[part]
+        self._tensor = self._memory.tensor[first : first + num_bytes]
+        self._address = self._memory.address + first
+        self.view = self._memory.view[first : first + num_bytes]
         self._head = 0
         self._tail = 0
         self._skipped = self._skipped_to = 0
@@ -99,7 +106,11 @@ class Ring:
 
     def release(self, end: int) -> None:
         """Give back every slot that ends at position `end` or before."""
-        self._tail = max(self._tail, aligned(end))
+        tail = max(self._tail, aligned(end))
+        if self.file is not None:
+            # First: what lies behind it must not be written again before whoever reads the file could know.
+            self.file.set_tail(self._part, tail)
+        self._tail = tail
         self._has_room.set()
 
     @property
@@ -135,18 +146,26 @@ class Ring:
         slot = self._tensor[start : start + num_bytes].view(tensor.dtype).view(tensor.shape)
         slot.copy_(tensor.detach())
 
+    def put(self, position: int, data: bytes) -> None:
+        """Write bytes into a slot, without letting go of the interpreter lock."""
+        start = position % self.num_bytes
+        self.view[start : start + len(data)] = data
+
     def give_back(self) -> None:
         """Give the memory back to the system now: whoever refers to the ring may be collected much later."""
-        with contextlib.suppress(OSError, AttributeError):
-            self._memory.madvise(mmap.MADV_DONTNEED)
+        self._memory.give_back()
+
+    def leave_file(self) -> None:
+        """Go on in memory of this process alone: the file belongs to the one that forked it."""
+        self.file = None
+        self._memory.leave_file()
 
     def warm(self, num_bytes: int = WARM_BYTES) -> None:
         """Map the first pages now: the first copy into a page that is not mapped takes ten times as long."""
         while self._populated < min(num_bytes, self.num_bytes):
             step = min(_POPULATE_STEP, self.num_bytes - self._populated)
-            try:
-                self._memory.madvise(_POPULATE_WRITE, self._populated, step)
-            except OSError:  # an older kernel, or another system: pages are mapped when they are first used
+            if not self._memory.populate(self._first + self._populated, step):
+                # An older kernel, or another system: pages are mapped when they are first used.
                 self._populated = self.num_bytes
                 return
             self._populated += step

@@ -140,13 +140,14 @@ def _spaces(count: int) -> list[bytes]:
     return [_SPACES] * (count // len(_SPACES)) + [_SPACES[: count % len(_SPACES)]]
 
 
-def write_all(file: FileIO, buffers: Sequence[bytes | memoryview]) -> None:
+def write_all(file: FileIO | int, buffers: Sequence[bytes | memoryview]) -> None:
     """Write all of `buffers`: a raw write may be short near a full disk, and always above 2 GiB."""
+    descriptor = file if isinstance(file, int) else file.fileno()
     views = [memoryview(data) for data in buffers if len(data)]
     position = 0
     while position < len(views):
         batch = views[position : position + _MAX_BUFFERS]
-        written = os.writev(file.fileno(), batch)
+        written = os.writev(descriptor, batch)
         for view in batch:
             if written < view.nbytes:
                 views[position] = view[written:]

@@ -34,16 +34,17 @@ class ShardFiles:
 
     Args:
         directory: Of the recording.
+        more: Another directory with shards of the same recording, whose numbers are others.
 
     Attributes:
         data_bytes: Bytes of tensors in each shard, by number, when this was made.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, more: Path | None = None) -> None:
         self._open: dict[int, int] = {}
         self._lock = threading.Lock()
         weakref.finalize(self, _close, self._open)
-        self._paths = _find_shards(directory)
+        self._paths = {**(_find_shards(more) if more is not None else {}), **_find_shards(directory)}
         self._starts = {number: _header_bytes(path) for number, path in self._paths.items()}
         self.data_bytes = {number: path.stat().st_size - self._starts[number] for number, path in self._paths.items()}
 

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,16 @@ from torch import Tensor
 
 from glassengine import blocks
 from glassengine.errors import GlassError
-from glassengine.recording.drain import Drain
+from glassengine.recording import layout, processes
+from glassengine.recording.consumer import Consumer
 from glassengine.recording.flag import Flag
 from glassengine.recording.items import Block, Commit, Copied, Item, Piece, Stored, Streamed
+from glassengine.recording.journal import Journal
 from glassengine.recording.layout import LeftOut, Sharding
 from glassengine.recording.pinned import PinnedCopies
 from glassengine.recording.producer import Producer
 from glassengine.recording.ring import Ring, lies_flat, pieces_of, require_memory
+from glassengine.recording.ring_file import ring_file
 from glassengine.recording.seen import MIN_SHARED_BYTES, Seen, SeenTensors
 from glassengine.recording.writer import RecordingWriter
 
@@ -37,15 +40,18 @@ _PIECES_OF_RING = 4
 # The thread is woken by the end of a step, but not this soon again, and when half of the ring is in use: woken for
 # every tensor it would fight with the model for the interpreter. It looks by itself as well, for the last steps.
 _PERIOD_S = 0.02
-_LOOK_S = 0.1
+# What is noted of the steps takes so much less than their tensors do.
+_JOURNALS_OF_RING = 8
+# A signal that ends the process waits so long for a thread that copies.
+_END_S = 5.0
+# Mapped before anything is recorded. Of a file, more of it would take longer than it saves.
+_WARM_BYTES = 4 << 20
+# Mapped before anything is recorded. Of a file, more of it would take longer than it saves.
+_WARM_BYTES = 4 << 20
 # Written at once; what a disk has no room for any more takes the steps of one such batch with it.
 _WRITE_BYTES = 4 << 20
 
 _log = logging.getLogger(__name__)
-
-
-class _Cut(Exception):
-    """A tensor whose copying was interrupted."""
 
 
 class BackgroundWriter:
@@ -65,30 +71,47 @@ class BackgroundWriter:
         self, path: str | Path, *, metadata: Mapping[str, Any], overwrite: bool = False, ring_bytes: int = RING_BYTES
     ) -> None:
         assert ring_bytes >= 2 * _PIECES_OF_RING * MIN_SHARED_BYTES, "a block would not hold a small tensor"
-        # Takes longest, and is interrupted most: nothing is on disk yet.
-        self._ring = Ring(ring_bytes)
-        self._ring.warm()
         self._writer = RecordingWriter(path, metadata=metadata, overwrite=overwrite)
+        try:
+            # Takes longest, and is interrupted most: nothing is on disk yet.
+            sizes = ring_bytes, ring_bytes // _JOURNALS_OF_RING
+            file = ring_file(self._writer.path, sizes)
+            self._ring, self._notes = (Ring(size, file, part) for part, size in enumerate(sizes))
+            self._ring.warm(_WARM_BYTES)
+        except BaseException:
+            self._writer.close("it never began")
+            (self._writer.path / layout.RING).unlink(missing_ok=True)
+            raise
         self._pinned = PinnedCopies(ring_bytes)
         self._seen = SeenTensors()
         self._most_bytes = ring_bytes // _PIECES_OF_RING
-        self._lock = threading.Lock()
+        # A handler of a signal may write what is left, and may run while its thread writes.
+        self._lock = threading.RLock()
         self._queue: deque[Item | Piece | Flag | None] = deque()
-        self._drain = Drain(self._writer, self._ring, self._pinned, self._queue)
         self._wake = Flag()
-        self._producer = Producer(self._ring, self._queue, self._most_bytes // 2, self._wake, self._on_wait)
-        self._woken = 0.0
-        # Whether a step has ended since the thread looked.
-        self._has_ended = False
-        self._failure: Exception | None = None
-        self._thread = threading.Thread(target=self._work, name="glassengine-recording", daemon=True)
+        self._consumer = Consumer(self._writer, self._ring, self._pinned, self._notes, self._queue, self._wake)
+        self._journal = Journal(self._notes, self._queue, self._on_wait)
+        self._producer = Producer(
+            self._ring, self._queue, self._journal, self._most_bytes // 2, self._wake, self._on_wait
+        )
+        self._thread = threading.Thread(target=self._consumer.work, name="glassengine-recording", daemon=True)
         try:
             self._thread.start()
         except BaseException:
             self._queue.append(None)  # it may have begun
             self._wake.set()
+            self._remove_ring()
             self._writer.close("it never began")
             raise
+        self._was_forked = False
+        # Steps whose forward has ended and that go on, and what they were given.
+        self._held: dict[int, Sequence[Sequence[int]]] = {}
+        processes.watch(self)
+
+    @property
+    def was_forked(self) -> bool:
+        """Whether this process was forked from the one that records: it writes nothing."""
+        return self._was_forked
 
     @property
     def path(self) -> Path:
@@ -103,7 +126,7 @@ class BackgroundWriter:
     @property
     def failure(self) -> Exception | None:
         """What stopped the writing, if anything did."""
-        return self._failure
+        return self._consumer.failure
 
     def again(self, site: str, step: int, tensor: Tensor, rank: int) -> bool:
         """Take the tensor as in an earlier step, written or measured, if the one before it was followed by it there."""
@@ -128,7 +151,7 @@ class BackgroundWriter:
             UsageError: The tensor or its name cannot be recorded.
         """
         seen, is_new = self._seen.look(site, tensor, axes, node, sharding)
-        if self._failure is None:
+        if self._consumer.failure is None:
             self._take(seen, step, tensor, rank, is_new, None)
 
     def measure(self, site: str, step: int, tensor: Tensor, *, rank: int, reason: str) -> bool:
@@ -142,7 +165,7 @@ class BackgroundWriter:
         seen, _ = self._seen.look(site, tensor)
         if not seen.is_measured or not 0 < seen.nbytes <= self._most_bytes:
             return False
-        if self._failure is None:
+        if self._consumer.failure is None:
             self._take(seen, step, tensor, rank, False, reason)
         return True
 
@@ -157,7 +180,9 @@ class BackgroundWriter:
             data, ready = self._pinned.take(tensor, nbytes, self._on_wait_unlocked)
             with self._lock:
                 self._producer.publish()
-                self._queue.append(Copied(description, step, rank, data, ready, reason))
+                copied = Copied(description, step, rank, data, ready, reason, ring.reserve(1, self._on_wait))
+                self._journal.note((copied,))
+                self._queue.append(copied)
             return
         with self._lock:
             self._producer.publish()
@@ -166,24 +191,36 @@ class BackgroundWriter:
                 return
             position = ring.reserve(nbytes, self._on_wait)
             ring.fill_from(position, tensor, nbytes)
+            item: Block | Stored = Stored(seen, step, rank, position, reason)
             if seen.is_small:
-                known, end = (seen,), position + nbytes
-                self._queue.append(Block(known, (description,), (), step, rank, position, end, reason))
-            else:
-                self._queue.append(Stored(seen, step, rank, position, reason))
+                item = Block((seen,), (description,), (), step, rank, position, position + nbytes, reason)
+            self._journal.note((item,))
+            self._queue.append(item)
         self._producer.wake_if_half_full()
 
     def leave_out(self, item: LeftOut) -> None:
         """Note a tensor whose values are not recorded."""
-        self._queue.append(item)
+        with self._lock:
+            self._journal.note((item,))
+            self._queue.append(item)
+
+    def hold(self, step: int, *, token_ids: Sequence[Sequence[int]] = ()) -> None:
+        """Note that the forward of `step` has ended, and that the step goes on: it survives the process as stopped."""
+        self._held[step] = token_ids or self._held.get(step, ())
+        if self._ring.file is not None and self._consumer.failure is None:
+            with self._lock:
+                self._producer.publish()
+                self._journal.hold(step, token_ids)
 
     def commit(self, step: int, *, token_ids: Sequence[Sequence[int]] = (), stopped: str | None = None) -> None:
         """Complete `step` once all that was written before is on disk; see `RecordingWriter.commit`."""
         with self._lock:
+            self._held.pop(step, None)
             self._producer.end_step()
-            self._queue.append(Commit(step, token_ids, stopped))
-            self._has_ended = True
-        if time.monotonic() - self._woken > _PERIOD_S:
+            place = (0, 0) if self._consumer.failure is not None else self._journal.end(step, token_ids, stopped)
+            self._queue.append(Commit(step, token_ids, stopped, *place))
+            self._consumer.has_ended = True
+        if time.monotonic() - self._consumer.woken > _PERIOD_S:
             self._wake.set()
 
     def wait(self) -> None:
@@ -205,20 +242,55 @@ class BackgroundWriter:
         Raises:
             GlassError: Something could not be written; the message says what is safe.
         """
+        if self._was_forked:
+            return
+        processes.forget(self)
         with self._lock:
             self._producer.publish()
             self._queue.append(None)
         self._wake.set()
         self._thread.join()
+        if self._consumer.failure is None and self._queue:
+            self._consumer.failure = self._died()
+        if self._consumer.failure is not None:
+            stopped = f"stopped by {type(self._consumer.failure).__name__}"
+            reason = self._consumer.failure.got if isinstance(self._consumer.failure, GlassError) else stopped
+        try:
+            self._writer.close(reason)
+        finally:
+            self._remove_ring()
+        if self._consumer.failure is not None:
+            raise self._consumer.failure
+
+    def end(self, reason: str) -> None:
+        """Close the recording, if that can be done now: a signal ends the process.
+
+        It may have interrupted this writer, which does not go on from there; another thread may be at work in it.
+        """
+        if self._lock.acquire(timeout=_END_S):
+            for step, token_ids in sorted(self._held.items()):
+                self.commit(step, token_ids=token_ids, stopped=reason.removeprefix("stopped by "))
+            self.close(reason)
+
+    def leave_to_parent(self) -> None:
+        """Forget the files: this process was forked from the one that records."""
+        self._was_forked = True
+        self._consumer.failure = GlassError("a process that was forked does not record")
+        self._producer.repetition = None
+        self._ring.leave_file()
+        self._notes.leave_file()
+        self._consumer.moved.close()
+        self._writer.abandon()
+
+    def _remove_ring(self) -> None:
         self._ring.give_back()
-        if self._failure is None and self._queue:
-            self._failure = self._died()
-        if self._failure is not None:
-            stopped = f"stopped by {type(self._failure).__name__}"
-            reason = self._failure.got if isinstance(self._failure, GlassError) else stopped
-        self._writer.close(reason)
-        if self._failure is not None:
-            raise self._failure
+        self._notes.give_back()
+        try:
+            if self._ring.file is not None:
+                self._ring.file.remove()
+            self._consumer.moved.remove()
+        except OSError as error:
+            _log.warning("a file of %s cannot be removed: %s", self.path, error)
 
     def _stream(self, item: Streamed, tensor: Tensor) -> None:
         most = self._most_bytes // blocks.BLOCK_ELEMENTS * blocks.BLOCK_ELEMENTS
@@ -229,9 +301,11 @@ class BackgroundWriter:
                 nbytes = piece.numel() * piece.element_size()
                 position = self._ring.reserve(nbytes, self._on_wait)
                 self._ring.fill_from(position, piece, nbytes)
+                item.pieces.append((position, nbytes))
                 self._queue.append(Piece(position, nbytes))
                 self._wake.set()
             last.cut = False
+            self._journal.note((item,))
         finally:
             self._queue.append(last)
             self._wake.set()
@@ -248,85 +322,3 @@ class BackgroundWriter:
 
     def _died(self) -> GlassError:
         return GlassError("the recording cannot go on", got="its thread has ended")
-
-    # What follows runs in the thread.
-
-    def _work(self) -> None:
-        while True:
-            if not self._wake.wait(_LOOK_S) and not self._has_ended:
-                continue  # nothing that is not in an ended step would be kept: leave the model alone
-            self._has_ended = False
-            self._woken = time.monotonic()
-            end = num_bytes = 0
-            while self._queue:
-                item = self._queue.popleft()
-                if item is None:
-                    self._flush(end)
-                    return
-                if isinstance(item, Flag):
-                    self._flush(end)
-                    item.set()
-                    continue
-                assert not isinstance(item, Piece), "pieces are taken by the tensor they belong to"
-                if isinstance(item, Streamed) and num_bytes:
-                    # Its pieces may wait for the room that is not given back yet, and it would wait for them.
-                    self._flush(end)
-                    num_bytes = 0
-                try:
-                    self._handle(item)
-                except Exception as error:
-                    self._fail(error)
-                # A slot is given back when its bytes are in the file.
-                if isinstance(item, (Stored, Block)):
-                    start, end = item.position, item.end
-                    num_bytes += end - start
-                    if num_bytes > _WRITE_BYTES:
-                        self._flush(end)
-                        num_bytes = 0
-            self._flush(end)
-
-    def _handle(self, item: Item) -> None:
-        if isinstance(item, Streamed):
-            self._store_pieces(item)
-        elif self._failure is None:
-            self._drain.put(item)
-        elif isinstance(item, Copied):
-            self._pinned.give_back(item.description.nbytes)
-
-    def _store_pieces(self, item: Streamed) -> None:
-        pieces = self._pieces()
-        try:
-            if self._failure is None:
-                self._writer.store(item.description, item.step, item.rank, pieces, None)
-        except _Cut:
-            pass
-        finally:
-            for _ in pieces:
-                pass
-
-    def _pieces(self) -> Iterator[memoryview]:
-        """Yield the pieces that follow in the queue; each is on disk, or dropped, when the next is asked for."""
-        while True:
-            while not self._queue:
-                self._wake.wait()
-            piece = self._queue.popleft()
-            assert isinstance(piece, Piece)
-            if not piece.num_bytes:
-                if piece.cut:
-                    raise _Cut
-                return
-            yield self._ring.bytes_at(piece.position, piece.num_bytes)
-            self._ring.release(piece.position + piece.num_bytes)
-
-    def _flush(self, end: int) -> None:
-        """Write what waits and give back the slots up to position `end`."""
-        try:
-            self._writer.flush()
-        except Exception as error:
-            self._fail(error)
-        self._ring.release(end)
-
-    def _fail(self, error: Exception) -> None:
-        if self._failure is None:
-            self._failure = error
-            _log.warning("recording into %s has stopped, the model goes on: %s", self.path, error)

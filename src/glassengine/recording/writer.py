@@ -6,7 +6,7 @@ completed steps are readable, because nothing that was committed is ever written
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -32,24 +32,26 @@ class RecordingWriter:
     Leaving the block by an exception closes the recording marked incomplete; the steps committed so far are readable.
     A tensor written under several sites of one step is stored once. Memory: the tensors of the open steps are kept
     alive until their commit (their storage could otherwise be reused and be taken for the same tensor), and one tensor
-    is copied when it is not contiguous or not on the CPU.
+    is copied when it is not contiguous or not on the CPU. Its shards are numbered from `first_shard` on.
 
     Attributes:
-        metadata: JSON-ready facts about the recording, stored now and once more by `close`. What changes from step to
+        metadata: The same facts about the recording, stored now and once more by `close`. What changes from step to
             step belongs into the commit: the token ids are collected here from there.
 
     Raises:
         UsageError: The directory cannot be written, or exists and `overwrite` is false, or holds other files.
     """
 
-    def __init__(self, path: str | Path, *, metadata: Mapping[str, Any], overwrite: bool = False) -> None:
+    def __init__(
+        self, path: str | Path, *, metadata: Mapping[str, Any], overwrite: bool = False, first_shard: int = 0
+    ) -> None:
         # Files are opened later, too, and the program may change its working directory.
         self.path = Path(path).absolute()
         self.metadata = dict(metadata)
         self._steps: set[int] = set()
         self._open: dict[int, OpenStep] = {}
         self._shard: Shard | None = None
-        self._next_shard = 0
+        self._next_shard = first_shard
         self._header_bytes = layout.HEADER_BYTES
         self._groups = Groups()
         self._descriptions = Descriptions()
@@ -67,6 +69,16 @@ class RecordingWriter:
             save_manifest(self.path, manifest)
         except OSError as error:
             raise UsageError("cannot write the recording", got=reason_of(error, self.path)) from error
+
+    @property
+    def open_steps(self) -> Set[int]:
+        """The steps that were written to and have not ended."""
+        return self._open.keys()
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Number of the shard that is being written, and the bytes in it so far."""
+        return (-1, 0) if self._shard is None else (self._shard.number, self._shard.size)
 
     @property
     def num_steps(self) -> int:
@@ -162,17 +174,13 @@ class RecordingWriter:
     def group(
         self, descriptions: tuple[Description, ...], rank: int, same_as: tuple[tuple[int, int], ...] = ()
     ) -> Group:
-        """Return what is written once about small tensors that may be seen in many steps.
-
-        Args:
-            descriptions: What the tensors are; each has at least one byte.
-            rank: Process that has them.
-            same_as: Index of each tensor that is not written -> index of an earlier one, whose bytes it has.
-        """
+        """Return what is written once about small tensors that may be seen in many steps; see `Groups`."""
         return self._groups.of(descriptions, rank, same_as)
 
-    def store_block(self, group: Group, step: int, data: memoryview, checksum: int) -> None:
+    def store_block(self, group: Group, step: int, data: memoryview, checksum: int) -> Location:
         """Take the bytes of several small tensors that lie behind one another as `layout.block_starts` says.
+
+        Returns where they will be.
 
         Args:
             group: What the tensors are.
@@ -198,6 +206,7 @@ class RecordingWriter:
         shard.add_block(group, step, location)
         opened.add(group)
         opened.frames.append(group.block_frame(step, location))
+        return location
 
     def alias(self, description: Description, step: int, rank: int, original: Description, location: Location) -> None:
         """Note that a tensor has the bytes of `original`, which this step has at `location`.
@@ -323,6 +332,13 @@ class RecordingWriter:
             self._index.close()
             if self._shard is not None:
                 self._shard.close()
+
+    def abandon(self) -> None:
+        """Close the files and write nothing: they belong to another process."""
+        self._closed = True
+        self._index.close()
+        if self._shard is not None:
+            self._shard.close()
 
     def _note(self, description: Description, step: int, rank: int, location: Location) -> None:
         opened = self._open[step]
