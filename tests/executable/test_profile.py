@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -316,3 +317,32 @@ def test_kernels_get_the_sites_that_they_compute() -> None:
 
 def test_spans_cost_nothing_while_no_profile_is_taken() -> None:
     assert spans.span("trace", "x") is spans.span("op", "y")
+
+
+def memory() -> int:
+    """Return the bytes of memory that this process holds."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="measures by /proc")
+def test_s5_a_child_forked_meanwhile_takes_no_profile(tmp_path: Path) -> None:
+    """It went on recording for as long as it lived: 180 MB in 200 000 operations."""
+    x = torch.ones(8)
+    with glass.profile(tmp_path / "parent") as taken:
+        x.sum()
+        child = os.fork()
+        if child == 0:
+            before, wrong = memory(), 0
+            for _ in range(60_000):
+                x.sum()
+            wrong |= memory() - before > 25_000_000
+            wrong |= 2 * spans.is_recording()
+            taken.stop()
+            wrong |= 4 * (taken.directory / "profile.json").exists()
+            with glass.profile(tmp_path / "child") as own:  # one of its own is its own
+                x.sum()
+            wrong |= 8 * ("aten::sum" not in glass.read_profiles(own.directory)[0].data["flame"])
+            os._exit(wrong)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert summary_of(taken)["flame"]["aten::sum"]["count"] == 1

@@ -73,6 +73,18 @@ def test_over_loopback(server: ProfileServer) -> None:
 
 
 @pytest.mark.usefixtures("training")
+def test_a_program_and_a_client_in_other_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer named a directory of the program, as seen from there."""
+    monkeypatch.chdir(tmp_path)
+    server = glass.start_server(0, directory="profiles")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    answer = glass.request_profile(f"localhost:{server.port}")
+    server.stop()
+    assert glass.read_profiles(answer["directory"])[0].directory == tmp_path / "profiles" / "profile-000001"
+
+
+@pytest.mark.usefixtures("training")
 def test_by_a_file(server: ProfileServer) -> None:
     (server.directory / "capture").write_text("4")
     deadline = time.monotonic() + 30

@@ -14,6 +14,7 @@ import contextlib
 import gzip
 import json
 import logging
+import os
 import tempfile
 import threading
 import time
@@ -43,6 +44,7 @@ TRACE = "rank{rank}.pt.trace.json.gz"
 SUMMARY = "profile.json"
 
 _one_at_a_time = threading.Lock()
+_active: Profile | None = None
 
 
 class Profile:
@@ -60,6 +62,8 @@ class Profile:
         self.directory = self._root
         self.num_steps = 0
         self._undo = contextlib.ExitStack()
+        self._watching = contextlib.ExitStack()  # what a forked child undoes as well
+        self._pid = os.getpid()
         self._started = 0.0
         self._profiler = _torch_profiler()
 
@@ -69,9 +73,11 @@ class Profile:
         Raises:
             UsageError: Another profile is being taken in this process, or nothing can be written.
         """
+        global _active
         if not _one_at_a_time.acquire(blocking=False):
             raise UsageError("another profile is being taken in this process", hint="one glass.profile at a time")
         self._undo.callback(_one_at_a_time.release)
+        _active = self
         try:
             if torch.autograd.profiler._is_profiler_enabled:  # a second one ends the process when the first one stops
                 raise UsageError(
@@ -81,24 +87,28 @@ class Profile:
             self._profiler.start()
             self._undo.callback(self._profiler.stop)
             spans.set_recording(1)
-            self._undo.callback(spans.set_recording, -1)
+            self._watching.callback(spans.set_recording, -1)
             watching = _Executions()
             observers.attach(watching)
-            self._undo.callback(observers.detach, watching)
-            self._undo.callback(_watch_modules(watching.is_open))
-            self._undo.callback(spans.on_step_end(self._count))
+            self._watching.callback(observers.detach, watching)
+            self._watching.callback(_watch_modules(watching.is_open))
+            self._watching.callback(spans.on_step_end(self._count))
         except BaseException:
+            self._watching.close()
             self._undo.close()
             raise
         self._started = time.perf_counter()
 
     def stop(self) -> None:
-        """End and write the files.
+        """End and write the files; nothing in a child that was forked since, as the profile is its parent's.
 
         Raises:
             UsageError: They cannot be written.
         """
+        if self._pid != os.getpid():
+            return
         wall_s = time.perf_counter() - self._started
+        self._watching.close()
         self._undo.close()
         try:
             self._write(wall_s)
@@ -277,3 +287,18 @@ def _make_directory(root: Path) -> Path:
         raise UsageError(
             "the profile cannot be written there", got=f"{root}: {error.strerror or error}", hint="--profile DIR"
         ) from error
+
+
+def _begin_anew() -> None:
+    """A child that was forked while a profile is taken takes none: it would grow with every operation, and not end."""
+    global _one_at_a_time
+    if _one_at_a_time.locked():
+        _one_at_a_time = threading.Lock()
+        torch._C._autograd._clear_callbacks()  # type: ignore[attr-defined]  # not in the stubs of torch
+        torch.autograd.profiler._set_is_profiler_enabled(False)
+        if _active is not None:
+            _active._watching.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)

@@ -48,6 +48,7 @@ class ProfileServer:
     """
 
     def __init__(self, port: int, directory: Path, token_file: Path | None = None) -> None:
+        directory = directory.absolute()  # whoever asks is elsewhere, and the program may go elsewhere
         self.directory = directory
         self._taker = Taker(directory)
         self._client: Connection | None = None
@@ -65,7 +66,7 @@ class ProfileServer:
             ) from error
         try:
             self.port = self._listener.port
-            entry = Entry(self.port, token, os.getpid(), str(directory.absolute()))
+            entry = Entry(self.port, token, os.getpid(), str(directory))
             self._token = write(entry, token_file)
             self.token_file = self._token.path
             self._listener.start()

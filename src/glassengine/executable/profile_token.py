@@ -133,8 +133,8 @@ def running() -> list[Entry]:
     for directory in _directories():
         for path in _files(directory):
             with contextlib.suppress(GlassError, OSError):
-                if _is_held(path):
-                    entry = _read(path, private=directory)
+                entry = _read(path, private=directory)
+                if _lives(path, entry):
                     found.setdefault(entry.port, entry)
     return [found[port] for port in sorted(found)]
 
@@ -226,20 +226,27 @@ def _files(directory: Path) -> Iterator[Path]:
                 yield directory / entry.name
 
 
-def _is_held(path: Path) -> bool:
-    """Say whether the server that wrote a file lives."""
+def _lives(path: Path, entry: Entry) -> bool:
+    """Say whether the server that wrote a file may live: it holds the file locked, if its file system has locks."""
     with open_regular(path, inside=path.parent) as file:
         try:
             hold(file.fileno())
         except BlockingIOError:
             return True
-    return False
+    try:
+        if entry.pid > 0:
+            os.kill(entry.pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return entry.pid > 0
 
 
 def _sweep(directory: Path) -> None:
     """Take away what processes that were killed left behind."""
     for path in list(_files(directory)):
         with contextlib.suppress(GlassError, OSError):
-            if not _is_held(path):
+            if not _lives(path, _read(path, private=directory)):
                 path.unlink()
                 logger.debug("the profile server of %s is gone", path.stem)
