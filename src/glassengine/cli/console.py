@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+
+# All others are printed as they are; most text has none, and a hundred thousand lines are looked at.
+_UNUSUAL = re.compile(r"[^\x20-\x7e]")
 
 
 def printable(text: str, also: str = "") -> str:
@@ -17,7 +21,12 @@ def printable(text: str, also: str = "") -> str:
     """
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() or c in also else ascii(c)[1:-1] for c in text)
+
+    def escaped(found: re.Match[str]) -> str:
+        char = found[0]
+        return char if char.isprintable() or char in also else ascii(char)[1:-1]
+
+    return _UNUSUAL.sub(escaped, text)
 
 
 class SafeConsole(Console):

@@ -127,11 +127,11 @@ def _extremes(found: Any) -> tuple[tuple[str, float | None], ...]:
 
 
 def _as_shown(tensor: Any) -> Any:
-    changed = {"site": printable(tensor.site)}
+    changed = {} if tensor.site.isprintable() else {"site": printable(tensor.site)}
     if hasattr(tensor, "reason"):
         # What torch or the model said may have several lines.
         changed["reason"] = "; ".join(printable(line.strip()) for line in tensor.reason.splitlines())
-    return dataclasses.replace(tensor, **changed)
+    return dataclasses.replace(tensor, **changed) if changed else tensor
 
 
 def _modules(known: Any) -> dict[str, str]:

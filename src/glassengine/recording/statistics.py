@@ -44,8 +44,42 @@ def summarize(tensor: Tensor, *, device: str | torch.device = "cpu") -> Summary:
         tensor: Any shape, strides and dtype that can be converted to float64.
         device: Where the arithmetic runs; it must know float64.
     """
+    if tensor.numel() <= blocks.BLOCK_ELEMENTS and tensor.is_cpu and torch.device(device).type == "cpu":
+        return _summarize_small(tensor)
     stream = blocks.real_stream(tensor, device=device)
     return summarize_stream(stream, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
+
+
+def _summarize_small(tensor: Tensor) -> Summary:
+    """Return what `summarize` does of a tensor that is one piece: a tenth of the calls."""
+    wide = blocks.widen(blocks.flat(tensor.detach().resolve_conj().resolve_neg()))
+    values = (wide.abs() if wide.is_complex() else wide).numpy()
+    num_elements, num_nan = len(values), 0
+    with np.errstate(all="ignore"):
+        total = float(values.sum())
+        if not math.isfinite(total):
+            num_nan = int(np.count_nonzero(np.isnan(values)))
+            values = values[np.isfinite(values)]
+            total = float(values.sum())
+        low = mean = median = high = std = None
+        if count := len(values):
+            low, high, mean = float(values.min()), float(values.max()), total / count
+            rank = (count - 1) // 2
+            median = low if low == high else float(np.partition(values, rank)[rank])
+            deviations = values - mean
+            std = math.sqrt(float(np.vecdot(deviations, deviations)) / max(count - 1, 1))
+    return Summary(
+        shape=tuple(tensor.shape),
+        dtype=dtype_name(tensor.dtype),
+        num_elements=num_elements,
+        min=low,
+        mean=mean,
+        median=median,
+        max=high,
+        std=std,
+        num_nan=num_nan,
+        num_inf=num_elements - count - num_nan,
+    )
 
 
 def summarize_stream(stream: blocks.Stream, *, shape: tuple[int, ...], dtype: str) -> Summary:

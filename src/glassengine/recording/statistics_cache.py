@@ -7,8 +7,10 @@ written is computed again.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
+import os
+import stat
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ class StatisticsCache:
         self._path = directory / STATISTICS
         self._writable = writable
         self._is_read = False
+        self._descriptor: int | None = None
         self._summaries: dict[_Key, Summary] = {}
         self._sketches: dict[_Key, Sketch] = {}
 
@@ -61,16 +64,19 @@ class StatisticsCache:
             fields = {"num_sampled": found.num_sampled, "quantiles": found.quantiles, "projection": found.projection}
         else:
             self._summaries[key] = found
-            fields = dataclasses.asdict(found)
+            fields = vars(found)
         if not self._writable:
             return
         try:
-            if self._path.is_symlink():
-                raise OSError("a link may lead anywhere")
-            with self._path.open("ab", buffering=0) as file:
-                file.write(frame({"key": key, **fields}))
+            if self._descriptor is None:
+                self._descriptor = _appended(self._path)
+                weakref.finalize(self, os.close, self._descriptor)
+            os.write(self._descriptor, frame({"key": key, **fields}))
         except OSError:
             self._writable = False
+        except ValueError:
+            # Sums of large numbers are infinite, which JSON does not know: they are computed again.
+            return
 
     def _read(self) -> None:
         if self._is_read:
@@ -88,6 +94,21 @@ class StatisticsCache:
                     self._sketches[shard, offset, checksum, dtype] = _sketch(payload)
                 else:
                     self._summaries[shard, offset, checksum, dtype] = _summary(payload)
+
+
+def _appended(path: Path) -> int:
+    """Open a plain file of this directory to append to it.
+
+    Raises:
+        OSError: It is something else, or is a file of other directories as well.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open(path, flags, 0o666)
+    found = os.fstat(descriptor)
+    if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
+        return descriptor
+    os.close(descriptor)
+    raise OSError("not a plain file of this directory alone")
 
 
 def _key(entry: Entry) -> _Key:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from glassengine.report.terminal_compare import new_table
+from glassengine.report.table import new_table
 
 if TYPE_CHECKING:
     from glassengine.program.artifacts import ArtifactComparison, StageComparison

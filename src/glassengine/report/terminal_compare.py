@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
 
-from rich import box
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from glassengine.compare.judging import severity
+from glassengine.report.table import new_table
 from glassengine.report.terminal_drift import drift_table
 from glassengine.results import VERDICTS, Comparison, Figures, Pair, Skipped, Summary
 
@@ -188,22 +187,3 @@ def notes(result: Comparison) -> Iterator[Text]:
 def number(value: float) -> str:
     """Return `value` with four digits, the way tables print numbers; JSON has all digits."""
     return f"{value:.4g}"
-
-
-class _Table(Table):
-    """A table that is as wide as it needs to be where no person looks at it: a pipe has no right edge."""
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        return super().__rich_console__(console, options if console.is_terminal else options.update(max_width=1 << 16))
-
-
-def new_table(*columns: str) -> Table:
-    """Return an empty table in the style of all tables; columns of words are set left, and long names are folded."""
-    table = _Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
-    words = {"", "verdict", "close", "equal", "site", "tensor", "note", "candidate", "first divergence"}
-    for column in columns:
-        # Names are folded, not cut, so that they survive to be copied; numbers stay in one piece.
-        folds = column in ("site", "tensor", "note", "candidate", "first divergence")
-        justify: Literal["left", "right"] = "left" if column in words else "right"
-        table.add_column(Text(column), justify=justify, overflow="fold", no_wrap=not folds)
-    return table

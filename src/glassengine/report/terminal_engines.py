@@ -9,7 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from glassengine.report.terminal_compare import new_table, number
+from glassengine.report.table import new_table
+from glassengine.report.terminal_compare import number
 
 if TYPE_CHECKING:
     from glassengine.diagnose.logits import StepDifference

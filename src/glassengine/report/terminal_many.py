@@ -10,7 +10,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from glassengine.compare.judging import severity
-from glassengine.report.terminal_compare import MAX_PAIRS, STYLES, new_table, notes, number
+from glassengine.report.table import new_table
+from glassengine.report.terminal_compare import MAX_PAIRS, STYLES, notes, number
 from glassengine.results import VERDICTS, Comparison, Pair
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from glassengine.report.terminal_compare import new_table
+from glassengine.report.table import new_table
 from glassengine.sites import ROOT
 
 _BAR = 20

@@ -12,7 +12,8 @@ from rich.text import Text
 from torch import Tensor
 
 from glassengine.recording.layout import Entry, LeftOut
-from glassengine.report.terminal_compare import new_table, number
+from glassengine.report.table import new_table
+from glassengine.report.terminal_compare import number
 from glassengine.results import Summary
 from glassengine.sites import ROOT
 

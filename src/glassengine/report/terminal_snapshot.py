@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from glassengine.report.terminal_compare import new_table, number
+from glassengine.report.table import new_table
+from glassengine.report.terminal_compare import number
 
 if TYPE_CHECKING:
     from glassengine.executable.snapshot import Snapshot

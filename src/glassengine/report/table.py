@@ -1,0 +1,153 @@
+"""The tables of all reports: rich lays them out where they are short, and long ones are written line by line.
+
+Rich takes a millisecond a row; a step may have a hundred thousand tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.segment import Segment
+from rich.style import Style
+from rich.table import Column
+from rich.table import Table as RichTable
+from rich.text import Text
+
+MAX_LAID_OUT = 200
+"""Rows that rich lays out."""
+
+_GAP = "  "
+_LEAST = 8
+_WORDS = {"", "verdict", "close", "equal", "site", "tensor", "note", "candidate", "first divergence"}
+_FOLDED = ("site", "tensor", "note", "candidate", "first divergence")
+
+
+class Table(RichTable):
+    """A table that is as wide as it needs to be where no person looks at it: a pipe has no right edge."""
+
+    def __init__(self) -> None:
+        super().__init__(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
+        self._cells: list[tuple[str | Text, ...]] = []
+
+    def add_row(self, *cells: str | Text) -> None:  # type: ignore[override]
+        """Add a row; cells that are left out are empty."""
+        self._cells.append(cells)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if not console.is_terminal:
+            options = options.update(max_width=1 << 16)
+        if len(self._cells) > MAX_LAID_OUT:
+            return self._lines(console, options.max_width)
+        for cells in self._cells[len(self.rows) :]:
+            super().add_row(*cells)
+        return super().__rich_console__(console, options)
+
+    def _lines(self, console: Console, width: int) -> Iterator[Segment]:
+        names = [str(column.header) for column in self.columns]
+        nothing = ("",) * len(names)
+        rows = [tuple(map(_plain, cells)) + nothing[len(cells) :] for cells in self._cells]
+        widths = [max(map(_width, texts)) for texts in zip(names, *rows, strict=True)]
+        _fit(widths, self.columns, width)
+        is_right = [column.justify == "right" for column in self.columns]
+        yield Segment(_line(names, widths, is_right), console.get_style("table.header"))
+        yield Segment("\u2500" * (sum(widths) + len(_GAP) * (len(widths) - 1)) + "\n")
+        unstyled: list[str] = []
+        for cells, texts in zip(self._cells, rows, strict=True):
+            styles = [cell.style if isinstance(cell, Text) else "" for cell in cells]
+            if not any(styles):
+                unstyled.append(_line(texts, widths, is_right))
+                continue
+            yield Segment("".join(unstyled))
+            unstyled.clear()
+            yield from _styled(console, texts, styles, widths, is_right)
+        yield Segment("".join(unstyled))
+
+
+def new_table(*columns: str) -> Table:
+    """Return an empty table in the style of all tables; columns of words are set left, and long names are folded."""
+    table = Table()
+    for column in columns:
+        # Names are folded, not cut, so that they survive to be copied; numbers stay in one piece.
+        folds = column in _FOLDED
+        justify: Literal["left", "right"] = "left" if column in _WORDS else "right"
+        table.add_column(Text(column), justify=justify, overflow="fold", no_wrap=not folds)
+    return table
+
+
+def _plain(cell: object) -> str:
+    return cell.plain if isinstance(cell, Text) else str(cell)
+
+
+def _width(text: str) -> int:
+    return len(text) if text.isascii() else cell_len(text)
+
+
+def _styled(
+    console: Console,
+    texts: Sequence[str],
+    styles: Sequence[str | Style],
+    widths: Sequence[int],
+    is_right: Sequence[bool],
+) -> Iterator[Segment]:
+    """Yield a row with cells that have a style; all of it has where no other cell says anything, or one is folded."""
+    is_alone = sum(map(bool, texts)) == 1
+    if is_alone or any(len(text) > width for text, width in zip(texts, widths, strict=True)):
+        style = next(style for style in styles if style)
+        yield Segment(_line(texts, widths, is_right), console.get_style(style))
+        return
+    for place, text in enumerate(texts):
+        style = styles[place] if place < len(styles) else ""
+        cell = _line([text], widths[place : place + 1], is_right[place : place + 1]).removesuffix("\n")
+        yield Segment(cell, console.get_style(style) if style else None)
+        yield Segment("\n" if place == len(texts) - 1 else _GAP)
+
+
+def _fit(widths: list[int], columns: Sequence[Column], width: int) -> None:
+    """Make the widest columns that fold narrower until the table is no wider than `width`, if that is possible."""
+    over = sum(widths) + len(_GAP) * (len(widths) - 1) - width
+    while over > 0:
+        place = max((i for i, column in enumerate(columns) if not column.no_wrap), key=widths.__getitem__, default=None)
+        if place is None or widths[place] <= _LEAST:
+            return
+        others = [one for i, one in enumerate(widths) if not columns[i].no_wrap and i != place]
+        less = min(over, max(1, widths[place] - max([_LEAST, *others])))
+        widths[place] -= less
+        over -= less
+
+
+def _line(texts: Sequence[str], widths: Sequence[int], is_right: Sequence[bool]) -> str:
+    """Return a row, in as many lines as its longest cell needs."""
+    row = [
+        text.rjust(width) if right else text.ljust(width)
+        for text, width, right in zip(texts, widths, is_right, strict=True)
+    ]
+    line = _GAP.join(row)
+    if line.isascii() and "\n" not in line and len(line) == sum(widths) + len(_GAP) * (len(widths) - 1):
+        return line + "\n"
+    folded = [list(_folded(text, width)) for text, width in zip(texts, widths, strict=True)]
+    lines = []
+    for number in range(max(map(len, folded))):
+        parts = []
+        for pieces, width, right in zip(folded, widths, is_right, strict=True):
+            piece = pieces[number] if number < len(pieces) else ""
+            room = " " * (width - _width(piece))
+            parts.append(room + piece if right else piece + room)
+        lines.append(_GAP.join(parts))
+    return "\n".join(lines) + "\n"
+
+
+def _folded(text: str, width: int) -> Iterator[str]:
+    for line in text.split("\n"):
+        piece, used = "", 0
+        for char in line:
+            size = _width(char)
+            if used + size > width and piece:
+                yield piece
+                piece, used = "", 0
+            piece += char
+            used += size
+        yield piece
