@@ -41,7 +41,8 @@ def test_s9_long_tables_fit_a_terminal_and_lose_nothing(monkeypatch: pytest.Monk
     text = shown([*ROWS, ("x", "4", name, "2")], width=60)
     lines = [line for line in text.splitlines() if "\x1b" not in line]
     assert all(len(line) <= 60 for line in lines)
-    assert name in "".join("".join(lines).split())
+    folded = [part for line in lines for part in line.split() if part.strip(".").startswith("m") or "m1" in part]
+    assert "".join(folded) == name
 
 
 def test_s9_rich_lays_out_no_long_table(monkeypatch: pytest.MonkeyPatch) -> None:

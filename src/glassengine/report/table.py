@@ -17,6 +17,8 @@ from rich.table import Column
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from glassengine.report.printable import printable
+
 MAX_LAID_OUT = 200
 """Rows that rich lays out."""
 
@@ -43,7 +45,8 @@ class Table(RichTable):
         if len(self._cells) > MAX_LAID_OUT:
             return self._lines(console, options.max_width)
         for cells in self._cells[len(self.rows) :]:
-            super().add_row(*cells)
+            # Escaped first: what takes the place of a character is wider.
+            super().add_row(*(Text(_plain(cell), cell.style if isinstance(cell, Text) else "") for cell in cells))
         return super().__rich_console__(console, options)
 
     def _lines(self, console: Console, width: int) -> Iterator[Segment]:
@@ -79,7 +82,7 @@ def new_table(*columns: str) -> Table:
 
 
 def _plain(cell: object) -> str:
-    return cell.plain if isinstance(cell, Text) else str(cell)
+    return printable(cell.plain if isinstance(cell, Text) else str(cell), also="\n\t")
 
 
 def _width(text: str) -> int:
