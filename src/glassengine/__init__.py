@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from glassengine.diagnose.training import check_training as check_training
     from glassengine.engine.build import build as build
     from glassengine.engine.engine import load as load
+    from glassengine.engine.signing import verify_engine as verify_engine
     from glassengine.engine.step_files import StepFiles as StepFiles
     from glassengine.errors import BackendError as BackendError
     from glassengine.errors import CorruptError as CorruptError
@@ -131,6 +132,7 @@ _PUBLIC = {
     "snapshots": "glassengine.executable.snapshots",
     "start_server": "glassengine.executable.profile_server",
     "tap": "glassengine.taps",
+    "verify_engine": "glassengine.engine.signing",
 }
 
 __all__ = ["__version__", *_PUBLIC]

@@ -93,6 +93,10 @@ def command(
             metavar="DIR", help="LoRA adapter, as peft saves it, to merge into the model.", show_default=False
         ),
     ] = None,
+    sign: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help="Sign the engine with this key of OpenSSH; see glass verify."),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an engine that exists.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be built, and its bytes.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
@@ -127,6 +131,7 @@ def command(
         "revision": revision,
         "adapter": adapter,
         "artifacts": artifacts,
+        "sign": sign,
     }
     directory = out_directory or output_dir
     if dry_run:

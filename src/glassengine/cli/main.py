@@ -32,6 +32,7 @@ COMMANDS = {
     "profile": "Show where the time of a profile went, or take one of a program that runs.",
     "snapshot": "Show what a snapshot holds, or pack one into a single file.",
     "replay": "Run a snapshot again, without the code that it came from.",
+    "verify": "Check who signed an engine, and that every file of it is as it was then; nothing of it runs.",
     "doctor": "Show what Glass Engine finds on this machine: versions, processor, compiler, back-ends.",
 }
 

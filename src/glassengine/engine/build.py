@@ -23,16 +23,17 @@ from torch import nn
 from glassengine import environment
 from glassengine.backends.protocol import Backend
 from glassengine.backends.registry import choose_backend, choose_device
-from glassengine.engine import files, outputs
+from glassengine.engine import files, outputs, signing
 from glassengine.engine.agreement import require_agreement
 from glassengine.engine.artifacts import ArtifactWriter
+from glassengine.engine.build_limits import DEFAULT_MAX_SEQ_LEN, check_dtype, check_sizes
 from glassengine.engine.describe import Settings
 from glassengine.engine.engine import Engine, load
 from glassengine.engine.memory import expected_peaks, weights_bytes
 from glassengine.engine.outputs import BuildPlan
 from glassengine.engine.recorded_model import directory_to_record
 from glassengine.engine.write import requested_outputs, write_engine
-from glassengine.errors import BackendError, UsageError
+from glassengine.errors import UsageError
 from glassengine.locations import local
 from glassengine.program import LoadedModel, Program, example_inputs, export_programs, load_inputs, load_model
 from glassengine.program.image_text import WITHOUT_IMAGES
@@ -42,9 +43,6 @@ from glassengine.sites import patterns_of
 logger = logging.getLogger("glassengine")
 
 Inputs = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
-
-DEFAULT_MAX_SEQ_LEN = 2048
-"""For models whose configuration states no limit."""
 
 
 @overload
@@ -68,6 +66,7 @@ def build(
     adapter: str | Path | None = ...,
     byte_budget: int | None = ...,
     artifacts: str | Path | None = ...,
+    sign: str | Path | None = ...,
     progress: Callable[[str], None] = ...,
 ) -> Engine: ...
 @overload
@@ -91,6 +90,7 @@ def build(
     adapter: str | Path | None = ...,
     byte_budget: int | None = ...,
     artifacts: str | Path | None = ...,
+    sign: str | Path | None = ...,
     progress: Callable[[str], None] = ...,
 ) -> BuildPlan: ...
 def build(
@@ -113,6 +113,7 @@ def build(
     adapter: str | Path | None = None,
     byte_budget: int | None = None,
     artifacts: str | Path | None = None,
+    sign: str | Path | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Engine | BuildPlan:
     """Build an engine and load it.
@@ -144,6 +145,7 @@ def build(
         artifacts: Directory to write what the build goes through to, stage by stage; by default what
             DEBUG_ARTIFACTS_DIR names, and nothing without it. Those of an encoder or a vision program lie in
             its folder `encoder`. A dry run writes none.
+        sign: Private key of OpenSSH, or a public one whose private part an agent holds, to sign all files with.
         progress: Called with a sentence when a stage begins.
 
     Raises:
@@ -158,6 +160,7 @@ def build(
     local(artifacts or environment.debug_artifacts_dir() or ".")
     if target is not None and not dry_run:
         files.check_target(target, overwrite=overwrite)
+    key = None if sign is None else signing.check_key(sign)
     progress("loading the model")
     loaded = load_model(
         model,
@@ -179,7 +182,7 @@ def build(
         loaded = dataclasses.replace(loaded, kind="module", decoding="")
     elif not loaded.generates and loaded.stored is None:
         steps = example_inputs(loaded.module, loaded.directory)
-    _check_dtype(chosen, loaded.dtype)
+    check_dtype(chosen, loaded.dtype)
     # Reading an engine must not run code: only plain checkpoints are ever loaded again.
     checkpoint = directory_to_record(loaded.directory, revision)
     settings = Settings(
@@ -188,13 +191,14 @@ def build(
         add_output=add_output,
         implicit_outputs=True,
         max_batch_size=max_batch_size,
-        max_seq_len=_check_sizes(loaded, max_batch_size, max_seq_len),
+        max_seq_len=check_sizes(loaded, max_batch_size, max_seq_len),
         overwrite=overwrite,
         byte_budget=byte_budget,
         passes=passes,
         model={"spec": loaded.spec, "directory": checkpoint, "revision": revision, **loaded.metadata},
         reloadable=checkpoint is not None and not trust_remote_code and not passes,
         notes=(note,) if note else (),
+        sign=key,
     )
     if note:
         logger.warning("%s", note)
@@ -271,7 +275,7 @@ def build_program(
         BackendError: As `build`.
     """
     chosen, note = choose_backend(backend, for_onnx=program.onnx is not None)
-    _check_dtype(chosen, str(program.metadata.get("dtype")))
+    check_dtype(chosen, str(program.metadata.get("dtype")))
     limit = program.metadata.get("max_position_embeddings")
     settings = Settings(
         backend=chosen.name,
@@ -344,6 +348,9 @@ def _build(
             write_engine(encoder, aside / files.ENCODER, name, alone, None, encoder_artifacts, progress=progress)
         more: dict[str, Any] = {"has_encoder": encoder is not None, "progress": progress}
         write_engine(program, aside, target.name, settings, model, artifacts, **more)
+        if settings.sign is not None:
+            progress("signing")
+            signing.sign_engine(aside, settings.sign)
     return load(target, trust=True)
 
 
@@ -366,29 +373,3 @@ def _about(model: LoadedModel, backend: Backend, passes: Sequence[str]) -> dict[
         "backend": backend.name,
         "passes": list(passes),
     }
-
-
-def _check_dtype(backend: Backend, dtype: str) -> None:
-    if dtype not in backend.capabilities.dtypes:
-        raise BackendError(
-            f"back-end {backend.name!r} cannot run {dtype} models",
-            expected=backend.capabilities.dtypes,
-            hint=f"--dtype {backend.capabilities.dtypes[0]}",
-        )
-
-
-def _check_sizes(model: LoadedModel, batch: int, length: int | None) -> int | None:
-    if not model.generates:
-        return None
-    limit = model.metadata.get("max_position_embeddings")
-    if batch < 1:
-        raise UsageError("the largest batch must be at least 1", got=f"--max-batch-size {batch}")
-    if length is None:
-        return limit or DEFAULT_MAX_SEQ_LEN
-    if length < 2 or (limit is not None and length > limit):
-        raise UsageError(
-            "the model does not allow this sequence length",
-            got=f"--max-seq-len {length}",
-            expected=f"2 to {limit}, max_position_embeddings of its configuration",
-        )
-    return length

@@ -36,6 +36,7 @@ class Settings:
     reloadable: bool = False
     notes: tuple[str, ...] = ()
     device: str = "cpu"
+    sign: Path | None = None
 
 
 def describe_engine(

@@ -65,7 +65,7 @@ def require_trust(name: str, backend: str, files: list[str], *, ours: bool, trus
         f"the engine {name!r} brings native code that you did not build on this machine",
         got=shown(f"{listed}: back-end {backend} loads it into this process, where it can do whatever you can"),
         expected="an engine that you built here, or one whose builder you trust",
-        hint="add --trust-engine (trust=True), or build it here from its model",
+        hint="glass verify ENGINE --signers FILE says who signed it; add --trust-engine (trust=True), or build it here",
     )
 
 

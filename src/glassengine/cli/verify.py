@@ -1,0 +1,27 @@
+"""`glass verify`: who signed an engine, and whether it is as it was then."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import glassengine as glass
+from glassengine.cli.options import out, write_json
+
+
+def command(
+    engine: Annotated[str, typer.Argument(metavar="ENGINE", help="Directory of an engine.", show_default=False)],
+    signers: Annotated[
+        str,
+        typer.Option(metavar="FILE", help="Whom you trust: lines 'NAME KEY', OpenSSH's allowed signers."),
+    ],
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> int:
+    """Check who signed an engine, and that every file of it is as it was then; nothing of it runs."""
+    found = glass.verify_engine(engine, signers)
+    if json:
+        write_json({"schema_version": 1, **found.to_dict()}, "-")
+        return 0
+    out.print(f"{found.directory}: signed by {found.signer} ({found.key}), {found.files} files as they were signed")
+    return 0

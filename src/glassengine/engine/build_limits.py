@@ -1,0 +1,46 @@
+"""What a build refuses before it begins: dtypes of the back-end, sizes of the model."""
+
+from __future__ import annotations
+
+from glassengine.backends.protocol import Backend
+from glassengine.errors import BackendError, UsageError
+from glassengine.program import LoadedModel
+
+DEFAULT_MAX_SEQ_LEN = 2048
+"""For models whose configuration states no limit."""
+
+
+def check_dtype(backend: Backend, dtype: str) -> None:
+    """Refuse a dtype that the back-end cannot run.
+
+    Raises:
+        BackendError: Names those that it can.
+    """
+    if dtype not in backend.capabilities.dtypes:
+        raise BackendError(
+            f"back-end {backend.name!r} cannot run {dtype} models",
+            expected=backend.capabilities.dtypes,
+            hint=f"--dtype {backend.capabilities.dtypes[0]}",
+        )
+
+
+def check_sizes(model: LoadedModel, batch: int, length: int | None) -> int | None:
+    """Return the most tokens of a sequence; None for a model that does not generate.
+
+    Raises:
+        UsageError: The model does not allow these sizes.
+    """
+    if not model.generates:
+        return None
+    limit = model.metadata.get("max_position_embeddings")
+    if batch < 1:
+        raise UsageError("the largest batch must be at least 1", got=f"--max-batch-size {batch}")
+    if length is None:
+        return limit or DEFAULT_MAX_SEQ_LEN
+    if length < 2 or (limit is not None and length > limit):
+        raise UsageError(
+            "the model does not allow this sequence length",
+            got=f"--max-seq-len {length}",
+            expected=f"2 to {limit}, max_position_embeddings of its configuration",
+        )
+    return length
