@@ -16,6 +16,7 @@ float32 is used where it holds every element of both sides, float64 else. What f
 from __future__ import annotations
 
 import math
+import threading
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -48,6 +49,10 @@ _IN_FLOAT64 = _IN_FLOAT32 | {torch.float64, torch.int32, torch.uint32}
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
+# Elements of tensors whose scratch space is kept, 40 bytes for each, and how many of such spaces a thread has.
+_SMALL, _MOST_KNOWN = 1 << 12, 32
+_known = threading.local()
+
 
 def arithmetic_for(baseline: Tensor, candidate: Tensor, rtol: float, atol: float) -> tuple[Arithmetic, ...]:
     """Return what may add up pieces of the two tensors, fastest first; nothing for complex numbers or odd tolerances.
@@ -58,11 +63,23 @@ def arithmetic_for(baseline: Tensor, candidate: Tensor, rtol: float, atol: float
     if not (0 <= rtol < _LARGEST_TOLERANCE and 0 <= atol < _LARGEST_TOLERANCE):
         return ()
     size = min(baseline.numel(), pieces.BLOCK_ELEMENTS)
-    wide = Arithmetic(torch.float64, size, rtol, atol)
     # A tensor of less than a row gains nothing from float32.
     if dtypes <= _IN_FLOAT32 and baseline.numel() >= _ROW:
-        return Arithmetic(torch.float32, size, rtol, atol), wide
-    return (wide,) if dtypes <= _IN_FLOAT64 else ()
+        return _made(torch.float32, size, rtol, atol), _made(torch.float64, size, rtol, atol)
+    return (_made(torch.float64, size, rtol, atol),) if dtypes <= _IN_FLOAT64 else ()
+
+
+def _made(dtype: torch.dtype, size: int, rtol: float, atol: float) -> Arithmetic:
+    """Return scratch space; that of small tensors, which come in thousands, is used again by the same thread."""
+    if size > _SMALL:
+        return Arithmetic(dtype, size, rtol, atol)
+    known: dict[tuple[Any, ...], Arithmetic] = vars(_known).setdefault("arithmetic", {})
+    key = dtype, -(-size // _ROW), rtol, atol
+    if key not in known:
+        if len(known) >= _MOST_KNOWN:
+            known.clear()
+        known[key] = Arithmetic(dtype, size, rtol, atol)
+    return known[key]
 
 
 class Arithmetic:

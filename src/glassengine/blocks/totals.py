@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from glassengine.blocks.arithmetic import arithmetic_for
-from glassengine.blocks.pieces import agree, blocks, one_thread, subtract, widen
+from glassengine.blocks.pieces import BLOCK_ELEMENTS, agree, blocks, flat, one_thread, subtract, widen
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,6 @@ class Difference:
     candidate_at_worst: float | None
 
 
-@one_thread()
 def difference(
     baseline: Tensor, candidate: Tensor, *, rtol: float, atol: float, device: str | torch.device = "cpu"
 ) -> Difference:
@@ -64,6 +63,45 @@ def difference(
     Raises:
         ValueError: The shapes differ.
     """
+    if 0 < baseline.numel() <= BLOCK_ELEMENTS and torch.device(device).type == "cpu":
+        same = _same(baseline, candidate)
+        if same is not None:
+            return same
+    return _difference(baseline, candidate, rtol, atol, device)
+
+
+def _same(b: Tensor, c: Tensor) -> Difference | None:
+    """Return what `difference` does of two small tensors of one dtype that are equal and finite: most of most sides."""
+    if b.dtype != c.dtype or b.shape != c.shape or not (b.is_cpu and c.is_cpu):
+        return None
+    raw, other = (flat(side.detach().resolve_conj().resolve_neg()) for side in (b, c))
+    if not torch.equal(raw.view(torch.uint8), other.view(torch.uint8)):
+        return None
+    values = widen(raw).numpy()
+    squares = float(np.vdot(values, values).real)
+    if not math.isfinite(squares):
+        return None
+    count = len(values)
+    nothing = {"num_different": 0, "num_mismatched": 0, "num_beyond": 0, "sum_abs": 0.0, "sum_squares": 0.0}
+    largest = {"max_abs": 0.0, "sum_rel": 0.0, "max_rel": 0.0, "worst": None}
+    return Difference(
+        num_elements=count,
+        num_finite=count,
+        num_nonzero=int(np.count_nonzero(values)),
+        dot=squares,
+        baseline_squares=squares,
+        candidate_squares=squares,
+        baseline_at_worst=None,
+        candidate_at_worst=None,
+        **nothing,  # type: ignore[arg-type]
+        **largest,  # type: ignore[arg-type]
+    )
+
+
+@one_thread()
+def _difference(
+    baseline: Tensor, candidate: Tensor, rtol: float, atol: float, device: str | torch.device
+) -> Difference:
     total = Totals()
     quick = arithmetic_for(baseline, candidate, rtol, atol) if torch.device(device).type == "cpu" else ()
     with np.errstate(all="ignore"):

@@ -26,6 +26,7 @@ from glassengine.errors import UsageError, nearest
 from glassengine.recording.layout import Entry
 from glassengine.recording.noise_floor import NoiseFloor
 from glassengine.recording.source import TensorSource
+from glassengine.recording.values import dtype_name
 from glassengine.results import VERDICTS, Pair, Verdict
 from glassengine.sites import matches
 
@@ -81,7 +82,6 @@ class Judge:
         site, step, other = entry.site, entry.step, match.candidate_site
         is_given = self.rtol is not None or self.atol is not None
         judged_by = BY_GIVEN_TOLERANCE if is_given else BY_TOLERANCE
-        pair = Pair(step, site, other, match.method, 1.0, "wrong", judged_by, rank=entry.rank)
         x, y = self._tensors(match)
         if self.ledger is not None:
             self._count(self.ledger, match, x)
@@ -90,7 +90,7 @@ class Judge:
             y = y + share if share.shape == y.shape else y
         if x.shape != y.shape:
             what = shapes.difference(tuple(x.shape), tuple(y.shape), site)
-            return dataclasses.replace(pair, judged_by=BY_SHAPE, reason=what)
+            return Pair(step, site, other, match.method, 1.0, "wrong", BY_SHAPE, rank=entry.rank, reason=what)
         allowed = self._tolerance(match, x, y)
         figures = measure(x, y, rtol=allowed.rtol, atol=allowed.atol, device=self.device)
         if not figures.allclose and (shown := without_hidden(x, y)) is not None:
@@ -98,12 +98,15 @@ class Judge:
             x, y = shown
             figures = measure(x, y, rtol=allowed.rtol, atol=allowed.atol, device=self.device)
         reason = None if x.dtype == y.dtype else f"dtypes differ: {_name(x)} and {_name(y)}"
-        pair = dataclasses.replace(pair, figures=figures, reason=reason)
+        verdict: Verdict = "identical" if figures.num_different == 0 else "rounding" if figures.allclose else "wrong"
+        pair = Pair(
+            step, site, other, match.method, 1.0, verdict, judged_by, rank=entry.rank, figures=figures, reason=reason
+        )
         drifts = None
         if self.precision is not None:
             drifts = self.precision.judge(site, other, x, y)
         if figures.num_different == 0:
-            return dataclasses.replace(pair, verdict="identical")
+            return pair
         floor = None if self.floor is None or is_given else self.floor.of(entry)
         if self.floor is not None and floor is not None:
             why_not = _floor_does_not_fit(match, x, y, floor.slices)
@@ -114,7 +117,7 @@ class Judge:
             pair = dataclasses.replace(pair, reason="; ".join(filter(None, (reason, why_not))))
         if drifts is not None and self.is_drift and not figures.allclose and not figures.num_nonfinite_mismatch:
             return dataclasses.replace(pair, verdict=drifts, judged_by=BY_PRECISION)
-        return dataclasses.replace(pair, verdict="rounding" if figures.allclose else "wrong")
+        return pair
 
     def with_statistics(self, pairs: Sequence[Pair], judged: Sequence[Match], *, all_of_them: bool) -> list[Pair]:
         """Return `pairs` where all, or else the worst few, carry the statistics of both sides and of the errors."""
@@ -217,9 +220,14 @@ class Judge:
 
     def _tolerance(self, match: Match, x: Tensor, y: Tensor) -> Tolerance:
         """Return the loosest tolerance of the dtypes involved: a cast does not undo the rounding of what it is from."""
-        dtypes = [match.baseline.dtype, _name(x), _name(y), *(entry.dtype for entry in match.candidates)]
-        each = [tolerance(dtype, dtype, rtol=self.rtol, atol=self.atol) for dtype in dtypes]
-        return Tolerance(max(one.rtol for one in each), max(one.atol for one in each))
+        dtypes = {match.baseline.dtype, _name(x), _name(y), *(entry.dtype for entry in match.candidates)}
+        return _loosest(frozenset(dtypes), self.rtol, self.atol)
+
+
+@functools.lru_cache(maxsize=256)
+def _loosest(dtypes: frozenset[str], rtol: float | None, atol: float | None) -> Tolerance:
+    each = [tolerance(dtype, dtype, rtol=rtol, atol=atol) for dtype in dtypes]
+    return Tolerance(max(one.rtol for one in each), max(one.atol for one in each))
 
 
 def _floor_does_not_fit(match: Match, x: Tensor, y: Tensor, noise: Sequence[Tensor]) -> str | None:
@@ -253,4 +261,4 @@ def _concatenate(parts: list[Tensor], dim: int | None) -> Tensor:
 
 
 def _name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return dtype_name(tensor.dtype)

@@ -21,6 +21,8 @@ Array = np.typing.NDArray[Any]
 Item = TypeVar("Item", covariant=True)
 _AT_ONCE = 1 << 12
 _FEW_BLOCKS = 64
+_MOST_KEPT = 1 << 16
+"""Entries, of half a kilobyte each, that are kept once all of them were asked for: who compares asks several times."""
 
 
 class Lazy(Sequence[Item]):
@@ -122,6 +124,7 @@ class Entries(Lazy[Entry]):
         sizes = np.array([len(group.tensors) for group in groups], dtype=np.int64)
         counts = sizes[columns.group] if len(groups) else np.empty(0, dtype=np.int64)
         self._first = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
+        self._kept: tuple[Entry, ...] | None = None
         self._named: tuple[int, dict[tuple[str, int], Entry]] | None = None
 
     def __len__(self) -> int:
@@ -130,7 +133,11 @@ class Entries(Lazy[Entry]):
 
     def __iter__(self) -> Iterator[Entry]:
         """Yield every tensor."""
-        return self._of_blocks(0, len(self._first) - 1)
+        if len(self) > _MOST_KEPT:
+            return self._of_blocks(0, len(self._first) - 1)
+        if self._kept is None:
+            self._kept = tuple(self._of_blocks(0, len(self._first) - 1))
+        return iter(self._kept)
 
     def of_step(self, step: int) -> list[Entry]:
         """Return the tensors of one step."""

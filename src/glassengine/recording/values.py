@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -94,6 +95,7 @@ def has_no_memory(tensor: Tensor) -> bool:
     return tensor.data_ptr() == 0 and tensor.numel() > 0
 
 
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Return "float32" of torch.float32."""
     return str(dtype).removeprefix("torch.")
