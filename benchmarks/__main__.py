@@ -17,6 +17,7 @@ SUITES = {
     "executable": "microseconds that running a graph through an executable costs, beside torch.compile",
     "judge": "time of judging a forward, against the forward",
     "recording": "what glass.record costs: burst, sustained, small models, light statistics",
+    "reading": "a million steps opened, a hundred thousand tensors shown, thousands of steps compared",
     "snapshots": "what snapshots cost: armed and never firing, and writing beside the disk's own speed",
 }
 LONG = {
