@@ -32,7 +32,7 @@ FLOORS = (
 FLOOR_OF = {unit: level for level, floor in enumerate(FLOORS) for unit in floor}
 
 # Beside the public names, what the command line may use: the words it prints and the status it ends with.
-CLI_MAY_IMPORT = {"errors", "environment", "locations", "results", "report", "cli"}
+CLI_MAY_IMPORT = {"errors", "environment", "locations", "results", "report", "writing", "cli"}
 
 MAX_LINES = 400
 

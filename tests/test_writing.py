@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import resource
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from glassengine.writing import ASIDE, aside, held, hold, next_directory, put_away
+from glassengine.writing import (
+    ASIDE,
+    aside,
+    held,
+    hold,
+    next_directory,
+    open_for_torch,
+    put_away,
+    save_safetensors,
+)
 
 
 def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -69,3 +84,38 @@ def test_a_directory_is_held_while_the_block_runs(tmp_path: Path) -> None:
         assert list(tmp_path.iterdir()) == []
     with held(tmp_path):
         pass
+
+
+@contextlib.contextmanager
+def _largest_file(num_bytes: int) -> Iterator[None]:
+    """Let writing fail beyond so many bytes of a file, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def _torch_saved(value: torch.Tensor, path: Path) -> None:
+    with open_for_torch(path) as file:
+        torch.save({"x": value}, file)
+
+
+def _safetensors_saved(value: torch.Tensor, path: Path) -> None:
+    save_safetensors({"x": value}, path, {"k": "v"})
+
+
+@pytest.mark.parametrize("num_bytes", [0, 10, 700, 100_000])
+@pytest.mark.parametrize("save", [_torch_saved, _safetensors_saved])
+def test_s10_archives_that_do_not_fit_are_errors_of_the_system(
+    tmp_path: Path, num_bytes: int, save: Callable[[torch.Tensor, Path], None]
+) -> None:
+    """torch ends the process where a write of its own fails while it closes an archive."""
+    value = torch.arange(100_000)
+    with _largest_file(num_bytes), pytest.raises(OSError, match="File too large") as caught:
+        save(value, tmp_path / "x")
+    assert caught.value.errno == errno.EFBIG and caught.value.filename == str(tmp_path / "x")
+    save(value, tmp_path / "y")
+    load = torch.load if save is _torch_saved else load_file
+    assert torch.equal(load(tmp_path / "y")["x"], value)

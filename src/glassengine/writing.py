@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+
+if TYPE_CHECKING:
+    import torch
 
 try:
     import fcntl
@@ -28,6 +33,66 @@ def aside(target: Path) -> Iterator[Path]:
     except BaseException:
         path.unlink(missing_ok=True)
         raise
+
+
+class _Deferring(io.RawIOBase):
+    """A file that remembers the first error of writing and takes whatever comes after it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        left = view
+        try:
+            while left and self.error is None:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            self.error = error
+        return view.nbytes
+
+
+@contextlib.contextmanager
+def open_for_torch(path: Path) -> Iterator[BinaryIO]:
+    """Yield a new file for `torch.save` and what else writes archives of torch.
+
+    torch ends the process where a write of its own fails while it closes an archive: here it does not see the error.
+
+    Raises:
+        OSError: It cannot be written, for want of room, say; when the block ends.
+    """
+    with path.open("wb", buffering=0) as file:
+        deferring = _Deferring(cast(BinaryIO, file))
+        yield cast(BinaryIO, deferring)
+        if deferring.error is not None:
+            raise OSError(deferring.error.errno, deferring.error.strerror, str(path)) from deferring.error
+
+
+_SYSTEM_ERROR = re.compile(r"\(os error (\d+)\)")
+
+
+def save_safetensors(
+    tensors: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a safetensors file.
+
+    Raises:
+        OSError: It cannot be written, for want of room, say.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(dict(tensors), path, None if metadata is None else dict(metadata))
+    except SafetensorError as error:
+        number = _SYSTEM_ERROR.search(str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
 def hold(file: int) -> None:

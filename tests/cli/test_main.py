@@ -335,6 +335,38 @@ def test_json_is_one_strict_document(tmp_path: Path, capsys: pytest.CaptureFixtu
         options.write_json({"x": float("nan")}, "-")
 
 
+def test_s11_s14_json_of_any_text_is_written_and_shown_safely(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = {"half": "\ud800", "turned": "\u202eabc", "c1": "\x9b2J", "plain": "é 漢 \U0001f600"}
+    options.write_json(document, "-")
+    shown = capsys.readouterr().out
+    assert json.loads(shown) == document
+    assert "é 漢 \U0001f600" in shown and not set("\ud800\u202e\x9b") & set(shown)
+    options.write_json(document, str(tmp_path / "out.json"))
+    assert json.loads((tmp_path / "out.json").read_bytes()) == document
+
+
+def test_s10_a_document_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, link = tmp_path / "real.json", tmp_path / "link.json"
+    target.write_text("before")
+    link.symlink_to(target)
+
+    def full(path: Path, text: str, **_: object) -> int:
+        path.write_bytes(b"{")
+        raise OSError(28, "No space left on device", str(path))
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="link"):
+        patch.setattr(Path, "write_text", full)
+        options.write_json({"x": 1}, str(link))
+    assert target.read_text() == "before" and sorted(tmp_path.iterdir()) == [link, target]
+    options.write_json({"x": 1}, str(link))
+    assert json.loads(target.read_bytes()) == {"x": 1} and link.is_symlink()
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        options.write_json({"x": 1}, str(tmp_path / "nowhere" / "x.json"))
+    options.write_json({"x": 1}, "/dev/null")
+
+
 def test_installed_command_and_module_are_the_same() -> None:
     script = Path(sys.executable).with_name("glass")
     done = subprocess.run([str(script), "--version"], capture_output=True, text=True, timeout=600, check=True)

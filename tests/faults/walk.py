@@ -184,7 +184,7 @@ class Walker:
         if status == -1:
             return f"a hang\n{text[-1500:]}"
         if status < 0:
-            return f"signal {-status}\n{text[-1500:]}"
+            return f"signal {-status - 1}\n{text[-1500:]}"
         if status not in (0, 1, 2, 3, 4) or "Traceback (most recent" in text:
             return f"exit status {status}\n{text[-1800:]}"
         if status != 0 and (scene.never_fails or at == 0):

@@ -129,32 +129,53 @@ def _answers(child: int, pipe: Any, expected: int) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     pending = b""
     interrupted = False
+    patience = _Patience(child)
     while len(found) < expected:
-        ready, _, _ = select.select([pipe], [], [], CTRL_C_SECONDS if interrupted else MAX_SECONDS)
+        ready, _, _ = select.select([pipe], [], [], CTRL_C_SECONDS if interrupted else MAX_SECONDS / 10)
         data = os.read(pipe.fileno(), 1 << 16) if ready else None
         if data:
             pending += data
             *complete, pending = pending.split(b"\n")
             found += [json.loads(line) for line in complete]
+            patience = _Patience(child)
             if interrupted and complete:
-                found[-1]["problem"] = f"slow: more than {MAX_SECONDS:g} s; Ctrl-C ended it\n" + found[-1].get(
-                    "where", ""
-                )
+                where = found[-1].get("where", "")
+                found[-1]["problem"] = f"slow: more than {MAX_SECONDS:g} s; Ctrl-C ended it\n{where}"
                 os.kill(child, signal.SIGKILL)
                 break
         elif data is None and not interrupted:
-            interrupted = True
-            os.kill(child, signal.SIGINT)
+            if patience.lost():
+                interrupted = True
+                os.kill(child, signal.SIGINT)
         else:
             if data is None:
                 os.kill(child, signal.SIGKILL)
             break
     _, how = os.waitpid(child, 0)
-    if len(found) < expected and not (found and found[-1]["problem"]):
+    if len(found) < expected and not (found and (found[-1]["problem"] or found[-1]["status"] == 130)):
         problem = f"a crash: signal {os.WTERMSIG(how)}" if os.WIFSIGNALED(how) else f"left with {os.WEXITSTATUS(how)}"
         problem = "a hang: Ctrl-C did not end it" if interrupted else problem
         found.append({"status": -1, "problem": problem, "seconds": 0.0, "bytes": 0, "output": ""})
     return found
+
+
+class _Patience:
+    """Says when a child takes too long: by its own time, as this machine may do other things, or where it waits."""
+
+    def __init__(self, child: int) -> None:
+        self._child = child
+        self._first = self._last = self._used()
+        self._since = time.monotonic()
+
+    def _used(self) -> float:
+        words = Path(f"/proc/{self._child}/stat").read_text().rpartition(")")[2].split()
+        return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+    def lost(self) -> bool:
+        used = self._used()
+        if used - self._last > 0.02:
+            self._last, self._since = used, time.monotonic()
+        return used - self._first > MAX_CPU_SECONDS or time.monotonic() - self._since > MAX_SECONDS
 
 
 def _child(tasks: list[dict[str, Any]], shared: Path, pipe: Any) -> None:

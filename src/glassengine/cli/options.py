@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from glassengine.cli.console import SafeConsole
 from glassengine.environment import in_ci, is_dumb_terminal
 from glassengine.errors import UsageError
 from glassengine.locations import local
+from glassengine.writing import aside
 
 # Site names and tensors are full of square brackets: nothing printed is markup, and no long line is folded.
 out = SafeConsole(markup=False, highlight=False, emoji=False, soft_wrap=True)
@@ -76,6 +78,11 @@ class _Settings:
 
 
 settings = _Settings()
+
+
+# A terminal acts on the controls of C1 and on what turns text around; half a pair of UTF-16 has no bytes. They stand in
+# strings only, where JSON has another way to write them.
+_NOT_AS_IT_IS = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class _ConsoleHandler(logging.Handler):
@@ -206,7 +213,17 @@ def write_json(document: Mapping[str, Any], destination: str) -> None:
 
         document = {**document, "metrics": glass.metrics().to_dict()}
     text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    text = _NOT_AS_IT_IS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
     if destination == "-":
         sys.stdout.write(text)
-    else:
-        local(destination).write_text(text, encoding="utf-8")
+        return
+    target = local(destination).resolve()
+    # What is no plain file (a pipe, a terminal), or in a directory of others, is written where it is.
+    if target.exists() and not (target.is_file() and os.access(target.parent, os.W_OK)):
+        target.write_text(text, encoding="utf-8")
+        return
+    try:
+        with aside(target) as path:
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, destination) from error

@@ -17,6 +17,7 @@ import torch
 from glassengine.engine.manifest import FILE
 from glassengine.errors import CorruptError, UsageError
 from glassengine.locations import local
+from glassengine.writing import save_safetensors
 
 WEIGHTS = "weights.safetensors"
 MAIN = "main"
@@ -135,8 +136,6 @@ def _sigterm_interrupts() -> Iterator[None]:
 
 def save_weights(weights: Mapping[str, torch.Tensor], path: Path) -> None:
     """Write tensors by name; tensors that are the same memory are stored once and loaded shared."""
-    from safetensors.torch import save_file
-
     first: dict[Any, str] = {}
     shared: dict[str, str] = {}
     kept: dict[str, torch.Tensor] = {}
@@ -154,7 +153,7 @@ def save_weights(weights: Mapping[str, torch.Tensor], path: Path) -> None:
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         storages.add(storage.data_ptr())
         kept[name] = tensor
-    save_file(kept, path, metadata={"shared": json.dumps(shared)})
+    save_safetensors(kept, path, {"shared": json.dumps(shared)})
 
 
 def load_weights(path: Path) -> dict[str, torch.Tensor]:
@@ -171,7 +170,14 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
             shared = json.loads((file.metadata() or {}).get("shared", "{}"))
         weights = load_file(path)
         return weights | {name: weights[original] for name, original in shared.items()}
-    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        AttributeError,
+        RuntimeError,
+        SafetensorError,
+    ) as error:  # RuntimeError: mmap
         raise CorruptError(f"{path.name} cannot be read", got=f"{type(error).__name__}: {error}") from error
 
 

@@ -97,7 +97,7 @@ class TensorFile:
             self._file = cast(Any, safe_open(path, framework="pt"))
             self.keys = frozenset(self._file.keys())
             self.metadata: dict[str, str] = dict(self._file.metadata() or {})
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, RuntimeError) as error:  # what torch makes of a file that cannot be mapped
             raise CorruptError(f"{path.name} cannot be read", got=f"{type(error).__name__}: {error}") from error
 
     def read(self, key: str) -> Tensor:

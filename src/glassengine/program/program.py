@@ -7,6 +7,7 @@ of marks, and never exported twice: an engine is always judged with the program 
 from __future__ import annotations
 
 import copy
+import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -194,9 +195,12 @@ def _save_graph(program: Program, directory: Path) -> None:
     bare._state_dict = {name: _without_data(value) for name, value in program.exported.state_dict.items()}
     bare._constants = {name: _without_data(value) for name, value in program.exported.constants.items()}
     bare._guards_code = []  # code, which a reader would have to trust; inputs are checked by the engine
+    # torch would end the process where its own writes fail.
+    buffer = io.BytesIO()
     with without_collections():
-        torch.export.save(bare, path)
-    _written[exported] = like, path.read_bytes()
+        torch.export.save(bare, buffer)
+    path.write_bytes(buffer.getvalue())
+    _written[exported] = like, buffer.getvalue()
 
 
 def _save_names(program: Program, directory: Path) -> None:

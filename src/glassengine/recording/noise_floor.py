@@ -18,13 +18,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from glassengine.checksums import crc32
 from glassengine.errors import CorruptError, GlassError
 from glassengine.recording.layout import INDEX, Entry
-from glassengine.writing import aside
+from glassengine.writing import aside, save_safetensors
 
 FILE = "noise_floor.safetensors"
 SCHEMA_VERSION = 1
@@ -98,8 +97,8 @@ def write_noise_floor(directory: Path, floors: Mapping[Key, Floor], how: str) ->
     }
     try:
         with aside(directory / FILE) as path:
-            save_file(tensors, path, metadata=metadata)
-    except (OSError, SafetensorError) as error:
+            save_safetensors(tensors, path, metadata)
+    except OSError as error:
         raise GlassError(
             "the noise floor could not be written; the recording is complete without it", got=f"{directory}: {error}"
         ) from error

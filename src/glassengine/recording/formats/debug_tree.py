@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from glassengine import blocks
@@ -33,6 +32,7 @@ from glassengine.errors import UsageError
 from glassengine.recording.formats.debugger_file import FULL, OTHER_PORTS, SUMMARY
 from glassengine.recording.layout import Entry
 from glassengine.sites import ROOT, port_site, with_call
+from glassengine.writing import save_safetensors
 
 _SITE = re.compile(r"(?P<path>[^:@]*)(?:@(?P<call>\d+))?(?::(?P<port>\w+)(?P<keys>.*))?", re.DOTALL)
 _KEY = re.compile(r"\[(\d+)\]|\.([^.\[]*)", re.DOTALL)
@@ -149,7 +149,7 @@ class TreeWriter:
                 described["crc32"] = f"{crc32(data):08x}"
         else:
             name = self._file_name(stem)
-            save_file({"data": tensor.contiguous()}, aside / f"{name}.safetensors")
+            save_safetensors({"data": tensor.contiguous()}, aside / f"{name}.safetensors")
             described["value"] = f"./{name}.safetensors"
         if found.num_finite == found.num_elements and found.num_elements and tensor.dtype in _MEASURED:
             described |= _measured(tensor)

@@ -16,6 +16,7 @@ from torch import Tensor
 from glassengine.errors import CorruptError
 from glassengine.recording.layout import MAX_NAME_BYTES, STORED, Entry
 from glassengine.results import Skipped
+from glassengine.writing import open_for_torch
 
 # A small file can name one list many times over; these bound what it unfolds to.
 _MAX_DEPTH = 64
@@ -62,11 +63,8 @@ def save_pt(tensors: Mapping[str, Tensor], path: Path) -> None:
     Raises:
         OSError: It cannot be written, for want of room, say.
     """
-    try:
-        torch.save(dict(tensors), path)
-    except RuntimeError as error:  # what torch makes of a full disk; its words are those of its source code
-        reason = f"the disk is full or the file too large: {str(error).splitlines()[0]}"
-        raise OSError(None, reason, str(path)) from error
+    with open_for_torch(path) as file:
+        torch.save(dict(tensors), file)
 
 
 def load_torch(file: Path | io.BytesIO, name: str) -> Any:
