@@ -31,8 +31,8 @@ FLOORS = (
 )
 FLOOR_OF = {unit: level for level, floor in enumerate(FLOORS) for unit in floor}
 
-# Beside the public names, what the command line may use: the words it prints and the status it ends with.
-CLI_MAY_IMPORT = {"errors", "environment", "locations", "results", "report", "writing", "cli"}
+# Beside the public names, what the command line may use: what it reads and writes, the words it prints, its exit status.
+CLI_MAY_IMPORT = {"errors", "environment", "locations", "reading", "results", "report", "writing", "cli"}
 
 MAX_LINES = 400
 

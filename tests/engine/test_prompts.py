@@ -72,10 +72,10 @@ def test_prompt_files_that_hold_none(tmp_path: Path, name: str, text: str, messa
 
 @pytest.mark.parametrize("name", ["a.txt", "a.json"])
 def test_files_that_cannot_be_read(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="FileNotFoundError"):
+    with pytest.raises(UsageError, match="No such file"):
         read_prompt_file(tmp_path / name)
     (tmp_path / name).write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UsageError, match="UnicodeDecodeError"):
+    with pytest.raises(UsageError, match="not a text file"):
         read_prompt_file(tmp_path / name)
     monkeypatch.setattr(prompts_module, "MAX_BYTES", 2)
     with pytest.raises(UsageError, match="3 bytes, at most 2"):

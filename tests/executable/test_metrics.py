@@ -224,7 +224,7 @@ def test_json_twin_is_the_same_report(tmp_path: Path) -> None:
         ("Metric: M\n  TotalSamples: 1\n", "'Accumulator'"),
         ("Metric: M\n  TotalSamples: 1\n  Accumulator: 3 parsecs\n", "3 parsecs"),
         ("Counter: N\n  Value: many\n", "many"),
-        ("{", "damaged JSON"),
+        ("{", "report is damaged"),
         ("{}", "no metrics"),
         ('{"schema_version": 99}', "newer version"),
         ('{"schema_version": 1, "metrics": [{"unit": "ns"}], "counters": {}, "ranks": [0]}', "percentiles"),

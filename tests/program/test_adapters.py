@@ -189,7 +189,7 @@ def test_an_adapter_names_its_base(base: Path, named: str) -> None:
 
 def test_a_base_that_is_named_runs_no_code(tmp_path: Path) -> None:
     (tmp_path / "harm.py").write_text(f"def model():\n    open({str(tmp_path / 'ran')!r}, 'w')\n")
-    for number, named in enumerate((f"{tmp_path}/harm.py:model", "os:getcwd", "", None, 5)):
+    for number, named in enumerate((f"{tmp_path}/harm.py:model", "os:getcwd", "", None)):
         directory = save_adapter(tmp_path / str(number), lora(Q, 64, 64))
         config = json.loads((directory / "adapter_config.json").read_text())
         (directory / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": named}))
@@ -255,11 +255,11 @@ def test_damaged_adapters(tmp_path: Path) -> None:
         directory = save_adapter(tmp_path / "p", tensors, alpha_pattern={pattern: 3})
         with pytest.raises(CorruptError, match=re.escape(pattern)):
             load_model(model, adapter=directory)
-    with pytest.raises(CorruptError, match="scaling"):
+    with pytest.raises(CorruptError, match=r"lora_alpha|scaling"):
         load_model(model, adapter=save_adapter(tmp_path / "alpha", tensors, lora_alpha="many"))
     directory = save_adapter(tmp_path / "cut", tensors)
     (directory / "adapter_config.json").write_text("{")
-    with pytest.raises(CorruptError, match=r"adapter_config\.json cannot be read"):
+    with pytest.raises(CorruptError, match=r"adapter_config\.json is damaged"):
         load_model(model, adapter=directory)
     directory = save_adapter(tmp_path / "none", tensors)
     (directory / "adapter_model.safetensors").unlink()

@@ -59,7 +59,7 @@ def test_pytorch_files_are_read_without_running_what_is_in_them(tmp_path: Path) 
             return (Path.touch, (tmp_path / "ran",))
 
     torch.save({"a": Harm()}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CorruptError, match="cannot be read"):
+    with pytest.raises(CorruptError, match="would run code"):
         read_tensors(weight_files(str(tmp_path)))
     assert not (tmp_path / "ran").exists()
 
@@ -81,11 +81,11 @@ def test_what_is_missing_or_damaged(tmp_path: Path) -> None:
     names = shard(tmp_path)
     whole = (tmp_path / names[1]).read_bytes()
     (tmp_path / names[1]).write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(CorruptError, match=rf"{names[1]} cannot be read"):
+    with pytest.raises(CorruptError, match=rf"not a safetensors file\n.*{names[1]}"):
         load_model(tmp_path)
     shutil.move(tmp_path / names[1], tmp_path / "elsewhere")
     with pytest.raises(CorruptError, match=r"not there\n.*" + names[1]):
         load_model(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(CorruptError, match=r"index.json cannot be read"):
+    with pytest.raises(CorruptError, match=r"is damaged\n.*index.json"):
         load_model(tmp_path)

@@ -131,7 +131,7 @@ def test_a_missing_file(saved: tuple[Program, Path]) -> None:
     with pytest.raises(CorruptError, match=r"program.pt2 cannot be read"):
         load_program(directory, weights_of(program))
     (directory / "program.json").unlink()
-    with pytest.raises(CorruptError, match=r"program.json cannot be read"):
+    with pytest.raises(CorruptError, match=r"program.json"):
         load_names(directory)
 
 
@@ -151,14 +151,14 @@ def test_a_missing_file(saved: tuple[Program, Path]) -> None:
 def test_names_that_are_damaged(saved: tuple[Program, Path], change: Callable[[Any], Any]) -> None:
     path = saved[1] / "program.json"
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
-    with pytest.raises(CorruptError, match=r"program.json cannot be read"):
+    with pytest.raises(CorruptError, match=r"program.json"):
         load_names(saved[1])
 
 
 @pytest.mark.parametrize("text", ["{", "", "\0" * 10, "[" * 100_000])
 def test_names_that_are_no_json(saved: tuple[Program, Path], text: str) -> None:
     (saved[1] / "program.json").write_text(text)
-    with pytest.raises(CorruptError, match=r"program.json cannot be read"):
+    with pytest.raises(CorruptError, match=r"program.json"):
         load_names(saved[1])
 
 
@@ -175,5 +175,5 @@ def test_names_of_another_graph(saved: tuple[Program, Path]) -> None:
 def test_a_newer_schema_is_refused_politely(saved: tuple[Program, Path]) -> None:
     path = saved[1] / "program.json"
     path.write_text(json.dumps({"schema_version": SCHEMA_VERSION + 1, "new": "content"}))
-    with pytest.raises(CorruptError, match=r"written by a newer version\n.*schema 2\n.*at most 1\n.*upgrade"):
+    with pytest.raises(CorruptError, match=r"written by a newer version[\s\S]*version 2\n.*at most 1\n.*update"):
         load_names(saved[1])

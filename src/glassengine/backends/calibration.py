@@ -21,6 +21,8 @@ from glassengine.backends.kernel_sweep import sweep
 from glassengine.backends.protocol import Backend
 from glassengine.backends.registry import find_backend, list_backends
 from glassengine.compare.kernels import UNMEASURED, KernelError, Kernels, joined
+from glassengine.errors import GlassError
+from glassengine.reading.documents import read_document
 from glassengine.writing import aside
 
 logger = logging.getLogger("glassengine")
@@ -129,11 +131,11 @@ def _cached(key: dict[str, Any]) -> dict[str, Any] | None:
     """Return the entry that was kept; None where there is none, or one that cannot be read."""
     path = _cache_file(key)
     try:
-        if not path.is_file() or path.stat().st_size > _MAX_BYTES:
+        if not path.exists():
             return None
-        entry: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        entry = read_document(path, dict[str, Any], most=_MAX_BYTES, inside=path.parent, nonfinite=True)
         _from_dict(entry)
-    except (OSError, ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError) as error:
+    except (GlassError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
         logger.info("%s is not read: %s", path, error)
         return None
     return entry if entry.get("schema_version") == SCHEMA_VERSION else None

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from glassengine.backends.devices import device_of
-from glassengine.errors import CorruptError
 from glassengine.program.outputs import result_names
 from glassengine.program.program import Program
+from glassengine.reading.documents import damaged, read_document
 
 _FILE = "io.json"
+_MAX_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -44,15 +45,8 @@ def read_io(directory: Path) -> IOOrder:
     Raises:
         CorruptError: The file is missing or damaged.
     """
-    try:
-        data = json.loads((directory / _FILE).read_text())
-        sizes = data.get("one_token", {}).items()
-        return IOOrder(
-            tuple(data["inputs"]),
-            tuple(data["outputs"]),
-            dict(data["caches"]),
-            str(data.get("device", "cpu")),
-            {name: {int(dim): int(size) for dim, size in fixed.items()} for name, fixed in sizes},
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptError(f"{_FILE} cannot be read", got=f"{type(error).__name__}: {error}") from error
+    order = read_document(directory / _FILE, IOOrder, most=_MAX_BYTES, inside=directory, what=_FILE)
+    unknown = [name for name in (*order.caches, *order.one_token) if name not in order.inputs]
+    if unknown:
+        raise damaged(_FILE, directory / _FILE, f"{unknown[0]!r} is no input")
+    return order

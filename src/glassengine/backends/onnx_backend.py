@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -20,9 +21,11 @@ from glassengine.backends.protocol import Availability, Capabilities, Network, R
 from glassengine.errors import BackendError, GlassError
 from glassengine.program.outputs import functional_form
 from glassengine.program.program import OnnxGraph, Program
+from glassengine.reading.documents import read_document
 
 _CONVERTER = ("onnx", "onnxscript")
 _COMPLEX_FILE = "complex.json"
+_MAX_NAMES_BYTES = 16 << 20
 
 _OWN_PLACE = re.compile(r"(Exception from|Check '.*' failed at) \S+:\d+:?$")
 _MOST_TEXT = 400
@@ -148,9 +151,9 @@ def _write_complex(program: Program, directory: Path) -> None:
 
 def _with_complex(run: Run, directory: Path) -> Run:
     path = directory / _COMPLEX_FILE
-    if not path.is_file():
+    if not os.path.lexists(path):
         return run
-    names = frozenset(json.loads(path.read_text(encoding="utf-8")))
+    names = frozenset(read_document(path, list[str], most=_MAX_NAMES_BYTES, inside=directory, what=_COMPLEX_FILE))
 
     def run_with_complex(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         results = run(inputs)

@@ -10,10 +10,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from glassengine.backends.protocol import Layer, Network, NetworkTensor
-from glassengine.errors import CorruptError
+from glassengine.reading.documents import read_document
 
 NETWORK_FILE = "network.json"
+_MAX_BYTES = 64 << 20
 
 _ONNX_NODE = re.compile(r"\[ONNX Layer: ([^\]]*)\]")
 
@@ -100,26 +103,20 @@ def write_listing(network: Network, directory: Path) -> None:
     (directory / NETWORK_FILE).write_text(json.dumps(asdict(network)))
 
 
+class _Stored(msgspec.Struct):
+    layers: tuple[Layer, ...]
+    inputs: tuple[NetworkTensor, ...]
+    outputs: tuple[str, ...]
+    note: str
+
+
 def read_listing(directory: Path) -> Network:
     """Inverse of `write_listing`.
 
     Raises:
         CorruptError: The file is missing or damaged.
     """
-    try:
-        data = json.loads((directory / NETWORK_FILE).read_text(encoding="utf-8"))
-        layers = [
-            Layer(
-                layer["name"],
-                layer["operation"],
-                tuple(layer["nodes"]),
-                tuple(layer["inputs"]),
-                tuple(NetworkTensor(**tensor) for tensor in layer["outputs"]),
-                is_plugin=layer["is_plugin"],
-            )
-            for layer in data["layers"]
-        ]
-        inputs = tuple(NetworkTensor(**tensor) for tensor in data["inputs"])
-        return Network(tuple(layers), inputs, tuple(data["outputs"]), data["note"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CorruptError(f"{NETWORK_FILE} cannot be read", got=f"{type(error).__name__}: {error}") from error
+    found = read_document(
+        directory / NETWORK_FILE, _Stored, most=_MAX_BYTES, inside=directory, what=NETWORK_FILE, nonfinite=True
+    )
+    return Network(found.layers, found.inputs, found.outputs, found.note)

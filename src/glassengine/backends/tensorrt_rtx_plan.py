@@ -17,8 +17,10 @@ from glassengine.accelerators import require_device
 from glassengine.backends.io import read_io
 from glassengine.backends.tensorrt_rtx_network import dtype_name, read_listing
 from glassengine.errors import BackendError
+from glassengine.reading.files import read_bytes
 
 PLAN_FILE = "model.plan"
+_MAX_PLAN_BYTES = 1 << 40
 
 
 def logger_of(trt: Any) -> Any:
@@ -79,12 +81,15 @@ class Plan:
     def _context(self) -> Any:
         require_device("cuda", "running what tensorrt_rtx built", hint="to run it here, build with --backend inductor")
         self._runtime = self._trt.Runtime(self._logger)
-        engine = self._runtime.deserialize_cuda_engine((self._directory / PLAN_FILE).read_bytes())
+        engine = self._runtime.deserialize_cuda_engine(self._plan())
         context = None if engine is None else engine.create_execution_context()
         if context is None:
             got = f"{torch.cuda.get_device_name()}: {self._logger.text()}"
             raise BackendError("TensorRT-RTX cannot load the plan", got=got[:2000])
         return context
+
+    def _plan(self) -> bytes:
+        return read_bytes(self._directory / PLAN_FILE, most=_MAX_PLAN_BYTES, inside=self._directory)
 
     def _place(self, name: str) -> str:
         # What decides on sizes is read by the host.

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json as json_format
 import re
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
 import typer
 
 import glassengine as glass
 from glassengine.cli.options import TrustEngine, decibels, err, out, write_json
-from glassengine.errors import UsageError
+from glassengine.errors import GlassError, UsageError
+from glassengine.reading.documents import read_document
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -208,12 +209,14 @@ def _kinds(side: Path) -> list[str]:
 
 def _is_artifact_manifest(path: Path) -> bool:
     try:
-        if path.stat().st_size > _MAX_MANIFEST_BYTES:
-            return False
-        data = json_format.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        read_document(path, _Manifest, most=_MAX_MANIFEST_BYTES, inside=path.parent, nonfinite=True)
+    except GlassError:
         return False
-    return isinstance(data, dict) and data.get("format") == "glassengine artifacts"
+    return True
+
+
+class _Manifest(msgspec.Struct):
+    format: Literal["glassengine artifacts"]
 
 
 def _refuse(kind: str, belongs_to: str, given: Sequence[str]) -> None:

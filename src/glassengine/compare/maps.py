@@ -16,7 +16,6 @@ numbers them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,8 @@ from typing import Any
 
 from glassengine.compare.globs import num_captures, wildcards
 from glassengine.compare.layouts import Operation, parse_operation
-from glassengine.errors import UsageError, nearest
+from glassengine.errors import GlassError, UsageError, nearest
+from glassengine.reading.documents import read_document
 
 SCHEMA_VERSION = 1
 
@@ -73,14 +73,11 @@ def load_map(source: str | Path | Mapping[str, Any] | TensorMap) -> TensorMap:
         return source
     if isinstance(source, Mapping):
         return parse_map(dict(source), "the map")
-    path = Path(source)
     try:
-        if not path.is_file() or path.stat().st_size > _MAX_BYTES:
-            raise UsageError("the map cannot be read", got=str(path), expected="a JSON file", hint="--map FILE")
-        data = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repetition)
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError("the map is not JSON", got=f"{path}: {error}", hint="--map FILE") from error
-    return parse_map(data, str(path))
+        data = read_document(source, Any, most=_MAX_BYTES, unique=True, what="the map")
+    except GlassError as error:
+        raise UsageError("the map cannot be read", got=error.got, expected="a JSON file", hint="--map FILE") from error
+    return parse_map(data, str(source))
 
 
 def parse_map(data: object, where: str) -> TensorMap:
@@ -154,12 +151,3 @@ def _require_captures(rule: Rule, where: str) -> None:
             raise UsageError(
                 f"{where}: {name!r} has more wildcards than {rule.baseline!r}", got=str(needed), expected=str(there)
             )
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"the key {key!r} is there twice")
-        result[key] = value
-    return result

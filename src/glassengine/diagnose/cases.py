@@ -24,6 +24,7 @@ from glassengine.program.causal_lm import accepted
 from glassengine.program.export import named_inputs
 from glassengine.program.image_text import first_constants, following_constants
 from glassengine.program.inputs.steps import MadeUp
+from glassengine.reading.files import read_text
 
 PROMPTS = (
     "The value of an expression is computed when it is first needed, and",
@@ -32,6 +33,8 @@ PROMPTS = (
 
 SHORT = (8, 5)
 """Tokens of the built-in prompts for a recurrent model: each is a step."""
+
+_MAX_PROMPTS_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -293,7 +296,7 @@ def _prompt_ids(model: LoadedModel, inputs: str | None, vocabulary: int) -> list
     tokenizer = _tokenizer(model)
     texts = list(PROMPTS)
     if inputs is not None:
-        texts = [line for line in Path(inputs).read_text().splitlines() if line.strip()]
+        texts = [line for line in read_text(inputs, most=_MAX_PROMPTS_BYTES).splitlines() if line.strip()]
         if not texts:
             raise UsageError(f"{inputs} has no prompts", expected="one prompt per line")
         if tokenizer is None:

@@ -17,6 +17,9 @@ import torch
 from glassengine.engine.manifest import FILE
 from glassengine.errors import CorruptError, UsageError
 from glassengine.locations import local
+from glassengine.reading.documents import parsed
+from glassengine.reading.files import shown
+from glassengine.reading.tensors import open_safetensors, read_safetensors
 from glassengine.writing import save_safetensors
 
 WEIGHTS = "weights.safetensors"
@@ -162,23 +165,14 @@ def load_weights(path: Path) -> dict[str, torch.Tensor]:
     Raises:
         CorruptError: The file is damaged.
     """
-    from safetensors import SafetensorError, safe_open
-    from safetensors.torch import load_file
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            shared = json.loads((file.metadata() or {}).get("shared", "{}"))
-        weights = load_file(path)
-        return weights | {name: weights[original] for name, original in shared.items()}
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        AttributeError,
-        RuntimeError,
-        SafetensorError,
-    ) as error:  # RuntimeError: mmap
-        raise CorruptError(f"{path.name} cannot be read", got=f"{type(error).__name__}: {error}") from error
+    with open_safetensors(path, inside=path.parent) as file:
+        text = (file.metadata() or {}).get("shared", "{}")
+    shared = parsed(text, dict[str, str], path, what="the list of tensors that are stored once")
+    weights = read_safetensors(path, inside=path.parent)
+    missing = [original for original in shared.values() if original not in weights]
+    if missing:
+        raise CorruptError(f"{path.name} lacks a tensor that others share", got=shown(missing[0]))
+    return weights | {name: weights[original] for name, original in shared.items()}
 
 
 def copy_model_files(module: torch.nn.Module, source: str | None, revision: str | None, directory: Path) -> bool:

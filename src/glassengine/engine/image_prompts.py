@@ -17,7 +17,7 @@ import torch
 
 from glassengine.engine.forward import one_step
 from glassengine.engine.prompts import Images, Prompts, Request, as_rows
-from glassengine.errors import UsageError
+from glassengine.errors import GlassError, UsageError
 from glassengine.program.image_text import (
     FEATURES,
     IMAGE_TOKEN,
@@ -28,6 +28,7 @@ from glassengine.program.image_text import (
     rows_of,
     without_derived,
 )
+from glassengine.reading.files import open_regular
 
 if TYPE_CHECKING:
     from glassengine.engine.engine import Engine
@@ -167,9 +168,11 @@ def _opened(images: Images) -> Iterator[Any]:
             yield image
             continue
         try:
-            with Image.open(image) as file:
+            with open_regular(image) as opened, Image.open(opened) as file:
                 # Upright, as transformers reads a file.
                 yield ImageOps.exif_transpose(file).convert("RGB")
+        except GlassError as error:
+            raise UsageError("the image cannot be read", got=error.got, hint="--image FILE") from error
         except Exception as error:  # hostile files raise all sorts
             raise UsageError(
                 "the image cannot be read", got=f"{image}: {type(error).__name__}: {error}", hint="--image FILE"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from glassengine.errors import UsageError
+from glassengine.errors import CorruptError, GlassError, UsageError
 from glassengine.program import load_inputs
+from glassengine.reading.documents import parsed
+from glassengine.reading.files import read_text
 
 if TYPE_CHECKING:
     from glassengine.engine.engine import Engine
@@ -25,6 +26,8 @@ Images = str | Path | Any | Sequence[str | Path | Any]
 
 MAX_BYTES = 64 << 20
 """Of a file of prompts; more would not fit any batch."""
+MAX_ITEMS = 16_000_000
+"""Tokens in a file of them; a number takes some 40 bytes of memory."""
 
 
 @dataclass(frozen=True)
@@ -155,10 +158,7 @@ def read_input_ids(path: Path) -> list[list[int]]:
         UsageError: It cannot be read, or holds something else.
     """
     if path.suffix == ".json" and path.is_file():
-        try:
-            data = json.loads(_text_of(path))
-        except (ValueError, RecursionError) as error:
-            raise UsageError(f"{path} cannot be read", got=f"{type(error).__name__}: {error}") from error
+        data = _document(_text_of(path), path)
     elif not path.is_file():
         raise UsageError("there is no such file of token ids", got=str(path), hint="--input-ids FILE")
     else:
@@ -300,12 +300,16 @@ def encode(tokenizer: Any, prompts: Sequence[str], *, add_special_tokens: bool =
 
 def _text_of(path: Path) -> str:
     try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise ValueError(f"{size} bytes, at most {MAX_BYTES}")
-        return path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read", got=f"{type(error).__name__}: {error}") from error
+        return read_text(path, most=MAX_BYTES, encoding="utf-8-sig")  # some editors begin a file with a mark
+    except GlassError as error:
+        raise UsageError(f"{path} cannot be read", got=f"{error.what}: {error.got}", expected=error.expected) from error
+
+
+def _document(text: str, path: Path) -> Any:
+    try:
+        return parsed(text, Any, path, items=MAX_ITEMS)
+    except CorruptError as error:
+        raise UsageError(f"{path} cannot be read", got=error.got) from error
 
 
 def _items_of(path: Path) -> list[Any]:
@@ -313,12 +317,9 @@ def _items_of(path: Path) -> list[Any]:
     if path.suffix not in (".json", ".jsonl"):
         raise UsageError(f"{path} is no file of prompts", expected=".txt, .json or .jsonl")
     text = _text_of(path)
-    try:
-        if path.suffix == ".jsonl":
-            return [json.loads(line) for line in text.split("\n") if line.strip()]
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} cannot be read", got=f"{type(error).__name__}: {error}") from error
+    if path.suffix == ".jsonl":
+        return [_document(line, path) for line in text.split("\n") if line.strip()]
+    data = _document(text, path)
     return data if isinstance(data, list) else [data]
 
 

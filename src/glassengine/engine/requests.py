@@ -6,21 +6,26 @@ An alias file is a JSON object, {"pattern": "alias"}: `--add-output @FILE`, the 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
 
 from glassengine import environment
-from glassengine.errors import UnknownNameError, UsageError
+from glassengine.errors import CorruptError, GlassError, UnknownNameError, UsageError
 from glassengine.program.naming import ATTENTIONS, MATRIX_PRODUCTS
+from glassengine.reading.documents import parsed
+from glassengine.reading.files import read_text
 from glassengine.sites import Site, SiteTable
 
 CASTS = ("float32", "float16", "bfloat16", "float64")
 """What an output can be cast to; no port of a site has such a name."""
 
 MAX_BYTES = 16 << 20
+
+Alias = Annotated[str, msgspec.Meta(min_length=1)]
 
 # The alias part cannot be mistaken for the rest of a regular expression such as "re:(?=x)".
 _REQUEST = re.compile(rf"(?P<pattern>.+?)(=(?P<alias>[\w.-]+))?(:(?P<dtype>{'|'.join(CASTS)}))?", re.DOTALL)
@@ -55,12 +60,10 @@ def read_requests(texts: Iterable[str]) -> list[Request]:
             continue
         path = Path(text[1:])
         try:
-            if path.stat().st_size > MAX_BYTES:
-                raise OSError(f"{path.stat().st_size:,} bytes are too many for names")
-            content = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            content = read_text(path, most=MAX_BYTES)
+        except GlassError as error:
             raise UsageError(
-                f"the alias file {path} cannot be read", got=str(error), hint="--add-output @FILE.json"
+                f"the alias file {path} cannot be read", got=error.got, hint="--add-output @FILE.json"
             ) from error
         requests += _aliases(content, str(path))
     return requests
@@ -79,17 +82,10 @@ def requests_from_environment() -> list[Request]:
 def _aliases(text: str, origin: str) -> list[Request]:
     hint = """{"SITE": "ALIAS", ...}"""
     try:
-        pairs = json.loads(text, object_pairs_hook=lambda pairs: pairs)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{origin} is not JSON", got=str(error), hint=hint) from error
-    # An object comes as a list of pairs, so that a name given twice is not lost.
-    is_object = isinstance(pairs, list) and text.lstrip().startswith("{")
-    if not is_object or not all(isinstance(alias, str) and alias for _, alias in pairs):
-        raise UsageError(f"{origin} is not a JSON object of strings", hint=hint)
-    names = [name for name, _ in pairs]
-    if repeated := next((name for name in names if names.count(name) > 1), None):
-        raise UsageError(f"{origin} names {repeated!r} twice", hint="one entry for each name")
-    return [Request(name, alias) for name, alias in pairs]
+        aliases = parsed(text, dict[str, Alias], origin, unique=True)
+    except CorruptError as error:
+        raise UsageError(f"{origin} is not a JSON object of strings", got=error.got, hint=hint) from error
+    return [Request(name, alias) for name, alias in aliases.items()]
 
 
 def find_sites(sites: SiteTable, pattern: str) -> list[Site]:

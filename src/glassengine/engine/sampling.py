@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,7 +20,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PretrainedConfig
 
-from glassengine.errors import CorruptError, UnknownNameError, UsageError
+from glassengine.errors import CorruptError, GlassError, UnknownNameError, UsageError
+from glassengine.reading.documents import read_document
 
 logger = logging.getLogger("glassengine")
 
@@ -262,18 +262,17 @@ def _given(given: Any, names: set[str]) -> Any:
 def _from_file(path: Path) -> Any:
     """Read a file of settings; names that this version of transformers does not know are left to it, as it does."""
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ValueError(f"more than {MAX_BYTES} bytes")
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(data, dict):
-            raise TypeError(f"a {type(data).__name__} instead of an object")
+        # Others write Infinity, too.
+        data = read_document(path, dict[str, Any], most=MAX_BYTES, what=path.name, nonfinite=True)
         for name in ("eos_token_id", "pad_token_id", "max_new_tokens", "max_length"):
             values = data.get(name)
             for value in values if isinstance(values, list) and name == "eos_token_id" else [values]:
                 if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
                     raise TypeError(f"{name} is {value!r}")
         return GenerationConfig.from_dict(data)
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except GlassError as error:
+        raise UsageError(f"{path.name} cannot be read", got=error.got) from error
+    except (ValueError, TypeError, AttributeError) as error:
         raise UsageError(f"{path.name} cannot be read", got=f"{type(error).__name__}: {error}") from error
 
 

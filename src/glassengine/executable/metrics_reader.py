@@ -7,12 +7,14 @@ undone, so durations of its reports are read as they are printed.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
+from typing import Any
 
 from glassengine.errors import CorruptError, UsageError
 from glassengine.executable.metrics_report import TIME_PARTS, MetricsReport, MetricSummary, Unit
+from glassengine.reading.documents import parsed
+from glassengine.reading.files import read_text
 
 MAX_BYTES = 64 << 20
 """A report is a few kilobytes; JSON with all samples of many metrics is a few megabytes."""
@@ -45,18 +47,13 @@ def read_metrics(source: str | Path) -> MetricsReport:
     file = Path(source)
     if not file.is_file():
         raise UsageError("unknown file of metrics", got=str(source))
-    if file.stat().st_size > MAX_BYTES:
-        raise CorruptError("the file is too large for a report", got=f"{file.stat().st_size} bytes: {source}")
-    return _read(file.read_text(encoding="utf-8", errors="replace"), file.name)
+    return _read(read_text(file, most=MAX_BYTES, errors="replace"), file.name)
 
 
 def _read(text: str, name: str) -> MetricsReport:
     if not text.lstrip().startswith("{"):
         return parse_metrics(text)
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{name} is damaged JSON", got=str(error)) from error
+    data = parsed(text, dict[str, Any], name, what="the report", nonfinite=True)
     inner = data.get("metrics")
     return MetricsReport.from_dict(inner if isinstance(inner, dict) else data)
 

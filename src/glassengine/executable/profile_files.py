@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from glassengine.errors import CorruptError, UsageError
+import msgspec
+
+from glassengine.errors import UsageError
 from glassengine.executable.profile import SUMMARY
-from glassengine.executable.profile_trace import FORMAT, SCHEMA_VERSION
+from glassengine.executable.profile_trace import SCHEMA_VERSION
+from glassengine.reading.documents import Size, parsed
+from glassengine.reading.files import read_bytes
 
-_MAX_BYTES = 256 << 20
-_KEYS = {"wall_us", "num_steps", "kinds", "paths", "flame", "steps_us"}
+_MAX_BYTES = 128 << 20
+# Two levels for each span within another.
+_MAX_DEPTH = 400
+
+
+class _Kind(msgspec.Struct):
+    count: Size
+    total_us: float
+
+
+class _Path(msgspec.Struct):
+    calls: Size
+    own_us: float
+
+
+class _Flame(msgspec.Struct):
+    count: Size
+    total_us: float
+    own_us: float
+    children: dict[str, _Flame]
+
+
+class _Profile(msgspec.Struct):
+    """The content of `profile.json`, see `profile_trace.summarize`."""
+
+    format: Literal["glass-profile"]
+    schema_version: int
+    wall_us: float
+    num_steps: Size
+    kinds: dict[str, _Kind]
+    paths: dict[str, _Path]
+    flame: dict[str, _Flame]
+    steps_us: list[float]
 
 
 @dataclass(frozen=True)
@@ -71,31 +105,6 @@ def _profiles(directory: Path) -> list[Path]:
 
 def _read(directory: Path) -> StoredProfile:
     path = directory / SUMMARY
-    try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise CorruptError("the profile is too large to be one", got=f"{path.stat().st_size} bytes in {path}")
-        data = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CorruptError("the profile cannot be read", got=f"{path}: {error}") from error
-    if not isinstance(data, dict) or data.get("format") != FORMAT or data.keys() < _KEYS:
-        raise CorruptError("not a profile", got=str(path), expected=f"format {FORMAT!r}")
-    if data["schema_version"] > SCHEMA_VERSION:
-        raise CorruptError("the profile is of a newer version", got=f"schema {data['schema_version']}")
-    if not _is_well_formed(data):
-        raise CorruptError("the profile is damaged", got=str(path))
-    return StoredProfile(directory, data)
-
-
-def _is_well_formed(data: dict[str, Any]) -> bool:
-    try:
-        numbers = [data["wall_us"], data["num_steps"], *data["steps_us"]]
-        numbers += [entry[key] for entry in data["kinds"].values() for key in ("count", "total_us")]
-        numbers += [entry[key] for entry in data["paths"].values() for key in ("calls", "own_us")]
-        levels = [data["flame"]]
-        while levels:
-            for entry in levels.pop().values():
-                numbers += [entry[key] for key in ("count", "total_us", "own_us")]
-                levels.append(entry["children"])
-    except (AttributeError, KeyError, TypeError):
-        return False
-    return all(isinstance(number, int | float) for number in numbers)
+    raw = read_bytes(path, most=_MAX_BYTES, inside=directory)
+    parsed(raw, _Profile, path, what="the profile", version=SCHEMA_VERSION, depth=_MAX_DEPTH)
+    return StoredProfile(directory, parsed(raw, dict[str, Any], path, what="the profile", depth=_MAX_DEPTH))

@@ -13,19 +13,21 @@ peft itself would bring accelerate along and load the base by its own code; the 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
 from glassengine.errors import CorruptError, UnknownNameError, UsageError
 from glassengine.program.checkpoint_files import read_tensors
 from glassengine.program.factory import is_factory
+from glassengine.reading.documents import parsed
+from glassengine.reading.files import read_bytes
 
 CONFIG = "adapter_config.json"
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -41,6 +43,23 @@ _MEANINGLESS = {
 _READ = {"alpha_pattern", "init_lora_weights", "lora_alpha", "lora_bias", "rank_pattern", "use_dora", "use_rslora"}
 _INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
 """How the matrices began; all others also changed the base, which is not stored with the adapter."""
+
+
+_MAX_CONFIG_BYTES = 4 << 20
+
+
+class _Settings(msgspec.Struct):
+    """Those that are used."""
+
+    base_model_name_or_path: str | None = None
+    peft_type: str = "LORA"
+    init_lora_weights: bool | str | None = True
+    lora_alpha: float = 8
+    alpha_pattern: dict[str, float] | None = None
+    rank_pattern: dict[str, int] | None = None
+    use_dora: bool | None = False
+    use_rslora: bool | None = False
+    lora_bias: bool | None = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,13 +180,9 @@ def merge(module: nn.Module, adapter: Adapter) -> int:
 
 
 def _settings(directory: Path) -> dict[str, Any]:
-    try:
-        found = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise CorruptError(f"{directory / CONFIG} cannot be read", got=f"{type(error).__name__}: {error}") from error
-    if not isinstance(found, dict):
-        raise CorruptError(f"{directory / CONFIG} holds no settings", got=type(found).__name__)
-    return found
+    raw = read_bytes(directory / CONFIG, most=_MAX_CONFIG_BYTES)
+    parsed(raw, _Settings, directory / CONFIG, what=CONFIG, nonfinite=True)
+    return parsed(raw, dict[str, Any], directory / CONFIG, what=CONFIG, nonfinite=True)
 
 
 def _require_mergeable(path: Path, settings: Mapping[str, Any]) -> None:

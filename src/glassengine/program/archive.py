@@ -16,12 +16,29 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
+import msgspec
 
-from glassengine.errors import CorruptError
+from glassengine.errors import CorruptError, GlassError
+from glassengine.reading.documents import parsed
+from glassengine.reading.files import open_regular
+from glassengine.reading.tensors import check_unfolded, read_torch
 
 MAX_BYTES = 1 << 30
 """Most bytes of a stored program when unpacked; it holds no weights."""
+
+MAX_JSON_BYTES = 256 << 20
+MAX_ITEMS = 32_000_000
+"""Values in the description of a graph: some thousand a node."""
+
+
+class _Weight(msgspec.Struct):
+    path_name: str
+    use_pickle: bool
+
+
+class _Weights(msgspec.Struct):
+    config: dict[str, _Weight]
+
 
 _MODEL, _EXAMPLES = "models/model.json", "data/sample_inputs/model.pt"
 _CONFIGS = {
@@ -55,7 +72,10 @@ def inert_archive(path: Path, *, has_weights: bool = False) -> io.BytesIO:
         CorruptError: It is no archive, too large, or reading it could run code.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
+        with (
+            open_regular(path, inside=None if has_weights else path.parent) as opened,
+            zipfile.ZipFile(opened) as archive,
+        ):
             if has_weights and any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
                 raise _refusal(path, "compressed entries")
             if not has_weights and sum(info.file_size for info in archive.infolist()) > MAX_BYTES:
@@ -67,16 +87,19 @@ def inert_archive(path: Path, *, has_weights: bool = False) -> io.BytesIO:
                     raise _refusal(path, f"an entry {name!r}")
                 if name in files:
                     raise _refusal(path, f"two entries {name!r}")
+                if name in (_MODEL, *_CONFIGS) and info.file_size > MAX_JSON_BYTES:
+                    raise _refusal(path, f"{name} of {info.file_size:,} bytes")
                 files[name] = archive.read(info)
         for name, stored in _CONFIGS.items():
-            for weight, entry in json.loads(files[name])["config"].items():
-                if entry["use_pickle"] or not stored.fullmatch(entry["path_name"]):
+            for weight, entry in parsed(files[name], _Weights, f"{path}:{name}").config.items():
+                if entry.use_pickle or not stored.fullmatch(entry.path_name):
                     raise _refusal(path, f"a pickle for {weight!r}")
-        torch.load(io.BytesIO(files[_EXAMPLES]), weights_only=True)
-        model = json.loads(files[_MODEL])
+        check_unfolded(read_torch(io.BytesIO(files[_EXAMPLES]), name=f"{path}:{_EXAMPLES}"), str(path))
+        told: dict[str, Any] = {"items": MAX_ITEMS, "nonfinite": True, "what": "the graph"}
+        model = parsed(files[_MODEL], dict[str, Any], f"{path}:{_MODEL}", **told)
         if has_weights and model.pop("guards_code", None):
             files[_MODEL] = json.dumps({**model, "guards_code": []}).encode()
-    except CorruptError:
+    except GlassError:
         raise
     except Exception as error:
         raise CorruptError(f"{path.name} cannot be read", got=f"{type(error).__name__}: {error}") from error

@@ -6,21 +6,49 @@ name does on the other side only inherits the differences of the stages before i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
 
 from glassengine.errors import CorruptError, UsageError
 from glassengine.program.graph_diff import Change, GraphDiff, diff_graphs
 from glassengine.program.listing import NodeLine, read_listing
+from glassengine.reading.documents import damaged, parsed
+from glassengine.reading.files import read_bytes
 from glassengine.results import Result
 
 MANIFEST = "manifest.json"
 FORMAT = "glassengine artifacts"
 SCHEMA_VERSION = 1
 MAX_BYTES = 64 << 20
+
+
+class _Stage(msgspec.Struct):
+    name: str
+    directory: str
+
+
+class _File(msgspec.Struct):
+    sha256: str
+
+
+class _Manifest(msgspec.Struct):
+    """The content of `manifest.json`."""
+
+    format: Literal["glassengine artifacts"]
+    schema_version: int
+    complete: bool
+    failure: str | None
+    files: dict[str, _File]
+    stages: list[_Stage]
+    options: dict[str, Any]
+    versions: dict[str, Any]
+    backend: str | None = None
+    dtype: str | None = None
+    fingerprint: str | None = None
 
 
 @dataclass(frozen=True)
@@ -91,33 +119,17 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         CorruptError: It is missing, damaged, no manifest of artifacts, or of a newer schema.
     """
     path = directory / MANIFEST
+    what, version = "the manifest of build artifacts", SCHEMA_VERSION
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ValueError(f"{path.stat().st_size:,} bytes")
-        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if data["format"] != FORMAT:
-            raise ValueError(f"its format is {data['format']!r:.80}")
-        if data["schema_version"] > SCHEMA_VERSION:
-            raise CorruptError(
-                f"{path} was written by a newer version",
-                got=f"schema {data['schema_version']}",
-                expected=f"at most {SCHEMA_VERSION}",
-                hint="upgrade glassengine",
-            )
-        names = [*data["files"], *(entry["directory"] for entry in data["stages"])]
-        if not all(isinstance(data[key], dict) for key in ("files", "options", "versions")):
-            raise TypeError("files, options and versions are tables")
-        if not all(isinstance(name, str) and _is_inside(name) for name in names):
-            raise ValueError("it names files outside of its directory")
-        if not all(isinstance(entry["name"], str) for entry in data["stages"]):
-            raise TypeError("a stage has no name")
-        data["complete"], data["failure"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CorruptError(
-            f"{path} is not the manifest of build artifacts",
-            got=f"{type(error).__name__}: {error}",
-            hint="write them with: glass build MODEL --artifacts DIR",
-        ) from error
+        raw = read_bytes(path, most=MAX_BYTES, inside=directory)
+        manifest = parsed(raw, _Manifest, path, what=what, version=version, nonfinite=True)
+        data = parsed(raw, dict[str, Any], path, what=what, nonfinite=True)
+        names = [*manifest.files, *(stage.directory for stage in manifest.stages)]
+        if outside := [name for name in names if not _is_inside(name)]:
+            raise damaged(what, path, f"it names files outside of its directory: {outside[0]!r}")
+    except CorruptError as error:
+        hint = error.hint or "write them with: glass build MODEL --artifacts DIR"
+        raise CorruptError(error.what, got=error.got, expected=error.expected, hint=hint) from error
     return data
 
 
@@ -167,7 +179,7 @@ def _listings(directory: Path, manifest: Mapping[str, Any]) -> list[tuple[str, l
     for entry in manifest["stages"]:
         times = sum(name.partition("#")[0] == entry["name"] for name, _ in found)
         name = f"{entry['name']}#{times + 1}" if times else entry["name"]
-        found.append((name, read_listing(directory / entry["directory"] / "graph.json")))
+        found.append((name, read_listing(directory / entry["directory"] / "graph.json", inside=directory)))
     if not found:
         raise UsageError(f"{directory} holds no stages", got="a build that ended before the model was exported")
     return found

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
+import msgspec
 from torch import Tensor
 
 from glassengine.errors import CorruptError, UsageError
+from glassengine.reading.documents import read_document
+from glassengine.reading.tensors import check_unfolded, open_safetensors, read_safetensors, read_torch
+
+_MAX_INDEX_BYTES = 64 << 20
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
 
 _NAMES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
@@ -40,29 +48,21 @@ def read_tensors(files: Sequence[Path]) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = {}
     for path in files:
-        try:
-            if path.suffix == ".safetensors":
-                from safetensors.torch import load_file
-
-                found = load_file(path)
-            else:
-                found = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise CorruptError(f"{path} cannot be read", got=f"{type(error).__name__}: {error}") from error
+        # Files of the hub's cache are links.
+        found = read_safetensors(path) if path.suffix == ".safetensors" else read_torch(path, old=True)
         if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
             raise CorruptError(f"{path} does not hold tensors by name", got=type(found).__name__)
+        check_unfolded(found, str(path))
         tensors |= found
     return tensors
 
 
 def read_headers(files: Sequence[Path]) -> dict[str, str]:
     """Return the metadata of the safetensors among `files`."""
-    from safetensors import safe_open
-
     found: dict[str, str] = {}
     for path in files:
         if path.suffix == ".safetensors":
-            with safe_open(path, framework="pt") as file:
+            with open_safetensors(path) as file:
                 found |= file.metadata() or {}
     return found
 
@@ -78,13 +78,10 @@ def _find(spec: str, name: str, revision: str) -> Path | None:
 
 
 def _shards(spec: str, index: Path, revision: str) -> list[Path]:
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptError(f"{index} cannot be read", got=f"{type(error).__name__}: {error}") from error
+    names = sorted(set(read_document(index, _Index, most=_MAX_INDEX_BYTES, nonfinite=True).weight_map.values()))
     paths = []
     for name in names:
-        if not isinstance(name, str) or Path(name).name != name or "\\" in name:
+        if not name or "\0" in name or Path(name).name != name or "\\" in name:
             raise CorruptError(f"{index} names a file outside of its directory", got=str(name))
         path = _find(spec, name, revision)
         if path is None:

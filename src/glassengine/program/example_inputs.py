@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
 from torch import nn
 
-from glassengine.errors import UsageError
+from glassengine.errors import GlassError, UsageError
 from glassengine.program.inputs.steps import MadeUp
 from glassengine.program.states import keeps_states
+from glassengine.reading.documents import read_document
 
 SIZES = ((2, 6), (3, 9), (1, 1))
 """(B, S) of the steps: what differs is dynamic, and the last shows whether sizes of 1 will do."""
@@ -210,18 +211,27 @@ _RECIPES = {
 }
 
 
+_MAX_CONFIG_BYTES = 4 << 20
+_Pixels = Annotated[int, msgspec.Meta(ge=1, le=1 << 14)]
+
+
+class _Preprocessor(msgspec.Struct):
+    crop_size: _Pixels | dict[str, _Pixels] | None = None
+    size: _Pixels | dict[str, _Pixels] | None = None
+
+
 def _preprocessor_size(directory: str | None) -> int | tuple[int, int] | None:
     """Return what `preprocessor_config.json` says images are brought to."""
     path = Path(directory or "") / "preprocessor_config.json"
     if directory is None or not path.is_file():
         return None
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        size = data.get("crop_size") or data.get("size")
-        if isinstance(size, int):
-            return size
-        if "height" in size:
-            return int(size["height"]), int(size["width"])
-        return int(size["shortest_edge"])
-    except (OSError, ValueError, AttributeError, KeyError, TypeError):
+        data = read_document(path, _Preprocessor, most=_MAX_CONFIG_BYTES, nonfinite=True)
+    except GlassError:
         return None
+    size = data.crop_size or data.size
+    if isinstance(size, int):
+        return size
+    if size is not None and "height" in size and "width" in size:
+        return size["height"], size["width"]
+    return None if size is None else size.get("shortest_edge")

@@ -12,18 +12,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
-from glassengine.errors import CorruptError
 from glassengine.program.marks import MARK
 from glassengine.program.naming import describe_shape, fingerprints, source_line
 from glassengine.program.program import Program
+from glassengine.reading.documents import read_document
 
 SCHEMA_VERSION = 1
 MAX_BYTES = 256 << 20
+_MAX_ITEMS = 16_000_000
 
 
 @dataclass(frozen=True)
@@ -155,34 +157,22 @@ def graph_json(lines: Iterable[NodeLine]) -> str:
     return f'{{"schema_version": {SCHEMA_VERSION}, "nodes": [\n{nodes}\n]}}\n'
 
 
-def read_listing(path: Path) -> list[NodeLine]:
+class _Listing(msgspec.Struct):
+    nodes: list[NodeLine]
+
+
+def read_listing(path: Path, *, inside: Path | None = None) -> list[NodeLine]:
     """Return the listing stored in a `graph.json`.
+
+    Args:
+        path: The file.
+        inside: The directory of the artifacts that it belongs to; None is its own.
 
     Raises:
         CorruptError: The file is missing, damaged, too large, or of a newer schema.
     """
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ValueError(f"{path.stat().st_size:,} bytes")
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if data["schema_version"] > SCHEMA_VERSION:
-            raise CorruptError(
-                f"{path} was written by a newer version",
-                got=f"schema {data['schema_version']}",
-                expected=f"at most {SCHEMA_VERSION}",
-                hint="upgrade glassengine",
-            )
-        return [_node_line(entry) for entry in data["nodes"]]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CorruptError(f"{path} cannot be read", got=f"{type(error).__name__}: {error}") from error
-
-
-def _node_line(entry: Mapping[str, Any]) -> NodeLine:
-    fields = {**entry, "inputs": tuple(entry["inputs"]), "sites": tuple(entry["sites"])}
-    texts = [value for key, value in fields.items() if key not in ("inputs", "sites", "source")]
-    if not all(isinstance(text, str) for text in (*texts, *fields["inputs"], *fields["sites"], fields["source"] or "")):
-        raise TypeError(f"node {fields.get('name')!r:.80} is no record of texts")
-    return NodeLine(**fields)
+    told: dict[str, Any] = {"what": "the listing of a graph", "version": SCHEMA_VERSION, "items": _MAX_ITEMS}
+    return read_document(path, _Listing, most=MAX_BYTES, inside=inside or path.parent, **told).nodes
 
 
 def _text(value: Any) -> str:

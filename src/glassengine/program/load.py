@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from glassengine.errors import GlassError, UnknownNameError, UsageError, nearest
+from glassengine.errors import CorruptError, GlassError, UnknownNameError, UsageError, nearest
 from glassengine.program import adapters, image_text
 from glassengine.program.factory import call_factory, is_factory, without_bars
 from glassengine.program.model_class import model_class_of, without_weights
@@ -28,6 +27,7 @@ from glassengine.program.raised import described
 from glassengine.program.states import keeps_states
 from glassengine.program.stored import is_stored, read_stored
 from glassengine.program.written_modules import as_written, called_by_name
+from glassengine.reading.documents import read_document
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 FORMS = "a Hugging Face directory or id, file.py:factory, package.module:factory, an ONNX file, a .pt2 program"
@@ -318,11 +318,9 @@ def _refuse_tensorrt_llm(spec: str, path: Path) -> None:
     """
     file = path / CONFIG
     try:
-        config = json.loads(file.read_text(encoding="utf-8")) if file.stat().st_size < _MAX_CONFIG_BYTES else None
-    except (OSError, ValueError, RecursionError):
+        config = read_document(file, dict[str, Any], most=_MAX_CONFIG_BYTES, nonfinite=True)
+    except CorruptError:
         return  # which transformers tells about
-    if not isinstance(config, dict):
-        return
     hint = "give the directory of Hugging Face that it was converted from"
     if "pretrained_config" in config and "build_config" in config:
         raise UsageError(

@@ -12,9 +12,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
+import msgspec
 import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
@@ -26,10 +27,14 @@ from glassengine.program.onnx.exported import TranslatedFile, translate_file, wi
 from glassengine.program.onnx.file import OnnxFile, read_onnx
 from glassengine.program.states import State
 from glassengine.program.tracing import fast_reading, without_collections
+from glassengine.reading.documents import Size, converted, damaged, read_document
 from glassengine.sites import HasSites, Site, SiteTable
 
 SCHEMA_VERSION = 1
 GRAPH_LEVEL = "run_decompositions({})"
+_NAMES_FILE = "program.json"
+_MAX_NAMES_BYTES = 256 << 20
+_MAX_NAMES_ITEMS = 8_000_000
 ONNX_GRAPH = "program.onnx"
 """File of an engine, in place of `program.pt2`, where MODEL was an ONNX file."""
 CALLED_AS = "called_as"
@@ -218,7 +223,7 @@ def _save_names(program: Program, directory: Path) -> None:
         "metadata": program.metadata,
         "sites": [site.to_dict() for site in program.sites],
     }
-    (directory / "program.json").write_text(json.dumps(data, indent=1))
+    (directory / _NAMES_FILE).write_text(json.dumps(data, indent=1))
 
 
 def _without_data(value: Any) -> Any:
@@ -229,34 +234,77 @@ def _without_data(value: Any) -> Any:
     return torch.nn.Parameter(bare, requires_grad=value.requires_grad) if is_parameter else bare
 
 
+class _Port(msgspec.Struct):
+    name: str
+    node: str
+    dtype: str
+    shape: tuple[Size | str, ...]
+
+
+class _Site(msgspec.Struct):
+    name: str
+    kind: Literal["op", "module", "tap", "kv"]
+    node: str
+    op: str
+    dtype: str
+    shape: tuple[Size | str, ...]
+    axes: dict[str, Size]
+    source: str | None
+    fingerprint: str
+    aliases: tuple[str, ...] = ()
+
+
+class _Metadata(msgspec.Struct):
+    """Those that are used."""
+
+    dtype: str | None = None
+    model: str | None = None
+    called_as: dict[str, str] = {}
+    fixed_inputs: dict[str, Any] = {}
+    smallest: dict[str, int] = {}
+    vocab_size: Size | None = None
+    max_position_embeddings: Size | None = None
+
+
+class _Names(msgspec.Struct):
+    """The content of `program.json`."""
+
+    schema_version: int
+    kind: Literal["causal_lm", "module"]
+    inputs: tuple[_Port, ...]
+    output_nodes: dict[str, str]
+    caches: dict[str, str]
+    layout: tuple[tuple[Size, Size, Size], ...] | None
+    metadata: dict[str, Any]
+    sites: tuple[_Site, ...]
+    states: tuple[tuple[str, str, tuple[Size, ...]], ...] = ()
+
+
 def load_names(directory: Path) -> dict[str, Any]:
     """Return the content of `program.json` as objects (`SiteTable`, `Port`, `KVLayout`); needs no weights and no graph.
 
     Raises:
         CorruptError: The file is missing, damaged or of a newer schema.
     """
-    path = directory / "program.json"
+    path = directory / _NAMES_FILE
+    # Arguments that were built in may be infinite.
+    told: dict[str, Any] = {"what": path.name, "version": SCHEMA_VERSION, "nonfinite": True}
+    names = read_document(path, _Names, most=_MAX_NAMES_BYTES, inside=directory, items=_MAX_NAMES_ITEMS, **told)
+    converted(names.metadata, _Metadata, path, what=f"the metadata of {path.name}")
     try:
-        data: dict[str, Any] = json.loads(path.read_text())
-        if data["schema_version"] > SCHEMA_VERSION:
-            raise CorruptError(
-                f"{path.name} was written by a newer version",
-                got=f"schema {data['schema_version']}",
-                expected=f"at most {SCHEMA_VERSION}",
-                hint="upgrade glassengine",
-            )
-        data["sites"] = SiteTable(Site.from_dict(entry) for entry in data["sites"])
-        data["inputs"] = tuple(Port(p["name"], p["node"], p["dtype"], tuple(p["shape"])) for p in data["inputs"])
-        states = tuple(State(name, dtype, tuple(shape)) for name, dtype, shape in data.pop("states", ()))
-        data["layout"] = data["layout"] and KVLayout(tuple((h, k, v) for h, k, v in data["layout"]), states)
-        missing = {"kind", "output_nodes", "caches", "metadata"} - data.keys()
-        if missing:
-            raise KeyError(", ".join(sorted(missing)))
-    except CorruptError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, UsageError) as error:
-        raise CorruptError(f"{path.name} cannot be read", got=f"{type(error).__name__}: {error}") from error
-    return data
+        sites = SiteTable(Site(**msgspec.structs.asdict(site)) for site in names.sites)
+    except UsageError as error:
+        raise damaged(path.name, path, f"{error.what}: {error.got}") from error
+    states = tuple(State(*state) for state in names.states)
+    return {
+        "kind": names.kind,
+        "inputs": tuple(Port(port.name, port.node, port.dtype, port.shape) for port in names.inputs),
+        "output_nodes": names.output_nodes,
+        "caches": names.caches,
+        "layout": KVLayout(names.layout, states) if names.layout else None,
+        "metadata": names.metadata,
+        "sites": sites,
+    }
 
 
 def load_graph(directory: Path) -> ExportedProgram:

@@ -19,7 +19,7 @@ Document = TypeVar("Document")
 Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 """A number of things or bytes, or a place among them."""
 
-# What people and programs write nests some ten levels; whoever walks a document calls itself for each.
+# What people and programs write nests some ten levels.
 MAX_DEPTH = 100
 # An empty object takes 64 bytes of memory for its two on disk.
 MAX_ITEMS = 4_000_000
@@ -43,6 +43,9 @@ def read_document(
     what: str = "a JSON document",
     version: int | None = None,
     nonfinite: bool = False,
+    unique: bool = False,
+    items: int = MAX_ITEMS,
+    depth: int = MAX_DEPTH,
 ) -> Document:
     """Return the JSON document in a plain file.
 
@@ -54,13 +57,18 @@ def read_document(
         what: How to call the document in an error.
         version: The largest `schema_version` that is read; the document must say its own.
         nonfinite: Whether NaN and Infinity are numbers of it, as other programs write them.
+        unique: As for `parsed`.
+        items: As for `parsed`.
+        depth: As for `parsed`.
 
     Raises:
         UsageError: Without `inside`: there is no such file.
         CorruptError: With `inside`: the same. The document is too large, damaged or of a newer version.
     """
     data = read_bytes(path, most=most, inside=inside)
-    return parsed(data, schema, path, what=what, version=version, nonfinite=nonfinite)
+    told: dict[str, Any] = {"what": what, "version": version, "nonfinite": nonfinite, "unique": unique}
+    told |= {"items": items, "depth": depth}
+    return parsed(data, schema, path, **told)
 
 
 def parsed(
@@ -73,6 +81,7 @@ def parsed(
     nonfinite: bool = False,
     unique: bool = False,
     items: int = MAX_ITEMS,
+    depth: int = MAX_DEPTH,
 ) -> Document:
     """Return a JSON document that is at hand.
 
@@ -85,6 +94,7 @@ def parsed(
         nonfinite: As for `read_document`.
         unique: Whether a key that is there twice is an error; otherwise the last one counts.
         items: Values that it holds at most.
+        depth: Levels that it nests at most; whoever walks it may call itself for each.
 
     Raises:
         CorruptError: It is damaged, nests too deeply, or is of a newer version.
@@ -93,8 +103,8 @@ def parsed(
         raw = (data.encode() if isinstance(data, str) else data).removeprefix(_MARK)
         if sum(raw.count(char) for char in (b",", b"[", b"{")) > items:
             raise ValueError(f"it holds more than {items:,} items")
-        if _too_deep(raw):
-            raise ValueError(f"it nests more than {MAX_DEPTH} levels")
+        if _too_deep(raw, depth):
+            raise ValueError(f"it nests more than {depth} levels")
         if version is not None:
             _refuse_newer(_decoded(raw, _Version, nonfinite, unique=False).schema_version, version, where, what)
         return _decoded(raw, schema, nonfinite, unique)
@@ -138,7 +148,7 @@ def _decoded(raw: bytes, schema: type[Document], nonfinite: bool, unique: bool) 
     # msgspec's reader knows neither; Python's does, with less care about texts and numbers.
     number = None if nonfinite else _finite
     pairs = _without_repetition if unique else None
-    value = json.loads(raw, parse_constant=number, parse_float=number, object_pairs_hook=pairs)
+    value = json.loads(raw.decode(), parse_constant=number, parse_float=number, object_pairs_hook=pairs)
     _check_texts(value)
     return msgspec.convert(value, schema)
 
@@ -173,11 +183,11 @@ def _check_texts(value: object) -> None:
             left += item
 
 
-def _too_deep(raw: bytes) -> bool:
-    if raw.count(b"[") + raw.count(b"{") <= MAX_DEPTH:
+def _too_deep(raw: bytes, depth: int) -> bool:
+    if raw.count(b"[") + raw.count(b"{") <= depth:
         return False
     brackets = _TEXT.sub(b"", raw).translate(_ALIKE, _NO_BRACKETS)
-    for _ in range(MAX_DEPTH):
+    for _ in range(depth):
         shorter = brackets.replace(b"[]", b"")  # takes one level away, the innermost pairs
         if not shorter:
             return False

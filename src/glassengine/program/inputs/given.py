@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from glassengine.errors import UnknownNameError, UsageError
+from glassengine.errors import CorruptError, UnknownNameError, UsageError
 from glassengine.program.factory import call_factory, is_factory
+from glassengine.reading.arrays import read_npz
+from glassengine.reading.documents import read_document
+from glassengine.reading.tensors import check_unfolded, read_safetensors, read_torch
+
+_MAX_JSON_BYTES = 256 << 20
+_MAX_JSON_ITEMS = 16_000_000
 
 
 def load_inputs(spec: str) -> list[dict[str, Any]]:
@@ -29,32 +34,39 @@ def load_inputs(spec: str) -> list[dict[str, Any]]:
         siblings = [str(p) for p in path.parent.glob("*") if p.is_file()] if path.parent.is_dir() else []
         raise UnknownNameError("inputs file", spec, siblings, hint="--inputs FILE, or --inputs file.py:factory")
     try:
-        return _steps(_read(path), spec)
-    except UsageError:
-        raise
-    except Exception as error:
+        steps = _steps(_read(path), spec)
+        check_unfolded(steps, spec)
+    except CorruptError as error:
+        got = f"{error.what}: {error.got}"
+        raise UsageError(f"{path} cannot be read", got=got, expected=error.expected, hint=error.hint) from error
+    except (ValueError, TypeError, RuntimeError, OverflowError, MemoryError) as error:
         raise UsageError(f"{path} cannot be read", got=f"{type(error).__name__}: {error}") from error
+    return steps
 
 
 def _read(path: Path) -> Any:
     if path.suffix in (".pt", ".pth"):
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return read_torch(path, old=True)
     if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        return load_file(path)
+        return read_safetensors(path)
     if path.suffix == ".npz":
-        import numpy as np
-
-        with np.load(path, allow_pickle=False) as archive:
-            return {name: torch.from_numpy(archive[name]) for name in archive.files}
+        return {name: torch.from_numpy(array) for name, array in read_npz(path).items()}
     if path.suffix == ".json":
-        return json.loads(path.read_text(), object_hook=_tensors)
+        # Whoever writes tensors by hand may write NaN.
+        return _tensors(read_document(path, Any, most=_MAX_JSON_BYTES, nonfinite=True, items=_MAX_JSON_ITEMS))
     raise UsageError(f"{path} has an unknown ending", got=path.suffix, expected=".pt, .safetensors, .npz, .json")
 
 
-def _tensors(data: dict[str, Any]) -> dict[str, Any]:
-    return {key: torch.tensor(value) if isinstance(value, list) else value for key, value in data.items()}
+def _tensors(data: Any) -> Any:
+    """Make tensors of the lists that are values of an object, at every level."""
+    if isinstance(data, dict):
+        return {key: _tensor(value) if isinstance(value, list) else _tensors(value) for key, value in data.items()}
+    return [_tensors(item) for item in data] if isinstance(data, list) else data
+
+
+def _tensor(values: list[Any]) -> Any:
+    # A list of objects stays one.
+    return _tensors(values) if any(isinstance(value, dict) for value in values) else torch.tensor(values)
 
 
 def _steps(data: Any, spec: str) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ import torch
 
 from glassengine.errors import BackendError, CorruptError, UsageError, first_line
 from glassengine.program.onnx.results import return_tensors
+from glassengine.reading.files import open_regular, read_bytes
 
 if TYPE_CHECKING:
     import onnx
@@ -120,11 +121,10 @@ def read_onnx(path: str | Path, *, with_data: bool = True) -> OnnxFile:
     if not path.is_file():
         near = sorted(str(p) for p in path.parent.glob("*.onnx")) if path.parent.is_dir() else []
         raise UsageError(f"no such file: {path}", expected=near or None, hint="MODEL may be an ONNX file: model.onnx")
-    if path.stat().st_size > MAX_BYTES:
-        raise CorruptError(f"{path} is too large for an ONNX graph", got=f"{path.stat().st_size:,} bytes")
+    raw = read_bytes(path, most=MAX_BYTES)
     model = onnx.ModelProto()
     try:
-        model.ParseFromString(path.read_bytes())
+        model.ParseFromString(raw)
     except Exception as error:  # of protobuf, which has no types and several implementations
         raise UsageError(f"{path} is no ONNX model", got=str(error)) from error
     if not model.ir_version or not model.graph.output or not model.opset_import:
@@ -242,7 +242,7 @@ def tensor_of(proto: onnx.TensorProto, path: Path) -> torch.Tensor:
     assert dtype is not None
     if proto.data_location == onnx.TensorProto.EXTERNAL:
         file, offset, size = _place(proto, path)
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             stream.seek(offset)
             raw = bytearray(stream.read(size))
         if len(raw) != size:

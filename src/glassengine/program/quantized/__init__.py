@@ -10,7 +10,6 @@ transformers needs a package of each format, most of which want a GPU; the forma
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from glassengine.errors import UsageError
+from glassengine.errors import GlassError, UsageError
 from glassengine.program.checkpoint_files import read_headers, read_tensors, weight_files
 from glassengine.program.factory import without_bars
 from glassengine.program.model_class import model_class_of, without_weights
 from glassengine.program.quantized import awq, bitsandbytes, compressed_tensors, float8, gptq, torchao
 from glassengine.program.quantized.grid import Grid, damaged
 from glassengine.program.quantized.parts import ELSEWHERE, Parts, Read
+from glassengine.reading.documents import read_document
 
 logger = logging.getLogger("glassengine")
 
@@ -40,6 +40,7 @@ METHODS: dict[str, Callable[[Parts], Read]] = {
 }
 """`quant_method` of config.json -> what reads such a checkpoint."""
 
+MAX_CONFIG_BYTES = 10_000_000
 _QUANTISES_INPUTS = ("input_activations", "activation_scheme", "act_quant_kwargs", "activation_quantization")
 
 
@@ -110,12 +111,13 @@ def load_quantized(
 
 def is_quantized(spec: Any) -> bool:
     """Whether `spec` is the directory of a quantised checkpoint."""
-    path = Path(spec).expanduser() / "config.json" if isinstance(spec, (str, Path)) else Path()
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8")).get("quantization_config")
-    except (OSError, ValueError, AttributeError):
+    if not isinstance(spec, (str, Path)) or not (path := Path(spec).expanduser() / "config.json").is_file():
         return False
-    return isinstance(settings, dict)
+    try:
+        config = read_document(path, dict[str, Any], most=MAX_CONFIG_BYTES, nonfinite=True)
+    except GlassError:
+        return False
+    return isinstance(config.get("quantization_config"), dict)
 
 
 def quantization_steps(

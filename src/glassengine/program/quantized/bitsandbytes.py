@@ -10,18 +10,28 @@ As `bitsandbytes.functional` (`int8_vectorwise_dequant`, `dequantize_4bit`, `Qua
 
 from __future__ import annotations
 
-import json
 import math
-from typing import Any
+from typing import Annotated
 
+import msgspec
 import torch
 from torch import Tensor
 
 from glassengine.errors import CorruptError
 from glassengine.program.quantized.grid import Grid, damaged, integer_grid, table_grid
 from glassengine.program.quantized.parts import Parts, Read, modules_with, require, rest
+from glassengine.reading.documents import Size, parsed
 
 _STATE = "quant_state.bitsandbytes__"
+_MAX_STATE_BYTES = 1 << 16
+_Block = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
+
+
+class _State(msgspec.Struct):
+    shape: list[Size]
+    blocksize: _Block
+    nested_blocksize: _Block | None = None
+    nested_offset: float = 0.0
 
 
 def read(parts: Parts) -> Read:
@@ -43,12 +53,11 @@ def read(parts: Parts) -> Read:
 
 
 def _table(parts: Parts, name: str, state_name: str) -> Grid:
-    try:
-        state: dict[str, Any] = json.loads(bytes(parts.tensors[state_name].to(torch.uint8).tolist()))
-        shape = tuple(int(size) for size in state["shape"])
-        block = int(state["blocksize"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorruptError(f"the state of {name} cannot be read", got=f"{type(error).__name__}: {error}") from error
+    text = parts.tensors[state_name].to(torch.uint8).contiguous().flatten()
+    if text.numel() > _MAX_STATE_BYTES:
+        raise CorruptError(f"the state of {name} is too large", got=f"{text.numel():,} bytes")
+    state = parsed(text.numpy().tobytes(), _State, name, what=f"the state of {name}")
+    shape, block = tuple(state.shape), state.blocksize
     packed, absmax, table = parts.of(
         name.rpartition(".")[0], *(f"{name.rpartition('.')[2]}{suffix}" for suffix in ("", ".absmax", ".quant_map"))
     )
@@ -57,19 +66,20 @@ def _table(parts: Parts, name: str, state_name: str) -> Grid:
     blocks = -(-count // block) if block > 0 else 0
     if min(shape, default=0) < 1 or packed.numel() != -(-count // 2) or absmax.numel() != blocks or table.numel() != 16:
         raise damaged(name, packed, f"two values a byte of {list(shape)}, blocks of {block}")
-    if "nested_blocksize" in state:
+    if state.nested_blocksize is not None:
         absmax = _nested(parts, name, state, absmax)
     indices = torch.stack([packed >> 4, packed & 0xF], dim=-1).flatten()[:count].long()
     scale = absmax.float().flatten().repeat_interleave(block)[:count]
     return table_grid(indices.reshape(shape), table, scale.reshape(shape))
 
 
-def _nested(parts: Parts, name: str, state: dict[str, Any], codes: Tensor) -> Tensor:
+def _nested(parts: Parts, name: str, state: _State, codes: Tensor) -> Tensor:
     nested, table = (parts.tensors.get(f"{name}.{key}") for key in ("nested_absmax", "nested_quant_map"))
-    block = int(state["nested_blocksize"])
+    block = state.nested_blocksize
+    assert block is not None
     if nested is None or table is None or table.numel() != 256 or codes.dtype is not torch.uint8 or block < 1:
         raise CorruptError(f"the nested scales of {name} are incomplete")
     each = nested.float().repeat_interleave(block)[: codes.numel()]
     if each.numel() != codes.numel():
         raise damaged(f"the nested scales of {name}", nested, f"one for {block} of {codes.numel()}")
-    return table.float()[codes.long().flatten()] * each + float(state["nested_offset"])
+    return table.float()[codes.long().flatten()] * each + state.nested_offset

@@ -11,18 +11,31 @@ As `torchao.prototype.safetensors.flatten_tensor_state_dict` names them, for a p
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
+import msgspec
 import torch
 from torch import Tensor
 
 from glassengine.errors import CorruptError
 from glassengine.program.quantized.grid import Grid, damaged, expand, float8_grid, integer_grid
 from glassengine.program.quantized.parts import Parts, Read, require, rest
+from glassengine.reading.documents import Size, parsed
 
 _BY_CODES = ("Int8Tensor", "IntxUnpackedToInt8Tensor")
 _CLASSES = (*_BY_CODES, "Float8Tensor", "Int4Tensor")
+
+
+class _Dtype(msgspec.Struct):
+    data: str = msgspec.field(name="_data", default="")
+
+
+class _Data(msgspec.Struct):
+    block_size: list[Size] = []
+    target_dtype: _Dtype | None = None
+
+
+class _Described(msgspec.Struct):
+    kind: str = msgspec.field(name="_type")
+    data: _Data = msgspec.field(name="_data")
 
 
 def read(parts: Parts) -> Read:
@@ -44,18 +57,15 @@ def read(parts: Parts) -> Read:
     yield from rest(parts, used)
 
 
-def _description(name: str, text: str) -> tuple[str, dict[str, Any]]:
-    try:
-        found = json.loads(text)
-        return str(found["_type"]), dict(found["_data"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorruptError(f"the header does not say what {name} is", got=f"{type(error).__name__}: {error}") from error
+def _description(name: str, text: str) -> tuple[str, _Data]:
+    found = parsed(text, _Described, name, what=f"what the header says of {name}")
+    return found.kind, found.data
 
 
-def _grid(parts: Parts, module: str, parameter: str, kind: str, data: dict[str, Any]) -> Grid:
+def _grid(parts: Parts, module: str, parameter: str, kind: str, data: _Data) -> Grid:
     codes, scale = parts.of(module, f"_{parameter}_qdata", f"_{parameter}_scale")
     zero = parts.maybe(module, f"_{parameter}_zero_point")
-    block = tuple(int(size) for size in data.get("block_size", ()))
+    block = tuple(data.block_size)
     if kind == "Int4Tensor":
         return _int4(codes, scale, zero, module)
     shape = tuple(codes.shape)
@@ -65,7 +75,7 @@ def _grid(parts: Parts, module: str, parameter: str, kind: str, data: dict[str, 
         return float8_grid(codes, expand(scale, shape, block))
     bits = 8
     if kind == "IntxUnpackedToInt8Tensor":
-        target = str(data.get("target_dtype", {}).get("_data", ""))
+        target = data.target_dtype.data if data.target_dtype is not None else ""
         require(target in {f"int{n}" for n in range(1, 9)}, f"the integers of {module}", target, "int1 to int8")
         bits = int(target[3:])
     end = 1 << bits - 1

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import math
 import mmap
-import struct
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from glassengine.errors import CorruptError
+from glassengine.reading.arrays import read_header
 from glassengine.reading.files import open_regular
 from glassengine.recording.layout import STORED, Entry
 from glassengine.results import Skipped
-
-# numpy itself refuses longer headers, but reads them first: a header may claim 4 GiB, and a deflated one deliver them.
-_MAX_HEADER_BYTES = 10_000
-_LENGTH_FORMATS = {1: "<H", 2: "<I", 3: "<I"}
 
 
 class NpyFile:
@@ -84,33 +79,6 @@ def map_array(path: Path, entry: Entry) -> Tensor:
         raise CorruptError("a file changed while it was being read", got=str(path))
     array = array.reshape(shape, order="F" if fortran else "C")
     return torch.from_numpy(array.astype(dtype.newbyteorder("="), copy=False))
-
-
-def read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Read the header of an array: (shape, whether in Fortran order, dtype). Its bytes are bounded.
-
-    Raises:
-        ValueError: It is damaged.
-    """
-    version = np.lib.format.read_magic(file)
-    form = _LENGTH_FORMATS.get(version[0])
-    if form is None:
-        raise ValueError(f"unknown version {version}")
-    length = file.read(struct.calcsize(form))
-    if len(length) < struct.calcsize(form):
-        raise ValueError("the header is cut")
-    claimed = struct.unpack(form, length)[0]
-    if claimed > _MAX_HEADER_BYTES:
-        raise ValueError(f"the header claims {claimed} bytes")
-    whole = io.BytesIO(length + file.read(claimed))
-    read = np.lib.format.read_array_header_1_0 if version[0] == 1 else np.lib.format.read_array_header_2_0
-    try:
-        shape, fortran, dtype = read(whole)
-    except Exception as error:  # numpy parses a header as Python source, and lets out what its tokenizer raises
-        raise ValueError(f"the header is damaged: {error}") from error
-    if any(size < 0 for size in shape):
-        raise ValueError(f"a size is negative: {shape}")
-    return shape, fortran, dtype
 
 
 def why_not(dtype: np.dtype[Any]) -> str | None:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from glassengine.errors import CorruptError
-from glassengine.recording.formats.npy_file import read_header, why_not
+from glassengine.reading.arrays import read_header
+from glassengine.recording.formats.npy_file import why_not
 from glassengine.recording.layout import Entry
 from glassengine.results import Skipped
 

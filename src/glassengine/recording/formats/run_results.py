@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from glassengine.errors import CorruptError
+from glassengine.reading.arrays import read_header
+from glassengine.reading.tensors import read_torch
 from glassengine.recording.formats.json_file import JsonFile, LongText
-from glassengine.recording.formats.npy_file import read_header, why_not
-from glassengine.recording.formats.torch_file import load_torch, why_not_a_tensor
+from glassengine.recording.formats.npy_file import why_not
+from glassengine.recording.formats.torch_file import why_not_a_tensor
 from glassengine.recording.layout import Entry
 from glassengine.results import Skipped
 
@@ -114,7 +116,7 @@ class RunResults:
             raise ValueError(f"not base64: {error}") from error
 
     def _torch(self, text: str | LongText) -> Tensor:
-        loaded: Tensor = load_torch(io.BytesIO(self._bytes(text)), str(self.path))
+        loaded: Tensor = read_torch(io.BytesIO(self._bytes(text)), name=str(self.path))
         return loaded
 
 

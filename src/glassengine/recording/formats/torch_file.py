@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import pickle
-import pickletools
-import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +10,8 @@ import torch
 from torch import Tensor
 
 from glassengine.errors import CorruptError
-from glassengine.recording.layout import MAX_NAME_BYTES, STORED, Entry
+from glassengine.reading.tensors import read_torch
+from glassengine.recording.layout import STORED, Entry
 from glassengine.results import Skipped
 from glassengine.writing import open_for_torch
 
@@ -22,7 +19,6 @@ from glassengine.writing import open_for_torch
 _MAX_DEPTH = 64
 _MAX_LEAVES = 1_000_000
 _MAX_EXPANDED_BYTES = 1 << 34
-_MAX_PICKLE_BYTES = 1 << 28
 
 
 class TorchFile:
@@ -40,7 +36,7 @@ class TorchFile:
         self._tensors: dict[str, Tensor] = {}
         entries: list[Entry] = []
         skipped: list[Skipped] = []
-        for name, value in _leaves("", load_torch(path, str(path)), 0, [0]):
+        for name, value in _leaves("", read_torch(path), 0, [0]):
             reason = "two entries have this name" if name in self._tensors else why_not_a_tensor(value)
             if reason is not None:
                 skipped.append(Skipped(name, "both", reason, step=0))
@@ -65,73 +61,6 @@ def save_pt(tensors: Mapping[str, Tensor], path: Path) -> None:
     """
     with open_for_torch(path) as file:
         torch.save(dict(tensors), file)
-
-
-def load_torch(file: Path | io.BytesIO, name: str) -> Any:
-    """Return what `torch.save` wrote, tensors and plain values only; a file is mapped.
-
-    Args:
-        file: The file, or its bytes.
-        name: What to call it in an error.
-
-    Raises:
-        CorruptError: It is damaged, would run code, or cannot be mapped.
-    """
-    try:
-        with zipfile.ZipFile(file) as archive:
-            # torch.save stores; a compressed member could unfold to any size.
-            if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
-                raise CorruptError("not a file that torch.save wrote", got=f"{name}: compressed members")
-            _refuse_to_fill_memory(archive, name)
-        if not isinstance(file, Path):
-            file.seek(0)
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, Path))
-    except zipfile.BadZipFile as error:
-        raise CorruptError(
-            "not a file that torch.save wrote",
-            got=f"{name}: {error}",
-            hint="a file of torch 1.5 or older cannot be mapped: load it and save it again",
-        ) from error
-    except pickle.UnpicklingError as error:
-        raise CorruptError(
-            "the file holds more than tensors and plain values, and reading it would run code",
-            got=f"{name}: {_refused(error)}",
-            hint="save only tensors: torch.save({name: tensor}, path)",
-        ) from error
-    except CorruptError:
-        raise
-    except Exception as error:  # a hostile pickle can raise anything
-        raise CorruptError("the file cannot be read", got=f"{name}: {error}") from error
-
-
-def _refuse_to_fill_memory(archive: zipfile.ZipFile, name: str) -> None:
-    """Refuse what torch lets through and what no tensor needs: `bytearray(10**12)` asks for that much memory.
-
-    Raises:
-        CorruptError: The pickle calls it, or is too large to be searched.
-    """
-    for member in archive.infolist():
-        if member.filename.endswith(".pkl"):
-            if member.file_size > _MAX_PICKLE_BYTES:
-                raise CorruptError("the file describes too much", got=f"{name}: {member.file_size} bytes of pickle")
-            data = archive.read(member)
-            if b"\nbytearray\n" in data:
-                raise CorruptError("the file holds more than tensors and plain values", got=f"{name}: a bytearray")
-            # torch searches its message, which quotes such a text, in time that grows with the square of its length.
-            if max(map(len, data.split()), default=0) > MAX_NAME_BYTES and _longest_text(data) > MAX_NAME_BYTES:
-                raise CorruptError(
-                    "a name in the file is too long", got=name, expected=f"at most {MAX_NAME_BYTES} bytes"
-                )
-
-
-def _longest_text(data: bytes) -> int:
-    """Return the length of the longest text in a pickle, which is not run."""
-    return max((len(arg) for _, arg, _ in pickletools.genops(data) if isinstance(arg, str | bytes)), default=0)
-
-
-def _refused(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if "WeightsUnpickler error" in line]
-    return lines[0] if lines else str(error).splitlines()[0]
 
 
 def _leaves(name: str, value: Any, depth: int, count: list[int]) -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,193 @@
+"""Files of tensors: safetensors, and what `torch.save` wrote, with `weights_only=True`. Reading one never runs code."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glassengine.errors import CorruptError, GlassError
+from glassengine.reading.files import open_regular, shown
+
+# torch searches its messages, which quote names, in time that grows with the square of their length.
+_MAX_NAME_BYTES = 1 << 14
+_MAX_PICKLE_BYTES = 1 << 28
+_OLD = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_OLD_PICKLES = 5
+# A small file can name one list many times over; these bound what it unfolds to.
+_MAX_DEPTH = 64
+_MAX_LEAVES = 1_000_000
+MAX_EXPANDED_BYTES = 1 << 30
+"""Most bytes of a tensor that repeats what it has in memory."""
+
+
+def open_safetensors(path: str | Path, *, inside: str | Path | None = None) -> Any:
+    """Return an open safetensors file, mapped: `keys()`, `metadata()`, `get_tensor(key)`.
+
+    Args:
+        path: The file.
+        inside: As for `reading.files.open_regular`.
+
+    Raises:
+        UsageError: Without `inside`: there is no such file.
+        CorruptError: With `inside`: the same. It is damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    open_regular(path, inside=inside).close()
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:  # RuntimeError: it cannot be mapped
+        raise CorruptError("not a safetensors file", got=f"{shown(path)}: {shown(str(error))[:400]}") from error
+
+
+def read_safetensors(path: str | Path, *, inside: str | Path | None = None) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file by name, mapped.
+
+    Raises:
+        UsageError: As for `open_safetensors`.
+        CorruptError: As for `open_safetensors`.
+    """
+    from safetensors import SafetensorError
+
+    with open_safetensors(path, inside=inside) as file:
+        try:
+            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+            raise CorruptError("not a safetensors file", got=f"{shown(path)}: {shown(str(error))[:400]}") from error
+
+
+def read_torch(
+    file: str | Path | io.BytesIO, *, name: str | None = None, inside: str | Path | None = None, old: bool = False
+) -> Any:
+    """Return what `torch.save` wrote, tensors and plain values only; a file is mapped.
+
+    Args:
+        file: The file, or its bytes.
+        name: How to call it in an error; None is its path.
+        inside: As for `reading.files.open_regular`.
+        old: Whether it may be of torch 1.5 or older, which cannot be mapped.
+
+    Raises:
+        UsageError: Without `inside`: there is no such file.
+        CorruptError: It is damaged, would run code, or fills memory.
+    """
+    where = shown(name if name is not None else str(file))
+    try:
+        if isinstance(file, io.BytesIO):
+            _check_archive(file, where)
+            file.seek(0)
+            return torch.load(file, map_location="cpu", weights_only=True)
+        with open_regular(file, inside=inside) as opened:
+            if old and opened.read(4) != b"PK\x03\x04":
+                return _read_old(opened, where)
+            opened.seek(0)
+            _check_archive(opened, where)
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except zipfile.BadZipFile as error:
+        raise CorruptError(
+            "not a file that torch.save wrote",
+            got=f"{where}: {shown(str(error))}",
+            hint="a file of torch 1.5 or older cannot be mapped: load it and save it again",
+        ) from error
+    except pickle.UnpicklingError as error:
+        raise CorruptError(
+            "the file holds more than tensors and plain values, and reading it would run code",
+            got=f"{where}: {_refused(error)}",
+            hint="save only tensors: torch.save({name: tensor}, path)",
+        ) from error
+    except GlassError:
+        raise
+    except Exception as error:  # a hostile pickle can raise anything
+        raise CorruptError("the file cannot be read", got=f"{where}: {shown(str(error))[:400]}") from error
+
+
+def check_unfolded(value: Any, where: str) -> None:
+    """Refuse what a file unfolds to where that is out of proportion: depth, number of values, repeated elements.
+
+    Args:
+        value: Tensors in dicts, lists and tuples.
+        where: The file, for errors.
+
+    Raises:
+        CorruptError: It nests too deeply or holds too much.
+    """
+    waiting: list[tuple[Any, int]] = [(value, 0)]
+    count = 0
+    while waiting:
+        item, depth = waiting.pop()
+        count += 1
+        if count > _MAX_LEAVES or depth > _MAX_DEPTH:
+            raise CorruptError("the file nests too deeply or holds too much", got=shown(where))
+        if isinstance(item, Mapping):
+            waiting += [(child, depth + 1) for child in item.values()]
+        elif isinstance(item, list | tuple):
+            waiting += [(child, depth + 1) for child in item]
+        elif isinstance(item, Tensor) and item.layout is not torch.strided:
+            raise CorruptError("a tensor of the file is not dense", got=f"{shown(where)}: {item.layout}")
+        elif isinstance(item, Tensor) and item.nbytes > max(item.untyped_storage().nbytes(), MAX_EXPANDED_BYTES):
+            got = f"{shown(where)}: {item.untyped_storage().nbytes():,} bytes that are expanded to {item.nbytes:,}"
+            raise CorruptError("a tensor of the file repeats too much", got=got)
+
+
+def _read_old(file: io.BufferedReader, where: str) -> Any:
+    """Read a file of the format before zip archives: pickles, and then the bytes of the tensors."""
+    file.seek(0)
+    head = io.BytesIO(file.read(_MAX_PICKLE_BYTES))
+    if not head.getvalue().startswith(_OLD):
+        raise zipfile.BadZipFile("neither an archive nor of the format before archives")
+    for _ in range(_OLD_PICKLES):  # their marks, what is stored, and the names of what follows
+        names = [arg for _, arg, _ in pickletools.genops(head) if isinstance(arg, str)]
+        if any(_is(name, "bytearray") for name in names):
+            raise CorruptError("the file holds more than tensors and plain values", got=f"{where}: a bytearray")
+    file.seek(0)
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _check_archive(file: Any, where: str) -> None:
+    """Refuse what torch lets through and what no tensor needs: `bytearray(10**12)` asks for that much memory.
+
+    Raises:
+        CorruptError: The pickle calls it, or is too large to be searched; a member is compressed.
+    """
+    with zipfile.ZipFile(file) as archive:
+        # torch.save stores; a compressed member could unfold to any size.
+        if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+            raise CorruptError("not a file that torch.save wrote", got=f"{where}: compressed members")
+        for member in archive.infolist():
+            if not member.filename.endswith(".pkl"):
+                continue
+            if member.file_size > _MAX_PICKLE_BYTES:
+                raise CorruptError("the file describes too much", got=f"{where}: {member.file_size} bytes of pickle")
+            data = archive.read(member)
+            if b"bytearray" in data and _names(data, "bytearray"):
+                raise CorruptError("the file holds more than tensors and plain values", got=f"{where}: a bytearray")
+            if max(map(len, data.split()), default=0) > _MAX_NAME_BYTES and _longest_text(data) > _MAX_NAME_BYTES:
+                expected = f"at most {_MAX_NAME_BYTES} bytes"
+                raise CorruptError("a name in the file is too long", got=where, expected=expected)
+
+
+def _names(data: bytes, name: str) -> bool:
+    """Say whether a pickle, which is not run, may look `name` up: as a global, or by a text of its own."""
+    return any(isinstance(arg, str) and _is(arg, name) for _, arg, _ in pickletools.genops(data))
+
+
+def _is(arg: str, name: str) -> bool:
+    return arg == name or arg.endswith(f" {name}")
+
+
+def _longest_text(data: bytes) -> int:
+    """Return the length of the longest text in a pickle, which is not run."""
+    return max((len(arg) for _, arg, _ in pickletools.genops(data) if isinstance(arg, str | bytes)), default=0)
+
+
+def _refused(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if "WeightsUnpickler error" in line]
+    return shown(lines[0] if lines else (str(error).splitlines() or [type(error).__name__])[0])
