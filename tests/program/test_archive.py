@@ -164,7 +164,7 @@ def test_torch_reads_the_bytes_that_were_checked(stored: Path, monkeypatch: pyte
 def test_example_inputs_are_not_unpickled(stored: Path, tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     rewrite(stored, "data/sample_inputs/model.pt", lambda content: pickled(marker))
-    with pytest.raises(CorruptError, match=r"program.pt2 cannot be read"):
+    with pytest.raises(CorruptError, match="would run code"):
         load_graph(stored)
     assert not marker.exists()
 
