@@ -31,7 +31,7 @@ FLOORS = (
 )
 FLOOR_OF = {unit: level for level, floor in enumerate(FLOORS) for unit in floor}
 
-# Beside the public names, what the command line may use: what it reads and writes, the words it prints, its exit status.
+# Beside the public names, what the command line may use: reading, writing, the words it prints, its exit status.
 CLI_MAY_IMPORT = {"errors", "environment", "locations", "reading", "results", "report", "writing", "cli"}
 
 MAX_LINES = 400
