@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from glassengine.cli.main import main
+from glassengine.executable.snapshot_meta import sealed
 
 TRAINING = """
 import sys
@@ -114,7 +115,7 @@ def test_a_changed_graph_has_other_bits(snapshot: Path, tmp_path: Path, capsys: 
     alike = [e for e in meta["outputs"] if e["dtype"] == "float32" and e.get("shape") == [4, 16]]
     one, other = alike[0], next(e for e in alike if e["crc32"] != alike[0]["crc32"])
     one |= {key: other[key] for key in ("file", "key", "crc32")}
-    (changed / "meta.json").write_text(json.dumps(meta))
+    (changed / "meta.json").write_text(sealed(meta))
     status = main(["replay", str(changed)])
     shown = capsys.readouterr()
     assert status == 1, shown.err
@@ -168,14 +169,14 @@ def other_bytes(directory: Path) -> None:
 
 def elsewhere(directory: Path) -> None:
     path = directory / "meta.json"
-    path.write_text(path.read_text().replace('"inputs.safetensors"', '"../inputs.safetensors"'))
+    path.write_text(sealed(json.loads(path.read_text().replace('"inputs.safetensors"', '"../inputs.safetensors"'))))
 
 
 def random_state(directory: Path) -> None:
     path = directory / "meta.json"
     meta = json.loads(path.read_text())
     meta["rng"]["cpu"] = next(e for e in meta["inputs"] if e["kind"] == "input")
-    path.write_text(json.dumps(meta))
+    path.write_text(sealed(meta))
 
 
 def no_object(directory: Path) -> None:
@@ -187,7 +188,7 @@ def odd_settings(directory: Path) -> None:
     meta = json.loads(path.read_text())
     meta["settings"] = {"num_threads": -5, "float32_matmul_precision": "x", "deterministic_algorithms": [1]}
     meta["environment"] = [{"versions": 1}]
-    path.write_text(json.dumps(meta))
+    path.write_text(sealed(meta))
 
 
 @pytest.mark.parametrize("damage", [truncated, other_bytes, elsewhere, random_state, no_object])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +18,13 @@ from glassengine.executable import snapshot_layout as layout
 from glassengine.executable.nonfinite import Origin
 from glassengine.executable.snapshot_graph import load_graph
 from glassengine.executable.snapshot_layout import Entry
+from glassengine.executable.snapshot_meta import parsed_meta, read_meta, sealed
 from glassengine.executable.snapshot_tensors import TensorFile, restored, write_tensors
 from glassengine.locations import local
 from glassengine.program.archive import MAX_BYTES
 from glassengine.program.onnx.exported import TranslatedFile, translate_file
 from glassengine.program.onnx.file import read_onnx
+from glassengine.reading.files import is_regular, read_bytes
 from glassengine.recording.statistics import summarize
 from glassengine.recording.values import bytes_of
 from glassengine.writing import aside
@@ -57,13 +58,6 @@ class Snapshot:
         self._packed = packed
         self._files: dict[str, TensorFile] = {}
         try:
-            if meta["schema_version"] > layout.SCHEMA_VERSION:
-                raise CorruptError(
-                    f"{path.name} was written by a newer version",
-                    got=f"schema {meta['schema_version']}",
-                    expected=f"at most {layout.SCHEMA_VERSION}",
-                    hint="upgrade glassengine",
-                )
             self.inputs = tuple(Entry.from_dict(entry) for entry in meta.pop("inputs"))
             outputs = meta.pop("outputs")
             self.outputs = outputs if outputs is None else tuple(Entry.from_dict(entry) for entry in outputs)
@@ -91,11 +85,11 @@ class Snapshot:
             CorruptError: It is damaged, or of a newer schema.
         """
         path = Path(path)
-        if path.is_file():
+        if is_regular(path):
             packed = TensorFile(path)
             if layout.META not in packed.metadata:
                 raise CorruptError("not a packed snapshot", got=str(path), hint="glass snapshot pack SNAPSHOT")
-            return cls(path, _parsed(path, packed.metadata[layout.META]), packed)
+            return cls(path, parsed_meta(packed.metadata[layout.META], path), packed)
         meta = path / layout.META
         if not meta.is_file():
             found = sorted(item.parent for item in path.glob(f"*/{layout.META}")) if path.is_dir() else []
@@ -108,12 +102,7 @@ class Snapshot:
                 expected=f"one of its {len(inside)} snapshots, such as {path / inside[-1]}" if inside else None,
                 hint="give the directory of one execution, or a packed file",
             )
-        try:
-            if meta.stat().st_size > layout.MAX_META_BYTES:
-                raise _damaged(path, ValueError(f"more than {layout.MAX_META_BYTES} bytes"))
-            return cls(path, _parsed(path, meta.read_text(encoding="utf-8")), None)
-        except (OSError, UnicodeDecodeError) as error:
-            raise _damaged(path, error) from error
+        return cls(path, read_meta(path), None)
 
     @property
     def input_names(self) -> tuple[str, ...]:
@@ -140,8 +129,6 @@ class Snapshot:
         if self._graph_file == layout.ONNX_GRAPH:
             assert self.onnx is not None
             exported = self.onnx.exported
-        elif self._packed is None:
-            exported = load_graph(_within(self.path, layout.GRAPH))
         else:
             exported = self._copied(load_graph)
         placeholders = sum(node.op == "placeholder" for node in exported.graph.nodes)
@@ -245,7 +232,7 @@ class Snapshot:
             stored[self._graph_file] = self._graph_bytes()
         try:
             with aside(path) as new:
-                write_tensors(new, stored, {layout.META: json.dumps(self.to_dict())})
+                write_tensors(new, stored, {layout.META: sealed(self.to_dict())})
         except OSError as error:
             raise UsageError("cannot write the packed snapshot", got=f"{error.strerror or error} ({path})") from error
         return path
@@ -281,7 +268,7 @@ class Snapshot:
             stored = self._packed.read(f"{entry.file}/{entry.key}")
         else:
             if entry.file not in self._files:
-                self._files[entry.file] = TensorFile(_within(self.path, entry.file))
+                self._files[entry.file] = TensorFile(self.path / entry.file, inside=self.path)
             stored = self._files[entry.file].read(entry.key)
         if crc32(bytes_of(stored)) != entry.crc32:
             raise CorruptError(f"the bytes of {entry.name!r} are not what was written", got=f"{self.path / entry.file}")
@@ -290,36 +277,14 @@ class Snapshot:
     def _graph_bytes(self) -> Tensor:
         if self._packed is not None:
             return self._checked(self._packed.read(self._graph_file))
-        file = _within(self.path, self._graph_file)
-        try:
-            if file.stat().st_size > MAX_BYTES:
-                raise CorruptError(f"{file.name} is too large", got=f"{file.stat().st_size:,} bytes")
-            return self._checked(torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8))
-        except (OSError, ValueError) as error:
-            raise _damaged(self.path, error) from error
+        data = read_bytes(self.path / self._graph_file, most=MAX_BYTES, inside=self.path)
+        return self._checked(torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0))
 
     def _checked(self, content: Tensor) -> Tensor:
         known = self.meta.get("graph_crc32")
         if known is not None and crc32(bytes_of(content)) != known:
             raise CorruptError("the bytes of the graph are not what was written", got=str(self.path / self._graph_file))
         return content
-
-
-def _parsed(path: Path, text: str) -> dict[str, Any]:
-    try:
-        meta = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _damaged(path, error) from error
-    if not isinstance(meta, dict):
-        raise _damaged(path, TypeError("not an object"))
-    return meta
-
-
-def _within(directory: Path, name: str) -> Path:
-    path = directory / name
-    if path.is_symlink():
-        raise CorruptError(f"{name} is a link to somewhere else", got=str(path))
-    return path
 
 
 def _damaged(path: Path, error: Exception) -> CorruptError:

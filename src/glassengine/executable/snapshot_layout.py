@@ -1,6 +1,6 @@
 """The layout of a snapshot on disk: one execution of one executable.
 
-    meta.json                what ran, on what, and an entry for every input and output
+    meta.json                what ran, on what, and an entry for every input and output; a checksum over all of it
     graph.pt2                the captured graph without values; a hard link where a snapshot beside it has the same one
     graph.onnx               in its place, where the graph is an ONNX file
     inputs.safetensors       values of the inputs before the run
@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 META = "meta.json"
 GRAPH = "graph.pt2"
 ONNX_GRAPH = "graph.onnx"
@@ -111,9 +111,10 @@ class Entry:
 
         Raises:
             ValueError: Something in it is of a wrong kind.
-            TypeError: It lacks something, or holds something unknown.
+            TypeError: It lacks something.
         """
-        entry = cls(**{**data, "shape": tuple(data.get("shape", ())), "stride": tuple(data.get("stride", ()))})
+        known = {field.name: data[field.name] for field in dataclasses.fields(cls) if field.name in data}
+        entry = cls(**{**known, "shape": tuple(data.get("shape", ())), "stride": tuple(data.get("stride", ()))})
         sizes = (*entry.shape, *entry.stride)
         texts = (entry.name, entry.kind, entry.dtype, entry.device, entry.file or "", entry.key or "")
         if not all(type(size) is int and size >= 0 for size in sizes) or not all(type(t) is str for t in texts):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from glassengine.checksums import crc32
 from glassengine.errors import CorruptError
+from glassengine.reading.files import open_regular
 from glassengine.recording.layout import STORED
 from glassengine.recording.shard import write_all
 from glassengine.recording.values import bytes_of, dtype_name, why_not
@@ -87,12 +88,18 @@ def write_tensors(
 class TensorFile:
     """A safetensors file, mapped; tensors are read one by one.
 
+    Args:
+        path: The file.
+        inside: As for `reading.files.open_regular`.
+
     Raises:
         CorruptError: The file is missing or damaged.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, inside: Path | None = None) -> None:
         self.path = path
+        # What opens it next would wait for a pipe, and follow a link.
+        open_regular(path, inside=inside).close()
         try:
             self._file = cast(Any, safe_open(path, framework="pt"))
             self.keys = frozenset(self._file.keys())

@@ -10,7 +10,6 @@ import dataclasses
 import datetime as dt
 import errno
 import functools
-import json
 import logging
 import os
 import shutil
@@ -32,6 +31,7 @@ from glassengine.executable.graph import CapturedGraph
 from glassengine.executable.snapshot_entries import EntryWriter
 from glassengine.executable.snapshot_graph import flatten, graph_archive
 from glassengine.executable.snapshot_layout import Entry
+from glassengine.executable.snapshot_meta import read_meta, sealed
 from glassengine.executable.snapshot_tensors import obstacle
 from glassengine.executable.snapshot_weights import Home, link
 from glassengine.program.onnx.exported import without_data
@@ -132,7 +132,7 @@ class SnapshotWriter:
         home = Home(partial)
         try:
             meta = self._write_files(taken, home)
-            (partial / layout.META).write_text(_text(meta), encoding="utf-8")
+            (partial / layout.META).write_text(sealed(meta), encoding="utf-8")
             home.path = _claim(partial, self.directory / name)
         except BaseException:
             home.path = None
@@ -151,14 +151,14 @@ class SnapshotWriter:
         Raises:
             OSError: They cannot be written; the snapshot is what it was.
         """
-        meta = json.loads((path / layout.META).read_text(encoding="utf-8")) | self._facts(facts)
+        meta = read_meta(path) | self._facts(facts)
         try:
             if outputs:
                 entries = self._entries.write(Home(path), layout.OUTPUTS, _as("output", outputs))
                 meta["outputs"] = [entry.to_dict() for entry in entries]
                 meta["output_names"] = meta["output_names"] or list(outputs)
             with aside(path / layout.META) as new:
-                new.write_text(_text(meta), encoding="utf-8")
+                new.write_text(sealed(meta), encoding="utf-8")
         except BaseException:
             if outputs:
                 (path / layout.OUTPUTS).unlink(missing_ok=True)
@@ -286,10 +286,6 @@ def _claim(partial: Path, wanted: Path) -> Path:
             if error.errno not in _TAKEN:
                 raise
         number += 1
-
-
-def _text(meta: Mapping[str, Any]) -> str:
-    return json.dumps(meta, indent=1, allow_nan=False) + "\n"
 
 
 def _settings() -> dict[str, Any]:
