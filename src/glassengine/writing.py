@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import re
+import stat
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -173,3 +175,27 @@ def put_away(directory: Path, items: Iterable[Path], *, first: int = 1) -> Path:
     for path in items:
         path.rename(target / path.name)
     return target
+
+
+def open_to_append(path: Path) -> int:
+    """Return the descriptor of a plain file, made if need be, to whose end is written.
+
+    Raises:
+        OSError: It cannot be opened; or it is a link, a pipe, or a file that other directories have as well.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
+    descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
+    found = os.fstat(descriptor)
+    if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "not a plain file of this directory alone", str(path))
+
+
+def append(path: Path, data: bytes) -> None:
+    """Write to the end of a plain file; raises as `open_to_append`."""
+    descriptor = open_to_append(path)
+    try:
+        os.write(descriptor, data)
+    finally:
+        os.close(descriptor)

@@ -239,6 +239,50 @@ def outside_manifest(directory: Path) -> None:
     path.write_text(json.dumps(content))
 
 
+def resealed(path: Path, **changes: Any) -> None:
+    content = json.loads(path.read_text()) | changes
+    del content["checksum"]
+    content["checksum"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps(content))
+
+
+ODD: list[dict[str, Any]] = [
+    {"parts": 5},
+    {"parts": {"graph": 5}},
+    {"parts": {"graph": {"calls": 5}}},
+    {"name": None},
+    {"cause": []},
+    {"compile_s": "long"},
+    {"key": "../../escaped"},
+    {"key": 7},
+    {"files": {"x": {"bytes": -1, "sha256": ""}}},
+    {"files": {"": {"bytes": 1, "sha256": ""}}},
+    {"files": []},
+]
+
+
+@pytest.mark.parametrize("changes", ODD)
+def test_s12_a_neighbor_with_a_right_checksum_and_odd_contents_never_ends_the_program(
+    changes: dict[str, Any], directory: Path
+) -> None:
+    Compiler(2.0).run()
+    neighbor = entry(directory)
+    resealed(neighbor / "manifest.json", **changes)
+    Compiler(3.0).run()
+    assert counters()["Miss"] == 2
+    assert set(examine_cache().damaged) == {neighbor.name}
+    assert not (directory.parent.parent / "escaped").exists()
+
+
+def test_s6_a_pipe_in_the_place_of_a_count_of_uses_does_not_block(directory: Path) -> None:
+    Compiler(2.0).run()
+    uses = entry(directory) / "uses"
+    uses.unlink(missing_ok=True)
+    os.mkfifo(uses)
+    Compiler(2.0).run()
+    assert counters() == {"Miss": 1, "Hit": 1}
+
+
 FAULTS = [
     newer_manifest,
     outside_manifest,

@@ -176,7 +176,7 @@ def _look_up(store: Store, key: str, parts: Parts, directory: Path) -> tuple[Out
     except CorruptError as error:
         cause = f"{error.what}: {error.got}" if error.got else error.what
         _report_damage(store, key, cause)
-    except OSError as error:
+    except Exception as error:  # whatever is wrong with the directory costs a compilation, not the program
         cause = f"the cache cannot be read: {error}"
         _warn_once(cause)
         _empty(directory)
@@ -194,7 +194,9 @@ def _keep(store: Store, manifest: Manifest, directory: Path) -> None:
     try:
         store.put(replace(manifest, files=list_files(directory)), directory)
         removed = store.shrink(max_bytes())
-    except OSError as error:
+    except UsageError:
+        raise
+    except Exception as error:
         _warn_once(f"compiled graphs are not kept: {error}")
         return
     if removed:

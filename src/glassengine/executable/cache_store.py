@@ -25,9 +25,14 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import msgspec
+
 from glassengine.errors import CorruptError, UsageError
 from glassengine.executable.cache_key import SCHEMA_VERSION, Parts, digest
 from glassengine.locations import local
+from glassengine.reading.documents import Size, parsed
+from glassengine.reading.files import read_bytes, shown
+from glassengine.writing import append
 
 _MANIFEST, _FILES, _USES = "manifest.json", "files", "uses"
 _MAX_MANIFEST_BYTES = 4 << 20
@@ -73,6 +78,23 @@ class Entry:
     manifest: Manifest
     num_hits: int
     last_used: float
+
+
+class _File(msgspec.Struct):
+    bytes: Size
+    sha256: str
+
+
+class _Document(msgspec.Struct):
+    schema_version: int
+    key: str
+    name: str
+    graph_hash: str
+    cause: str
+    compile_s: float
+    parts: dict[str, dict[str, str]]
+    files: dict[str, _File]
+    checksum: str
 
 
 class Store:
@@ -131,7 +153,7 @@ class Store:
                     return None
                 damage = CorruptError(f"cache entry {key} has no manifest")
                 continue
-            if digest(manifest.parts) != key or manifest.key != key:
+            if digest(manifest.parts) != key:
                 raise CorruptError(f"cache entry {key} is of another key", got=manifest.key)
             try:
                 for name, (size, checksum) in manifest.files.items():
@@ -140,8 +162,8 @@ class Store:
                 if (entry / _MANIFEST).exists():
                     damage = CorruptError(f"cache entry {key} lacks a file", got=Path(error.filename).name)
                 continue
-            with contextlib.suppress(OSError), (entry / _USES).open("ab") as uses:
-                uses.write(b".")
+            with contextlib.suppress(OSError):
+                append(entry / _USES, b".")
             return manifest
         if damage is not None:
             raise damage
@@ -272,30 +294,27 @@ def _read_manifest(path: Path) -> Manifest:
         CorruptError: It is damaged.
         FileNotFoundError: There is none.
     """
-    with path.open("rb") as file:
-        data = file.read(_MAX_MANIFEST_BYTES + 1)
+    what = f"the manifest of cache entry {path.parent.name}"
+    path.lstat()
     try:
-        content = json.loads(data)
-        checksum = content.pop("checksum")
-        if len(data) > _MAX_MANIFEST_BYTES or checksum != _checksum(content):
-            raise ValueError("its checksum is wrong")
-        if content["schema_version"] != SCHEMA_VERSION:
-            raise ValueError(f"schema version {content['schema_version']}, this version reads {SCHEMA_VERSION}")
-        files = {name: (int(file["bytes"]), str(file["sha256"])) for name, file in content["files"].items()}
-        if any(PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts for name in files):
-            raise ValueError("it names files outside of the entry")
-        return Manifest(
-            content["key"],
-            content["name"],
-            content["graph_hash"],
-            content["parts"],
-            content["cause"],
-            content["compile_s"],
-            files,
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        what = f"the manifest of cache entry {path.parent.name} is damaged"
-        raise CorruptError(what, got=f"{type(error).__name__}: {error}") from error
+        data = read_bytes(path, most=_MAX_MANIFEST_BYTES, inside=path.parent.parent)
+    except CorruptError:
+        path.lstat()  # another process may have removed the entry meanwhile
+        raise
+    typed = parsed(data, _Document, path, what=what)
+    content = parsed(data, dict[str, Any], path, what=what)
+    found = content.pop("checksum", None)
+    if found != _checksum(content):
+        raise CorruptError(f"{what} is damaged", got="its checksum is wrong")
+    if typed.schema_version != SCHEMA_VERSION:
+        got = f"schema version {typed.schema_version}, this version reads {SCHEMA_VERSION}"
+        raise CorruptError(f"{what} is damaged", got=got)
+    if typed.key != path.parent.name:
+        raise CorruptError(f"cache entry {path.parent.name} is of another key", got=shown(typed.key))
+    if any(not name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts for name in typed.files):
+        raise CorruptError(f"{what} is damaged", got="it names files outside of the entry")
+    files = {name: (file.bytes, file.sha256) for name, file in typed.files.items()}
+    return Manifest(typed.key, typed.name, typed.graph_hash, typed.parts, typed.cause, typed.compile_s, files)
 
 
 def _copy_checked(source: Path, target: Path, size: int, checksum: str) -> None:

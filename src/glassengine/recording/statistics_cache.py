@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import stat
 import weakref
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from glassengine.recording.layout import STATISTICS, Entry
 from glassengine.recording.records import frame, read_frame
 from glassengine.recording.sketch import LENGTH, NUM_QUANTILES, Sketch
 from glassengine.results import Summary
+from glassengine.writing import open_to_append
 
 _MAX_BYTES = 1 << 28
 _NUMBERS = ("min", "mean", "median", "max", "std")
@@ -69,7 +69,7 @@ class StatisticsCache:
             return
         try:
             if self._descriptor is None:
-                self._descriptor = _appended(self._path)
+                self._descriptor = open_to_append(self._path)
                 weakref.finalize(self, os.close, self._descriptor)
             os.write(self._descriptor, frame({"key": key, **fields}))
         except OSError:
@@ -94,21 +94,6 @@ class StatisticsCache:
                     self._sketches[shard, offset, checksum, dtype] = _sketch(payload)
                 else:
                     self._summaries[shard, offset, checksum, dtype] = _summary(payload)
-
-
-def _appended(path: Path) -> int:
-    """Open a plain file of this directory to append to it.
-
-    Raises:
-        OSError: It is something else, or is a file of other directories as well.
-    """
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    descriptor = os.open(path, flags, 0o666)
-    found = os.fstat(descriptor)
-    if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
-        return descriptor
-    os.close(descriptor)
-    raise OSError("not a plain file of this directory alone")
 
 
 def _key(entry: Entry) -> _Key:
