@@ -107,7 +107,7 @@ def test_a_damaged_snapshot_ends_with_status_4(dump: Path, tmp_path: Path, capsy
     shutil.copytree(sorted(dump.iterdir())[0], copy)
     (copy / "meta.json").write_text("{}")
     assert glass_("snapshot", "show", copy) == 4
-    assert "cannot be read" in capsys.readouterr().err
+    assert "the description of the snapshot copy is damaged" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
