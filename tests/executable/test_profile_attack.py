@@ -12,12 +12,17 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import glassengine as glass
+from glassengine.executable import profile_requests
+from glassengine.executable.profile_requests import Connection, Listener, Reply
+from glassengine.executable.profile_taker import Asked
+from glassengine.reading.documents import parsed
 
 # In a process of its own, so that what is measured is the training and not the attack.
 TRAINING = """
@@ -159,3 +164,50 @@ def test_s5_a_training_goes_on_while_it_is_attacked(training: Training) -> None:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures by /proc")
 def test_s5_a_training_goes_on_while_it_is_attacked_for_long(training: Training) -> None:
     attacked(training, 3000, most=1.5, seconds=10.0)
+
+
+def answered(requests: int, monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """Send mutated requests as fast as they are answered; return how often each status came, 0 for none."""
+    monkeypatch.setattr(profile_requests, "ACCEPTS_PER_S", 1e6)
+    monkeypatch.setattr(profile_requests, "REQUEST_S", 0.05)
+    rng, token, found = random.Random(18), b"the-token-of-this-test", Counter[int]()
+
+    def answer(method: str, body: bytes, client: Connection) -> Reply:
+        try:
+            parsed(body, Asked, "the body")
+        except glass.CorruptError as error:
+            return Reply(400, {"error": str(error)})
+        return Reply(200, {})
+
+    listener = Listener(0, token.decode(), answer, lambda client: None, lambda: None)
+    listener.start()
+    try:
+        for _ in range(requests):
+            data = b""
+            with socket.create_connection(("127.0.0.1", listener.port), timeout=20) as client:
+                with contextlib.suppress(ConnectionError):
+                    client.sendall(mutated(rng, token))
+                with contextlib.suppress(ConnectionError):
+                    data = client.recv(1000)
+            found[int(data.split(b" ", 2)[1]) if data else 0] += 1
+    finally:
+        listener.close()
+    return found
+
+
+STATUSES = {0, 200, 400, 401, 403, 404, 405, 408, 413, 414, 431, 501, 505}
+
+
+def test_s5_mutated_requests_are_answered(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    found = answered(200, monkeypatch)
+    assert found.keys() <= STATUSES and {400, 401} <= found.keys() and found[0] < 20
+    assert not caplog.records, "none of them was an error of ours"
+
+
+@pytest.mark.slow
+def test_s5_thousands_of_mutated_requests_are_answered(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = answered(10_000, monkeypatch)
+    assert found.keys() <= STATUSES and {200, 400, 401, 403, 408} <= found.keys()
+    assert not caplog.records
