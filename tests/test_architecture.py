@@ -18,7 +18,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / PACKAGE
 
 # From the ground up; a unit (file or folder directly under the package) imports only from floors below its own.
 FLOORS = (
-    {"errors"},
+    {"errors", "printable"},
     {"environment", "reading", "torch_versions", "writing", "checksums", "inputs_used"},
     {"accelerators", "sites", "taps", "results", "blocks", "spans", "locations"},
     {"recording", "program"},
@@ -32,7 +32,7 @@ FLOORS = (
 FLOOR_OF = {unit: level for level, floor in enumerate(FLOORS) for unit in floor}
 
 # Beside the public names, what the command line may use: reading, writing, the words it prints, its exit status.
-CLI_MAY_IMPORT = {"errors", "environment", "locations", "reading", "results", "report", "writing", "cli"}
+CLI_MAY_IMPORT = {"errors", "environment", "locations", "printable", "reading", "results", "report", "writing", "cli"}
 
 MAX_LINES = 400
 

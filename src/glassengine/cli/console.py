@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from glassengine.report.printable import printable
+from glassengine.printable import printable
 
 __all__ = ["SafeConsole", "printable"]
 

@@ -22,6 +22,7 @@ from glassengine.cli.console import SafeConsole
 from glassengine.environment import in_ci, is_dumb_terminal
 from glassengine.errors import UsageError
 from glassengine.locations import local
+from glassengine.results.base import plain
 from glassengine.writing import aside
 
 # Site names and tensors are full of square brackets: nothing printed is markup, and no long line is folded.
@@ -80,9 +81,7 @@ class _Settings:
 settings = _Settings()
 
 
-# A terminal acts on the controls of C1 and on what turns text around; half a pair of UTF-16 has no bytes. They stand in
-# strings only, where JSON has another way to write them.
-_NOT_AS_IT_IS = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 
 
 class _ConsoleHandler(logging.Handler):
@@ -200,20 +199,31 @@ def decibels(text: str) -> float:
     return found
 
 
+def json_text(document: Any) -> str:
+    """Return a document as JSON that every reader takes and that can be shown."""
+    try:
+        text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        text = json.dumps(plain(document), indent=2, ensure_ascii=False, allow_nan=False)
+    if not text.isascii():
+        # They stand in strings only, where JSON has another way to write them.
+        text = _NOT_ASCII.sub(lambda found: found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1], text)
+    return text.replace("\x7f", "\\u007f") + "\n"
+
+
 def write_json(document: Mapping[str, Any], destination: str) -> None:
     """Write one JSON document to the file `destination`, or to stdout when that is "-".
 
     With `--metrics` it has the key "metrics".
 
-    Raises:
-        ValueError: if `document` holds a NaN or an infinity, which JSON cannot.
+    It is JSON whatever is in it: numbers that are not finite become text as in `Result.to_dict`, and characters that a
+    terminal would obey stand as escapes.
     """
     if settings.metrics:
         import glassengine as glass
 
         document = {**document, "metrics": glass.metrics().to_dict()}
-    text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    text = _NOT_AS_IT_IS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    text = json_text(document)
     if destination == "-":
         sys.stdout.write(text)
         return

@@ -13,6 +13,7 @@ import typer
 import glassengine as glass
 from glassengine import environment
 from glassengine.cli import foreign, run_forward
+from glassengine.cli.console import printable
 from glassengine.cli.options import TrustEngine, err, out, settings, write_json
 from glassengine.errors import UsageError
 
@@ -326,7 +327,8 @@ def _each(observers: Sequence[Callable[[Any], None]]) -> Callable[[Any], None] |
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)
+    # What a model writes is data for a program; a terminal would obey it. Joiners are part of words and pictures.
+    sys.stdout.write(printable(text, also="\n\t\u200c\u200d") if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 

@@ -30,6 +30,7 @@ from glassengine.backends.protocol import Backend, describe_network, effective_o
 from glassengine.engine.manifest import hash_file
 from glassengine.errors import UsageError
 from glassengine.locations import local
+from glassengine.printable import printable
 from glassengine.program.artifacts import FORMAT, MANIFEST, SCHEMA_VERSION, read_manifest
 from glassengine.program.graph_diff import diff_graphs, diff_text
 from glassengine.program.listing import NodeLine, Stage, graph_json, graph_text, list_nodes
@@ -100,7 +101,7 @@ class ArtifactWriter:
             hidden.mkdir()
             try:
                 for name, text in files.items():
-                    (hidden / name).write_text(text, encoding="utf-8")
+                    (hidden / name).write_text(shown(text), encoding="utf-8")
                 hidden.rename(self.directory / folder)
             except BaseException:
                 shutil.rmtree(hidden, ignore_errors=True)
@@ -206,4 +207,9 @@ class ArtifactWriter:
 
 def _write_aside(path: Path, text: str) -> None:
     with aside(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(shown(text), encoding="utf-8")
+
+
+def shown(text: str) -> str:
+    """Return text of which names of models and lines of others' sources are part, as people may print it."""
+    return printable(text, also="\n\t")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from glassengine.errors import CorruptError, GlassError, UsageError
+from glassengine.printable import printable
 
 _READ = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 # A pipe without a writer would block the opening for ever; for a plain file the flag means nothing.
@@ -138,7 +139,7 @@ def too_large(path: str | Path, size: int, most: int) -> CorruptError:
 def shown(path: str | Path) -> str:
     """Return a path as it can be printed: bytes that are no text, line ends and a great length do not get through."""
     text = str(path).encode("utf-8", "backslashreplace").decode()
-    text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+    text = printable(text)
     return text if len(text) <= 1000 else f"{text[:500]}...{text[-400:]}"
 
 
