@@ -181,7 +181,9 @@ def test_readme_has_the_two_commands(root: Path) -> None:
     assert "make demo" in text and "make test" in text
 
 
-@pytest.mark.parametrize("name", ["CHANGELOG.md", "CONTRIBUTING.md", "LIMITATIONS.md", ".pre-commit-config.yaml"])
+@pytest.mark.parametrize(
+    "name", ["CHANGELOG.md", "CONTRIBUTING.md", "LIMITATIONS.md", "SECURITY.md", ".pre-commit-config.yaml"]
+)
 def test_house_documents(root: Path, name: str) -> None:
     assert (root / name).read_text(encoding="utf-8").strip()
 

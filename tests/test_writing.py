@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from glassengine.writing import (
     hold,
     next_directory,
     open_for_torch,
+    private_directory,
     put_away,
     save_safetensors,
 )
@@ -119,3 +121,16 @@ def test_s10_archives_that_do_not_fit_are_errors_of_the_system(
     save(value, tmp_path / "y")
     load = torch.load if save is _torch_saved else load_file
     assert torch.equal(load(tmp_path / "y")["x"], value)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes of POSIX")
+def test_a_private_directory_is_private_with_all_that_was_missing(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    before = os.umask(0o002)
+    try:
+        private_directory(tmp_path / "a" / "b")
+        private_directory(tmp_path / "a" / "b")
+    finally:
+        os.umask(before)
+    modes = [path.stat().st_mode & 0o777 for path in (tmp_path, tmp_path / "a", tmp_path / "a" / "b")]
+    assert modes == [0o755, 0o700, 0o700]

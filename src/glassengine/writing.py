@@ -199,3 +199,14 @@ def append(path: Path, data: bytes) -> None:
         os.write(descriptor, data)
     finally:
         os.close(descriptor)
+
+
+def private_directory(directory: Path) -> None:
+    """Make a directory and what is missing above it so that only the user may enter, whatever the umask is.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    for path in [*reversed(directory.parents), directory]:
+        if not path.is_dir():
+            path.mkdir(mode=0o700, exist_ok=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import glassengine as glass
+from glassengine.executable.cache_store import Store
 from glassengine.executable.profile_token import Entry, TokenFile, new_token, running, token_of, write
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="modes of files are those of POSIX")
@@ -55,6 +56,18 @@ def test_s5_a_client_of_the_same_user_finds_it(cache: Path) -> None:
         token_of(9013, None)
     file.remove()
     assert not running()
+
+
+def test_s5_the_cache_of_compiled_graphs_beside_it_stays_trusted(cache: Path) -> None:
+    """Where the group may write, as many systems have it, the server made a cache that was then refused."""
+    before = os.umask(0o002)
+    try:
+        _, file = written()
+    finally:
+        os.umask(before)
+    Store(cache).check()
+    assert not Store(cache).damaged() and not list(Store(cache).entries())
+    file.remove()
 
 
 def test_s5_a_directory_that_others_may_enter_is_closed(cache: Path) -> None:
@@ -180,6 +193,7 @@ def test_s5_a_link_in_its_place_is_not_followed(tmp_path: Path) -> None:
 
 KILLED = """
 import sys, os, signal
+from glassengine.executable.cache_store import Store
 from glassengine.executable.profile_token import Entry, new_token, write
 write(Entry(int(sys.argv[1]), new_token(), os.getpid()), None)
 if sys.argv[2] == "kill":

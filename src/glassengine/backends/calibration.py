@@ -23,7 +23,7 @@ from glassengine.backends.registry import find_backend, list_backends
 from glassengine.compare.kernels import UNMEASURED, KernelError, Kernels, joined
 from glassengine.errors import GlassError
 from glassengine.reading.documents import read_document
-from glassengine.writing import aside
+from glassengine.writing import aside, private_directory
 
 logger = logging.getLogger("glassengine")
 
@@ -117,7 +117,7 @@ def _key(backend: Backend) -> dict[str, str]:
 
 def _keep(entry: dict[str, Any]) -> None:
     path = _cache_file(entry)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    private_directory(path.parent)
     with aside(path) as target:
         target.write_text(json.dumps(entry, indent=1), encoding="utf-8")
 

@@ -26,7 +26,7 @@ from glassengine import environment
 from glassengine.errors import GlassError, UsageError
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import open_regular, read_open
-from glassengine.writing import hold
+from glassengine.writing import hold, private_directory
 
 logger = logging.getLogger("glassengine")
 
@@ -160,7 +160,7 @@ def _write(entry: Entry, path: Path, *, made: bool) -> TokenFile:
     temporary = path.parent / f".{os.getpid()}-{secrets.token_hex(4)}.partial"
     descriptor = None
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private_directory(path.parent)
         if made:
             _make_private(path.parent)
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600)
