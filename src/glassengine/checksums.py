@@ -13,12 +13,12 @@ __all__ = ["crc32", "crc32_of_small"]
 _LOCKED_BYTES = 5 << 10
 
 
-def crc32_of_small(data: memoryview) -> int:
+def crc32_of_small(data: memoryview, value: int = 0) -> int:
     """Return the CRC-32 of bytes, some hundred kilobytes at most, without letting go of the interpreter lock.
 
     Whoever else runs Python waits a few microseconds; handing the lock over to it and back takes ten times as long.
+    `value` is that of the bytes before.
     """
-    value = 0
     for start in range(0, len(data), _LOCKED_BYTES):
         value = crc32(data[start : start + _LOCKED_BYTES], value)
     return value

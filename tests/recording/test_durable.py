@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,9 +12,11 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from glassengine.recording import layout
+from glassengine.recording.layout import LeftOut
 from glassengine.recording.reader import Recording
 
 # Every value says which site and step it belongs to. Each forward that has ended is told by a byte on stdout.
@@ -65,36 +69,45 @@ KINDS: dict[str, tuple[list[int], dict[str, Any]]] = {
     "kept": ([50, 60_000, 300_000], {"values": ["parts.1", "parts.2"]}),
 }
 
-# One process that has imported everything makes a child for each moment; imports would take most of the time.
+# One process that has imported everything makes a child for each moment; imports would take most of the time. Of two
+# ranks each is killed at a moment of its own.
 KILLER = """
-for number, (kind, moment, path) in enumerate(zip(*[iter(sys.argv[1:])] * 3)):
+def begin(kind, path, rank):
     told, tell = os.pipe()
     child = os.fork()
     if child == 0:
         try:
+            if rank is not None:
+                os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
             run(kind, path, tell)
         finally:
             os._exit(1)
     os.close(tell)
-    count = len(os.read(told, 1))
-    time.sleep(float(moment))
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    while data := os.read(told, 1 << 16):
-        count += len(data)
-    os.close(told)
-    print(count - 1, flush=True)
+    return child, told
+
+for kind, moment, path in zip(*[iter(sys.argv[1:])] * 3):
+    ranks, kind = ((0, 1), "tiny") if kind == "ranks" else ((None,), kind)
+    children = [begin(kind, path, rank) for rank in ranks]
+    counts = [len(os.read(told, 1)) for _, told in children]
+    for number, (child, told) in enumerate(children):
+        time.sleep(float(moment) / len(children))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        while data := os.read(told, 1 << 16):
+            counts[number] += len(data)
+        os.close(told)
+        print(counts[number] - 1, flush=True)
 """
 
 
-def start(code: str, *arguments: object) -> subprocess.Popen[str]:
+def start(code: str, *arguments: object, ring: int = RING) -> subprocess.Popen[str]:
     root = Path(__file__).parents[2] / "src"
     return subprocess.Popen(
         [sys.executable, "-c", PRELUDE + textwrap.dedent(code), *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(root), "KINDS": repr(KINDS), "RING": str(RING)},
+        env={**os.environ, "PYTHONPATH": str(root), "KINDS": repr(KINDS), "RING": str(ring)},
     )
 
 
@@ -102,11 +115,14 @@ def right_steps(path: Path, kind: str) -> int:
     """Return how many steps there are; each is whole and has the right values."""
     opened = Recording.open(path)
     assert opened.steps == list(range(len(opened.steps)))
+    left_out: dict[int, dict[str, LeftOut]] = {}
+    for item in opened.left_out:
+        left_out.setdefault(item.step, {})[item.site] = item
     for step in opened.steps:
-        entries = {entry.site: entry for entry in opened.entries if entry.step == step}
-        left = {item.site: item for item in opened.left_out if item.step == step}
+        entries = {entry.site: entry for entry in opened.entries.of_step(step)}
+        left = left_out.get(step, {})
         assert not entries.keys() & left.keys()
-        for number in range(len(KINDS[kind][0])):
+        for number in range(len(KINDS["tiny" if kind == "ranks" else kind][0])):
             for site in (f"parts.{number}", f"parts.{number}:in[0]"):
                 value = step * 100 + number
                 if site in entries:
@@ -119,26 +135,48 @@ def right_steps(path: Path, kind: str) -> int:
     return len(opened.steps)
 
 
-def kill(tmp_path: Path, kinds: list[tuple[str, float]]) -> list[tuple[str, int, int]]:
-    """Return for each moment the kind, how many forwards had ended for certain, and how many there are."""
-    arguments = [item for number, (kind, moment) in enumerate(kinds) for item in (kind, moment, tmp_path / str(number))]
-    said, errors = start(KILLER, *arguments).communicate(timeout=1200)
+def kill(tmp_path: Path, moments: list[tuple[str, float]], ring: int = RING) -> list[tuple[str, int, int]]:
+    """Return for each recording the kind, how many forwards had ended for certain, and how many there are."""
+    paths = [tmp_path / str(number) for number in range(len(moments))]
+    arguments = [item for (kind, moment), path in zip(moments, paths, strict=True) for item in (kind, moment, path)]
+    said, errors = start(KILLER, *arguments, ring=ring).communicate(timeout=2000)
     counts = list(map(int, said.split()))
-    assert len(counts) == len(kinds), errors
-    return [
-        (kind, count, right_steps(tmp_path / str(n), kind))
-        for n, ((kind, _), count) in enumerate(zip(kinds, counts, strict=True))
-    ]
+    places: list[tuple[str, Path]] = []
+    for (kind, _), path in zip(moments, paths, strict=True):
+        places += [(kind, path / "rank0"), (kind, path / "rank1")] if kind == "ranks" else [(kind, path)]
+    assert len(counts) == len(places), errors
+    found = []
+    for (kind, path), count in zip(places, counts, strict=True):
+        assert not Recording.open(path).complete
+        # Recovered once, and there from then on.
+        assert not (path / layout.RING).exists()
+        found.append((kind, count, right_steps(path, kind)))
+        shutil.rmtree(path)
+    return found
 
 
 def test_s8_no_finished_forward_is_lost(tmp_path: Path) -> None:
-    kinds = [(kind, moment) for kind in KINDS for moment in (0.02, 0.15)]
-    for number, (kind, ended, found) in enumerate(kill(tmp_path, kinds)):
+    moments = [(kind, moment) for kind in KINDS for moment in (0.02, 0.15)]
+    for kind, ended, found in kill(tmp_path, [*moments, ("ranks", 0.1)]):
         assert ended <= found <= ended + 1, kind
-        assert not Recording.open(tmp_path / str(number)).complete
-        # Recovered once, and there from then on.
-        assert not (tmp_path / str(number) / layout.RING).exists()
-        assert right_steps(tmp_path / str(number), kind) == found
+
+
+@pytest.mark.slow
+def test_s8_five_hundred_kills(tmp_path: Path) -> None:
+    chance = random.Random(0)
+    table: dict[str, list[int]] = {}
+    for batch in range(10):
+        moments = [(kind, chance.uniform(0, 0.6)) for kind in KINDS for _ in range(9)]
+        moments += [("ranks", chance.uniform(0, 0.6)) for _ in range(3)]
+        chance.shuffle(moments)
+        for kind, ended, found in kill(tmp_path, moments, ring=RING if batch % 2 else 256 << 20):
+            row = table.setdefault(kind, [0, 0, 0, 0])
+            for place, count in enumerate((1, ended, found, max(0, ended - found))):
+                row[place] += count
+            assert found <= ended + 1
+    sys.stdout.write(f"kills, ended, found, lost: {table}\n")
+    assert sum(row[0] for row in table.values()) >= 500
+    assert not any(row[3] for row in table.values())
 
 
 ENDINGS = {

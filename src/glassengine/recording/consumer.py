@@ -67,8 +67,8 @@ class Consumer:
         self._drain = Drain(writer, ring, pinned, queue)
         # What was handled, and is not on file yet.
         self._unflushed: list[Movable] = []
-        # Where the last record of a step's end does.
-        self._notes_end = 0
+        # Where the last of what was handled ends in the ring, and in that of the journal.
+        self._end = self._notes_end = 0
 
     def work(self) -> None:
         """Write what is queued until there is None."""
@@ -97,14 +97,17 @@ class Consumer:
                 except Exception as error:
                     self._fail(error)
                 # A slot is given back when its bytes are in the file.
-                if isinstance(item, (Stored, Block, Copied, Note)):
+                if isinstance(item, (Stored, Block, Copied)):
                     self._unflushed.append(item)
+                    self._end = item.end
                     num_bytes += item.end - item.position
                     if num_bytes > _WRITE_BYTES:
                         self._flush()
                         num_bytes = 0
-                elif isinstance(item, Commit):
-                    self._notes_end = item.end
+                elif isinstance(item, (Note, Commit)):
+                    self._notes_end = max(self._notes_end, item.end)
+                    if isinstance(item, Note):
+                        self._unflushed.append(item)
             self._flush()
 
     def _handle(self, item: Item) -> None:
@@ -154,10 +157,8 @@ class Consumer:
         unflushed, self._unflushed = self._unflushed, []
         if self.failure is None:
             self.moved.note(unflushed, self._writer.open_steps)
-        end = max((item.end for item in unflushed if not isinstance(item, Note)), default=0)
-        notes_end = max((item.end for item in unflushed if isinstance(item, Note)), default=0)
-        self._ring.release(end)
-        self._notes.release(max(notes_end, self._notes_end))
+        self._ring.release(self._end)
+        self._notes.release(self._notes_end)
 
     def _fail(self, error: Exception) -> None:
         if self.failure is None:

@@ -11,6 +11,7 @@ JSON. Positions are those of the ring.
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 from array import array
@@ -35,10 +36,12 @@ _CHECKED_FROM = 8  # behind magic and checksum
 # So many items make a part of a step.
 _PART_ITEMS = 1024
 _PART_BYTES = 1 << 17
-_PART_TOKENS = 1 << 14
+_PART_TOKENS = 1 << 12
+_MOST_OF_RING = 4
 
 JournalItem = Stored | Copied | Alias | Block | Streamed | LeftOut
-_Row = tuple[bytes, bytes]
+_Part = tuple[list[bytes], list[bytes]]
+_PACK = ROW.pack
 
 
 class Journal:
@@ -73,8 +76,8 @@ class Journal:
     def write_parts(self) -> None:
         """Write down what has come of steps that have not ended."""
         for step in dict.fromkeys(item.step for item in self._noted):
-            for rows in self._take(step):
-                self._write_part(step, rows)
+            for part in self._take(step):
+                self._write_part(step, part)
 
     def hold(self, step: int, token_ids: Sequence[Sequence[int]]) -> None:
         """Write down what has come of a step whose forward has ended, and that goes on."""
@@ -88,89 +91,113 @@ class Journal:
         if self._ring.file is None:
             self._noted.clear()
             return 0, 0
-        *parts, last = self._take(step)
+        parts = self._take(step)
+        rows, texts = parts.pop()
+        num_tokens = 0
         for number, ids in enumerate(token_ids):
-            data = array("q", ids)
+            try:
+                data = array("q", ids)
+            except (TypeError, OverflowError):  # no token ids; the thread says so
+                self._lost.add(step)
+                break
             for start in range(0, len(data), _PART_TOKENS):
                 piece = data[start : start + _PART_TOKENS].tobytes()
-                parts.append([(ROW.pack(TOKENS, 0, len(piece), 0, 0, number), piece)])
-        for rows in parts:
-            self._write_part(step, rows)
+                num_tokens += _PART_TOKENS
+                if num_tokens > _PART_TOKENS:
+                    parts.append((rows, texts))
+                    rows, texts = [], []
+                rows.append(_PACK(TOKENS, 0, len(piece), 0, 0, number))
+                texts.append(piece)
+        for part in parts:
+            self._write_part(step, part)
         if step in self._lost:
             return 0, 0
         kind, stopped = how
         text = b"" if stopped is None else json.dumps(stopped).encode()
-        last.append((ROW.pack(kind, 0, len(text), 0, 0, 0), text))
+        rows.append(_PACK(kind, 0, 0, len(text), 0, 0))
+        texts.append(text)
         if kind == HELD:
-            self._write_part(step, last)
+            self._write_part(step, (rows, texts))
             return 0, 0
         self._lost.discard(step)
-        return self._write(step, last)
+        return self._write(step, (rows, texts))
 
-    def _take(self, step: int) -> list[list[_Row]]:
-        """Return the rows of what was noted of a step, in parts, and forget it."""
+    def _take(self, step: int) -> list[_Part]:
+        """Return the rows and texts of what was noted of a step, in parts, and forget it."""
         noted = self._noted
-        mine = [item for item in noted if item.step == step]
-        parts: list[list[_Row]] = [[]]
+        rest: list[JournalItem] = []
+        rows: list[bytes] = []
+        texts: list[bytes] = []
+        parts = [(rows, texts)]
         size = 0
-        for item in mine:
-            for row in _rows(item):
-                if size > _PART_BYTES:
-                    parts.append([])
-                    size = 0
-                parts[-1].append(row)
-                size += ROW.size + len(row[1])
-        if len(mine) == len(noted):
-            noted.clear()
-        else:
-            noted[:] = [item for item in noted if item.step != step]
+        for item in noted:
+            if item.step != step:
+                rest.append(item)
+                continue
+            if size > _PART_BYTES:
+                rows, texts = [], []
+                parts.append((rows, texts))
+                size = 0
+            text = _add(item, rows)
+            texts.append(text)
+            size += len(text)
+        noted[:] = rest
         return parts
 
-    def _write_part(self, step: int, rows: list[_Row]) -> None:
-        start, end = self._write(step, rows)
+    def _write_part(self, step: int, part: _Part) -> None:
+        start, end = self._write(step, part)
         if end > start:
             self._queue.append(Note(step, start, end))
 
-    def _write(self, step: int, rows: list[_Row]) -> tuple[int, int]:
+    def _write(self, step: int, part: _Part) -> tuple[int, int]:
+        rows, texts = part
         ring = self._ring
         file = ring.file
         if file is None or not rows:
             return 0, 0
-        body = b"".join([row for row, _ in rows] + [text for _, text in rows])
+        body = b"".join(rows + texts)
         size = HEAD.size + len(body)
-        if size > ring.num_bytes // 8:
+        if size > ring.num_bytes // _MOST_OF_RING:
             self._lost.add(step)
             return 0, 0
         position = ring.reserve(size, self._on_wait)
-        rest = HEAD.pack(MAGIC, 0, size, len(rows), step, position, file.last)[_CHECKED_FROM:] + body
-        ring.put(position, MAGIC + crc32_of_small(memoryview(rest)).to_bytes(4, "little") + rest)
+        rest = HEAD.pack(MAGIC, 0, size, len(rows), step, position, file.last)[_CHECKED_FROM:]
+        checksum = crc32_of_small(memoryview(body), crc32_of_small(memoryview(rest)))
+        ring.put(position, MAGIC + checksum.to_bytes(4, "little") + rest)
+        ring.put(position + HEAD.size, body)
         file.last = position + 1
         return position, position + size
 
 
-def _rows(item: JournalItem) -> list[_Row]:
-    """Return what is written of an item."""
-    if isinstance(item, Stored):
-        text, reason = item.seen.description.text, _reason(item.reason)
-        row = ROW.pack(STORED, item.rank, len(text), len(reason), item.position, 0)
-        return [(row, text + reason if reason else text)]
+def _add(item: JournalItem, rows: list[bytes]) -> bytes:
+    """Add what is written of an item to `rows`, and return its text."""
     if isinstance(item, Block):
-        text, reason = item.text(), _reason(item.reason)
-        row = ROW.pack(BLOCK, item.rank, len(text), len(reason), item.position, item.end)
-        return [(row, text + reason if reason else text)]
+        text = item.text()
+        if item.reason is None:
+            rows.append(_PACK(BLOCK, item.rank, len(text), 0, item.position, item.end))
+            return text
+        reason = _json(item.reason)
+        rows.append(_PACK(BLOCK, item.rank, len(text), len(reason), item.position, item.end))
+        return text + reason
+    if isinstance(item, (Stored, Copied)):
+        kind = STORED if isinstance(item, Stored) else COPIED
+        text, reason = item.description.text, b"" if item.reason is None else _json(item.reason)
+        rows.append(_PACK(kind, item.rank, len(text), len(reason), item.position, 0))
+        return text + reason if reason else text
     if isinstance(item, Alias):
         text = item.seen.description.text
-        return [(ROW.pack(ALIAS, item.rank, len(text), 0, item.original.position, item.original.seen.nbytes), text)]
+        rows.append(_PACK(ALIAS, item.rank, len(text), 0, item.original.position, item.original.seen.nbytes))
+        return text
     if isinstance(item, LeftOut):
         text = left_out_frame(item)
-        return [(ROW.pack(LEFT_OUT, item.rank, len(text), 0, 0, 0), text)]
-    if isinstance(item, Copied):
-        text, reason = item.description.text, _reason(item.reason)
-        return [(ROW.pack(COPIED, item.rank, len(text), len(reason), item.position, 0), text + reason)]
+        rows.append(_PACK(LEFT_OUT, item.rank, len(text), 0, 0, 0))
+        return text
     text = item.description.text
-    rows = [(ROW.pack(STREAMED, item.rank, len(text), 0, item.position, len(item.pieces)), text)]
-    return rows + [(ROW.pack(PIECE, 0, 0, 0, position, num_bytes), b"") for position, num_bytes in item.pieces]
+    rows.append(_PACK(STREAMED, item.rank, len(text), 0, item.position, len(item.pieces)))
+    rows += [_PACK(PIECE, 0, 0, 0, position, num_bytes) for position, num_bytes in item.pieces]
+    return text
 
 
-def _reason(reason: str | None) -> bytes:
-    return b"" if reason is None else json.dumps(reason).encode()
+@functools.lru_cache(maxsize=64)
+def _json(text: str) -> bytes:
+    return json.dumps(text).encode()

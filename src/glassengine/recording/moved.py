@@ -52,7 +52,7 @@ class MovedLog:
 
     def note(self, items: Sequence[Movable], open_steps: Set[int]) -> None:
         """Note where those of some items are, now that they are on file, whose steps are open."""
-        moved = [item for item in items if item.step in open_steps]
+        moved = [item for item in items if item.step in open_steps] if open_steps else []
         if moved:
             self._write([_frame(item.position, *self._told(item)) for item in moved])
         elif not open_steps and self._num_bytes > _MANY_BYTES and self._file is not None:
