@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -15,9 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from glassengine.recording import layout
+from glassengine.errors import GlassError
+from glassengine.recording import layout, ring_file, writer
 from glassengine.recording.layout import LeftOut
 from glassengine.recording.reader import Recording
+from glassengine.recording.worker import BackgroundWriter
 
 # Every value says which site and step it belongs to. Each forward that has ended is told by a byte on stdout.
 PRELUDE = """
@@ -237,3 +240,158 @@ def test_s15_a_forked_child_that_leaves_leaves_the_recording_alone(tmp_path: Pat
     said, errors = start(code, tmp_path / "r").communicate(timeout=100)
     assert (said, errors) == ("0\n", "")
     assert Recording.open(tmp_path / "r").complete and right_steps(tmp_path / "r", "tiny") == 3
+
+
+@pytest.mark.parametrize("what", ["removed", "cut"])
+@pytest.mark.parametrize("which", ["shard", "sealed shard", "index"])
+def test_s15_files_that_go_while_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str, what: str
+) -> None:
+    monkeypatch.setattr(writer, "SHARD_BYTES", 1 if which == "sealed shard" else 1 << 30)
+    recorder = BackgroundWriter(tmp_path / "r", metadata={}, ring_bytes=RING)
+
+    def record(step: int) -> None:
+        recorder.write("x", step, torch.full((20_000,), float(step)))
+        recorder.commit(step)
+        recorder.wait()
+
+    for step in range(3):
+        record(step)
+    name = {"shard": "shard-00000.part", "sealed shard": "shard-00001.safetensors", "index": "index.log"}[which]
+    file = tmp_path / "r" / name
+    file.unlink() if what == "removed" else os.truncate(file, 9)
+    for step in range(3, 6):
+        record(step)
+    with pytest.raises(GlassError) as raised:
+        recorder.close()
+    safe = 1 if which == "sealed shard" else 0
+    assert (raised.value.hint or "").startswith(
+        f"{safe} completed steps are safe" if safe else "no completed step is safe"
+    )
+    if what == "cut" or which != "index":
+        opened = Recording.open(tmp_path / "r")
+        assert not opened.complete and len(opened.steps) == safe
+
+
+def test_s10_without_memory_for_a_ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(GlassError, match="no memory to record into"):
+        BackgroundWriter(tmp_path / "r", metadata={}, ring_bytes=1 << 60)
+
+
+def test_a_ring_without_a_file_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ring_file, "_take_room", full)
+    recorder = BackgroundWriter(tmp_path / "r", metadata={}, ring_bytes=RING)
+    assert "a process that is killed loses the last steps" in caplog.text and "4 MiB" in caplog.text
+    recorder.write("x", 0, torch.ones(3))
+    recorder.commit(0, token_ids=[[1, 2]])
+    recorder.close()
+    assert Recording.open(tmp_path / "r").complete
+
+
+def left_by_a_kill(path: Path) -> list[int]:
+    """Leave a recording as a killed process does; return the steps that had ended."""
+    code = """
+    from glassengine.recording import consumer
+    consumer.Consumer.work = lambda self: time.sleep(1e9)  # nothing gets to disk
+    recorder = BackgroundWriter(sys.argv[1], metadata={})
+    for step in range(3):
+        recorder.write("x", step, torch.arange(5000.0) + step)
+        recorder.write("large", step, torch.arange(30_000.0) + step)
+        recorder.write("same", step, torch.arange(3.0))
+        recorder.measure("light", step, torch.arange(7.0), rank=0, reason="because")
+        recorder.commit(step, token_ids=[[step, 7], [step]])
+    recorder.write("x", 3, torch.zeros(5))
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+    start(code, path).communicate(timeout=60)
+    return [0, 1, 2]
+
+
+def test_s8_what_is_recovered_and_what_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = left_by_a_kill(tmp_path / "r")
+    names = {file.name for file in (tmp_path / "r").iterdir()}
+    assert layout.RING in names
+
+    def copy() -> Path:
+        target = tmp_path / str(len(list(tmp_path.iterdir())))
+        shutil.copytree(tmp_path / "r", target)
+        return target
+
+    def right(path: Path) -> bool:
+        opened = Recording.open(path)
+        assert opened.steps == steps and not opened.complete
+        assert opened.metadata["token_ids"] == [[0, 7, 1, 7, 2, 7], [0, 1, 2]]
+        assert [item.site for item in opened.left_out] == ["light"] * 3
+        return all(
+            torch.equal(opened.tensor("x", step), torch.arange(5000.0) + step)
+            and torch.equal(opened.tensor("large", step), torch.arange(30_000.0) + step)
+            for step in steps
+        )
+
+    mkdir = Path.mkdir
+
+    def refuse(place: Path, *options: Any, **more: Any) -> None:
+        if place.name == f"{layout.RECOVERED}.part":
+            raise PermissionError(errno.EACCES, "planted")
+        mkdir(place, *options, **more)
+
+    # Nobody may write there: the directory stays what it is, however often it is read.
+    path = copy()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", refuse)
+        assert right(path) and right(path)
+    assert {file.name for file in path.iterdir()} == names
+    # It is recovered once; one that was killed while it recovered leaves nothing in the way.
+    (path / f"{layout.RECOVERED}.part").mkdir()
+    assert right(path) and right(path)
+    assert {file.name for file in path.iterdir()} == names - {layout.RING} | {layout.RECOVERED}
+    # It can be replaced.
+    BackgroundWriter(path, metadata={}, overwrite=True, ring_bytes=RING).close()
+    assert not (path / layout.RECOVERED).exists()
+    # A process that lives on, another machine, and a ring that its writer gave up.
+    for owner in ("alive", "elsewhere", "stopped"):
+        path = copy()
+        with monkeypatch.context() as patch:
+            if owner == "alive":
+                patch.setattr(ring_file.Owner, "has_ended", lambda self: False)
+            elif owner == "elsewhere":
+                patch.setattr(ring_file.Owner, "this", classmethod(lambda cls: cls(1, 2, 3, b"x" * 36)))
+            else:
+                with (path / layout.RING).open("r+b") as file:
+                    file.seek(768)
+                    file.write(b"\1")
+            assert Recording.open(path).steps == [] and (path / layout.RING).exists()
+
+
+def test_s8_a_damaged_ring_gives_no_wrong_step(tmp_path: Path) -> None:
+    left_by_a_kill(tmp_path / "r")
+    ring = (tmp_path / "r" / layout.RING).read_bytes()
+    last = int.from_bytes(ring[512:520], "little")
+    assert last
+    used = [range(88), range(256, 264), range(320, 328), range(512, 520)]
+    notes = ring_file.FIRST + RING
+    used.append(range(notes, notes + last + 400))
+    chance = random.Random(0)
+    (tmp_path / "r" / layout.RING).unlink()
+    for number in range(60):
+        path = tmp_path / str(number)
+        shutil.copytree(tmp_path / "r", path)
+        place = chance.choice(list(used[number % 5]))
+        with (path / layout.RING).open("wb") as file:
+            file.write(ring[:4096])
+            file.truncate(len(ring))
+            for start, end in ((ring_file.FIRST, ring_file.FIRST + (1 << 20)), (notes, notes + (1 << 16))):
+                file.seek(start)
+                file.write(ring[start:end])
+            file.seek(place)
+            file.write(bytes([ring[place] ^ 1 << chance.randrange(8)]))
+        opened = Recording.open(path)
+        assert set(opened.steps) <= {0, 1, 2}
+        for step in opened.steps:
+            assert torch.equal(opened.tensor("x", step), torch.arange(5000.0) + step)
+            assert torch.equal(opened.tensor("large", step), torch.arange(30_000.0) + step)

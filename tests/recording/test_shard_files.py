@@ -7,17 +7,24 @@ import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from glassengine.errors import CorruptError
-from glassengine.recording import writer
+from glassengine.recording import shard_files, writer
 from glassengine.recording.reader import Recording
-from glassengine.recording.shard_files import MIN_MAPPED_BYTES, ShardFiles
+from glassengine.recording.shard_files import ShardFiles
 
+MIN_MAPPED_BYTES = 1 << 20
 COUNT = MIN_MAPPED_BYTES // 4
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+
+@pytest.fixture(autouse=True)
+def small_ranges_are_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_files, "MIN_MAPPED_BYTES", MIN_MAPPED_BYTES)
 
 
 def _write(path: Path, count: int, num: int, monkeypatch: pytest.MonkeyPatch, *, shard_bytes: int = 1 << 31) -> None:
@@ -98,3 +105,22 @@ def test_threads_that_read_more_shards_than_may_be_open(tmp_path: Path, monkeypa
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(read, range(400)))
+
+
+def test_s15_a_shard_that_is_cut_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _write(tmp_path / "r", COUNT, 1, monkeypatch)
+    monkeypatch.setattr(shard_files, "MIN_MAPPED_BYTES", 64 << 20)
+    opened = Recording.open(tmp_path / "r")
+    kept = opened.tensor("x0")
+    (file,) = (tmp_path / "r").glob("shard-*")
+    preadv = os.preadv
+
+    def cut(*arguments: Any) -> int:
+        os.truncate(file, 1 << 19)
+        return preadv(*arguments)
+
+    monkeypatch.setattr(os, "preadv", cut)
+    with pytest.raises(CorruptError, match="shorter"):
+        opened.tensor("x0")
+    # What was read before is there still.
+    assert float(kept.sum()) == 0

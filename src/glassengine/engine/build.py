@@ -351,7 +351,8 @@ def _build(
         if settings.sign is not None:
             progress("signing")
             signing.sign_engine(aside, settings.sign)
-    return load(target, trust=True)
+        made = aside.stat().st_ino
+    return files.unless_replaced(target, made, lambda: load(target, trust=True))
 
 
 def _without_images(settings: Settings, reason: str) -> Settings:

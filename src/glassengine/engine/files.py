@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from glassengine.engine.manifest import FILE
-from glassengine.errors import CorruptError, UsageError
+from glassengine.errors import CorruptError, GlassError, UsageError
 from glassengine.locations import local
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import shown
@@ -44,6 +45,8 @@ TOKENIZER_FILES = (
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 """What a model of images and text reads images with."""
+
+Loaded = TypeVar("Loaded")
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:
@@ -88,7 +91,7 @@ def written_aside(target: Path, *, overwrite: bool) -> Iterator[Path]:
                 _remove_stale(target)
                 aside.mkdir()
                 yield aside
-                _replace(aside, target)
+                _replace(aside, target, overwrite=overwrite)
             finally:
                 shutil.rmtree(aside, ignore_errors=True)
     except OSError as error:
@@ -99,17 +102,54 @@ def written_aside(target: Path, *, overwrite: bool) -> Iterator[Path]:
         ) from error
 
 
-def _replace(aside: Path, target: Path) -> None:
+def _replace(aside: Path, target: Path, *, overwrite: bool) -> None:
+    """Put a directory in the place of another one, or of nothing; other builds may do the same."""
     old = target.parent / f".{target.name}.old-{os.getpid()}"
-    if target.exists():
-        target.rename(old)
+    while True:
+        if overwrite:
+            with contextlib.suppress(FileNotFoundError):
+                target.rename(old)
+        try:
+            aside.rename(target)  # onto nothing, or an empty directory
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                # Another build was faster. Its engine is replaced in its turn, or left alone.
+                check_target(target, overwrite=overwrite)
+                shutil.rmtree(old, ignore_errors=True)
+                continue
+            _put_back(old, target)
+            raise
+        except BaseException:
+            _put_back(old, target)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+        return
+
+
+def unless_replaced(target: Path, made: int, read: Callable[[], Loaded]) -> Loaded:
+    """Return what `read` makes of an engine that was just built, unless another build has replaced it.
+
+    Args:
+        target: Its directory.
+        made: The inode of that.
+        read: Loads it.
+
+    Raises:
+        UsageError: It is another one by now, and cannot be read.
+    """
     try:
-        aside.rename(target)
-    except BaseException:
-        if old.exists():
-            old.rename(target)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+        return read()
+    except GlassError as error:
+        if target.is_dir() and target.stat().st_ino == made:
+            raise
+        what = "another build has replaced the engine before it could be loaded"
+        hint = "build one after another, or each into a directory of its own"
+        raise UsageError(what, got=str(target), hint=hint) from error
+
+
+def _put_back(old: Path, target: Path) -> None:
+    if old.exists() and not target.exists():
+        old.rename(target)
 
 
 def _remove_stale(target: Path) -> None:

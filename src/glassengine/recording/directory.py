@@ -6,14 +6,15 @@ import contextlib
 import json
 import re
 import shutil
-from collections.abc import Mapping
-from io import FileIO
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from glassengine.errors import UsageError
 from glassengine.locations import local
 from glassengine.recording import layout, noise_floor
+from glassengine.recording.intact import require_open, require_there
+from glassengine.recording.shard import write_all
 from glassengine.writing import hold
 
 
@@ -52,12 +53,37 @@ def make_directory(path: Path, overwrite: bool) -> None:
         raise UsageError("cannot write the recording", got=reason_of(error, path)) from error
 
 
-def open_index(path: Path) -> FileIO:
-    """Make the index of the recording at `path`; as long as it is open nobody replaces the recording."""
-    index = (path / layout.INDEX).open("xb", buffering=0)
-    with contextlib.suppress(BlockingIOError):  # somebody looks whether it is held
-        hold(index.fileno())
-    return index
+class Index:
+    """The index of the recording at `directory`, made; as long as it is open nobody replaces the recording."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / layout.INDEX
+        self._num_bytes = 0
+        self._file = self._path.open("xb", buffering=0)
+        with contextlib.suppress(BlockingIOError):  # somebody looks whether it is held
+            hold(self._file.fileno())
+
+    def append(self, frames: Sequence[bytes]) -> None:
+        """Write frames.
+
+        Raises:
+            OSError: They cannot be written, or what was written before is gone.
+        """
+        require_open(self._file.fileno(), self._num_bytes, self._path)
+        write_all(self._file, frames)
+        self._num_bytes += sum(map(len, frames))
+
+    def require(self) -> None:
+        """Raise unless the file is there with all that was written.
+
+        Raises:
+            OSError: It was removed, or cut.
+        """
+        require_there(self._path, self._num_bytes)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
 
 def _is_being_written(path: Path) -> bool:

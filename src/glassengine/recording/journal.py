@@ -58,6 +58,8 @@ class Journal:
         self._queue = queue
         self._on_wait = on_wait
         self._noted: list[JournalItem] = []
+        # Of each step that goes on, how many rows there are.
+        self._counts: dict[int, int] = {}
         # Those that something larger than a slot belongs to cannot be told.
         self._lost: set[int] = set()
 
@@ -102,10 +104,10 @@ class Journal:
                 break
             for start in range(0, len(data), _PART_TOKENS):
                 piece = data[start : start + _PART_TOKENS].tobytes()
-                num_tokens += _PART_TOKENS
+                num_tokens += len(piece) // data.itemsize
                 if num_tokens > _PART_TOKENS:
                     parts.append((rows, texts))
-                    rows, texts = [], []
+                    rows, texts, num_tokens = [], [], 0
                 rows.append(_PACK(TOKENS, 0, len(piece), 0, 0, number))
                 texts.append(piece)
         for part in parts:
@@ -114,13 +116,16 @@ class Journal:
             return 0, 0
         kind, stopped = how
         text = b"" if stopped is None else json.dumps(stopped).encode()
-        rows.append(_PACK(kind, 0, 0, len(text), 0, 0))
+        # With how many there were before it, a step of which a part is missing is not taken for a whole one.
+        rows.append(_PACK(kind, 0, 0, len(text), 0, self._counts.get(step, 0) + len(rows)))
         texts.append(text)
         if kind == HELD:
             self._write_part(step, (rows, texts))
             return 0, 0
+        place = self._write(step, (rows, texts))
         self._lost.discard(step)
-        return self._write(step, (rows, texts))
+        self._counts.pop(step, None)
+        return place
 
     def _take(self, step: int) -> list[_Part]:
         """Return the rows and texts of what was noted of a step, in parts, and forget it."""
@@ -165,6 +170,7 @@ class Journal:
         checksum = crc32_of_small(memoryview(body), crc32_of_small(memoryview(rest)))
         ring.put(position, MAGIC + checksum.to_bytes(4, "little") + rest)
         ring.put(position + HEAD.size, body)
+        self._counts[step] = self._counts.get(step, 0) + len(rows)
         file.last = position + 1
         return position, position + size
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +14,8 @@ from glassengine.recording.records import decoded
 from glassengine.recording.ring_file import LeftRing
 
 _CHECKED_FROM = 8
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -85,10 +89,14 @@ class Journaled:
         # Where a step ends they are told once more.
         tokens: dict[int, list[Row]] = {}
         held_tokens: dict[int, list[Row]] = {}
+        counts: Counter[int] = Counter()
         for record in self._records:
             mine = rows.setdefault(record.step, [])
             for row in record.rows:
-                if row.kind == TOKENS:
+                counts[record.step] += 1
+                if row.kind in (HELD, ENDED) and row.extra != counts[record.step] - 1:
+                    _log.warning("step %d cannot be recovered: a part of it is missing", record.step)
+                elif row.kind == TOKENS:
                     tokens.setdefault(record.step, []).append(row)
                 elif row.kind == HELD:
                     found = held_tokens[record.step] = tokens.pop(record.step, held_tokens.get(record.step, []))

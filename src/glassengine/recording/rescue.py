@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,12 +39,10 @@ class Recovered:
     """Where recovered steps are.
 
     Attributes:
-        path: A recording whose shards have numbers of their own.
-        owner: Keeps it, if it is not to stay.
+        path: A recording whose shards have numbers of their own; one in a temporary directory goes with this.
     """
 
     path: Path
-    owner: tempfile.TemporaryDirectory[str] | None = None
 
     def added_to(self, contents: IndexContents, shards: ShardFiles) -> IndexContents:
         """Return what an index says together with the recovered steps that it has not."""
@@ -114,7 +113,6 @@ def _has_ended(ring: LeftRing, *, is_held: bool, directory: Path) -> bool:
 def _recover(directory: Path, ring: LeftRing, *, may_write: bool) -> Recovered | None:
     there = directory / layout.RECOVERED
     if not (there / layout.MANIFEST).is_file():
-        owner = None
         partial = directory / _PARTIAL
         if may_write:
             try:
@@ -123,11 +121,10 @@ def _recover(directory: Path, ring: LeftRing, *, may_write: bool) -> Recovered |
             except OSError:
                 may_write = False
         if not may_write:
-            owner = tempfile.TemporaryDirectory(prefix="glassengine-", ignore_cleanup_errors=True)
-            partial = Path(owner.name)
+            kept = Recovered(Path(tempfile.mkdtemp(prefix="glassengine-")))
+            weakref.finalize(kept, shutil.rmtree, kept.path, ignore_errors=True)
+            return kept if _replay(directory, ring, kept.path) else None
         found = _replay(directory, ring, partial)
-        if not may_write:
-            return Recovered(partial, owner) if found else None
         if found:
             partial.rename(there)
         else:

@@ -12,6 +12,7 @@ from io import FileIO
 from pathlib import Path
 
 from glassengine.recording.description import Description, Group, pad_entry
+from glassengine.recording.intact import require_open, require_there
 from glassengine.recording.layout import ALIGNMENT, Location, aligned, shard_name
 
 _MAX_BUFFERS = 1000  # of one call of writev; the limit of Linux is 1024
@@ -40,6 +41,7 @@ class Shard:
         self._waiting: list[bytes | memoryview] = []
         self._blocks: list[tuple[Group, int, int]] = []
         self._written = (0, 0, 0, 0)
+        self._is_sealed = False
         self._file = (directory / shard_name(number, sealed=False)).open("xb", buffering=0)
         try:
             # Written, not skipped: a disk that fills up later must still be able to take the header. Spaces: what the
@@ -93,6 +95,8 @@ class Shard:
         waiting, self._waiting = self._waiting, []
         if waiting:
             try:
+                # Before: what is written behind a cut leaves zeros there.
+                require_open(self._file.fileno(), 8 + self._room + self._written[0], self.path)
                 write_all(self._file, waiting)
             except OSError:
                 self.size, num_entries, num_aliases, num_blocks = self._written
@@ -102,9 +106,23 @@ class Shard:
                 raise
         self._written = (self.size, len(self._entries), len(self._aliases), len(self._blocks))
 
+    @property
+    def path(self) -> Path:
+        """Where the file is."""
+        return self._directory / shard_name(self.number, sealed=self._is_sealed)
+
+    def require(self) -> None:
+        """Raise unless the file is there with all that was written.
+
+        Raises:
+            OSError: It was removed, or cut.
+        """
+        require_there(self.path, 8 + self._room + self.size)
+
     def seal(self) -> None:
         """Write the header and rename the file; it then is a safetensors file."""
         self.flush()
+        self.require()
         file = shard_name(self.number, sealed=True)
         for group, step, offset in self._blocks:
             self._entries.append(group.header_entries(step, offset))
@@ -120,8 +138,9 @@ class Shard:
         self._file.seek(8)
         write_all(self._file, parts)
         self._file.close()
-        part = self._directory / shard_name(self.number, sealed=False)
-        part.rename(self._directory / shard_name(self.number, sealed=True))
+        sealed = self._directory / shard_name(self.number, sealed=True)
+        self.path.rename(sealed)
+        self._is_sealed = True
 
     def close(self) -> None:
         """Close the file without sealing it."""

@@ -11,13 +11,16 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from glassengine.errors import CorruptError
 from glassengine.reading.files import open_regular
 from glassengine.recording import layout
 from glassengine.recording.layout import shard_name
 
-# Smaller ranges are copied: a mapping of a few bytes takes a page, and a process may have some 65000 of them.
-MIN_MAPPED_BYTES = 1 << 20
+# Smaller ranges are copied. Who cuts a file under a mapping ends the process that reads it with a signal; what has no
+# bound must be mapped all the same, for it may be larger than the memory.
+MIN_MAPPED_BYTES = 64 << 20
 _MAX_OPEN = 16
 
 # The mappings of Python's module keep a file open each, of which a process may have as few as 256.
@@ -66,12 +69,10 @@ class ShardFiles:
         with self._lock:
             descriptor = self._descriptor(shard)
             if os.fstat(descriptor).st_size < start + num_bytes:
-                raise CorruptError("a shard has become shorter", got=str(self._paths[shard]))
+                raise _shorter(self._paths[shard])
             if num_bytes >= MIN_MAPPED_BYTES:
                 return _mapped(descriptor, start, num_bytes)
-            buffer = bytearray(num_bytes)
-            os.preadv(descriptor, [buffer], start)
-            return buffer
+            return _copied(descriptor, start, num_bytes, self._paths[shard])
 
     def _descriptor(self, shard: int) -> int:
         found = self._open.get(shard)
@@ -90,6 +91,23 @@ class ShardFiles:
 def _close(descriptors: dict[int, int]) -> None:
     for descriptor in descriptors.values():
         os.close(descriptor)
+
+
+def _shorter(path: Path) -> CorruptError:
+    return CorruptError("a shard has become shorter", got=str(path))
+
+
+def _copied(descriptor: int, start: int, num_bytes: int, path: Path) -> Any:
+    """Return bytes in memory of their own, which nobody has filled before."""
+    buffer = np.empty(num_bytes, dtype=np.uint8)
+    view = memoryview(buffer)  # type: ignore[arg-type]  # a buffer at run time
+    done = 0
+    while done < num_bytes:
+        count = os.preadv(descriptor, [view[done:]], start + done)
+        if not count:
+            raise _shorter(path)
+        done += count
+    return buffer
 
 
 def _mapped(descriptor: int, start: int, num_bytes: int) -> Any:

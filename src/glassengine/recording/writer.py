@@ -6,6 +6,7 @@ completed steps are readable, because nothing that was committed is ever written
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from types import TracebackType
@@ -17,10 +18,11 @@ from glassengine.checksums import crc32
 from glassengine.errors import UsageError
 from glassengine.recording import layout, records
 from glassengine.recording.description import Description, Group, Groups
-from glassengine.recording.directory import make_directory, manifest_of, open_index, reason_of, save_manifest
+from glassengine.recording.directory import Index, make_directory, manifest_of, reason_of, save_manifest
+from glassengine.recording.intact import safe_steps
 from glassengine.recording.layout import LeftOut, LightTable, Location, Sharding
 from glassengine.recording.open_step import EndedStep, OpenStep
-from glassengine.recording.shard import Shard, write_all
+from glassengine.recording.shard import Shard
 from glassengine.recording.values import Descriptions, bytes_of, identity
 
 SHARD_BYTES = 1 << 31
@@ -50,30 +52,29 @@ class RecordingWriter:
         self.metadata = dict(metadata)
         self._steps: set[int] = set()
         self._open: dict[int, OpenStep] = {}
+        self.open_steps: Set[int] = self._open.keys()
         self._shard: Shard | None = None
         self._next_shard = first_shard
         self._header_bytes = layout.HEADER_BYTES
         self._groups = Groups()
+        # What is written once about small tensors that may be seen in many steps.
+        self.group = self._groups.of
         self._descriptions = Descriptions()
         self._described: set[int] = set()
         self._ended: list[EndedStep] = []
         self._num_steps = 0
         self._num_tensors = 0
         self._failure: str | None = None
+        self._sealed: list[Shard] = []
         self._incomplete: str | None = None
         self._closed = False
         manifest = self._manifest("writing")
         make_directory(self.path, overwrite)
         try:
-            self._index = open_index(self.path)
+            self._index = Index(self.path)
             save_manifest(self.path, manifest)
         except OSError as error:
             raise UsageError("cannot write the recording", got=reason_of(error, self.path)) from error
-
-    @property
-    def open_steps(self) -> Set[int]:
-        """The steps that were written to and have not ended."""
-        return self._open.keys()
 
     @property
     def place(self) -> tuple[int, int]:
@@ -170,12 +171,6 @@ class RecordingWriter:
         shard.add(description, step, rank, location)
         self._note(description, step, rank, location)
         return location
-
-    def group(
-        self, descriptions: tuple[Description, ...], rank: int, same_as: tuple[tuple[int, int], ...] = ()
-    ) -> Group:
-        """Return what is written once about small tensors that may be seen in many steps; see `Groups`."""
-        return self._groups.of(descriptions, rank, same_as)
 
     def store_block(self, group: Group, step: int, data: memoryview, checksum: int) -> Location:
         """Take the bytes of several small tensors that lie behind one another as `layout.block_starts` says.
@@ -292,7 +287,7 @@ class RecordingWriter:
             if self._shard is not None:
                 self._shard.flush()
             if ended:
-                write_all(self._index, [step.frames for step in ended])
+                self._index.append([step.frames for step in ended])
         except OSError as error:
             raise self._failed(error) from error
         for step in ended:
@@ -323,15 +318,20 @@ class RecordingWriter:
             if self._failure is None:
                 self.flush()
             self._seal_shard()
+            for shard in self._sealed:
+                shard.require()
+            self._index.require()
             save_manifest(self.path, self._manifest("incomplete" if self._incomplete else "complete"))
         except OSError as error:
-            # Without the last manifest the recording stays readable and says "writing", which reads as incomplete.
-            if self._failure is None:
-                raise self._failed(error) from error
+            problem = None if self._failure is not None else self._failed(error)
+            self._incomplete = self._incomplete or self._failure
+            # Without it the recording stays readable and says "writing", which reads as incomplete.
+            with contextlib.suppress(OSError):
+                save_manifest(self.path, self._manifest("incomplete"))
+            if problem is not None:
+                raise problem from error
         finally:
-            self._index.close()
-            if self._shard is not None:
-                self._shard.close()
+            self.abandon()
 
     def abandon(self) -> None:
         """Close the files and write nothing: they belong to another process."""
@@ -381,6 +381,7 @@ class RecordingWriter:
     def _seal_shard(self) -> None:
         if self._shard is not None:
             self._shard.seal()
+            self._sealed.append(self._shard)
             self._shard = None
 
     def _require_open(self) -> None:
@@ -391,8 +392,7 @@ class RecordingWriter:
 
     def _failed(self, error: OSError) -> UsageError:
         self._failure = reason_of(error, self.path)
-        safe = f"{self._num_steps} completed steps are safe" if self._num_steps else "no step was completed"
-        hint = f"{safe}; free some space or record fewer sites or steps"
+        hint = f"{safe_steps(self.path)}; free some space or record fewer sites or steps"
         return UsageError("the recording cannot be written", got=self._failure, hint=hint)
 
     def _manifest(self, state: str) -> bytes:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import zipfile
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from safetensors import SafetensorError
 from torch import Tensor
 
 from glassengine.errors import UnknownNameError, UsageError
@@ -88,14 +90,32 @@ def export(
         files = {folders[rank] / f"step{number}.{kind}": part for (number, rank), part in parts.items()}
     _refuse(files, overwrite)
     for file, part in files.items():
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with aside(file) as temporary:
-                _WRITERS[kind](temporary, opened, part)
-        except OSError as error:
-            reason = f"{error.filename or file}: {error.strerror or error}"
-            raise UsageError("cannot write the file", got=reason) from error
+        with _written_into(file.parent), aside(file) as temporary:
+            _WRITERS[kind](temporary, opened, part)
     return list(files)
+
+
+@contextlib.contextmanager
+def _written_into(folder: Path) -> Iterator[None]:
+    """Make a directory for what the block writes; where that fails, what was made and is empty goes again.
+
+    Raises:
+        UsageError: It cannot be written.
+    """
+    made = [place for place in (folder, *folder.parents) if not place.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException as error:
+        for place in made:
+            with contextlib.suppress(OSError):
+                place.rmdir()
+        # What the libraries that write files raise when the disk takes no more.
+        if not isinstance(error, OSError | SafetensorError):
+            raise
+        reason = error.strerror if isinstance(error, OSError) else None
+        got = f"{getattr(error, 'filename', None) or folder}: {reason or error}"
+        raise UsageError("cannot write the file", got=got, hint="free some space, or name another place") from error
 
 
 def _matching(patterns: Sequence[str], names: Collection[str]) -> set[str]:
@@ -112,14 +132,10 @@ def _export_tree(source: TensorSource, entries: list[Entry], folder: Path, overw
     name = str(source.metadata.get("class") or "Model").rpartition(".")[2]
     if folder.is_dir():
         _refuse([item for item in folder.iterdir() if item.name.startswith(f"{name}_debug_tree")], overwrite)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError("cannot make the directory", got=f"{folder}: {error.strerror}") from error
     environment = source.metadata.get("environment")
     versions = environment.get("versions") if isinstance(environment, dict) else None
-    writer = TreeWriter(folder, name, use_repr=False, versions=versions)
-    return writer.write(source, entries)
+    with _written_into(folder):
+        return TreeWriter(folder, name, use_repr=False, versions=versions).write(source, entries)
 
 
 def _refuse(files: Iterable[Path], overwrite: bool) -> None:
