@@ -24,7 +24,7 @@ from glassengine.engine.build import default_directory, plan_build
 from glassengine.engine.describe import Settings
 from glassengine.engine.outputs import BuildPlan
 from glassengine.engine.requests import parse_request
-from glassengine.errors import BackendError, UnknownNameError, UsageError
+from glassengine.errors import BackendError, CorruptError, UnknownNameError, UsageError
 from glassengine.program import Program
 from glassengine.testing import models
 
@@ -455,3 +455,29 @@ def test_documented_taps_of_all_layers(tmp_path: Path) -> None:
     assert list(release.added_outputs) == []
     targets = {str(node.target) for node in release.program.graph.nodes}
     assert targets and not any("mark" in target for target in targets)
+
+
+def test_s15_builds_into_one_directory(tmp_path: Path) -> None:
+    def made(name: str) -> Path:
+        path = tmp_path / name
+        path.mkdir()
+        (path / files.FILE).write_text(name)
+        return path
+
+    target = tmp_path / "engine"
+    files._replace(made("first"), target, overwrite=False)
+    # Both saw no engine when they began.
+    with pytest.raises(UsageError, match="the engine exists already"):
+        files._replace(made("second"), target, overwrite=False)
+    assert (target / files.FILE).read_text() == "first"
+    files._replace(made("third"), target, overwrite=True)
+    assert (target / files.FILE).read_text() == "third"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["engine", "second"]
+
+    def damaged() -> None:
+        raise CorruptError("planted")
+
+    with pytest.raises(CorruptError):
+        files.unless_replaced(target, target.stat().st_ino, damaged)
+    with pytest.raises(UsageError, match="another build has replaced the engine"):
+        files.unless_replaced(target, target.stat().st_ino + 1, damaged)

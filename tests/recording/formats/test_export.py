@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 import glassengine as glass
 from glassengine.errors import CorruptError, UsageError
+from glassengine.recording.formats import debug_tree
 from glassengine.recording.source import TensorSource, open_source
 from glassengine.recording.writer import RecordingWriter
 
@@ -147,3 +148,19 @@ def test_names_that_are_no_text_in_a_zip(tmp_path: Path) -> None:
         for kind in ("pt", "debug-tree"):
             glass.export(tmp_path / "r", tmp_path / kind, format=kind, overwrite=True)  # type: ignore[arg-type]
             assert [entry.site for entry in open_source(tmp_path / kind).entries] == [name]
+
+
+def test_s10_a_disk_that_fills_up_leaves_no_directory(
+    recording: glass.Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(debug_tree, "save_safetensors", full)
+    (tmp_path / "there").mkdir()
+    for folder in ("there", "new/inner"):
+        with pytest.raises(UsageError, match="cannot write the file"):
+            glass.export(recording, tmp_path / folder)
+    assert [path.name for path in tmp_path.rglob("*") if path.name in ("there", "new", "inner")] == ["there"]
+    monkeypatch.undo()
+    assert glass.export(recording, tmp_path / "new" / "inner")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from safetensors import SafetensorError
 from torch import Tensor
 
 from glassengine.errors import UnknownNameError, UsageError
@@ -110,10 +109,9 @@ def _written_into(folder: Path) -> Iterator[None]:
         for place in made:
             with contextlib.suppress(OSError):
                 place.rmdir()
-        # What the libraries that write files raise when the disk takes no more.
-        if not isinstance(error, OSError | SafetensorError):
+        if not isinstance(error, OSError):
             raise
-        reason = error.strerror if isinstance(error, OSError) else None
+        reason = error.strerror
         got = f"{getattr(error, 'filename', None) or folder}: {reason or error}"
         raise UsageError("cannot write the file", got=got, hint="free some space, or name another place") from error
 
