@@ -6,7 +6,6 @@ in that table: they are read off the program, as the values that enter and leave
 
 from __future__ import annotations
 
-import json
 import re
 import zipfile
 from collections.abc import Mapping
@@ -14,11 +13,14 @@ from pathlib import Path
 
 from glassengine.backends.grouped_queries import node_of
 from glassengine.backends.protocol import Layer, Network, NetworkTensor
-from glassengine.errors import BackendError
+from glassengine.errors import BackendError, CorruptError
 from glassengine.program.listing import list_nodes, stage_of
 from glassengine.program.program import Program
+from glassengine.reading.documents import parsed
+from glassengine.reading.files import open_regular
 
 _TABLE = "kernel_information.json"
+_MAX_TEXT_BYTES = 256 << 20
 _OF_THIS_MACHINE = re.compile(r"^// .*\.(wrapper|kernel)\.(cpp|o)\b.*\n", re.MULTILINE)
 _NOTE = (
     "Kernels and library calls in the order of the generated code (inductor_wrapper.cpp, inductor_kernel.cpp). Inputs "
@@ -85,10 +87,12 @@ def _read(package: Path) -> tuple[Mapping[str, Mapping[str, list[str]]] | None, 
     """Return Inductor's table of kernels, None where it wrote none, and the generated code by file name."""
     sources: dict[str, str] = {}
     table: Mapping[str, Mapping[str, list[str]]] | None = None
-    with zipfile.ZipFile(package) as archive:
+    with open_regular(package, inside=package.parent) as opened, zipfile.ZipFile(opened) as archive:
         for info in archive.infolist():
+            if info.filename.endswith((_TABLE, ".cpp")) and info.file_size > _MAX_TEXT_BYTES:
+                raise CorruptError("a file of a package is too large", got=f"{info.filename}: {info.file_size:,}")
             if info.filename.endswith(_TABLE):
-                table = json.loads(archive.read(info))
+                table = parsed(archive.read(info), dict[str, dict[str, list[str]]], info.filename, what=_TABLE)
             for kind in ("wrapper", "kernel"):
                 if info.filename.endswith(f".{kind}.cpp"):
                     sources[f"inductor_{kind}.cpp"] = _OF_THIS_MACHINE.sub("", archive.read(info).decode())

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from glassengine.errors import UsageError
+from glassengine.reading.files import open_regular
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?(\.exe)?")
 _ALONE = re.compile(r"-[bBdEiIOPqsSuvx]+")  # flags of Python without a value
@@ -86,6 +87,6 @@ def _is_script(path: Path) -> bool:
     """Whether a file without an ending of its own begins by naming Python."""
     if path.suffix or not path.is_file():
         return False
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         line = file.readline(200)
     return line.startswith(b"#!") and b"python" in line

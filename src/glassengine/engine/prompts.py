@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from glassengine.engine.templates import bounded
 from glassengine.errors import CorruptError, GlassError, UsageError
 from glassengine.program import load_inputs
 from glassengine.reading.documents import parsed
@@ -271,13 +273,19 @@ def apply_chat_template(tokenizer: Any, conversations: Sequence[Sequence[Message
             expected="a model that was trained on chats",
             hint="write the prompt as text: --input-text TEXT; or give another --tokenizer DIRECTORY",
         )
-    try:
-        return tuple(
+
+    def render() -> str:
+        made = [
             tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
             for messages in conversations
-        )
-    except Exception as error:
-        raise UsageError("the chat template refuses the messages", got=f"{type(error).__name__}: {error}") from error
+        ]
+        return json.dumps(made)
+
+    try:
+        return tuple(parsed(bounded(render), list[str], "what the chat template made"))
+    except CorruptError as error:
+        what = "the chat template refuses the messages"
+        raise UsageError(what, got=error.got if "failed" in error.what else f"{error.what}: {error.got}") from error
 
 
 def encode(tokenizer: Any, prompts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:

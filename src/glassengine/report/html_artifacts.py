@@ -8,6 +8,8 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from glassengine.reading.files import is_regular, open_regular
+
 _MAX_DIFF_BYTES = 200_000
 """Most bytes of one difference on the page; the rest is in its file."""
 
@@ -26,10 +28,11 @@ def index_page(directory: Path, manifest: Mapping[str, Any]) -> str:
     for entry in manifest["stages"]:
         path = directory / entry["directory"] / "diff-from-previous.txt"
         text = ""
-        if path.is_file():
-            with path.open(encoding="utf-8") as file:
-                text = file.read(_MAX_DIFF_BYTES)
-        is_whole = not path.is_file() or path.stat().st_size <= _MAX_DIFF_BYTES
+        is_whole = True
+        if is_regular(path, inside=directory):
+            with open_regular(path, inside=directory) as file:
+                text = file.read(_MAX_DIFF_BYTES).decode("utf-8", "replace")
+                is_whole = not file.read(1)
         stages.append({**entry, "rows": diff_rows(text), "is_whole": is_whole})
     top = [name for name in manifest["files"] if "/" not in name]
     # A build that was killed has no page.

@@ -135,8 +135,7 @@ def read_onnx(path: str | Path, *, with_data: bool = True) -> OnnxFile:
     if with_data:
         model = _without_functions(model, path)
         return_tensors(model.graph, path.name)
-        for tensor in _tensors(model):
-            _check(tensor, path)
+        check_tensors(model, path)
     return OnnxFile(path, model, with_data)
 
 
@@ -303,6 +302,12 @@ def _tensors(message: Any) -> Iterator[onnx.TensorProto]:
             waiting += [part.g] if part.HasField("g") else []
             waiting += [*part.tensors, *part.graphs]
             waiting += [part.sparse_tensor] if part.HasField("sparse_tensor") else []
+
+
+def check_tensors(model: onnx.ModelProto, path: Path) -> None:
+    """Refuse a model with a tensor whose data is not there, not its own, or not as much as its shape says."""
+    for tensor in _tensors(model):
+        _check(tensor, path)
 
 
 def _check(proto: onnx.TensorProto, path: Path) -> None:

@@ -1,0 +1,98 @@
+"""Chat templates, which are programs of somebody else: run in jinja's sandbox, in a process that is stopped in time.
+
+The sandbox keeps a template from the machine, and does not keep it from filling memory or running for ever: repeated
+texts, nested loops, widths of formats. Each of them ends with the process, which may take so much memory and time.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+
+from glassengine.errors import CorruptError
+from glassengine.reading.files import read_text
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
+MOST_SECONDS = 20.0
+MOST_MEMORY = 512 << 20
+MOST_BYTES = 16 << 20
+_ENDED, _RAISED = b"+", b"-"
+
+
+def bounded(render: Callable[[], str]) -> str:
+    """Return what `render` returns, at most `MOST_BYTES`; what it changes is not seen here.
+
+    Where processes cannot be forked it is called as it is.
+
+    Raises:
+        CorruptError: It raised, or took too much time or memory.
+    """
+    if resource is None or sys.platform == "darwin":
+        return render()
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        # From Python 3.12 on, wherever there are threads. The child runs this template, and no code that takes locks.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        _render(render, reader, writer)
+    os.close(writer)
+    try:
+        answer = _answer(reader)
+    finally:
+        os.close(reader)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    text = answer[1:].decode("utf-8", "replace")
+    if answer[:1] == _ENDED:
+        return text
+    raise CorruptError("a chat template failed", got=text or "its process ended: too much memory, or a crash")
+
+
+def _render(render: Callable[[], str], reader: int, writer: int) -> None:
+    """Write the text and end the process; nothing of what belongs to the parent is run."""
+    try:
+        os.close(reader)
+        # Nobody can stop this process by the keyboard but the parent, which is told as well.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        has = _address_space()
+        resource.setrlimit(resource.RLIMIT_AS, (has + MOST_MEMORY, has + MOST_MEMORY))
+        resource.setrlimit(resource.RLIMIT_CPU, (int(MOST_SECONDS) + 1, int(MOST_SECONDS) + 1))
+        try:
+            answer = _ENDED + render().encode("utf-8", "replace")
+        except BaseException as error:
+            answer = _RAISED + f"{type(error).__name__}: {error}"[:4000].encode("utf-8", "replace")
+        view = memoryview(answer)
+        while view:
+            view = view[os.write(writer, view) :]
+    finally:
+        os._exit(0)
+
+
+def _answer(reader: int) -> bytes:
+    end = time.monotonic() + MOST_SECONDS
+    answer = bytearray()
+    while True:
+        left = end - time.monotonic()
+        if left <= 0 or not select.select([reader], [], [], left)[0]:
+            raise CorruptError("a chat template does not end", got=f"{MOST_SECONDS:.0f} seconds")
+        piece = os.read(reader, 1 << 16)
+        if not piece:
+            return bytes(answer)
+        answer += piece
+        if len(answer) > MOST_BYTES:
+            raise CorruptError("a chat template writes too much", got=f"more than {MOST_BYTES:,} bytes")
+
+
+def _address_space() -> int:
+    """Return the bytes of address space that this process has, most of which belongs to libraries and mapped files."""
+    return int(read_text("/proc/self/statm", most=1000).split()[0]) * os.sysconf("SC_PAGE_SIZE")

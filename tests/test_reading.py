@@ -1,0 +1,118 @@
+"""One way to read: every call that opens or parses a file outside of `reading/` is listed here, with its reason."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import glassengine
+
+SOURCE = Path(glassengine.__file__).parent
+
+PARSERS = {"json.load", "json.loads", "torch.load", "np.load", "numpy.load", "onnx.load", "pickle.load", "pickle.loads"}
+PARSERS |= {"safe_open", "load_file", "os.open", "gzip.open", "tarfile.open", "zipfile.ZipFile", "io.open"}
+PARSERS |= {"np.fromfile", "np.memmap", "np.genfromtxt", "yaml.load", "yaml.safe_load", "tomllib.load", "Image.open"}
+METHODS = {"read_text", "read_bytes", "ParseFromString"}
+"""Called on paths, and on messages of protobuf."""
+
+ROOM = "reading/"
+TEMPLATES = ("diagnose/repro_template.py", "diagnose/onnx_repro_template.py", "program/python_source.py")
+"""What users get is to run without this package: their own files, by the libraries they have."""
+
+REASONS: dict[str, dict[str, str]] = {
+    "backends/calibration.py": {"json.loads": "the table that ships", "read_text": "the table that ships"},
+    "backends/kernels.py": {"zipfile.ZipFile": "on a file that the room opened"},
+    "backends/onnx_network.py": {"onnx.load": "what ONNX Runtime wrote a moment ago, into a directory of ours"},
+    "backends/onnx_stored.py": {"ParseFromString": "bytes that the room read; protobuf bounds depth by itself"},
+    "cli/errors.py": {"os.open": "/dev/null"},
+    "diagnose/bisect_compiler.py": {"json.loads": "what our own child process printed"},
+    "diagnose/trial.py": {"json.load": "what our own parent process sent"},
+    "engine/image_prompts.py": {"Image.open": "on a file that the room opened"},
+    "engine/trust.py": {"os.open": "to make the key"},
+    "environment.py": {"read_text": "/proc/cpuinfo and /proc/meminfo of the kernel"},
+    "executable/profile.py": {
+        "gzip.open": "to write",
+        "json.loads": "what torch's profiler wrote a moment ago, into a directory of ours",
+        "read_bytes": "the same",
+    },
+    "program/archive.py": {"zipfile.ZipFile": "on a file that the room opened, and to write"},
+    "program/onnx/file.py": {"ParseFromString": "bytes that the room read; protobuf bounds depth by itself"},
+    "program/onnx/translate.py": {"ParseFromString": "definitions of operators that the package onnx holds"},
+    "program/program.py": {"read_bytes": "what was written a moment ago"},
+    "testing/quantized.py": {"json.loads": "what the test wrote", "read_text": "what the test wrote"},
+    "writing.py": {"os.open": "directories, to lock them and to write them out"},
+}
+"""File -> call -> why it is not one of the room's."""
+
+LEFT: dict[str, set[str]] = {}
+"""What remains to be moved into the room."""
+
+
+def called(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield (line, name) of every call that opens or parses something for reading."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        if name in PARSERS or name.split(".")[-1] in ("safe_open", "load_file"):
+            yield node.lineno, name
+        elif isinstance(node.func, ast.Name) and node.func.id == "open":
+            yield node.lineno, "open"
+        elif isinstance(node.func, ast.Attribute) and node.func.attr in METHODS:
+            yield node.lineno, node.func.attr
+        elif isinstance(node.func, ast.Attribute) and node.func.attr == "open" and reads(node):
+            yield node.lineno, ".open"
+
+
+def reads(call: ast.Call) -> bool:
+    """Whether a method `open` is given the mode of a file that is read, or encoding and no mode."""
+    mode = call.args[0] if call.args else next((k.value for k in call.keywords if k.arg == "mode"), None)
+    if isinstance(mode, ast.Constant) and isinstance(mode.value, str):
+        return not set(mode.value) & set("wxa")
+    return mode is None and (not call.args and (not call.keywords or call.keywords[0].arg == "encoding"))
+
+
+def outside() -> dict[str, dict[str, list[int]]]:
+    found: dict[str, dict[str, list[int]]] = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        name = path.relative_to(SOURCE).as_posix()
+        if name.startswith(ROOM) or name in TEMPLATES:
+            continue
+        for line, call in called(ast.parse(path.read_text(encoding="utf-8"))):
+            found.setdefault(name, {}).setdefault(call, []).append(line)
+    return found
+
+
+def test_s4_s6_s7_s11_nothing_is_opened_or_parsed_outside_of_the_room() -> None:
+    unexpected = {
+        f"{name}:{lines}": call
+        for name, calls in outside().items()
+        for call, lines in calls.items()
+        if call not in REASONS.get(name, {}) and call not in LEFT.get(name, set())
+    }
+    assert unexpected == {}, "open it by reading.files, parse it by reading.documents, or say here why not"
+
+
+def test_no_reason_outlives_its_call() -> None:
+    found = outside()
+    told = {(name, call) for table in (REASONS, LEFT) for name, calls in table.items() for call in calls}
+    assert {(name, call) for name, call in told if call not in found.get(name, {})} == set()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "json.loads(x)", "open(p)", "Path(p).open()", "p.open('rb')", "p.open(encoding='utf-8')", "p.read_text()",
+        "torch.load(p)", "safetensors.safe_open(p)", "model.ParseFromString(b)", "os.open(p, 0)", "zipfile.ZipFile(p)",
+    ],
+)  # fmt: skip
+def test_a_planted_call_is_found(line: str) -> None:
+    assert list(called(ast.parse(line)))
+
+
+@pytest.mark.parametrize("line", ["Recording.open(p)", "p.open('wb')", "p.open(mode='x')", "read_text(p, most=5)"])
+def test_what_reads_nothing_or_through_the_room_is_let_through(line: str) -> None:
+    assert not list(called(ast.parse(line)))
