@@ -31,7 +31,7 @@ from glassengine.errors import CorruptError, UsageError
 from glassengine.executable.cache_key import SCHEMA_VERSION, Parts, digest
 from glassengine.locations import local
 from glassengine.reading.documents import Size, parsed
-from glassengine.reading.files import read_bytes, shown
+from glassengine.reading.files import open_regular, read_bytes, shown
 from glassengine.writing import append
 
 _MANIFEST, _FILES, _USES = "manifest.json", "files", "uses"
@@ -263,7 +263,7 @@ def list_files(directory: Path) -> dict[str, tuple[int, str]]:
     found = {}
     for path in sorted(directory.rglob("*")):
         if path.is_file() and not path.is_symlink() and path.suffix != ".lock":
-            with path.open("rb") as file:
+            with open_regular(path, inside=path.parent) as file:
                 checksum = hashlib.file_digest(file, "sha256").hexdigest()
             found[path.relative_to(directory).as_posix()] = (path.stat().st_size, checksum)
     return found

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from glassengine.checksums import crc32
 from glassengine.errors import CorruptError
-from glassengine.reading.files import open_regular
+from glassengine.reading.tensors import open_safetensors
 from glassengine.recording.layout import STORED
 from glassengine.recording.shard import write_all
 from glassengine.recording.values import bytes_of, dtype_name, why_not
@@ -98,14 +97,9 @@ class TensorFile:
 
     def __init__(self, path: Path, *, inside: Path | None = None) -> None:
         self.path = path
-        # What opens it next would wait for a pipe, and follow a link.
-        open_regular(path, inside=inside).close()
-        try:
-            self._file = cast(Any, safe_open(path, framework="pt"))
-            self.keys = frozenset(self._file.keys())
-            self.metadata: dict[str, str] = dict(self._file.metadata() or {})
-        except (SafetensorError, OSError, RuntimeError) as error:  # what torch makes of a file that cannot be mapped
-            raise CorruptError(f"{path.name} cannot be read", got=f"{type(error).__name__}: {error}") from error
+        self._file = open_safetensors(path, inside=inside)
+        self.keys = frozenset(self._file.keys())
+        self.metadata: dict[str, str] = dict(self._file.metadata() or {})
 
     def read(self, key: str) -> Tensor:
         """Return a tensor as it is stored, mapped.

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from glassengine.errors import UsageError
+from glassengine.errors import CorruptError, UsageError
 from glassengine.locations import local
+from glassengine.reading.files import open_regular
 from glassengine.recording import layout, noise_floor
 from glassengine.recording.intact import require_open, require_there
 from glassengine.recording.shard import write_all
@@ -88,11 +89,11 @@ class Index:
 
 def _is_being_written(path: Path) -> bool:
     try:
-        with (path / layout.INDEX).open("rb") as index:
+        with open_regular(path / layout.INDEX, inside=path) as index:
             hold(index.fileno())
     except BlockingIOError:
         return True
-    except OSError:
+    except (OSError, CorruptError):
         return False
     return False
 

@@ -17,11 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from glassengine.checksums import crc32
 from glassengine.errors import CorruptError, GlassError
+from glassengine.reading.documents import parsed
+from glassengine.reading.files import open_regular
+from glassengine.reading.tensors import open_safetensors
 from glassengine.recording.layout import INDEX, Entry
 from glassengine.writing import aside, save_safetensors
 
@@ -114,7 +117,7 @@ def read_noise_floor(directory: Path) -> NoiseFloor | None:
     if not path.is_file() or path.is_symlink():
         return None
     try:
-        with safe_open(path, framework="pt") as file:
+        with open_safetensors(path, inside=directory) as file:
             metadata = dict(file.metadata() or {})
             if int(metadata["schema_version"]) > SCHEMA_VERSION:
                 raise CorruptError(
@@ -130,7 +133,9 @@ def read_noise_floor(directory: Path) -> NoiseFloor | None:
                     hint=f"remove {path}, or record again with --noise-floor",
                 )
             whole, power, slices = (file.get_tensor(name) for name in ("whole", "power", "slices"))
-            return NoiseFloor(dict(_floors(json.loads(metadata["tensors"]), whole, power, slices)), metadata["how"])
+            return NoiseFloor(
+                dict(_floors(parsed(metadata["tensors"], list[Any], path), whole, power, slices)), metadata["how"]
+            )
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError, RecursionError) as error:
         raise CorruptError("the noise floor of a recording is damaged", got=f"{path}: {error}") from error
 
@@ -148,7 +153,7 @@ def _floors(index: Any, whole: Tensor, power: Tensor, slices: Tensor) -> Iterato
 def _checksum(directory: Path) -> str:
     """Return what tells one recording from another: a checksum of its index."""
     value = 0
-    with (directory / INDEX).open("rb") as file:
+    with open_regular(directory / INDEX, inside=directory) as file:
         while block := file.read(1 << 20):
             value = crc32(block, value)
     return f"{value:08x}"

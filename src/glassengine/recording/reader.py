@@ -6,17 +6,18 @@ The directory may still be written to, or its writer may have been killed: what 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
 import torch
 from torch import Tensor
 
 from glassengine.checksums import crc32
 from glassengine.errors import CorruptError, UnknownNameError, UsageError
-from glassengine.reading.files import open_regular
+from glassengine.reading.documents import parsed
+from glassengine.reading.files import open_regular, read_bytes
 from glassengine.recording import layout
 from glassengine.recording.entries import Entries, Mapped
 from glassengine.recording.layout import Entry, LeftOut, Location
@@ -220,27 +221,18 @@ def _skipped(item: LeftOut) -> Skipped:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    with open_regular(path, inside=path.parent) as file:
-        text = file.read(layout.MAX_MANIFEST_BYTES + 1)
-    try:
-        if len(text) > layout.MAX_MANIFEST_BYTES:
-            raise ValueError("the file is too large")
-        manifest = json.loads(text)
-        version = manifest["schema_version"]
-        if isinstance(version, int) and version > layout.SCHEMA_VERSION:
-            raise CorruptError(
-                "the recording was written by a newer version of Glass Engine",
-                got=f"{path}: schema version {version}",
-                expected=f"at most {layout.SCHEMA_VERSION}",
-                hint="update Glass Engine",
-            )
-        wanted = {"schema_version": int, "state": str, "metadata": dict, "num_steps": int, "num_tensors": int}
-        for key, kind in wanted.items():
-            if not isinstance(manifest[key], kind):
-                raise ValueError(f"{key!r} is not {kind.__name__}")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CorruptError("the manifest of a recording is damaged", got=f"{path}: {error}") from error
-    return dict(manifest)
+    raw = read_bytes(path, most=layout.MAX_MANIFEST_BYTES, inside=path.parent)
+    # What users write into the metadata may hold NaN.
+    told: dict[str, Any] = {"what": "the manifest of a recording", "nonfinite": True}
+    parsed(raw, _Manifest, path, version=layout.SCHEMA_VERSION, **told)
+    return parsed(raw, dict[str, Any], path, **told)
+
+
+class _Manifest(msgspec.Struct):
+    state: str
+    metadata: dict[str, Any]
+    num_steps: int
+    num_tensors: int
 
 
 def _incomplete_because(manifest: dict[str, Any], contents: IndexContents) -> str | None:

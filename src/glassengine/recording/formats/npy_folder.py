@@ -10,17 +10,17 @@ as skipped.
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from glassengine.errors import CorruptError
-from glassengine.reading.files import open_regular
+from glassengine.reading.documents import read_document
 from glassengine.recording.formats.npy_file import describe, map_array
 from glassengine.recording.layout import STORED, Entry
 from glassengine.results import Skipped
@@ -106,19 +106,22 @@ def _listing(path: Path, where: dict[str, int], depth: int) -> Iterator[tuple[Pa
             yield item, where, "not an .npy file"
 
 
+class _ArrayName(msgspec.Struct):
+    name: str
+    dtype: str | None = None
+
+
+class _ArrayNames(msgspec.Struct):
+    files: dict[str, _ArrayName]
+
+
 def _names(folder: Path) -> dict[str, tuple[str, str]]:
     """Return what `npy-names.json` says, if it is there: stem of the files -> name of the tensor and its dtype."""
     if not (folder / _NAMES).exists():
         return {}
-    with open_regular(folder / _NAMES, inside=folder) as file:
-        text = file.read(_MAX_NAMES_BYTES + 1)
-    try:
-        document: Any = json.loads(text) if len(text) <= _MAX_NAMES_BYTES else None
-        if document["schema_version"] > 1:
-            raise CorruptError("written by a newer version", got=str(folder / _NAMES), expected="schema_version 1")
-        return {str(stem): (str(of["name"]), str(of.get("dtype"))) for stem, of in document["files"].items()}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CorruptError("the names of the arrays cannot be read", got=f"{folder / _NAMES}: {error!r}") from error
+    told: dict[str, Any] = {"what": "the list of names of the arrays", "version": 1}
+    document = read_document(folder / _NAMES, _ArrayNames, most=_MAX_NAMES_BYTES, inside=folder, **told)
+    return {stem: (of.name, str(of.dtype)) for stem, of in document.files.items()}
 
 
 def _ranks(places: list[dict[str, int]]) -> list[int]:

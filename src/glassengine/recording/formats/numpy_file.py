@@ -13,6 +13,7 @@ from torch import Tensor
 
 from glassengine.errors import CorruptError
 from glassengine.reading.arrays import read_header
+from glassengine.reading.files import open_regular
 from glassengine.recording.formats.npy_file import why_not
 from glassengine.recording.layout import Entry
 from glassengine.results import Skipped
@@ -40,7 +41,7 @@ class NumpyFile:
         entries: list[Entry] = []
         skipped: list[Skipped] = []
         try:
-            self._archive = zipfile.ZipFile(path)
+            self._archive = zipfile.ZipFile(open_regular(path))
             members = self._archive.infolist()
             if len(members) > _MAX_MEMBERS:
                 raise CorruptError("an .npz file has too many entries", got=f"{path}: {len(members)}")

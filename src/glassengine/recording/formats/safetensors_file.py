@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from glassengine.errors import CorruptError
+from glassengine.reading.tensors import open_safetensors
 from glassengine.recording.description import PAD_PREFIX
 from glassengine.recording.layout import STORED, Entry
 from glassengine.results import Skipped
@@ -29,7 +30,7 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = cast(Any, safe_open(path, framework="pt"))
+            self._file = open_safetensors(path)
             self.metadata: dict[str, Any] = dict(self._file.metadata() or {})
             entries: list[Entry] = []
             skipped: list[Skipped] = []
