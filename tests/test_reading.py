@@ -49,14 +49,14 @@ REASONS: dict[str, dict[str, str]] = {
     "executable/snapshot_meta.py": {"json.loads": "what was made a line above"},
     "recording/formats/export.py": {"zipfile.ZipFile": "to write"},
     "recording/formats/json_file.py": {
-        "json.loads": "what the room mapped, without its long texts, and bounded in items"
+        "json.loads": "what the room mapped, bounded in bytes and items"
     },
     "recording/formats/numpy_file.py": {"zipfile.ZipFile": "on a file that the room opened"},
-    "recording/moved.py": {"os.open": "a spool of this process"},
+    "recording/moved.py": {"os.open": "to write"},
     "recording/records.py": {
-        "json.loads": "frames of an index: bounded in size, checked field by field, a million a second"
+        "json.loads": "frames of an index, a million a second: bounded, each field checked"
     },
-    "recording/ring_file.py": {"os.open": "a ring of this user", "read_bytes": "/proc of the kernel"},
+    "recording/ring_file.py": {"os.open": "to make a ring", "read_bytes": "/proc of the kernel"},
     "testing/quantized.py": {"json.loads": "what the test wrote", "read_text": "what the test wrote"},
     "writing.py": {"os.open": "directories, to lock them and to write them out"},
 }
