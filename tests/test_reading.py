@@ -48,14 +48,10 @@ REASONS: dict[str, dict[str, str]] = {
     "executable/profile_token.py": {"os.open": "to make the token"},
     "executable/snapshot_meta.py": {"json.loads": "what was made a line above"},
     "recording/formats/export.py": {"zipfile.ZipFile": "to write"},
-    "recording/formats/json_file.py": {
-        "json.loads": "what the room mapped, bounded in bytes and items"
-    },
-    "recording/formats/numpy_file.py": {"zipfile.ZipFile": "on a file that the room opened"},
+    "recording/formats/json_file.py": {"json.loads": "what the room mapped, bounded in bytes and items"},
+    "recording/formats/numpy_file.py": {"zipfile.ZipFile": "on a file that the room has looked at"},
     "recording/moved.py": {"os.open": "to write"},
-    "recording/records.py": {
-        "json.loads": "frames of an index, a million a second: bounded, each field checked"
-    },
+    "recording/records.py": {"json.loads": "frames of an index, a million a second: bounded, each field checked"},
     "recording/ring_file.py": {"os.open": "to make a ring", "read_bytes": "/proc of the kernel"},
     "testing/quantized.py": {"json.loads": "what the test wrote", "read_text": "what the test wrote"},
     "writing.py": {"os.open": "directories, to lock them and to write them out"},

@@ -238,7 +238,7 @@ def test_a_full_disk_leaves_the_recording_as_it_was(tmp_path: Path, monkeypatch:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("glassengine.recording.noise_floor.save_file", full)
+    monkeypatch.setattr("glassengine.recording.noise_floor.save_safetensors", full)
     model, inputs = nn.Sequential(nn.Linear(2, 3)), {"input": torch.ones(1, 2)}
     with pytest.raises(GlassError, match="the recording is complete without it"):
         glass.record_target(model, tmp_path / "a", inputs=inputs, then=glass.measure_noise_floor)

@@ -117,7 +117,7 @@ def read_noise_floor(directory: Path) -> NoiseFloor | None:
     if not path.is_file() or path.is_symlink():
         return None
     try:
-        with open_safetensors(path, inside=directory) as file:
+        with _opened(path) as file:
             metadata = dict(file.metadata() or {})
             if int(metadata["schema_version"]) > SCHEMA_VERSION:
                 raise CorruptError(
@@ -138,6 +138,13 @@ def read_noise_floor(directory: Path) -> NoiseFloor | None:
             )
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError, RecursionError) as error:
         raise CorruptError("the noise floor of a recording is damaged", got=f"{path}: {error}") from error
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return open_safetensors(path, inside=path.parent)
+    except CorruptError as error:
+        raise CorruptError("the noise floor of a recording is damaged", got=error.got) from error
 
 
 def _floors(index: Any, whole: Tensor, power: Tensor, slices: Tensor) -> Iterator[tuple[Key, Floor]]:

@@ -41,7 +41,8 @@ class NumpyFile:
         entries: list[Entry] = []
         skipped: list[Skipped] = []
         try:
-            self._archive = zipfile.ZipFile(open_regular(path))
+            open_regular(path).close()
+            self._archive = zipfile.ZipFile(path)
             members = self._archive.infolist()
             if len(members) > _MAX_MEMBERS:
                 raise CorruptError("an .npz file has too many entries", got=f"{path}: {len(members)}")
