@@ -95,8 +95,8 @@ def show(path: Path) -> None:
 def memory(path: Path) -> float:
     """Return by how many MB opening makes a process larger that has loaded the modules."""
     code = (
-        "import resource, sys; from glassengine.recording.reader import Recording\n"
-        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3\n"
+        "import re, sys; from pathlib import Path; from glassengine.recording.reader import Recording\n"
+        "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1]) / 1e3\n"
         "before = peak(); Recording.open(sys.argv[1]); print(peak() - before)"
     )
     return float(subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True).stdout)

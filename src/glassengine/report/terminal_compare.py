@@ -57,7 +57,7 @@ def recording(rows: Iterable[tuple[int, int, str, Summary]], *, complete: bool, 
     """
     table = new_table("step", "rank", "site", "tensor", *_STATISTICS, "NaN", "Inf")
     for step, rank, site, found in rows:
-        table.add_row(str(step), str(rank), Text(site), *_cells(found))
+        table.add_row(str(step), str(rank), site, *_cells(found))
     return table if complete else Group(Text(f"incomplete: {reason}", style="yellow"), table)
 
 
@@ -152,13 +152,13 @@ def _statistics(pair: Pair, baseline: Summary, candidate: Summary) -> Renderable
     return Group(Text(title), table)
 
 
-def _cells(found: Summary) -> Iterator[Text]:
-    yield Text(f"{found.dtype}[{','.join(map(str, found.shape))}]")
+def _cells(found: Summary) -> Iterator[str]:
+    yield f"{found.dtype}[{','.join(map(str, found.shape))}]"
     for name in _STATISTICS:
         value = getattr(found, name)
-        yield Text("-" if value is None else number(value))
-    yield Text(str(found.num_nan))
-    yield Text(str(found.num_inf))
+        yield "-" if value is None else number(value)
+    yield str(found.num_nan)
+    yield str(found.num_inf)
 
 
 def notes(result: Comparison) -> Iterator[Text]:

@@ -51,7 +51,7 @@ def tree(rows: Iterable[Row], modules: Mapping[str, str]) -> RenderableType:
                     name = module.rpartition(".")[2] if module != ROOT else ROOT
                     kind = modules.get(module.partition("@")[0], "")
                     table.add_row(Text("  " * _depth(module) + f"{name} {kind}".rstrip(), style="bold"))
-            table.add_row(Text("  " * (_depth(path) + 1) + (rest or ":out")), *_cells(row))
+            table.add_row("  " * (_depth(path) + 1) + (rest or ":out"), *_cells(row))
         parts += [table, Text()]
     return Group(*parts[:-1])
 
@@ -118,24 +118,24 @@ def _depth(path: str) -> int:
     return len(_chain(path)) - 1
 
 
-def _cells(row: Row) -> list[Text]:
+def _cells(row: Row) -> list[str]:
     tensor = row.tensor
     if isinstance(tensor, Entry):
         found = row.summary
         if found is None:
-            return [Text(tensor.describe())]
+            return [tensor.describe()]
         numbers = [getattr(found, name) for name in _STATISTICS]
         return [
-            Text(tensor.describe()),
-            *(Text("-" if value is None else number(value)) for value in numbers),
-            Text(str(found.num_nan)),
-            Text(str(found.num_inf)),
+            tensor.describe(),
+            *("-" if value is None else number(value) for value in numbers),
+            str(found.num_nan),
+            str(found.num_inf),
         ]
     shape = "" if tensor.shape is None else f"[{','.join(map(str, tensor.shape))}]"
     light = tensor.statistics
-    cells = [Text("-")] * 6
+    cells = ["-"] * 6
     if light is not None:
-        low, high = (Text("-" if value is None else number(value)) for value in (light.min, light.max))
-        nonfinite = Text(f"{light.num_nonfinite} not finite" if light.num_nonfinite else "0")
-        cells = [low, Text("-"), high, Text("-"), nonfinite, Text("-")]
-    return [Text(f"{tensor.dtype or ''}{shape}"), *cells, Text(tensor.reason)]
+        low, high = ("-" if value is None else number(value) for value in (light.min, light.max))
+        nonfinite = f"{light.num_nonfinite} not finite" if light.num_nonfinite else "0"
+        cells = [low, "-", high, "-", nonfinite, "-"]
+    return [f"{tensor.dtype or ''}{shape}", *cells, tensor.reason]
