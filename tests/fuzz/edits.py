@@ -155,6 +155,8 @@ def _json(data: bytes, edit: Edit) -> bytes:
 
 
 def _child(holder: Any, key: Any) -> Any:
+    if not isinstance(holder, dict | list):
+        raise _LostError
     try:
         return holder[key]
     except (KeyError, IndexError, TypeError):
@@ -222,9 +224,10 @@ def _correct_checksums(folder: Path, before: dict[str, str]) -> None:
             value = json.loads(document.read_bytes())
             corrected = _corrected(value, changed)
             if isinstance(corrected, dict) and "checksum" in corrected:
-                rest = {key: item for key, item in corrected.items() if key != "checksum"}
+                # A seal is made with a key of the user's, which nobody else has.
+                rest = {key: item for key, item in corrected.items() if key not in ("checksum", "seal")}
                 own = hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-                corrected = {**rest, "checksum": own}
+                corrected = {**corrected, "checksum": own}
             if corrected != value:
                 document.write_text(json.dumps(corrected))
         except (ValueError, RecursionError, OSError):

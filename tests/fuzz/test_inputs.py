@@ -27,7 +27,6 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[campaign.Bench]:
     made.close()
 
 
-@pytest.mark.slow
 def test_what_was_found_is_not_found_again(bench: campaign.Bench) -> None:
     inputs = [campaign.Input(**json.loads(line)) for path in KEPT for line in path.read_text().splitlines()]
     assert len(inputs) > 10

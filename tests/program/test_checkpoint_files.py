@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from glassengine.errors import CorruptError, UsageError
 from glassengine.program import load_model
-from glassengine.program.checkpoint_files import read_tensors, weight_files
+from glassengine.program.checkpoint_files import read_tensors, require_plain_files, weight_files
 from glassengine.testing import models
 from glassengine.testing.quantized import save_quantized
 
@@ -88,4 +89,18 @@ def test_what_is_missing_or_damaged(tmp_path: Path) -> None:
         load_model(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(CorruptError, match=r"is damaged\n.*index.json"):
+        load_model(tmp_path)
+
+
+def test_s6_a_pipe_among_the_files_of_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    for name in ("config.json", "model-00001-of-00002.safetensors"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "model-00002-of-00002.safetensors").symlink_to(tmp_path / "config.json")
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    require_plain_files(tmp_path)
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match=r"model\.safetensors is no plain file"):
+        require_plain_files(tmp_path)
+    with pytest.raises(UsageError, match=r"model\.safetensors is no plain file"):
         load_model(tmp_path)

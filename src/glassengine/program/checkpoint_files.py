@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from glassengine.errors import CorruptError, UsageError
 from glassengine.reading.documents import read_document
+from glassengine.reading.files import shown
 from glassengine.reading.tensors import check_unfolded, open_safetensors, read_safetensors, read_torch
 
 _MAX_INDEX_BYTES = 64 << 20
@@ -65,6 +67,23 @@ def read_headers(files: Sequence[Path]) -> dict[str, str]:
             with open_safetensors(path) as file:
                 found |= file.metadata() or {}
     return found
+
+
+def require_plain_files(directory: Path) -> None:
+    """Refuse a checkpoint with a pipe or a device among its files, before a library waits for it for ever.
+
+    Raises:
+        UsageError: There is one. A link to a plain file is one, as in the hub's cache.
+    """
+    for path in sorted(directory.iterdir()):
+        if not path.is_dir() and path.exists():
+            mode = path.stat().st_mode
+            if not stat.S_ISREG(mode):
+                raise UsageError(
+                    f"{shown(directory)} is no checkpoint",
+                    got=f"{shown(path.name)} is no plain file",
+                    expected="a directory of plain files, or links to them",
+                )
 
 
 def _find(spec: str, name: str, revision: str) -> Path | None:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from glassengine.errors import CorruptError, GlassError, UnknownNameError, UsageError, nearest
 from glassengine.program import adapters, image_text
+from glassengine.program.checkpoint_files import require_plain_files
 from glassengine.program.factory import call_factory, is_factory, without_bars
 from glassengine.program.model_class import model_class_of, without_weights
 from glassengine.program.module_state import ModuleState
@@ -241,6 +242,7 @@ def _from_transformers(
         if not (path / "config.json").is_file():
             raise UsageError(f"{spec} is not a model directory", got="no config.json in it", expected=FORMS)
         _refuse_tensorrt_llm(spec, path)
+        require_plain_files(path)
     elif path.is_file():
         raise UsageError(f"a {path.suffix or 'plain'} file cannot be a MODEL", got=spec, expected=FORMS)
     elif not _HUB_ID.fullmatch(spec) or ("/" in spec and path.parent.is_dir()):
