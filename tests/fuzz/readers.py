@@ -60,11 +60,28 @@ class _Compiler:
         return lambda arguments: (arguments[0] * factor,)
 
 
+@contextlib.contextmanager
+def _cache_in(directory: Path) -> Iterator[None]:
+    names = ("GLASS_CACHE_DIR", "GLASS_CACHE_MAX_BYTES")
+    before = {name: os.environ.pop(name, None) for name in names}
+    os.environ["GLASS_CACHE_DIR"] = str(directory)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ |= {} if value is None else {name: value}
+
+
 def _compiled(directory: Path) -> Any:
+    with _cache_in(directory):
+        return _compiled_there()
+
+
+def _compiled_there() -> Any:
     from glassengine.executable.cache import compiled
     from glassengine.executable.graph import CapturedGraph, input_spec
 
-    os.environ["GLASS_CACHE_DIR"] = str(directory)
     graph = torch.fx.Graph()
     graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (graph.placeholder("x"), 2.0)),))
     spec = input_spec(torch.ones(2, 3), "x", "input")
@@ -89,8 +106,8 @@ def use_cache(here: Path, shared: Path) -> int:
 
 
 def examine_cache(here: Path, shared: Path) -> int:
-    os.environ["GLASS_CACHE_DIR"] = str(here / "it")
-    report = glass.examine_cache()
+    with _cache_in(here / "it"):
+        report = glass.examine_cache()
     json.dumps([str(report)], allow_nan=False)
     return 0
 
