@@ -25,6 +25,7 @@ from glassengine.program.archive import inert_archive
 from glassengine.program.causal_lm import KVLayout
 from glassengine.program.onnx.exported import TranslatedFile, translate_file, without_data
 from glassengine.program.onnx.file import OnnxFile, read_onnx
+from glassengine.program.raised import RAISED
 from glassengine.program.states import State
 from glassengine.program.tracing import fast_reading, without_collections
 from glassengine.reading.documents import Size, converted, damaged, read_document
@@ -329,6 +330,8 @@ def _stored_onnx(directory: Path) -> TranslatedFile:
         return translate_file(read_onnx(directory / ONNX_GRAPH, with_data=False))
     except UsageError as error:
         raise CorruptError(f"{ONNX_GRAPH} cannot be read", got=f"{error.what}: {error.got}") from error
+    except RAISED as error:
+        raise damaged(ONNX_GRAPH, directory, f"{type(error).__name__}: {error}") from error
 
 
 def load_program(directory: Path, weights: Mapping[str, torch.Tensor]) -> Program:

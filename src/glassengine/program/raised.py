@@ -18,6 +18,11 @@ _TORCH = str(Path(nn.__file__).parents[1])
 _STANDARD = sysconfig.get_paths()["stdlib"]
 _INSTALLED = "site-packages"
 
+RAISED: tuple[type[Exception], ...] = (ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError)
+RAISED += (RuntimeError, TypeError, ValueError)
+"""What the making of a graph raises, in torch and here, where a file says what cannot be: attributes that are missing
+or of another kind, branches that are not there, sizes that contradict each other."""
+
 
 def described(error: BaseException, *, installed: bool = True) -> str:
     """Return the class of an exception, the line of its message that says why, and where it was; see `source_of`."""

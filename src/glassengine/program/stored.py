@@ -8,13 +8,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from glassengine.errors import UnknownNameError, UsageError
+from glassengine.errors import CorruptError, GlassError, UnknownNameError, UsageError, first_line
 from glassengine.program.exported_file import read_exported
 from glassengine.program.onnx.file import is_onnx, read_onnx
 from glassengine.program.onnx.program import onnx_model, onnx_program
 from glassengine.program.program import Program
+from glassengine.program.raised import RAISED
+from glassengine.reading.files import shown
 
 ENDINGS = (".onnx", ".pt2")
+
+
+def not_a_program(path: Path, error: Exception) -> CorruptError:
+    """Return the error for a file whose description of a program makes no sense."""
+    return CorruptError(
+        f"{path.name} describes no program that can be made",
+        got=shown(f"{type(error).__name__}: {first_line(error)}")[:400],
+        hint="run with -v for the place; onnx.checker.check_model says more of an ONNX file",
+    )
 
 
 def is_stored(spec: Any) -> bool:
@@ -45,12 +56,17 @@ def read_stored(
         here = [str(p) for p in path.parent.glob("*") if is_stored(p)] if path.parent.is_dir() else []
         raise UnknownNameError("model file", str(path), here, hint="MODEL may be an ONNX file or a .pt2 program")
     module: nn.Module
-    if is_onnx(path):
-        file = read_onnx(path)
-        program = onnx_program(file)
-        module = onnx_model(file, program)
-    else:
-        module, program = read_exported(path)
+    try:
+        if is_onnx(path):
+            file = read_onnx(path)
+            program = onnx_program(file)
+            module = onnx_model(file, program)
+        else:
+            module, program = read_exported(path)
+    except GlassError:
+        raise
+    except RAISED as error:
+        raise not_a_program(path, error) from error
     weights = program.weights().values()
     floating = next((weight.dtype for weight in weights if weight.is_floating_point()), torch.float32)
     own = str(floating).removeprefix("torch.")

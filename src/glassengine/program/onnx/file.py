@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from glassengine.errors import BackendError, CorruptError, UsageError, first_line
+from glassengine.program.onnx.declared import check_declared
 from glassengine.program.onnx.results import return_tensors
 from glassengine.reading.files import open_regular, read_bytes
 
@@ -131,6 +132,7 @@ def read_onnx(path: str | Path, *, with_data: bool = True) -> OnnxFile:
         raise UsageError(
             f"{path} is no ONNX model", got="no graph with outputs and an opset", hint="a file of onnx.save"
         )
+    check_declared(model.graph, path)
     _free_sizes(model.graph)
     if with_data:
         model = _without_functions(model, path)

@@ -1,0 +1,41 @@
+"""What an ONNX graph says of its values, refused where no tensor of torch could be so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from glassengine.errors import CorruptError
+from glassengine.reading.files import shown
+
+if TYPE_CHECKING:
+    import onnx
+
+MAX_DIMENSIONS = 64
+MAX_ELEMENTS = 1 << 34
+"""Of a value whose sizes are known; far more than any forward reads or makes."""
+
+
+def check_declared(graph: onnx.GraphProto, path: Path) -> None:
+    """Refuse values of more dimensions or elements than a tensor has.
+
+    Raises:
+        CorruptError: Names the value.
+    """
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        sizes = [dim.dim_value for dim in value.type.tensor_type.shape.dim if dim.HasField("dim_value")]
+        _check(value.name, len(value.type.tensor_type.shape.dim), sizes, path)
+    for tensor in graph.initializer:
+        _check(tensor.name, len(tensor.dims), [], path)  # how much data it has is checked with the data
+
+
+def _check(name: str, dimensions: int, sizes: list[int], path: Path) -> None:
+    if dimensions > MAX_DIMENSIONS:
+        got, expected = f"{dimensions} dimensions", f"at most {MAX_DIMENSIONS}"
+        raise CorruptError(f"{path.name}: {shown(name)!r} is no tensor", got=got, expected=expected)
+    elements = 1
+    for size in sizes:
+        elements *= max(size, 1)
+        if elements > MAX_ELEMENTS:
+            got = f"sizes {', '.join(map(str, sizes))}"
+            raise CorruptError(f"{path.name}: {shown(name)!r} is larger than a tensor can be", got=got)
