@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -81,6 +82,11 @@ class Index:
             OSError: It was removed, or cut.
         """
         require_there(self._path, self._num_bytes)
+
+    @property
+    def has_name(self) -> bool:
+        """Whether the file is in some directory."""
+        return os.fstat(self._file.fileno()).st_nlink > 0
 
     def close(self) -> None:
         """Close the file."""

@@ -37,9 +37,9 @@ def require_there(path: Path, num_bytes: int) -> None:
         raise OSError(errno.EIO, "the file was cut since it was written", str(path))
 
 
-def safe_steps(directory: Path) -> str:
-    """Say how many steps of a recording can be read."""
-    count = 0
+def safe_steps(directory: Path, moved: int) -> str:
+    """Say how many steps of a recording can be read; `moved` where its directory has another name by now."""
+    count = 0 if directory.exists() else moved
     with contextlib.suppress(OSError, GlassError, ValueError):
         shards = ShardFiles(directory)
         with open_regular(directory / layout.INDEX, inside=directory) as index:

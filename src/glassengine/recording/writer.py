@@ -57,7 +57,6 @@ class RecordingWriter:
         self._next_shard = first_shard
         self._header_bytes = layout.HEADER_BYTES
         self._groups = Groups()
-        # What is written once about small tensors that may be seen in many steps.
         self.group = self._groups.of
         self._descriptions = Descriptions()
         self._described: set[int] = set()
@@ -392,7 +391,8 @@ class RecordingWriter:
 
     def _failed(self, error: OSError) -> UsageError:
         self._failure = reason_of(error, self.path)
-        hint = f"{safe_steps(self.path)}; free some space or record fewer sites or steps"
+        safe = safe_steps(self.path, self._num_steps * self._index.has_name)
+        hint = f"{safe}; free some space or record fewer sites or steps"
         return UsageError("the recording cannot be written", got=self._failure, hint=hint)
 
     def _manifest(self, state: str) -> bytes:
