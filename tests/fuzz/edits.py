@@ -59,7 +59,8 @@ def apply(folder: Path, edits: list[Edit]) -> None:
         if edit["op"] == "fs":
             _put(folder, path, edit["how"])
         elif path.is_file() and not path.is_symlink() and path.stat().st_size < _LARGEST:
-            with contextlib.suppress(_LostError):
+            # An earlier edit may have left something else there.
+            with contextlib.suppress(_LostError, TypeError, ValueError, LookupError):
                 path.write_bytes(_OPS[edit["op"]](path.read_bytes(), edit))
 
 

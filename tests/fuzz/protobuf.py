@@ -65,6 +65,8 @@ def changed(data: bytes, path: list[int], how: str, value: Any) -> bytes:
     message = fields(data)
     at, rest = path[0], path[1:]
     number, wire, old = message[at]
+    if rest and not isinstance(old, bytes):
+        raise IndexError("no message")
     if rest:
         message[at] = (number, wire, changed(old, rest, how, value))
     elif how == "delete":
