@@ -92,6 +92,8 @@ def _put(folder: Path, path: Path, how: str) -> None:
         moved = outside / path.parent.name
         if not moved.exists():
             path.parent.rename(moved)
+            for file in _files(moved):  # they count as read from now on only
+                os.utime(file, ns=(file.stat().st_mtime_ns,) * 2)
             path.parent.symlink_to(moved)
         return
     if how == "unreadable":

@@ -44,7 +44,8 @@ def open_safetensors(path: str | Path, *, inside: str | Path | None = None) -> A
     open_regular(path, inside=inside).close()
     try:
         return safe_open(path, framework="pt")
-    except (SafetensorError, OSError, ValueError, RuntimeError) as error:  # RuntimeError: it cannot be mapped
+    # The last two: it cannot be mapped.
+    except (SafetensorError, OSError, ValueError, RuntimeError, MemoryError) as error:
         raise CorruptError("not a safetensors file", got=f"{shown(path)}: {shown(str(error))[:400]}") from error
 
 
