@@ -59,3 +59,5 @@ def test_a_right_file_is_read_also_with_sizes_that_are_none(tmp_path: Path) -> N
 def test_s4_sizes_are_said(tmp_path: Path) -> None:
     with pytest.raises(CorruptError, match="'x' is larger than a tensor can be"):
         read_stored(model(size(1 << 40), tmp_path / "model.onnx"))
+    with pytest.raises(CorruptError, match="'x' is larger than a tensor can be"):
+        read_stored(model(size((1 << 31) - 1), tmp_path / "model.onnx"))

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 MAX_DIMENSIONS = 64
 MAX_ELEMENTS = 1 << 34
 """Of a value whose sizes are known; far more than any forward reads or makes."""
+MAX_INPUT_ELEMENTS = 1 << 27
+"""Of an input of fixed size: inputs are made up where none are given, a few at a time."""
 
 
 def check_declared(graph: onnx.GraphProto, path: Path) -> None:
@@ -22,20 +24,25 @@ def check_declared(graph: onnx.GraphProto, path: Path) -> None:
     Raises:
         CorruptError: Names the value.
     """
+    held = {tensor.name for tensor in graph.initializer}
     for value in (*graph.input, *graph.output, *graph.value_info):
         sizes = [dim.dim_value for dim in value.type.tensor_type.shape.dim if dim.HasField("dim_value")]
-        _check(value.name, len(value.type.tensor_type.shape.dim), sizes, path)
+        _check(value.name, len(value.type.tensor_type.shape.dim), sizes, path, MAX_ELEMENTS)
+    for value in graph.input:
+        sizes = [dim.dim_value for dim in value.type.tensor_type.shape.dim if dim.HasField("dim_value")]
+        if value.name not in held:  # older files list their weights as inputs, too
+            _check(value.name, 0, sizes, path, MAX_INPUT_ELEMENTS)
     for tensor in graph.initializer:
-        _check(tensor.name, len(tensor.dims), [], path)  # how much data it has is checked with the data
+        _check(tensor.name, len(tensor.dims), [], path, MAX_ELEMENTS)  # how much data it has is checked with the data
 
 
-def _check(name: str, dimensions: int, sizes: list[int], path: Path) -> None:
+def _check(name: str, dimensions: int, sizes: list[int], path: Path, most: int) -> None:
     if dimensions > MAX_DIMENSIONS:
         got, expected = f"{dimensions} dimensions", f"at most {MAX_DIMENSIONS}"
         raise CorruptError(f"{path.name}: {shown(name)!r} is no tensor", got=got, expected=expected)
     elements = 1
     for size in sizes:
         elements *= max(size, 1)
-        if elements > MAX_ELEMENTS:
+        if elements > most:
             got = f"sizes {', '.join(map(str, sizes))}"
             raise CorruptError(f"{path.name}: {shown(name)!r} is larger than a tensor can be", got=got)
