@@ -297,9 +297,12 @@ def encode(tokenizer: Any, prompts: Sequence[str], *, add_special_tokens: bool =
         add_special_tokens: False for text that has them already, as a chat template writes it.
 
     Raises:
-        UsageError: A prompt has no tokens at all.
+        UsageError: A prompt has no tokens at all, or the settings of the tokenizer are of a wrong kind.
     """
-    rows = [list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]) for text in prompts]
+    try:
+        rows = [list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]) for text in prompts]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UsageError("the tokenizer takes no prompt", got=f"{type(error).__name__}: {error}") from error
     for text, row in zip(prompts, rows, strict=True):
         if not row:
             raise UsageError("the prompt has no tokens", got=repr(text), hint="--input-text TEXT")
