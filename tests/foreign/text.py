@@ -176,16 +176,18 @@ PAIRS = [
                 ["model.layers.0.self_attn/*"], ["sign", "subtracted"], "a rotation the other way round has no hint"
             ),
             "scale": Mistake(["model.layers.0.input_layernorm/*"], ["sum in the place of mean", "scale"]),
-            "base": Mistake(
-                ["model.rotary_emb/*"], ["theta"], "frequencies of another base, read by another op, have no hint"
-            ),
+            # Frequencies of another base, read by another op, have no hint.
+            "base": Mistake(["model.rotary_emb/*"], ["theta"]),
             "halves": Mistake(["model.layers.1.self_attn*"], ["interleaved"]),
             "norms": Mistake(
                 ["model.layers.1.input_layernorm/*"],
                 ["input_layernorm.weight stands in the place of", "holds the weight of model.layers.1.input_layernorm"],
                 "the sum before the first of two exchanged norms is named",
             ),
-            "offset": Mistake(["model.layers.0.input_layernorm/*"], ["1 + input_layernorm.weight is multiplied"]),
+            "offset": Mistake(
+                ["model.layers.0.input_layernorm/*"],
+                ["1 + input_layernorm.weight is multiplied", "is the baseline's plus 1"],
+            ),
         },
         "84 %: with pairs of neighbors rotated the second attention is paired at the product below it",
     ),

@@ -100,9 +100,11 @@ def left_out(baseline: Program, side: Any, name: str) -> LeftOut | None:
     ours = _names([node for node in above if node.name == name or node.name not in constants[0]])
     # What goes in has taken the place of what comes out.
     is_its_input = target.name in {found[end.name] for end in ends}
-    region = [] if is_its_input else region_of(target, set(found.values()))[0]
+    region, their_ends = ([], []) if is_its_input else region_of(target, set(found.values()))
     made = origin_of(target, set(found.values()))
     theirs = _names([node for node in region if node in (target, made) or node.name not in constants[1]])
+    if _is_another(nodes[0][name], ours, theirs, {found[end]: end for end in found}, their_ends):
+        return None
     if Counter(ours) == Counter(theirs) or len(ours) == len(theirs) == 1 or max(len(ours), len(theirs)) > _MOST:
         return None
     text = f"the baseline has {_listed(ours)} here, the candidate {_listed(theirs)}"
@@ -111,6 +113,23 @@ def left_out(baseline: Program, side: Any, name: str) -> LeftOut | None:
     if is_one_sided and sum((missing or more).values()) > _MOST_ONE_SIDED:
         return None  # two tensors that have little to do with each other
     return LeftOut(text, is_one_sided)
+
+
+def _is_another(
+    node: Node, ours: Sequence[str], theirs: Sequence[str], partners: Mapping[str, str], ends: Sequence[Node]
+) -> bool:
+    """Whether a side that has no op here has one elsewhere: the pair is not one, and nothing is left out."""
+    if not ours:
+        return list(theirs) == [op_name(origin_of(node))]
+    if theirs or not ends:
+        return False
+    above = {node.name}
+    waiting = [node]
+    while waiting:
+        sources = [source for source in waiting.pop().all_input_nodes if source.name not in above]
+        above.update(source.name for source in sources)
+        waiting += sources
+    return not any(partners[end.name] in above for end in ends)
 
 
 def _counterparts(side: ProgramSide | EngineSide) -> Mapping[str, str]:

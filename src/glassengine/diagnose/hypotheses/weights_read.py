@@ -16,6 +16,7 @@ from glassengine.diagnose.hypotheses.hypothesis import Hypothesis
 from glassengine.diagnose.hypotheses.layouts import called, order_between
 from glassengine.diagnose.hypotheses.question import Question
 from glassengine.diagnose.hypotheses.trial import FAILS, Edit
+from glassengine.program.naming import op_name
 
 _MOST_LAYERS = 64
 _SAME = 2.0**-7
@@ -72,13 +73,16 @@ def _all_of_theirs(question: Question) -> list[tuple[str, torch.Tensor]]:
 
 
 def _made_of(ops: Sequence[Node], weights: Mapping[Node, str]) -> list[tuple[Node, str]]:
-    """Return the ops that make other values of weights alone, in order, with the name of the largest of these."""
+    """Return the ops that make other values of weights alone, in order, each as "op of" the largest of these."""
     found = dict(weights)
+    made = {}
     for op in ops:
         if op.all_input_nodes and all(source in found for source in op.all_input_nodes):
             largest = max(op.all_input_nodes, key=_elements)
             found[op] = found[largest]
-    return [(op, name) for op, name in found.items() if op not in weights and not passes_on(op)]
+            if not passes_on(op):
+                made[op] = f"{op_name(op).strip('_')} of {found[op]}"
+    return list(made.items())
 
 
 def _elements(node: Node) -> int:
