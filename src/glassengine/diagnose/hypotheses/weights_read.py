@@ -31,7 +31,11 @@ def weights(question: Question) -> Iterator[Hypothesis]:
     """
     trial = question.trial
     read = {node: question.label(node) for node in trial.inputs if node.name in question.weights}
-    ours = [(node, label) for node, label in _made_of(trial.ops, read) if isinstance(trial.values[node], torch.Tensor)]
+    ours = [
+        (node, label)
+        for node, label in _made_of(trial.ops, read)
+        if _joins(node) and isinstance(trial.values[node], torch.Tensor)
+    ]
     theirs = _all_of_theirs(question)
     others = _of_model(question)
     counted = []
@@ -67,22 +71,26 @@ def _all_of_theirs(question: Question) -> list[tuple[str, torch.Tensor]]:
             made[op] = target_of(op)(*pytree.tree_map(retarget, args), **pytree.tree_map(retarget, kwargs))
         except FAILS:
             continue
-        if isinstance(made[op], torch.Tensor) and made[op].is_floating_point():
+        if _joins(op) and isinstance(made[op], torch.Tensor) and made[op].is_floating_point():
             found.append((name, made[op]))
     return found
 
 
 def _made_of(ops: Sequence[Node], weights: Mapping[Node, str]) -> list[tuple[Node, str]]:
-    """Return the ops that make other values of weights alone, in order, each as "op of" the largest of these."""
+    """Return the ops that read weights alone, in order, each as "op of" the largest of these."""
     found = dict(weights)
-    made = {}
+    made = []
     for op in ops:
         if op.all_input_nodes and all(source in found for source in op.all_input_nodes):
             largest = max(op.all_input_nodes, key=_elements)
             found[op] = found[largest]
-            if not passes_on(op):
-                made[op] = f"{op_name(op).strip('_')} of {found[op]}"
-    return list(made.items())
+            made.append((op, f"{op_name(op).strip('_')} of {found[op]}"))
+    return made
+
+
+def _joins(op: Node) -> bool:
+    """Whether an op makes one weight of several; what it makes of one alone is told as what that op does."""
+    return len(op.all_input_nodes) > 1 and not passes_on(op)
 
 
 def _elements(node: Node) -> int:
@@ -192,7 +200,7 @@ def relation(
         theirs: float64, same shape.
         others: The baseline's other weights by name.
     """
-    there = name if own.endswith(name) else f"{own} (here {name})"
+    there = name if f".{own}".endswith(f".{name}") else f"{own} (here {name})"
     alike = ((n, t.detach().double()) for n, t in others.items() if n != name and t.shape == ours.shape)
     twin = next((n for n, tensor in alike if _is_same(tensor, theirs)), None)
     if twin is not None and (own.endswith(twin) or twin.endswith(own)):
