@@ -93,6 +93,10 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Workers must collect the same names: an address in one is another in each.
+    unstable = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if unstable:
+        raise pytest.UsageError(f"names of tests that differ from run to run: {', '.join(unstable[:3])}; give them ids")
     places = {ROOT / "tests" / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
     marked = [item for item in items if item.get_closest_marker("cuda")]
