@@ -343,7 +343,7 @@ def test_weights_outside_of_the_directory_are_not_read(built: Path, tmp_path: Pa
             if entry.key == "location":
                 entry.value = location
     (inside / "model.onnx").write_bytes(model.SerializeToString())
-    with pytest.raises(GlassError, match=r"(?i)external data"):
+    with pytest.raises(GlassError, match="outside of the directory"):
         load_executable("llama", lambda path: BACKEND.load(path, None), inside)
 
 
@@ -352,7 +352,7 @@ def test_damaged_files_are_errors(built: Path, tmp_path: Path, file: str) -> Non
     for path in built.iterdir():
         data = path.read_bytes()
         (tmp_path / path.name).write_bytes(data[: len(data) // 2] if path.name == file else data)
-    with pytest.raises(GlassError, match=r"loading 'llama' failed" if file != "io.json" else r"io.json cannot be read"):
+    with pytest.raises(GlassError, match=r"loading 'llama' failed|(model.onnx|io.json) is damaged|bytes"):
         load_executable("llama", lambda path: BACKEND.load(path, None), tmp_path)
 
 

@@ -197,7 +197,7 @@ def test_what_is_given_and_nothing_else_reaches_generate(
         return plain
 
     monkeypatch.setattr(engine, "generate", generate)
-    monkeypatch.setattr(glass, "load", lambda _: engine)
+    monkeypatch.setattr(glass, "load", lambda _, **trust: engine)
     assert run(*shlex.split(f"--engine_dir x {line}")) == 0
     always = {
         "input_ids",

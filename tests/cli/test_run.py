@@ -168,7 +168,7 @@ def test_synchronous(
 ) -> None:
     found = []
 
-    def keep(directory: str) -> Any:
+    def keep(directory: str, **_: bool) -> Any:
         found.append(load_once.__wrapped__(directory))
         return found[-1]
 
@@ -278,4 +278,4 @@ def test_half_written_engine(engine_directory: Path, tmp_path: Path, capsys: pyt
     copy = shutil.copytree(engine_directory, tmp_path / "e")
     (copy / "engine.json").write_text((copy / "engine.json").read_text()[:500])
     assert run(copy, "--input-text", "a") == 4
-    assert "engine.json cannot be read" in capsys.readouterr().err
+    assert "engine.json is damaged" in capsys.readouterr().err

@@ -55,7 +55,7 @@ def debug(program: Program, loaded: LoadedModel, tmp_path_factory: pytest.TempPa
 def loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading a stored program is what takes time here."""
 
-    def load(directory: Path) -> Engine:
+    def load(directory: Path, **_: bool) -> Engine:
         if directory not in LOADED:
             LOADED[directory] = glass.load(directory)
         return LOADED[directory]

@@ -244,8 +244,8 @@ def test_a_disk_that_fills_up_keeps_the_run_and_the_complete_steps(
 
 
 def test_what_torch_makes_of_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(value: Any, path: Path) -> None:
-        path.write_text("half")
+    def fail(value: Any, file: Any) -> None:
+        file.write(b"half")
         raise RuntimeError("[enforce fail at inline_container.cc:814] . PytorchStreamWriter failed writing file\nmore")
 
     monkeypatch.setattr(module.torch, "save", fail)
@@ -257,8 +257,8 @@ def test_what_torch_makes_of_a_full_disk(tmp_path: Path, monkeypatch: pytest.Mon
 def test_an_interrupt_leaves_no_half_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, 0)
 
-    def interrupt(value: Any, path: Path) -> None:
-        path.write_text("half")
+    def interrupt(value: Any, file: Any) -> None:
+        file.write(b"half")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(module.torch, "save", interrupt)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from glassengine.backends.onnx_stored import read_stored
+from glassengine.backends.onnx_stored import read_graph
 from glassengine.backends.protocol import Layer, Network, NetworkTensor
 from glassengine.program.program import Program
 
@@ -97,7 +97,7 @@ def list_network(path: Path, program: Program, runtime: str) -> Network:
         program: What was converted.
         runtime: What the file is given to.
     """
-    model = read_stored(path)
+    model = read_graph(path)
     # The layers of a file that was given to us as it is know nothing of nodes; their values do.
     values = program.onnx.values if program.onnx is not None else {}
     producers = {name: (node,) for node, name in values.items()}

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from glassengine.errors import CorruptError
 from glassengine.program.onnx.file import MAX_BYTES, check_tensors
 from glassengine.reading.documents import damaged
-from glassengine.reading.files import read_bytes
+from glassengine.reading.files import open_regular, read_bytes
 
 if TYPE_CHECKING:
     import onnx
 
 
-def read_stored(path: Path) -> onnx.ModelProto:
+def check_graph(directory: Path, name: str) -> None:
+    """Check the graph of an engine before a runtime opens it.
+
+    Running needs no onnx. Where it is not installed, every file beside the graph has to be a plain one, and that weights
+    lie in the same directory is what ONNX Runtime checks by itself.
+
+    Raises:
+        CorruptError: It is damaged, or something in the directory is no plain file.
+    """
+    if importlib.util.find_spec("onnx") is not None:
+        read_graph(directory / name)
+        return
+    for path in sorted(directory.rglob("*")):
+        if path.is_symlink() or not path.is_dir():
+            open_regular(path, inside=directory).close()
+
+
+def read_graph(path: Path) -> onnx.ModelProto:
     """Return the graph of an engine; weights that lie in other files are checked, and not read.
 
     Raises:

@@ -21,7 +21,7 @@ from glassengine.backends.io import read_io
 from glassengine.backends.onnx_backend import OnnxBackend
 from glassengine.backends.onnx_export import IN_PLACE_KEY, MODEL_FILE, OPSET
 from glassengine.backends.onnx_network import list_optimized
-from glassengine.backends.onnx_stored import read_stored
+from glassengine.backends.onnx_stored import check_graph
 from glassengine.backends.protocol import Capabilities, Network, Run
 from glassengine.errors import BackendError
 from glassengine.program.onnx.types import ELEMENT_TYPES
@@ -75,8 +75,8 @@ class _Session:
 
     def __init__(self, onnxruntime: Any, directory: Path) -> None:
         self._order = read_io(directory)
-        read_stored(directory / MODEL_FILE)
         _require_provider(onnxruntime, self._order.device)
+        check_graph(directory, MODEL_FILE)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         options.inter_op_num_threads = 1

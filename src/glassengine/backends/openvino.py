@@ -16,7 +16,7 @@ import torch
 from glassengine.backends.io import read_io
 from glassengine.backends.onnx_backend import OnnxBackend
 from glassengine.backends.onnx_export import IN_PLACE_KEY, MODEL_FILE, OPSET
-from glassengine.backends.onnx_stored import read_stored
+from glassengine.backends.onnx_stored import read_graph
 from glassengine.backends.protocol import Capabilities, Layer, Network, NetworkTensor, Run
 from glassengine.program.program import Program
 
@@ -160,4 +160,4 @@ def _running(directory: Path, given: Network) -> Network:
 
 
 def _metadata(model: Path) -> dict[str, str]:
-    return {item.key: item.value for item in read_stored(model).metadata_props}
+    return {item.key: item.value for item in read_graph(model).metadata_props}
