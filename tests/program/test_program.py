@@ -128,7 +128,7 @@ def test_a_damaged_graph(saved: tuple[Program, Path], damage: Callable[[bytes], 
 def test_a_missing_file(saved: tuple[Program, Path]) -> None:
     program, directory = saved
     (directory / "program.pt2").unlink()
-    with pytest.raises(CorruptError, match=r"program.pt2 cannot be read"):
+    with pytest.raises(CorruptError, match=r"cannot be read\n.*program.pt2"):
         load_program(directory, weights_of(program))
     (directory / "program.json").unlink()
     with pytest.raises(CorruptError, match=r"program.json"):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def check_graph(directory: Path, name: str) -> None:
     """Check the graph of an engine before a runtime opens it.
 
-    Running needs no onnx. Where it is not installed, every file beside the graph has to be a plain one, and that weights
+    Running needs no onnx. Without it every file beside the graph has to be a plain one, and that weights
     lie in the same directory is what ONNX Runtime checks by itself.
 
     Raises:

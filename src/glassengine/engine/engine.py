@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -382,15 +382,19 @@ def load(
     if isinstance(backend, NamingKernels):
         kernels = backend.kernels
         sites = names["sites"]
-        spans.name_kernels(executable.name, lambda: _kernel_sites(kernels(path / files.MAIN), sites))
+        spans.name_kernels(executable.name, lambda: _kernel_sites(kernels, path / files.MAIN, sites))
     return engine
 
 
-def _kernel_sites(kernels: Iterable[tuple[str, tuple[str, ...]]], sites: SiteTable) -> list[tuple[str, str]]:
-    """Return (kernel, site of the last node that it computes), for a profile."""
+def _kernel_sites(
+    kernels: Callable[[Path], Iterable[tuple[str, tuple[str, ...]]]], directory: Path, sites: SiteTable
+) -> list[tuple[str, str]]:
+    """Return (kernel, site of the last node that it computes), for a profile; none where the engine is gone by then."""
+    if not directory.exists():
+        return []
     order = {node: number for number, node in enumerate(sites.by_node)}
     named = []
-    for kernel, nodes in kernels:
+    for kernel, nodes in kernels(directory):
         last = max((node for node in nodes if node in order), key=order.__getitem__, default=None)
         named.append((kernel, kernel if last is None else sites.by_node[last][0].name))
     return named
