@@ -32,6 +32,8 @@ FENCE = re.compile(
     r"(?:<!-- (?P<mark>[^\n]*?) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$|^<!-- check\n(?P<check>.*?)^-->$",
     re.DOTALL | re.MULTILINE,
 )
+# What torch says of the machine when its build has CUDA and the machine has not.
+OF_THE_MACHINE = re.compile(r"^W\d{4} .*\] No CUDA runtime is found, .*\n", re.MULTILINE)
 NUMBER = re.compile(r"(?<![\w./])-?\d[\d,.]*(?:e[+-]?\d+)?(?!\w)%?")
 
 
@@ -100,7 +102,7 @@ class Runner:
             command = ["bash", "-c", text]
             done = subprocess.run(command, capture_output=True, text=True, check=False, env=self.environ | variables)
             self.status = done.returncode
-            return done.stdout + done.stderr
+            return done.stdout + OF_THE_MACHINE.sub("", done.stderr)
         stream = io.StringIO()
         # The reader's command is a process of its own, to which no Python block has said how tensors are printed.
         torch.set_printoptions(profile="default")
