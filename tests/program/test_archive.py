@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from glassengine.errors import CorruptError
-from glassengine.program import archive
+from glassengine.program import archive, inert
 from glassengine.program.export import export_module
 from glassengine.program.program import load_graph, load_program, save_program
 
@@ -186,7 +186,7 @@ def test_a_large_archive_is_not_unpacked(stored: Path, monkeypatch: pytest.Monke
     ],
 )
 def test_sizes_are_expressions(text: str) -> None:
-    assert archive._is_expression(text)
+    assert inert.is_expression(text)
 
 
 @pytest.mark.parametrize(
@@ -204,4 +204,4 @@ def test_sizes_are_expressions(text: str) -> None:
     ],
 )
 def test_code_is_no_expression(text: str) -> None:
-    assert not archive._is_expression(text)
+    assert not inert.is_expression(text)

@@ -1,9 +1,8 @@
 """Whether a stored program can be read without running code.
 
-`torch.export.load` unpickles weights, constants and example inputs where the archive asks for it, hands size
-expressions to a parser that evaluates Python, and looks operators up by dotted names. What `save_program` writes needs
-none of that, so an archive that goes beyond it is refused before torch sees it; so is one in which a value has a name
-that is none, because torch executes the source of a graph.
+`torch.export.load` unpickles weights, constants and example inputs where the archive asks for it, and follows the names
+in the description of a graph (`program.inert`). What `save_program` writes needs none of that, so an archive that goes
+beyond it is refused before torch sees it.
 """
 
 from __future__ import annotations
@@ -12,13 +11,14 @@ import io
 import json
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from glassengine.errors import CorruptError, GlassError
+from glassengine.program.inert import problems
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import open_regular
 from glassengine.reading.tensors import check_unfolded, read_torch
@@ -49,12 +49,6 @@ _OTHERS = re.compile(
     r"data/weights/weight_\d+|data/constants/tensor_\d+|archive_(format|version)|\.data/(version|serialization_id)"
     r"|\.format_version|\.storage_alignment|byteorder|version"
 )
-_OPERATOR = re.compile(r"torch\.ops\.\w+\.\w+(\.\w+)?|torch\.sym_\w+|_operator\.\w+|math\.\w+")
-_NAMES = re.compile(
-    r"[A-Z][A-Za-z]*|[suz]+\d+|floor|ceiling|positive|nonnegative|integer|real|precision|True|False|None|and|or|not|evaluate"
-)
-_VALUE = re.compile(r"([A-Za-z_]\w*)?", re.ASCII)
-_EXPRESSION = re.compile(r"[\w\s+\-*/%(),.<>=!&|~]*")
 
 
 def inert_archive(path: Path, *, has_weights: bool = False) -> io.BytesIO:
@@ -103,7 +97,7 @@ def inert_archive(path: Path, *, has_weights: bool = False) -> io.BytesIO:
         raise
     except Exception as error:
         raise CorruptError(f"{path.name} cannot be read", got=f"{type(error).__name__}: {error}") from error
-    for problem in _problems(model):
+    for problem in problems(model):
         raise _refusal(path, problem)
     return _rewritten(files)
 
@@ -122,36 +116,4 @@ def _refusal(path: Path, found: str) -> CorruptError:
         f"{path.name} is no stored program",
         got=found,
         expected="a graph, names and tensors, as torch.export.save and glass build write",
-    )
-
-
-def _problems(model: Any) -> Iterator[str]:
-    """Yield what in the description of a graph is looked up or evaluated, and is neither an operator nor a size."""
-    waiting = [model]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, list):
-            waiting += value
-        elif isinstance(value, dict):
-            waiting += value.values()
-            if "target" in value and "inputs" in value and not _OPERATOR.fullmatch(str(value["target"])):
-                yield f"an operator {value['target']!r}"
-            if "expr_str" in value and not _is_expression(str(value["expr_str"])):
-                yield f"a size {value['expr_str'][:80]!r}"
-            for key in ("name", "as_name"):
-                # Torch writes names into the source of a function, which it executes.
-                if isinstance(value.get(key), str) and not _VALUE.fullmatch(value[key]):
-                    yield f"a value called {value[key][:80]!r}"
-            if value.get("guards_code"):
-                yield "guards, which are code"
-
-
-def _is_expression(text: str) -> bool:
-    """Whether `text` is arithmetic on sizes: no strings but symbols and numbers, no attributes, no other names."""
-    unquoted = re.sub(r"'([suz]+\d+)'", r"\1", text)
-    unquoted = re.sub(r"'-?\d+(\.\d+)?(e[+-]?\d+)?'", "0", unquoted)
-    return (
-        _EXPRESSION.fullmatch(unquoted) is not None
-        and re.search(r"\.\s*[A-Za-z_]|__", unquoted) is None
-        and all(_NAMES.fullmatch(name) for name in re.findall(r"[A-Za-z_]\w*", unquoted))
     )

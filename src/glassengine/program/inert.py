@@ -1,0 +1,230 @@
+"""What the description of a stored program may name, so that reading and running it reaches nothing but tensors.
+
+`torch.export.load` finds operators by dotted names, and takes any callable on the way there; it imports what the
+description of nested arguments names as an enumeration or a factory; and it writes names into the source of a function,
+which it executes. What is let through is listed here, by position.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import enum
+import json
+import keyword
+import math
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket, _OpNamespace
+
+_OPERATOR = re.compile(r"torch\.ops\.(\w+)\.(\w+)(?:\.(\w+))?", re.ASCII)
+_NUMBERS = re.compile(
+    r"torch\.sym_\w+|math\.\w+|_operator\.(getitem|add|mul|sub|truediv|floordiv|mod|pow|neg|pos|abs|ge|le|gt|lt|eq|ne|and_"
+    r"|or_|xor|not_|inv|invert|lshift|rshift)",
+    re.ASCII,
+)
+# Operators that are given other operators, graphs and tensors, and do nothing else than call them on each other.
+_HIGHER_ORDER = re.compile(
+    r"_export_tracepoint|associative_scan|auto_functionalized(_v2)?|autograd_function_apply|cond|flex_attention(_backward)?"
+    r"|foreach_map|graphsafe_run_with_rng_state|hints_wrapper|invoke_quant(_packed)?|invoke_subgraph|local_map_hop"
+    r"|map(_impl)?|out_dtype|run_and_save_rng_state|run_const_graph|run_dtensor_rng_op|run_with_rng_state|scan"
+    r"|strict_mode|tag_activation_checkpoint|while_loop(_stack_output)?|with_effects"
+    r"|wrap(_activation_checkpoint|_with_autocast|_with_set_grad_enabled)?"
+)
+# They open files by name, or write to the terminal.
+_REACHING_OUT = frozenset({"aten::from_file", "aten::save", "aten::_print", "aten::warn", "debugprims::load_tensor"})
+# Torch's own operators that take text take an equation, a mode or a message, with the exceptions above. Those of other
+# libraries may take the name of a file.
+_OF_TORCH = re.compile(
+    r"aten|prims?|_?quantized|quantized_decomposed|onednn|mkldnn(_prepacked)?|sparse|inductor(_prims)?|rngprims|export"
+    r"|c10d|_c10d_functional(_autograd)?|symm_mem|_dtensor"
+)
+_NAMES = re.compile(
+    r"[A-Z][A-Za-z]*|[suz]+\d+|floor|ceiling|positive|nonnegative|integer|real|precision|True|False|None|and|or|not|evaluate"
+)
+_VALUE = re.compile(r"([A-Za-z_]\w*)?", re.ASCII)
+_EXPRESSION = re.compile(r"[\w\s+\-*/%(),.<>=!&|~]*")
+# A name of a weight is written between quotes.
+_QUOTED = re.compile(r"[^\"'\\\x00-\x1f\x7f-\x9f]*")
+_WEIGHTS = ("parameter_name", "buffer_name", "tensor_constant_name", "custom_obj_name", "fqn")
+_MAX_EXPONENT = 64
+_FACTORIES = ("list", "dict", "set", "tuple", "int", "float", "str", "bool")
+
+
+def problems(model: Any) -> Iterator[str]:
+    """Yield what in the description of a graph is looked up, imported or evaluated, and is not what it should be."""
+    waiting = [model]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, list):
+            waiting += value
+        elif isinstance(value, dict):
+            waiting += value.values()
+            yield from _problems_of(value)
+
+
+def _problems_of(value: dict[str, Any]) -> Iterator[str]:
+    if "target" in value and "inputs" in value:
+        yield from _operator_problems(str(value["target"]), value["inputs"])
+    if "as_operator" in value:
+        yield from _operator_problems(str(value["as_operator"]), None)
+    if "expr_str" in value and not is_expression(str(value["expr_str"])):
+        yield f"a size {value['expr_str'][:80]!r}"
+    for key in ("name", "as_name"):
+        # Torch writes names into the source of a function, which it executes.
+        if isinstance(value.get(key), str) and not _VALUE.fullmatch(value[key]):
+            yield f"a value called {value[key][:80]!r}"
+    for name in value.get("forward_arg_names") or ():
+        if not _is_argument(name):
+            yield f"an argument called {str(name)[:80]!r}"
+    for key in _WEIGHTS:
+        if isinstance(value.get(key), str) and not _QUOTED.fullmatch(value[key]):
+            yield f"a weight called {value[key][:80]!r}"
+    for key in ("in_spec", "out_spec"):
+        if isinstance(value.get(key), str) and value[key]:
+            yield from _tree_problems(value[key])
+    if value.get("guards_code"):
+        yield "guards, which are code"
+
+
+def _operator_problems(target: str, inputs: Any) -> Iterator[str]:
+    if _NUMBERS.fullmatch(target):
+        return
+    match = _OPERATOR.fullmatch(target)
+    if match is None or not _is_harmless(*match.groups()):
+        yield f"an operator {target[:80]!r}"
+    elif match[1] != "higher_order" and _OF_TORCH.fullmatch(match[1]) is None:
+        for text in _texts(inputs):
+            if not text.isidentifier():
+                yield f"an operator of a library, {target[:80]!r}, that is given the text {text[:80]!r}"
+
+
+def _is_harmless(library: str, name: str, overload: str | None) -> bool:
+    """Whether this is the name of an operator that reaches nothing, or of nothing, which torch refuses."""
+    if f"{library}::{name}" in _REACHING_OUT:
+        return False
+    if library == "higher_order":
+        return overload is None and _HIGHER_ORDER.fullmatch(name) is not None
+    namespace = getattr(torch.ops, library)
+    if not isinstance(namespace, _OpNamespace):  # a method: `load_library`
+        return False
+    packet = getattr(namespace, name, None)
+    if packet is None:
+        return True
+    return isinstance(packet, OpOverloadPacket) and isinstance(getattr(packet, overload or "", None), OpOverload)
+
+
+def _texts(inputs: Any) -> Iterator[str]:
+    """Yield the texts among the arguments of an operator."""
+    waiting = [inputs]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, list):
+            waiting += value
+        elif isinstance(value, dict):
+            waiting += value.values()
+            for text in (value.get("as_string"), *(value.get("as_strings") or ())):
+                if isinstance(text, str):
+                    yield text
+
+
+def _is_argument(name: Any) -> bool:
+    return isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
+
+
+def _tree_problems(text: str) -> Iterator[str]:
+    """Yield what in the description of nested arguments is imported, or is no name of a keyword."""
+    try:
+        _, top = json.loads(text)
+        waiting: list[Any] = [top]
+        while waiting:
+            spec = waiting.pop()
+            waiting += spec["children_spec"]
+            yield from _context_problems(spec["context"])
+        children = top["children_spec"]
+        if len(children) == 2 and children[1]["type"] == "builtins.dict":
+            names = children[1]["context"]
+            for name in json.loads(names) if isinstance(names, str) else names or ():
+                if not _is_argument(name):
+                    yield f"an argument called {str(name)[:80]!r}"
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        yield f"nested arguments {text[:80]!r}: {type(error).__name__}"
+
+
+def _context_problems(context: Any) -> Iterator[str]:
+    waiting = [context]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str) and value[:1] in ("[", "{", '"'):
+            try:
+                waiting.append(json.loads(value))
+            except ValueError:
+                continue  # the name of something
+        elif isinstance(value, list):
+            waiting += value
+        elif isinstance(value, dict):
+            waiting += value.values()
+            if "__enum__" in value and not _is_enumeration(value):
+                yield f"a key {value.get('fqn')!r} that is imported"
+            if "default_factory_module" in value and not _is_factory(value):
+                yield f"a factory {value.get('default_factory_name')!r} that is imported"
+
+
+def _is_enumeration(value: dict[str, Any]) -> bool:
+    """Whether a key is a member of an enumeration that is there: nothing is imported for it, and nothing called."""
+    module, _, path = str(value.get("fqn")).partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = vars(found).get(part) if found is not None and hasattr(found, "__dict__") else None
+    return isinstance(found, enum.EnumMeta) and value.get("name") in found.__members__
+
+
+def _is_factory(value: dict[str, Any]) -> bool:
+    name = value.get("default_factory_name")
+    return value.get("default_factory_module") == builtins.__name__ and name in _FACTORIES
+
+
+def is_expression(text: str) -> bool:
+    """Whether `text` is arithmetic on sizes: no strings but symbols and numbers, no attributes, no other names."""
+    unquoted = re.sub(r"'([suz]+\d+)'", r"\1", text)
+    unquoted = re.sub(r"'-?\d+(\.\d+)?(e[+-]?\d+)?'", "0", unquoted)
+    return (
+        _EXPRESSION.fullmatch(unquoted) is not None
+        and re.search(r"\.\s*[A-Za-z_]|__", unquoted) is None
+        and all(_NAMES.fullmatch(name) for name in re.findall(r"[A-Za-z_]\w*", unquoted))
+        and _ends_soon(unquoted)
+    )
+
+
+def _ends_soon(text: str) -> bool:
+    """Whether powers stay small: 9**9**9 has 370 million digits, all of which are computed."""
+    if "**" not in text and "Pow" not in text:
+        return True
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    product = 1
+    for node in ast.walk(tree):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+            exponent: ast.expr = node.right
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and "Pow" in node.func.id:
+            exponent = node.args[-1] if node.args else node
+        else:
+            continue
+        values = [part.value for part in ast.walk(exponent) if isinstance(part, ast.Constant)]
+        numbers = [abs(value) for value in values if isinstance(value, int | float)]
+        if len(numbers) < len(values) or max(numbers, default=math.inf) > _MAX_EXPONENT or _is_nested(exponent):
+            return False
+        product *= math.ceil(max(numbers)) or 1
+    return product <= _MAX_EXPONENT
+
+
+def _is_nested(exponent: ast.expr) -> bool:
+    """Whether an exponent is more than a number, which may stand in the call of a type."""
+    parts = ast.walk(exponent)
+    return any(isinstance(part, ast.BinOp) or getattr(part, "id", "").startswith("Pow") for part in parts)
