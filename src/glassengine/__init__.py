@@ -164,7 +164,12 @@ def _tell_of_nothing() -> None:
     # A command runs what it runs; only with a script it is the user's own code that may have run nothing.
     is_users = "glassengine.cli.main" not in loaded or "glassengine.capture.run_script" in loaded
     # Without torch there was nothing to run, and what takes long to import is not imported for this.
-    if is_users and "torch" in loaded:
+    if not is_users or "torch" not in loaded:
+        return
+    from glassengine.environment import snapshot_request
+
+    # What reads the request imports half of torch, which takes seconds.
+    if snapshot_request() is not None:
         from glassengine.executable.snapshot_environment import tell_of_nothing
 
         tell_of_nothing()

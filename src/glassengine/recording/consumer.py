@@ -42,6 +42,7 @@ class Consumer:
         has_ended: Whether a step has ended since the thread looked.
         woken: When it looked last.
         moved: Notes what leaves the ring before its step has ended.
+        keeps: Whether what could not be written stays in the ring, from which it can be recovered.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Consumer:
         self.failure: Exception | None = None
         self.has_ended = False
         self.woken = 0.0
+        self.keeps = False
         self.moved = MovedLog(writer.path, ring, notes)
         self._path = writer.path
         self._writer = writer
@@ -146,7 +148,9 @@ class Consumer:
             if self.failure is None:
                 shard, size = self._writer.place
                 self.moved.note_piece(piece.position, piece.num_bytes, shard, size - piece.num_bytes)
-            self._ring.release(piece.position + piece.num_bytes)
+                self._ring.release(piece.position + piece.num_bytes)
+            elif not self.keeps:
+                self._ring.release(piece.position + piece.num_bytes)
 
     def _flush(self) -> None:
         """Write what waits and give back its slots."""
@@ -157,13 +161,29 @@ class Consumer:
         unflushed, self._unflushed = self._unflushed, []
         if self.failure is None:
             self.moved.note(unflushed, self._writer.open_steps)
+        if self.keeps:
+            return
         self._ring.release(self._end)
         self._notes.release(self._notes_end)
 
     def _fail(self, error: Exception) -> None:
         if self.failure is None:
+            # Before the failure is seen: what a full disk has no room for is in the ring still.
+            self.keeps = self._writer.failure is not None and self._ring.file is not None
             self.failure = error
-            if self._ring.file is not None:
-                # What was given back without having been written is not to be recovered.
-                self._ring.file.stop()
+            if not self.keeps:
+                self._stop_ring()
             _log.warning("recording into %s has stopped, the model goes on: %s", self._path, error)
+
+    def let_go(self) -> None:
+        """Give all of the ring back after a failure: the model waits for room, and comes before what is in it."""
+        if self.keeps:
+            self.keeps = False
+            self._stop_ring()
+            self._ring.release_all()
+            self._notes.release_all()
+
+    def _stop_ring(self) -> None:
+        if self._ring.file is not None:
+            # What was given back without having been written is not to be recovered.
+            self._ring.file.stop()

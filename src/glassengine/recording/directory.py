@@ -37,7 +37,7 @@ def make_directory(path: Path, overwrite: bool) -> None:
         names = [item.name for item in path.iterdir()]
         if not names:
             return
-        if layout.MANIFEST not in names:
+        if layout.MANIFEST not in names and not all(map(_is_ours, names)):
             raise UsageError("the output directory holds other files", got=str(path), hint="name a new or empty one")
         if not overwrite:
             raise UsageError("the recording exists already", got=str(path), hint="replace it with --overwrite")
@@ -72,7 +72,14 @@ class Index:
             OSError: They cannot be written, or what was written before is gone.
         """
         require_open(self._file.fileno(), self._num_bytes, self._path)
-        write_all(self._file, frames)
+        try:
+            write_all(self._file, frames)
+        except OSError:
+            # What comes behind half a record is not read.
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._num_bytes)
+                self._file.seek(self._num_bytes)
+            raise
         self._num_bytes += sum(map(len, frames))
 
     def require(self) -> None:
@@ -91,6 +98,23 @@ class Index:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def begun(directory: Path, manifest: bytes) -> Index:
+    """Make the index and the manifest of a recording that begins; neither is there where that fails.
+
+    Raises:
+        OSError: They cannot be written.
+    """
+    index = Index(directory)
+    try:
+        save_manifest(directory, manifest)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            index.close()
+            (directory / layout.INDEX).unlink()
+        raise
+    return index
 
 
 def _is_being_written(path: Path) -> bool:
@@ -132,8 +156,13 @@ def manifest_of(
 def save_manifest(path: Path, manifest: bytes) -> None:
     """Replace the manifest of the recording at `path` as a whole."""
     aside = path / f"{layout.MANIFEST}.tmp"
-    aside.write_bytes(manifest)
-    aside.replace(path / layout.MANIFEST)
+    try:
+        aside.write_bytes(manifest)
+        aside.replace(path / layout.MANIFEST)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise
 
 
 def reason_of(error: OSError, path: Path) -> str:

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from glassengine.errors import GlassError
+from glassengine.errors import GlassError, UsageError
 from glassengine.reading.files import open_regular, read_open
 from glassengine.recording import layout, moved
-from glassengine.recording.journaled import Journaled
+from glassengine.recording.journaled import Journaled, JournaledStep
 from glassengine.recording.records import append_tokens
 from glassengine.recording.recovery import IndexContents, read_index
 from glassengine.recording.replayed import Replay
@@ -30,6 +30,11 @@ from glassengine.writing import hold
 
 _MAX_MOVED_BYTES = 1 << 30
 _PARTIAL = f"{layout.RECOVERED}.part"
+
+# Of no shard that the index names, also not of one that is gone.
+_FIRST_SHARD = (layout.MAX_SHARD_NUMBER + 1) // 2
+
+_Frame = tuple[int, int, bytes]
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +78,7 @@ def recovered(directory: Path) -> Recovered | None:
         with open_regular(directory / layout.RING, inside=directory) as file:
             ring = LeftRing.read(file)
             if ring is None or ring.is_stopped:
-                return None
+                return Recovered(there) if (there / layout.MANIFEST).is_file() else None
             with _index(directory) as is_held:
                 if not _has_ended(ring, is_held=is_held, directory=directory):
                     return None
@@ -96,7 +101,29 @@ def _index(directory: Path) -> Iterator[bool]:
             yield False
 
 
+def num_left(directory: Path) -> int:
+    """Return how many steps only the ring of a recording holds."""
+    try:
+        with open_regular(directory / layout.RING, inside=directory) as file:
+            ring = LeftRing.read(file)
+            return 0 if ring is None else len(_missing(directory, ring, ShardFiles(directory))[0])
+    except (GlassError, OSError, ValueError) as error:
+        _log.warning("steps that only the ring of %s holds cannot be told: %s", directory, error)
+        return 0
+
+
+def with_left(error: Exception, num_steps: int) -> Exception:
+    """Return an error that says, too, how many steps are in the ring."""
+    if not num_steps or not isinstance(error, UsageError):
+        return error
+    said = f"in {layout.RING}: {num_steps} more, recovered when the recording is opened"
+    hint = said if error.hint is None else f"{error.hint}; {said}"
+    return UsageError(error.what, got=error.got, expected=error.expected, hint=hint)
+
+
 def _has_ended(ring: LeftRing, *, is_held: bool, directory: Path) -> bool:
+    if ring.is_left and ring.owner.is_of_this_machine():
+        return True
     ended = ring.owner.has_ended()
     if ended is not None:
         return ended
@@ -112,49 +139,64 @@ def _has_ended(ring: LeftRing, *, is_held: bool, directory: Path) -> bool:
 
 def _recover(directory: Path, ring: LeftRing, *, may_write: bool) -> Recovered | None:
     there = directory / layout.RECOVERED
-    if not (there / layout.MANIFEST).is_file():
-        partial = directory / _PARTIAL
-        if may_write:
-            try:
-                shutil.rmtree(partial, ignore_errors=True)  # of one that was killed in its turn
-                partial.mkdir()
-            except OSError:
-                may_write = False
-        if not may_write:
-            kept = Recovered(Path(tempfile.mkdtemp(prefix="glassengine-")))
-            weakref.finalize(kept, shutil.rmtree, kept.path, ignore_errors=True)
-            return kept if _replay(directory, ring, kept.path) else None
-        found = _replay(directory, ring, partial)
-        if found:
-            partial.rename(there)
-        else:
-            shutil.rmtree(partial, ignore_errors=True)
+    is_there = (there / layout.MANIFEST).is_file()
+    if not is_there and not (may_write and _recover_into(there, directory, ring)):
+        # Until there is room: the ring stays.
+        kept = Recovered(Path(tempfile.mkdtemp(prefix="glassengine-")))
+        weakref.finalize(kept, shutil.rmtree, kept.path, ignore_errors=True)
+        return kept if _replay(directory, ring, kept.path) else None
     if may_write:
         for name in (layout.RING, layout.MOVED):
             (directory / name).unlink(missing_ok=True)
     return Recovered(there) if (there / layout.MANIFEST).is_file() else None
 
 
-def _replay(directory: Path, ring: LeftRing, target: Path) -> int:
-    """Write the steps that are not in the index into a new recording, and return how many."""
-    shards = ShardFiles(directory)
+def _recover_into(there: Path, directory: Path, ring: LeftRing) -> bool:
+    """Write the steps that only the ring holds, if any, into a directory; return whether that went well."""
+    partial = directory / _PARTIAL
+    try:
+        shutil.rmtree(partial, ignore_errors=True)  # of one that was killed in its turn
+        partial.mkdir()
+        if _replay(directory, ring, partial):
+            partial.rename(there)
+    except (GlassError, OSError) as error:
+        _log.warning("recovered steps of %s cannot be kept: %s", directory, error)
+        return False
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return True
+
+
+def _missing(directory: Path, ring: LeftRing, shards: ShardFiles) -> tuple[list[JournaledStep], list[_Frame]]:
+    """Return the steps that are not in the index, and what `ring.log` says."""
     with open_regular(directory / layout.INDEX, inside=directory) as index:
         known = set(read_index(index, shards.data_bytes).steps)
-    frames = []
+    frames: list[_Frame] = []
     if os.path.lexists(directory / layout.MOVED):
         with open_regular(directory / layout.MOVED, inside=directory) as file:
             data = read_open(file, directory / layout.MOVED, most=_MAX_MOVED_BYTES)
         frames = list(moved.frames(data))
-    journaled = Journaled(ring, frames)
+    return [step for step in Journaled(ring, frames).steps() if step.number not in known], frames
+
+
+def _replay(directory: Path, ring: LeftRing, target: Path) -> int:
+    """Write the steps that are not in the index into a new recording, and return how many.
+
+    Raises:
+        UsageError: They cannot be written.
+    """
+    shards = ShardFiles(directory)
+    steps, frames = _missing(directory, ring, shards)
     count = 0
-    with RecordingWriter(target, metadata={}, first_shard=max(shards.data_bytes, default=-1) + 1) as writer:
+    first = max(_FIRST_SHARD, max(shards.data_bytes, default=-1) + 1)
+    with RecordingWriter(target, metadata={}, first_shard=first) as writer:
         replay = Replay(writer, ring, frames, shards)
-        for step in journaled.steps():
-            if step.number in known:
-                continue
+        for step in steps:
             try:
                 replay.put(step)
             except (GlassError, ValueError, KeyError, TypeError) as error:
+                if writer.failure is not None or isinstance(error.__cause__, OSError):
+                    raise  # it may be there the next time
                 _log.warning("step %d of %s cannot be recovered: %s", step.number, directory, error)
             else:
                 count += 1

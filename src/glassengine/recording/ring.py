@@ -113,6 +113,10 @@ class Ring:
         self._tail = tail
         self._has_room.set()
 
+    def release_all(self) -> None:
+        """Give back every slot."""
+        self.release(self._head)
+
     @property
     def in_use(self) -> int:
         """Bytes that are reserved."""

@@ -31,6 +31,7 @@ _OWNER = struct.Struct("<8sIxxxxQQQQQ36sxxxx")
 _CHECKSUM = struct.Struct("<I")
 # Far apart: two threads write them.
 _TAILS_AT, _LAST_AT, _STOPPED_AT = (256, 320), 512, 768
+_STOPPED, _LEFT = 1, 2
 FIRST = mmap.ALLOCATIONGRANULARITY
 _MAX_BYTES = 1 << 32
 # A recording needs the disk more than its ring does.
@@ -98,9 +99,10 @@ def _take_room(descriptor: int, num_bytes: int) -> None:
     """
     fallocate = _LIBC.fallocate
     fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong)
-    if fallocate(descriptor, 0, 0, num_bytes):
+    while fallocate(descriptor, 0, 0, num_bytes):
         number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
 
 
 class RingFile:
@@ -160,7 +162,11 @@ class RingFile:
 
     def stop(self) -> None:
         """Note that what is in the ring is not to be recovered."""
-        self._stopped.value = 1
+        self._stopped.value = _STOPPED
+
+    def leave(self) -> None:
+        """Note that nobody writes any more, and that what is in the ring may be recovered."""
+        self._stopped.value = _LEFT
 
     def remove(self) -> None:
         """Remove the file."""
@@ -192,6 +198,7 @@ class LeftRing:
         tails: Of each: below it, bytes are not there any more.
         last: One more than the position of the last record; 0 where there is none.
         is_stopped: Whether its writer gave it up.
+        is_left: Whether its writer ended and left the steps in it that it could not write.
     """
 
     file: BinaryIO
@@ -200,6 +207,7 @@ class LeftRing:
     tails: tuple[int, int]
     last: int
     is_stopped: bool
+    is_left: bool
 
     @classmethod
     def read(cls, file: BinaryIO) -> LeftRing | None:
@@ -224,7 +232,8 @@ class LeftRing:
             struct.unpack_from("<Q", page, place)[0] for place in (_LAST_AT, _STOPPED_AT, *_TAILS_AT)
         )
         owner = Owner(process, start, namespace, machine)
-        return cls(file, owner, (size, journal), (tails[0], tails[1]), last, bool(stopped))
+        is_left = stopped == _LEFT
+        return cls(file, owner, (size, journal), (tails[0], tails[1]), last, bool(stopped) and not is_left, is_left)
 
     def bytes_at(self, position: int, num_bytes: int, part: int = 0) -> bytes:
         """Return the bytes of a slot, of the ring or of its journal.

@@ -6,6 +6,7 @@ appended waits until `flush`, which writes it in one call of the operating syste
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from io import FileIO
@@ -48,7 +49,9 @@ class Shard:
             # header does not need of them stays.
             write_all(self._file, [self._room.to_bytes(8, "little"), *_spaces(self._room)])
         except OSError:
-            self._file.close()
+            with contextlib.suppress(OSError):
+                self._file.close()
+                self.path.unlink()
             raise
 
     def has_room(self, *added: Description | Group) -> bool:
@@ -100,6 +103,8 @@ class Shard:
                 write_all(self._file, waiting)
             except OSError:
                 self.size, num_entries, num_aliases, num_blocks = self._written
+                with contextlib.suppress(OSError):
+                    self._file.seek(8 + self._room + self.size)
                 del self._entries[num_entries:]
                 del self._aliases[num_aliases:]
                 del self._blocks[num_blocks:]
@@ -120,16 +125,24 @@ class Shard:
         require_there(self.path, 8 + self._room + self.size)
 
     def seal(self) -> None:
-        """Write the header and rename the file; it then is a safetensors file."""
+        """Write the header and rename the file; it then is a safetensors file. What fails may be tried again."""
         self.flush()
         self.require()
+        if not self._file.closed:
+            self._write_header()
+        sealed = self._directory / shard_name(self.number, sealed=True)
+        self.path.rename(sealed)
+        self._is_sealed = True
+
+    def _write_header(self) -> None:
         file = shard_name(self.number, sealed=True)
+        aliases, entries = list(self._aliases), list(self._entries)
         for group, step, offset in self._blocks:
-            self._entries.append(group.header_entries(step, offset))
+            entries.append(group.header_entries(step, offset))
             if group.originals:
-                self._aliases.append(group.header_aliases(step, file))
-        parts = [b'{"__metadata__":{"format":"pt","aliases":"{', ",".join(self._aliases).encode(), b'}"}']
-        for text in self._entries:
+                aliases.append(group.header_aliases(step, file))
+        parts = [b'{"__metadata__":{"format":"pt","aliases":"{', ",".join(aliases).encode(), b'}"}']
+        for text in entries:
             parts += b",", text.encode()
         parts.append(b"}")
         assert sum(map(len, parts)) <= self._room, "has_room underestimates the header"
@@ -138,9 +151,6 @@ class Shard:
         self._file.seek(8)
         write_all(self._file, parts)
         self._file.close()
-        sealed = self._directory / shard_name(self.number, sealed=True)
-        self.path.rename(sealed)
-        self._is_sealed = True
 
     def close(self) -> None:
         """Close the file without sealing it."""

@@ -28,6 +28,7 @@ from glassengine.recording.journal import Journal
 from glassengine.recording.layout import LeftOut, Sharding
 from glassengine.recording.pinned import PinnedCopies
 from glassengine.recording.producer import Producer
+from glassengine.recording.rescue import num_left, with_left
 from glassengine.recording.ring import Ring, lies_flat, pieces_of, require_memory
 from glassengine.recording.ring_file import ring_file
 from glassengine.recording.seen import MIN_SHARED_BYTES, Seen, SeenTensors
@@ -46,10 +47,6 @@ _JOURNALS_OF_RING = 8
 _END_S = 5.0
 # Mapped before anything is recorded. Of a file, more of it would take longer than it saves.
 _WARM_BYTES = 4 << 20
-# Mapped before anything is recorded. Of a file, more of it would take longer than it saves.
-_WARM_BYTES = 4 << 20
-# Written at once; what a disk has no room for any more takes the steps of one such batch with it.
-_WRITE_BYTES = 4 << 20
 
 _log = logging.getLogger(__name__)
 
@@ -200,6 +197,8 @@ class BackgroundWriter:
 
     def leave_out(self, item: LeftOut) -> None:
         """Note a tensor whose values are not recorded."""
+        if self._consumer.failure is not None:
+            return
         with self._lock:
             self._journal.note((item,))
             self._queue.append(item)
@@ -258,9 +257,10 @@ class BackgroundWriter:
         try:
             self._writer.close(reason)
         finally:
-            self._remove_ring()
+            num_left = self._leave_steps() if self._consumer.keeps else 0
+            self._remove_ring(is_left=num_left > 0)
         if self._consumer.failure is not None:
-            raise self._consumer.failure
+            raise with_left(self._consumer.failure, num_left)
 
     def end(self, reason: str) -> None:
         """Close the recording, if that can be done now: a signal ends the process.
@@ -282,9 +282,18 @@ class BackgroundWriter:
         self._consumer.moved.close()
         self._writer.abandon()
 
-    def _remove_ring(self) -> None:
+    def _leave_steps(self) -> int:
+        """Leave the steps that only the ring has to whoever opens the recording; return how many there are."""
+        assert self._ring.file is not None
+        self._ring.file.leave()
+        return num_left(self.path)
+
+    def _remove_ring(self, *, is_left: bool = False) -> None:
         self._ring.give_back()
         self._notes.give_back()
+        if is_left:
+            self._consumer.moved.close()
+            return
         try:
             if self._ring.file is not None:
                 self._ring.file.remove()
@@ -317,6 +326,8 @@ class BackgroundWriter:
     def _on_wait(self) -> None:
         self._producer.end_block()
         self._wake.set()
+        if self._consumer.failure is not None:
+            self._consumer.let_go()
         if not self._thread.is_alive():
             raise self._died()
 

@@ -18,7 +18,7 @@ from glassengine.checksums import crc32
 from glassengine.errors import UsageError
 from glassengine.recording import layout, records
 from glassengine.recording.description import Description, Group, Groups
-from glassengine.recording.directory import Index, make_directory, manifest_of, reason_of, save_manifest
+from glassengine.recording.directory import begun, make_directory, manifest_of, reason_of, save_manifest
 from glassengine.recording.intact import safe_steps
 from glassengine.recording.layout import LeftOut, LightTable, Location, Sharding
 from glassengine.recording.open_step import EndedStep, OpenStep
@@ -39,6 +39,7 @@ class RecordingWriter:
     Attributes:
         metadata: The same facts about the recording, stored now and once more by `close`. What changes from step to
             step belongs into the commit: the token ids are collected here from there.
+        failure: Why a file could not be written, if one could not; nothing more is.
 
     Raises:
         UsageError: The directory cannot be written, or exists and `overwrite` is false, or holds other files.
@@ -61,23 +62,21 @@ class RecordingWriter:
         self._descriptions = Descriptions()
         self._described: set[int] = set()
         self._ended: list[EndedStep] = []
-        self._num_steps = 0
-        self._num_tensors = 0
-        self._failure: str | None = None
+        self._num_steps = self._num_tensors = 0
+        self.failure: str | None = None
         self._sealed: list[Shard] = []
         self._incomplete: str | None = None
         self._closed = False
         manifest = self._manifest("writing")
         make_directory(self.path, overwrite)
         try:
-            self._index = Index(self.path)
-            save_manifest(self.path, manifest)
+            self._index = begun(self.path, manifest)
         except OSError as error:
             raise UsageError("cannot write the recording", got=reason_of(error, self.path)) from error
 
     @property
     def place(self) -> tuple[int, int]:
-        """Number of the shard that is being written, and the bytes in it so far."""
+        """Shard that is being written, and the bytes in it so far."""
         return (-1, 0) if self._shard is None else (self._shard.number, self._shard.size)
 
     @property
@@ -309,12 +308,12 @@ class RecordingWriter:
         if self._closed:
             return
         self._closed = True
-        self._incomplete = self._failure or reason or self._incomplete
+        self._incomplete = self.failure or reason or self._incomplete
         if self._open and self._incomplete is None:
             self._incomplete = f"written but not committed: step {', '.join(map(str, sorted(self._open)))}"
         self._open.clear()
         try:
-            if self._failure is None:
+            if self.failure is None:
                 self.flush()
             self._seal_shard()
             for shard in self._sealed:
@@ -322,9 +321,10 @@ class RecordingWriter:
             self._index.require()
             save_manifest(self.path, self._manifest("incomplete" if self._incomplete else "complete"))
         except OSError as error:
-            problem = None if self._failure is not None else self._failed(error)
-            self._incomplete = self._incomplete or self._failure
-            # Without it the recording stays readable and says "writing", which reads as incomplete.
+            problem = None if self.failure is not None else self._failed(error)
+            self._incomplete = self._incomplete or self.failure
+            with contextlib.suppress(OSError):
+                self._seal_shard()
             with contextlib.suppress(OSError):
                 save_manifest(self.path, self._manifest("incomplete"))
             if problem is not None:
@@ -386,14 +386,14 @@ class RecordingWriter:
     def _require_open(self) -> None:
         if self._closed:
             raise UsageError("the recording is closed", got=str(self.path))
-        if self._failure is not None:
-            raise UsageError("the recording cannot go on", got=self._failure)
+        if self.failure is not None:
+            raise UsageError("the recording cannot go on", got=self.failure)
 
     def _failed(self, error: OSError) -> UsageError:
-        self._failure = reason_of(error, self.path)
+        self.failure = reason_of(error, self.path)
         safe = safe_steps(self.path, self._num_steps * self._index.has_name)
         hint = f"{safe}; free some space or record fewer sites or steps"
-        return UsageError("the recording cannot be written", got=self._failure, hint=hint)
+        return UsageError("the recording cannot be written", got=self.failure, hint=hint)
 
     def _manifest(self, state: str) -> bytes:
         counts = {"num_steps": self._num_steps, "num_tensors": self._num_tensors}
