@@ -155,9 +155,15 @@ def test_what_a_killed_build_left_is_removed(program: Program, tmp_path: Path) -
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     (tmp_path / f".e.partial-{dead.pid}").mkdir()
+    (tmp_path / f".e.old-{dead.pid}").mkdir()
     (tmp_path / f".e.partial-{os.getppid()}").mkdir()  # alive: somebody else builds
     eager(program, tmp_path / "e")
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["e", f".e.partial-{os.getppid()}"])
+    # Killed between the two renames that replace an engine.
+    (tmp_path / "e").rename(tmp_path / f".e.old-{dead.pid}")
+    with pytest.raises(UsageError, match="exists already"):
+        eager(program, tmp_path / "e")
+    assert (tmp_path / "e" / "engine.json").is_file()
 
 
 def test_terminated_build_leaves_nothing(program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

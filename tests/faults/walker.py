@@ -204,7 +204,9 @@ def _left_behind(scene: Any, found: Try, fault: Fault) -> str:
     # What cannot be taken away, or not be found because no directory can be opened, stays.
     stays = "unlink" in failed or (fault.lasting and fault.error in (errno.EMFILE, errno.EIO) and "open" in failed)
     keeps = "|".join(filter(None, (scene.keeps, scene.keeps_lasting if fault.lasting else "", "." if stays else "")))
-    found.kept = [path for path in temporary if keeps and found.ended in (1, *TOLD) and re.search(keeps, path)]
+    found.kept = [
+        path for path in temporary if keeps and (stays or found.ended in (1, *TOLD)) and re.search(keeps, path)
+    ]
     temporary = [path for path in temporary if path not in found.kept]
     return f"temporary files: {temporary}" if temporary else ""
 

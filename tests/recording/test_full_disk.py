@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from glassengine.errors import GlassError, UsageError
-from glassengine.recording import directory
+from glassengine.recording import directory, rescue
 from glassengine.recording.reader import Recording
 from glassengine.recording.worker import BackgroundWriter
 from glassengine.recording.writer import RecordingWriter
@@ -158,3 +158,22 @@ def test_what_a_kill_left_of_the_beginning_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "r" / "notes.txt").write_text("mine")
     with pytest.raises(UsageError, match="holds other files"):
         RecordingWriter(tmp_path / "r", metadata={}, overwrite=True)
+
+
+def test_a_ring_that_cannot_be_read_now_is_not_removed(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = BackgroundWriter(tmp_path / "r", metadata={}, ring_bytes=RING)
+    disk.fill()
+    ended = write(recorder, range(3))
+    recorder.wait()
+
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rescue.LeftRing, "read", broken)
+        with pytest.raises(UsageError, match="in ring.part: perhaps some more"):
+            recorder.close()
+    disk.free()
+    assert steps_of(tmp_path / "r")[: len(ended)] == ended

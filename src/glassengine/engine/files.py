@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import json
 import os
 import shutil
@@ -153,11 +154,17 @@ def _put_back(old: Path, target: Path) -> None:
 
 
 def _remove_stale(target: Path) -> None:
-    """Remove what killed builds of the same engine left: their process is gone."""
-    for path in target.parent.glob(f".{target.name}.partial-*"):
-        pid = path.name.rpartition("-")[2]
-        if pid.isdecimal() and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
-            shutil.rmtree(path, ignore_errors=True)
+    """Remove what killed builds of the same engine left: their process is gone.
+
+    One that was killed while it replaced the engine has put it aside: it takes its place again.
+    """
+    for kind in ("old", "partial"):
+        for path in target.parent.glob(f".{glob.escape(target.name)}.{kind}-*"):
+            pid = path.name.rpartition("-")[2]
+            if pid.isdecimal() and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
+                if kind == "old":
+                    _put_back(path, target)
+                shutil.rmtree(path, ignore_errors=True)
 
 
 @contextlib.contextmanager

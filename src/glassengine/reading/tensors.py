@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import pickle
 import pickletools
+import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +28,11 @@ _MAX_DEPTH = 64
 _MAX_LEAVES = 1_000_000
 MAX_EXPANDED_BYTES = 1 << 30
 """Most bytes of a tensor that repeats what it has in memory."""
+# The number of the system's error, as torch and the library of safetensors end their messages.
+_INTERRUPTED = re.compile(rf"\((os error )?{errno.EINTR}\)$")
+_MOST_SIGNALS = 100
+
+_T = TypeVar("_T")
 
 
 def open_safetensors(path: str | Path, *, inside: str | Path | None = None) -> Any:
@@ -43,10 +50,21 @@ def open_safetensors(path: str | Path, *, inside: str | Path | None = None) -> A
 
     open_regular(path, inside=inside).close()
     try:
-        return safe_open(path, framework="pt")
+        return uninterrupted(lambda: safe_open(path, framework="pt"))
     # The last two: it cannot be mapped.
     except (SafetensorError, OSError, ValueError, RuntimeError, MemoryError) as error:
         raise CorruptError("not a safetensors file", got=f"{shown(path)}: {shown(str(error))[:400]}") from error
+
+
+def uninterrupted(read: Callable[[], _T]) -> _T:
+    """Return what a library reads; again where a signal interrupts it, which Python handles in its own calls only."""
+    for _ in range(_MOST_SIGNALS):
+        try:
+            return read()
+        except Exception as error:
+            if not _INTERRUPTED.search(str(error)):
+                raise
+    return read()
 
 
 def read_safetensors(path: str | Path, *, inside: str | Path | None = None) -> dict[str, Tensor]:
@@ -91,7 +109,7 @@ def read_torch(
                 return _read_old(opened, where)
             opened.seek(0)
             _check_archive(opened, where)
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        return uninterrupted(lambda: torch.load(file, map_location="cpu", weights_only=True, mmap=True))
     except zipfile.BadZipFile as error:
         raise CorruptError(
             "not a file that torch.save wrote",

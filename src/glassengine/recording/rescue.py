@@ -101,22 +101,24 @@ def _index(directory: Path) -> Iterator[bool]:
             yield False
 
 
-def num_left(directory: Path) -> int:
-    """Return how many steps only the ring of a recording holds."""
+def num_left(directory: Path) -> int | None:
+    """Return how many steps only the ring of a recording holds; None where that cannot be read now."""
+    if not (directory / layout.INDEX).exists():
+        return 0
     try:
         with open_regular(directory / layout.RING, inside=directory) as file:
             ring = LeftRing.read(file)
             return 0 if ring is None else len(_missing(directory, ring, ShardFiles(directory))[0])
     except (GlassError, OSError, ValueError) as error:
         _log.warning("steps that only the ring of %s holds cannot be told: %s", directory, error)
-        return 0
+        return None
 
 
-def with_left(error: Exception, num_steps: int) -> Exception:
-    """Return an error that says, too, how many steps are in the ring."""
-    if not num_steps or not isinstance(error, UsageError):
+def with_left(error: Exception, num_steps: int | None) -> Exception:
+    """Return an error that says, too, how many steps are in the ring, as `num_left` has it."""
+    if num_steps == 0 or not isinstance(error, UsageError):
         return error
-    said = f"in {layout.RING}: {num_steps} more, recovered when the recording is opened"
+    said = f"in {layout.RING}: {num_steps or 'perhaps some'} more, recovered when the recording is opened"
     hint = said if error.hint is None else f"{error.hint}; {said}"
     return UsageError(error.what, got=error.got, expected=error.expected, hint=hint)
 

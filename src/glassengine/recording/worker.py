@@ -257,10 +257,10 @@ class BackgroundWriter:
         try:
             self._writer.close(reason)
         finally:
-            num_left = self._leave_steps() if self._consumer.keeps else 0
-            self._remove_ring(is_left=num_left > 0)
+            left = self._leave_steps() if self._consumer.keeps else 0
+            self._remove_ring(is_left=left != 0)
         if self._consumer.failure is not None:
-            raise with_left(self._consumer.failure, num_left)
+            raise with_left(self._consumer.failure, left)
 
     def end(self, reason: str) -> None:
         """Close the recording, if that can be done now: a signal ends the process.
@@ -282,8 +282,8 @@ class BackgroundWriter:
         self._consumer.moved.close()
         self._writer.abandon()
 
-    def _leave_steps(self) -> int:
-        """Leave the steps that only the ring has to whoever opens the recording; return how many there are."""
+    def _leave_steps(self) -> int | None:
+        """Leave the steps that only the ring has to whoever opens the recording; return how many, if that is known."""
         assert self._ring.file is not None
         self._ring.file.leave()
         return num_left(self.path)
