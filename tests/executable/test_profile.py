@@ -17,6 +17,7 @@ from torch import nn
 
 import glassengine as glass
 from glassengine import spans
+from glassengine.errors import CorruptError
 from glassengine.executable import observers
 from glassengine.executable.executable import Executable
 from glassengine.executable.profile_trace import Span, annotate, kind_of, nest, summarize
@@ -346,3 +347,21 @@ def test_s5_a_child_forked_meanwhile_takes_no_profile(tmp_path: Path) -> None:
         _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
     assert summary_of(taken)["flame"]["aten::sum"]["count"] == 1
+
+
+def test_s13_a_profile_is_what_was_written(tmp_path: Path) -> None:
+    with glass.profile(tmp_path) as taken:
+        torch.ones(2).sum()
+    found = summary_of(taken)
+    assert glass.read_profiles(tmp_path)[0].data == {key: found[key] for key in found if key != "checksum"}
+    # Another layout says the same; another number does not.
+    path = taken.directory / "profile.json"
+    path.write_text(json.dumps(found, indent=3, sort_keys=True))
+    glass.read_profiles(tmp_path)
+    path.write_text(json.dumps({**found, "wall_us": found["wall_us"] + 1}))
+    with pytest.raises(CorruptError, match="not what was written"):
+        glass.read_profiles(tmp_path)
+    # Profiles of earlier versions have no checksum.
+    del found["checksum"]
+    path.write_text(json.dumps(found))
+    assert glass.read_profiles(tmp_path)[0].data == found

@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 LIMIT_S = 60.0
 WRITES = "create,mkdir,write,pwrite,writev,pwritev,rename,link,ftruncate,fallocate,sendfile,fsync,fdatasync"
-TEMPORARY = re.compile(r"\.(part|tmp|new|temp|partial)\b|(^|/)\.?tmp")
+TEMPORARY = re.compile(r"\.(part|tmp|new|temp|partial)\b|(^|/)(\.[^/]|tmp)")
 TOLD = (2, 3, 4)
 
 
@@ -204,9 +204,7 @@ def _left_behind(scene: Any, found: Try, fault: Fault) -> str:
     # What cannot be taken away, or not be found because no directory can be opened, stays.
     stays = "unlink" in failed or (fault.lasting and fault.error in (errno.EMFILE, errno.EIO) and "open" in failed)
     keeps = "|".join(filter(None, (scene.keeps, scene.keeps_lasting if fault.lasting else "", "." if stays else "")))
-    found.kept = [
-        path for path in temporary if keeps and (stays or found.ended in (1, *TOLD)) and re.search(keeps, path)
-    ]
+    found.kept = [path for path in temporary if keeps and re.search(keeps, path)]
     temporary = [path for path in temporary if path not in found.kept]
     return f"temporary files: {temporary}" if temporary else ""
 

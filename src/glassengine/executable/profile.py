@@ -33,7 +33,7 @@ from glassengine import environment, spans
 from glassengine.errors import UsageError
 from glassengine.executable import observers, profile_events
 from glassengine.executable.observers import Execution
-from glassengine.executable.profile_trace import FORMAT, SCHEMA_VERSION, annotate, summarize
+from glassengine.executable.profile_trace import FORMAT, SCHEMA_VERSION, annotate, sealed, summarize
 from glassengine.locations import local
 from glassengine.sites import ROOT
 from glassengine.writing import aside, next_directory
@@ -146,7 +146,7 @@ class Profile:
             "environment": environment.describe(),
         }
         with aside(self.directory / SUMMARY) as path:
-            path.write_text(json.dumps(summary), encoding="utf-8")
+            path.write_text(sealed(summary), encoding="utf-8")
         profile_events.write(self.directory, summary)
         logger.info("the profile is in %s", self.directory)
 

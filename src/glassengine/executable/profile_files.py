@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from glassengine.errors import UsageError
+from glassengine.checksums import document_checksum
+from glassengine.errors import CorruptError, UsageError
 from glassengine.executable.profile import SUMMARY
 from glassengine.executable.profile_trace import SCHEMA_VERSION
 from glassengine.reading.documents import Size, parsed
@@ -48,6 +49,7 @@ class _Profile(msgspec.Struct):
     paths: dict[str, _Path]
     flame: dict[str, _Flame]
     steps_us: list[float]
+    checksum: str | None = None
 
 
 @dataclass(frozen=True)
@@ -107,4 +109,9 @@ def _read(directory: Path) -> StoredProfile:
     path = directory / SUMMARY
     raw = read_bytes(path, most=_MAX_BYTES, inside=directory)
     parsed(raw, _Profile, path, what="the profile", version=SCHEMA_VERSION, depth=_MAX_DEPTH)
-    return StoredProfile(directory, parsed(raw, dict[str, Any], path, what="the profile", depth=_MAX_DEPTH))
+    data = parsed(raw, dict[str, Any], path, what="the profile", depth=_MAX_DEPTH)
+    found = data.pop("checksum", None)  # profiles of earlier versions have none
+    if found is not None and found != document_checksum(data):
+        hint = "take the profile again, or copy it again from where it was taken"
+        raise CorruptError("the profile is not what was written", got=f"{path}: another checksum", hint=hint)
+    return StoredProfile(directory, data)

@@ -6,12 +6,14 @@ microseconds. Spans of one thread are nested by time.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from glassengine.checksums import document_checksum
 from glassengine.spans import PREFIX, Kernels
 
 FORMAT = "glass-profile"
@@ -38,6 +40,12 @@ class Span:
     def own(self) -> float:
         """Of what none of the children covers."""
         return max(self.duration - sum(child.duration for child in self.children), 0.0)
+
+
+def sealed(summary: Mapping[str, Any]) -> str:
+    """Return the text of a `profile.json`, with a checksum over what it says."""
+    content = json.loads(json.dumps(summary))
+    return json.dumps({**content, "checksum": document_checksum(content)})
 
 
 def annotate(trace: Trace, kernels_of: Callable[[str], Kernels]) -> None:

@@ -5,7 +5,6 @@ A stride, a key or a plain value that is changed would change the values of a re
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from glassengine.checksums import document_checksum
 from glassengine.errors import CorruptError
 from glassengine.executable import snapshot_layout as layout
 from glassengine.reading.documents import Size, parsed
@@ -77,7 +77,7 @@ def parsed_meta(text: bytes | str, where: Path) -> dict[str, Any]:
     typed = parsed(text, _Meta, where, what=what, version=layout.SCHEMA_VERSION)
     content = parsed(text, dict[str, Any], where, what=what)
     found = content.pop("checksum", None)
-    if (found is not None or typed.schema_version >= _FIRST_SEALED) and found != _checksum(content):
+    if (found is not None or typed.schema_version >= _FIRST_SEALED) and found != document_checksum(content):
         raise CorruptError(
             f"{what} is not what was written",
             got=f"{where}: another checksum",
@@ -95,8 +95,4 @@ def sealed(content: Mapping[str, Any]) -> str:
     text = json.dumps({**content, "schema_version": layout.SCHEMA_VERSION}, allow_nan=False)
     known = json.loads(text)
     known.pop("checksum", None)
-    return json.dumps({**known, "checksum": _checksum(known)}, indent=1) + "\n"
-
-
-def _checksum(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**known, "checksum": document_checksum(known)}, indent=1) + "\n"

@@ -92,7 +92,7 @@ class Recording:
             )
         manifest = _read_manifest(directory / layout.MANIFEST)
         # First: what a writer brings to the index meanwhile leaves its ring.
-        more = recovered(directory) if manifest["state"] != "complete" else None
+        more = recovered(directory)
         shards = ShardFiles(directory, more.path if more is not None else None)
         with open_regular(directory / layout.INDEX, inside=directory) as index:
             contents = read_index(index, shards.data_bytes)

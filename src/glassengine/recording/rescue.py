@@ -67,7 +67,7 @@ class Recovered:
 
 
 def recovered(directory: Path) -> Recovered | None:
-    """Return the steps of a recording that was never closed that are not in its index, recovering them now if need be.
+    """Return the steps of a recording that are not in its index, recovering them from its ring now if need be.
 
     To be called before the index is read: what the writer brings to it meanwhile leaves the ring.
     """
