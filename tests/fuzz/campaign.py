@@ -2,50 +2,42 @@
 
     FUZZ_SECONDS=3600 FUZZ_KINDS="engine snapshot" FUZZ_SEED=1 FUZZ_KEEP=fuzz python tests/fuzz/campaign.py
 
-Prints a table: inputs, seconds and exits by status of each kind, then findings, one of each kind and place. What was
-found is kept in `FUZZ_KEEP`: one JSON document each, which `python tests/fuzz/campaign.py FILE...` tries again.
+Input n of a kind follows from the seed, the kind and n. What was tried is in `FUZZ_KEEP/state.json`, by the code that
+it was tried on, and a campaign with the same seed goes on where the last one ended. `FUZZ_TABLE` is a file for the
+table: inputs, seconds and exits by status of each kind. What was found is kept, too, one input of each kind and place:
+one JSON document each, which `python tests/fuzz/campaign.py FILE...` tries again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
-import random
 import re
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from edits import Edit, Maker, apply
+import every
+import kinds
+from layout import Input, Template, remove, silent
+from stream import given
 
 HERE = Path(__file__).parent
 BATCH = 20
-
-
-@dataclass
-class Input:
-    """One changed folder and what reads it: everything that is needed to see it again."""
-
-    kind: str
-    line: int
-    edits: list[Edit]
-    problem: str = ""
-    why: str = ""
-
-    def to_json(self) -> str:
-        return json.dumps(vars(self), ensure_ascii=True)
+TURN_SECONDS = float(os.environ.get("FUZZ_TURN_SECONDS", "6"))
+"""For a kind whose share is one, at a time."""
+_MEMORY = Path("/dev/shm")  # files that nobody keeps
 
 
 class Bench:
@@ -58,15 +50,12 @@ class Bench:
     """
 
     def __init__(self, folder: Path, names: Sequence[str], more: dict[str, Any] | None = None) -> None:
-        import kinds
-
-        self.kinds = {name: kinds.KINDS[name] for name in names} | (more or {})
+        self.kinds = {name: every.KINDS[name] for name in names} | (more or {})
         self.folder = folder
         self.shared = folder / "shared"
-        self._lines: dict[str, list[list[str]]] = {}
-        self._make(kinds)
+        self._make()
         self.files = {name: kind.files(folder / "kinds" / name) for name, kind in self.kinds.items()}
-        self._worker: Any = None
+        self._templates = {name: Template(folder / "kinds" / name) for name in self.kinds}
         self._start()
         self.expected: dict[tuple[str, int], dict[str, Any]] = {}
         self.broken: dict[str, str] = {}
@@ -78,7 +67,7 @@ class Bench:
         for name in self.broken:
             self.kinds.pop(name, None)
 
-    def _make(self, kinds: Any) -> None:
+    def _make(self) -> None:
         if not self.shared.is_dir():
             new = self.folder / "shared.new"
             shutil.rmtree(new, ignore_errors=True)
@@ -113,36 +102,34 @@ class Bench:
         self._send({"warm": warm})
         self._receive()
         for task in warm:
-            self._remove(Path(task["folder"]).parent)
+            remove(Path(task["folder"]).parent)
 
     def close(self) -> None:
+        assert self._worker.stdin is not None and self._worker.stdout is not None
         self._worker.stdin.close()
         self._worker.wait()
         self._worker.stdout.close()
 
     def _send(self, message: Any) -> None:
+        assert self._worker.stdin is not None
         self._worker.stdin.write(json.dumps(message) + "\n")
         self._worker.stdin.flush()
 
     def _receive(self) -> Any:
+        assert self._worker.stdout is not None
         text = self._worker.stdout.readline()
         if not text:
             raise AssertionError("the worker is gone")
         return json.loads(text)
 
-    def _laid_out(self, given: Input) -> Path:
+    def _laid_out(self, made: Input) -> Path:
         """Write the changed folder and return it."""
         around = Path(tempfile.mkdtemp(prefix="case-", dir=self.folder))
-        (around / "inside").mkdir()
-        inside = around / "inside"
-        shutil.copytree(self.folder / "kinds" / given.kind, inside, dirs_exist_ok=True)
-        (inside / ".made").touch()
-        apply(inside, given.edits)
-        return inside
+        return self._templates[made.kind].write(around, made.edits)
 
-    def _task(self, given: Input, folder: Path) -> dict[str, Any]:
-        kind = self.kinds[given.kind]
-        words = kind.lines[given.line].split()
+    def _task(self, made: Input, folder: Path) -> dict[str, Any]:
+        kind = self.kinds[made.kind]
+        words = kind.lines[made.line].split()
         line = [word.format(here=folder, shared=self.shared) for word in words]
         return {"folder": str(folder), "line": line, "code": kind.code}
 
@@ -154,45 +141,23 @@ class Bench:
         for each, folder, answer in zip(inputs, folders, answers, strict=True):
             answer["output"] = answer["output"].replace(str(folder.parent), "")
             if not answer["problem"] and answer["status"] == 0 and each.edits:
-                answer["problem"] = self._silent(each, folder, answer)
-            self._remove(folder.parent)
+                unchanged = functools.partial(self._unchanged, each)
+                answer["problem"] = silent(self.kinds[each.kind], each, folder, answer["output"], unchanged)
+            remove(folder.parent)
         return answers
 
-    def _silent(self, given: Input, folder: Path, answer: dict[str, Any]) -> str:
-        """Return what is wrong with a success: another answer though a checksum covers it, or a link that led out."""
-        kind = self.kinds[given.kind]
-        places = {edit["file"]: edit["how"] for edit in given.edits if edit["op"] == "fs"}
-        read = {file for file, how in places.items() if how in ("link_out", "directory_out")}
-        if kind.owned and any((folder / file).is_symlink() or (folder / file).parent.is_symlink() for file in read):
-            outside = folder.parent / "outside"
-            used = [path for path in outside.rglob("*") if path.is_file() and path.stat().st_atime_ns > _changed(path)]
-            if used:
-                return f"a link out of the directory was followed: {[path.name for path in used]}"
-        if any(edit["op"] == "checksums" for edit in given.edits):
-            return ""
-        covered = {path.relative_to(folder).as_posix() for glob in kind.proven for path in folder.glob(glob)}
-        files = {edit["file"] for edit in given.edits if edit["op"] != "fs"}
-        if files and files <= covered and _timeless(answer) != _timeless(self.expected[given.kind, given.line]):
-            return f"a wrong value in silence: {sorted(files)}"
-        return ""
+    def _unchanged(self, made: Input) -> str:
+        return str(self.expected[made.kind, made.line]["output"])
 
-    def _remove(self, folder: Path) -> None:
-        for path in folder.rglob("*"):
-            if not path.is_symlink() and not path.stat().st_mode & stat.S_IWUSR:
-                path.chmod(0o700)
-        shutil.rmtree(folder)
-
-
-def _changed(path: Path) -> int:
-    """Return when a file was last read at the earliest for it to have been read by somebody else."""
-    return path.stat().st_mtime_ns + 1
-
-
-_TIMES = re.compile(r"\d+(\.\d+)? (ms|s|us)\b|\"\w*(_s|_ms|time|seconds|seed)\": [\d.e+-]+|case-\w+")
-
-
-def _timeless(answer: dict[str, Any]) -> str:
-    return _TIMES.sub("", answer["output"])
+    def streamed(self, name: str, seed: int, first: int, count: int) -> Iterator[dict[str, Any]]:
+        """Yield what a range of numbers finds, and at last how it ended; see `stream`."""
+        task = {"kind": name, "folder": str(self.folder), "seed": seed, "first": first, "count": count}
+        self._send({"stream": task})
+        while True:
+            found = self._receive()
+            yield found
+            if "exits" in found:
+                return
 
 
 def signature(problem: str) -> str:
@@ -205,92 +170,133 @@ def signature(problem: str) -> str:
     return f"{lines[0]} | {error} | " + " < ".join(f"{file}:{name}" for file, name in places[::-1][:2])
 
 
-@dataclass
-class Tally:
-    """What happened to the inputs of one kind."""
+class State:
+    """What was tried, on which code: a file, so that a campaign goes on where another one ended."""
 
-    inputs: int = 0
-    seconds: float = 0.0
-    exits: Counter[str] = field(default_factory=Counter)
+    def __init__(self, file: Path | None, seed: int | None) -> None:
+        self._file = file
+        kept = json.loads(file.read_text()) if file is not None and file.is_file() else {}
+        if seed is not None and kept.get("seed", seed) != seed:
+            kept = {}
+        self.seed: int = kept.get("seed", seed if seed is not None else int.from_bytes(os.urandom(4)))
+        self.next: dict[str, int] = kept.get("next", {})
+        self.runs: dict[str, dict[str, Any]] = kept.get("runs", {})
+        self.code = code_digest()
+        self.now: dict[str, Any] = self.runs.setdefault(self.code, {})
+
+    def add(self, name: str, count: int, end: dict[str, Any], problems: int) -> None:
+        """Count a range of inputs."""
+        row = self.now.setdefault(name, {"inputs": 0, "seconds": 0.0, "cpu": 0.0, "problems": 0, "exits": {}})
+        row["inputs"] += count
+        row["seconds"] += end["seconds"]
+        row["cpu"] += end["cpu"]
+        row["problems"] += problems
+        row["exits"] = dict(Counter(row["exits"]) + Counter(end["exits"]))
+        self.next[name] = self.next.get(name, 0) + count
+        if self._file is not None:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            new = self._file.with_suffix(".new")
+            new.write_text(json.dumps({"seed": self.seed, "next": self.next, "runs": self.runs}, indent=1))
+            new.replace(self._file)
+
+    def table(self) -> str:
+        """Return the counts of the present code by kind, and those of all code together."""
+        rows = [f"{'kind':24}{'inputs':>9}{'seconds':>9}{'problems':>9}  exits by status"]
+        for name, row in self.now.items():
+            rows.append(_row(name, row))
+        rows.append(_row("all, on this code", together(self.now.values())))
+        earlier = [row for code, run in self.runs.items() if code != self.code for row in run.values()]
+        if earlier:
+            rows.append(_row("on earlier code", together(earlier)))
+        return "\n".join(rows)
+
+
+def together(rows: Any) -> dict[str, Any]:
+    """Return the sum of rows."""
+    rows = list(rows)
+    total: dict[str, Any] = {key: sum(row[key] for row in rows) for key in ("inputs", "seconds", "cpu", "problems")}
+    return total | {"exits": dict(sum((Counter(row["exits"]) for row in rows), Counter()))}
+
+
+def _row(name: str, row: dict[str, Any]) -> str:
+    exits = "  ".join(f"{status}: {count}" for status, count in sorted(row["exits"].items(), key=lambda e: int(e[0])))
+    return f"{name:24}{row['inputs']:9}{row['seconds']:9.0f}{row['problems']:9}  {exits}"
+
+
+def code_digest() -> str:
+    """Return what changes with the code that is tried."""
+    import glassengine
+
+    found = hashlib.sha256()
+    for path in sorted(Path(glassengine.__file__).parent.rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:12]
 
 
 class Campaign:
     """Makes inputs up, has them read, and keeps one finding of each kind and place."""
 
-    def __init__(self, bench: Bench, seed: int, keep: Path | None) -> None:
+    def __init__(self, bench: Bench, seed: int | None, keep: Path | None) -> None:
         self.bench = bench
-        self._chance = random.Random(seed)
-        self._maker = Maker(self._chance)
         self._keep = keep
-        self.tallies = {name: Tally() for name in bench.kinds}
+        self.state = State(keep and keep / "state.json", seed)
         self.findings: dict[str, tuple[Input, int]] = {}
+        self._cost = {name: row["seconds"] / row["inputs"] for name, row in self.state.now.items() if row["inputs"]}
 
-    def run(self, seconds: float) -> None:
+    def run(self, seconds: float, table: Path | None = None) -> None:
         end = time.monotonic() + seconds
-        names = list(self.bench.kinds)
-        turn = 0
-        while time.monotonic() < end:
-            self.one_batch(names[turn % len(names)], BATCH)
-            turn += 1
+        while True:
+            for name, kind in self.bench.kinds.items():
+                if time.monotonic() > end:
+                    return
+                wanted = kind.share * TURN_SECONDS / self._cost.get(name, 0.05)
+                self.one_batch(name, max(4, min(20_000, int(wanted))))
+                if table is not None:
+                    table.write_text(self.text())
 
     def one_batch(self, name: str, size: int) -> None:
-        kind = self.bench.kinds[name]
+        first = self.state.next.get(name, 0)
+        problems = 0
+        for found in self.bench.streamed(name, self.state.seed, first, size):
+            if "exits" in found:
+                self._cost[name] = found["seconds"] / size
+                self.state.add(name, size, found, problems)
+            else:
+                problems += 1
+                self._found(name, found["number"], found["problem"])
+
+    def _found(self, name: str, number: int, problem: str) -> None:
+        mark = f"{name}: {signature(problem)}"
         folder = self.bench.folder / "kinds" / name
-        inputs = [
-            Input(
-                name,
-                self._chance.randrange(len(kind.lines)),
-                self._maker.edits(folder, self.bench.files[name], places=kind.places),
-            )
-            for _ in range(size)
-        ]
-        began = time.monotonic()
-        answers = self.bench.tried(inputs)
-        tally = self.tallies[name]
-        tally.seconds += time.monotonic() - began
-        tally.inputs += size
-        for each, answer in zip(inputs, answers, strict=True):
-            tally.exits[str(answer["status"])] += 1
-            if answer["problem"]:
-                self._found(each, answer["problem"])
-
-    def _found(self, given: Input, problem: str) -> None:
-        mark = f"{given.kind}: {signature(problem)}"
+        made = given(self.state.seed, self.bench.kinds[name], name, folder, self.bench.files[name], number)
+        made.problem = problem
         known = self.findings.get(mark)
-        self.findings[mark] = (given, 1) if known is None else (known[0], known[1] + 1)
-        if known is not None:
-            return
-        given = self._smaller(given, problem)
-        self.findings[mark] = (given, 1)
-        if self._keep is not None:
-            say(f"\n{mark}\n{given.to_json()[:1500]}\n{problem[-1500:]}")
+        self.findings[mark] = (made, 1) if known is None else (known[0], known[1] + 1)
+        if known is None and self._keep is not None:
+            say(f"\n{mark}\n{made.to_json()[:1500]}\n{problem[-1500:]}")
             self._keep.mkdir(parents=True, exist_ok=True)
-            name = hashlib.sha256(mark.encode()).hexdigest()[:10]
-            (self._keep / f"{given.kind}-{name}.json").write_text(given.to_json() + "\n")
+            file = self._keep / f"{name}-{hashlib.sha256(mark.encode()).hexdigest()[:10]}.json"
+            file.write_text(made.to_json() + "\n")
 
-    def _smaller(self, given: Input, problem: str) -> Input:
+    def smaller(self, made: Input) -> Input:
         """Return the input without the edits that the finding does not need."""
-        edits = list(given.edits)
-        found = problem
+        edits = list(made.edits)
+        found = made.problem
         for edit in list(edits):
             rest = [other for other in edits if other is not edit]
             if not rest:
                 continue
-            (answer,) = self.bench.tried([Input(given.kind, given.line, rest)])
-            if signature(answer["problem"]) == signature(problem) if answer["problem"] else False:
+            (answer,) = self.bench.tried([Input(made.kind, made.line, rest)])
+            if answer["problem"] and signature(answer["problem"]) == signature(made.problem):
                 edits, found = rest, answer["problem"]
-        return Input(given.kind, given.line, edits, found)
+        return Input(made.kind, made.line, edits, found)
 
-    def table(self) -> str:
-        rows = [f"{'kind':24}{'inputs':>8}{'seconds':>9}  exits by status"]
-        for name, tally in self.tallies.items():
-            exits = "  ".join(f"{status}: {count}" for status, count in sorted(tally.exits.items()))
-            rows.append(f"{name:24}{tally.inputs:8}{tally.seconds:9.0f}  {exits}")
-        together: Counter[str] = sum((tally.exits for tally in self.tallies.values()), Counter())
-        exits = "  ".join(f"{status}: {count}" for status, count in sorted(together.items()))
-        inputs = sum(tally.inputs for tally in self.tallies.values())
-        rows.append(f"{'all':24}{inputs:8}{sum(t.seconds for t in self.tallies.values()):9.0f}  {exits}")
-        return "\n".join(rows)
+    def text(self) -> str:
+        """Return the table and what was found."""
+        lines = [self.state.table(), *self.bench.broken.values()]
+        lines.append(f"code {self.state.code}, seed {self.state.seed}, {len(self.findings)} findings")
+        lines += [f"{count} x {mark}" for mark, (_, count) in self.findings.items()]
+        return "\n".join(lines) + "\n"
 
 
 def say(text: str) -> None:
@@ -299,24 +305,27 @@ def say(text: str) -> None:
 
 
 def main() -> int:
-    import kinds
+    folder = os.environ.get("FUZZ_FOLDER")
+    place = Path(folder or tempfile.mkdtemp(prefix="fuzz-", dir=_MEMORY if _MEMORY.is_dir() else None))
+    place.mkdir(parents=True, exist_ok=True)
+    try:
+        return _main(place)
+    finally:
+        if folder is None:
+            shutil.rmtree(place, ignore_errors=True)
 
-    folder = Path(os.environ.get("FUZZ_FOLDER") or tempfile.mkdtemp(prefix="fuzz-"))
-    folder.mkdir(parents=True, exist_ok=True)
+
+def _main(folder: Path) -> int:
     if sys.argv[1:]:
         return _again(folder, [Path(name) for name in sys.argv[1:]])
-    names = os.environ.get("FUZZ_KINDS", "").split() or list(kinds.KINDS)
+    names = os.environ.get("FUZZ_KINDS", "").split() or list(every.KINDS)
     seconds = float(os.environ.get("FUZZ_SECONDS", "3600"))
-    seed = int(os.environ.get("FUZZ_SEED") or int.from_bytes(os.urandom(4)))
-    campaign = Campaign(Bench(folder, names), seed, Path(os.environ.get("FUZZ_KEEP", "fuzz-findings")))
+    seed, table = os.environ.get("FUZZ_SEED"), os.environ.get("FUZZ_TABLE")
+    keep = Path(os.environ.get("FUZZ_KEEP", "fuzz-findings"))
+    campaign = Campaign(Bench(folder, names), int(seed) if seed else None, keep)
     with contextlib.suppress(KeyboardInterrupt):
-        campaign.run(seconds)
-    say(campaign.table())
-    for text in campaign.bench.broken.values():
-        say(text)
-    say(f"seed {seed}, {len(campaign.findings)} findings")
-    for mark, (_, count) in campaign.findings.items():
-        say(f"{count} x {mark}")
+        campaign.run(seconds, Path(table) if table else None)
+    say(campaign.text())
     return int(bool(campaign.findings or campaign.bench.broken))
 
 

@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import json
@@ -40,6 +41,7 @@ PLACES = (
 _LARGEST = 1 << 26
 """A file beyond that is one of `_put`, and stays as it is."""
 
+_GLOB = set("*?[")
 _MARK = "\ue000place\ue000"
 
 
@@ -50,12 +52,16 @@ def unfolded(raw: Any) -> str:
 
 def apply(folder: Path, edits: list[Edit]) -> None:
     """Change the files of `folder`; what an edit no longer finds stays as it is."""
-    before = {path.relative_to(folder).as_posix(): _sha256(path) for path in _files(folder)}
+    before: dict[str, str] = {}
+    if any(edit["op"] == "checksums" for edit in edits):
+        before = {path.relative_to(folder).as_posix(): _sha256(path) for path in _files(folder)}
     for edit in edits:
         if edit["op"] == "checksums":
             _correct_checksums(folder, before)
             continue
-        path = next(iter(sorted(folder.glob(edit["file"]))), folder / edit["file"])
+        path = folder / edit["file"]
+        if _GLOB & set(edit["file"]) and not os.path.lexists(path):
+            path = next(iter(sorted(folder.glob(edit["file"]))), path)
         if edit["op"] == "fs":
             _put(folder, path, edit["how"])
         elif path.is_file() and not path.is_symlink() and path.stat().st_size < _LARGEST:
@@ -286,6 +292,12 @@ _INSERTS: list[Any] = [
 ]  # fmt: skip
 
 
+@functools.lru_cache(512)
+def content(path: Path) -> bytes:
+    """Return what is in a file that nobody changes."""
+    return path.read_bytes()
+
+
 class Maker:
     """Makes edits up."""
 
@@ -294,6 +306,7 @@ class Maker:
 
     def edits(self, folder: Path, files: list[str], *, places: bool = True) -> list[Edit]:
         """Return some edits of `files` of a folder as it is."""
+        contents = {file: content(folder / file) for file in files}
         chance = self._chance
         found = []
         for _ in range(chance.choice([1, 1, 1, 1, 2, 3])):
@@ -301,9 +314,8 @@ class Maker:
             if places and chance.random() < 0.06:
                 found.append({"op": "fs", "file": file, "how": chance.choice(PLACES)})
                 continue
-            data = (folder / file).read_bytes()
-            found.append({"file": file, **self.edit(file, data)})
-        if any(path.endswith(".json") for path in files) and chance.random() < 0.6:
+            found.append({"file": file, **self.edit(file, contents[file])})
+        if any(b"sha256" in data or b"checksum" in data for data in contents.values()) and chance.random() < 0.6:
             found.append({"op": "checksums"})
         return found
 
@@ -378,7 +390,7 @@ class Maker:
         if way < 0.04:
             inner = {"op": "drop"}
         elif way < 0.07:
-            inner = {"op": "bomb", "bytes": chance.choice([1 << 20, 1 << 30])}
+            inner = {"op": "bomb", "bytes": chance.choice([1 << 20, 1 << 20, 1 << 20, 1 << 20, 1 << 26])}
         elif way < 0.1:
             inner = {"op": "name", "name": chance.choice(["../../x", "/x", "a\0b", "x" * 3000, member + "/"])}
         else:

@@ -37,6 +37,7 @@ class Kind:
         code: Whether it may run code or other programs.
         slow: Whether it is left out of the tests.
         places: Whether something else than a file is put in the place of files.
+        share: Of a campaign's time, beside those of other kinds.
     """
 
     make: Callable[[Path, Path], None]
@@ -47,6 +48,7 @@ class Kind:
     code: bool = False
     slow: bool = False
     places: bool = True
+    share: float = 1.0
 
     def files(self, folder: Path) -> list[str]:
         """Return the files that are changed, relative to `folder`."""

@@ -153,7 +153,5 @@ def command_line(here: Path, shared: Path) -> int:
         line = [str(word).replace("{shared}", str(shared)).replace("\0", "") for word in words]
         if "--" in line or ("record" not in line[:1] and "/dev/zero" in line):
             continue
-        status = max(
-            status, main([word.encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape") for word in line])
-        )
+        status = max(status, main([os.fsdecode(word.encode("utf-8", "surrogatepass")) for word in line]))
     return status

@@ -18,6 +18,7 @@ A task is one line of JSON: {"folder", "line", "kind" rules...}; an answer is on
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -34,6 +35,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+import stream
 
 MAX_BYTES = 1 << 30
 ADDRESS_SPACE = 4 << 30  # beyond what is in use: memory that is claimed and never touched costs nothing
@@ -82,7 +85,13 @@ def main() -> int:
     torch.set_num_threads(1)
     for text in sys.stdin:
         tasks = json.loads(text)
-        if "warm" in tasks:
+        if "stream" in tasks:
+            import every
+
+            kind = every.KINDS[tasks["stream"]["kind"]]
+            for found in stream.streamed(tasks["stream"], kind, sys.modules[__name__]):
+                answers.write(json.dumps(found) + "\n")
+        elif "warm" in tasks:
             _warm(tasks["warm"], shared)
             answers.write("{}\n")
         else:
@@ -98,8 +107,9 @@ def _warm(tasks: list[dict[str, Any]], shared: Path) -> None:
     child = os.fork()
     if child == 0:
         with contextlib.suppress(BaseException):
+            capture = Capture()
             for task in tasks:
-                _run(task, shared, Watch(), {})
+                run(task, shared, Watch(), {}, capture)
         file.write_text("\n".join(sys.modules))
         os._exit(0)
     os.waitpid(child, 0)
@@ -129,7 +139,7 @@ def _answers(child: int, pipe: Any, expected: int) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     pending = b""
     interrupted = False
-    patience = _Patience(child)
+    patience = Patience(child)
     while len(found) < expected:
         ready, _, _ = select.select([pipe], [], [], CTRL_C_SECONDS if interrupted else MAX_SECONDS / 10)
         data = os.read(pipe.fileno(), 1 << 16) if ready else None
@@ -137,7 +147,7 @@ def _answers(child: int, pipe: Any, expected: int) -> list[dict[str, Any]]:
             pending += data
             *complete, pending = pending.split(b"\n")
             found += [json.loads(line) for line in complete]
-            patience = _Patience(child)
+            patience = Patience(child)
             if interrupted and complete:
                 where = found[-1].get("where", "")
                 found[-1]["problem"] = f"slow: more than {MAX_SECONDS:g} s; Ctrl-C ended it\n{where}"
@@ -159,7 +169,30 @@ def _answers(child: int, pipe: Any, expected: int) -> list[dict[str, Any]]:
     return found
 
 
-class _Patience:
+class Capture:
+    """What is written to stdout and stderr, also by native code: files without a name in their place."""
+
+    def __init__(self) -> None:
+        self._files = [os.memfd_create(name) for name in ("stdout", "stderr")]
+        for number, file in enumerate(self._files, 1):
+            os.dup2(file, number)
+        # As Python opens them where the locale is of UTF-8: what cannot be encoded is an error on stdout.
+        sys.stdout = os.fdopen(1, "w", encoding="utf-8", errors="strict", closefd=False)
+        sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
+
+    def taken(self, most: int) -> tuple[str, str]:
+        """Return what was written since the last call."""
+        found = []
+        for written, file in zip((sys.stdout, sys.stderr), self._files, strict=True):
+            with contextlib.suppress(ValueError):
+                written.flush()
+            found.append(os.pread(file, most, 0).decode("utf-8", "surrogateescape"))
+            os.ftruncate(file, 0)
+            os.lseek(file, 0, os.SEEK_SET)
+        return found[0], found[1]
+
+
+class Patience:
     """Says when a child takes too long: by its own time, as this machine may do other things, or where it waits."""
 
     def __init__(self, child: int) -> None:
@@ -178,7 +211,8 @@ class _Patience:
         return used - self._first > MAX_CPU_SECONDS or time.monotonic() - self._since > MAX_SECONDS
 
 
-def _child(tasks: list[dict[str, Any]], shared: Path, pipe: Any) -> None:
+def limited() -> tuple[Watch, Capture]:
+    """Limit this child, and watch it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (in_use + ADDRESS_SPACE,) * 2)
@@ -186,10 +220,15 @@ def _child(tasks: list[dict[str, Any]], shared: Path, pipe: Any) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 30,) * 2)
     watch = Watch()
     sys.addaudithook(watch)
+    return watch, Capture()
+
+
+def _child(tasks: list[dict[str, Any]], shared: Path, pipe: Any) -> None:
+    watch, capture = limited()
     for task in tasks:
         answer: dict[str, Any] = {}
         try:
-            _run(task, shared, watch, answer)
+            run(task, shared, watch, answer, capture)
         except BaseException:
             answer["problem"] = f"a bug: it left\n{traceback.format_exc()}"
         watch.folder = ""
@@ -203,13 +242,35 @@ def _child(tasks: list[dict[str, Any]], shared: Path, pipe: Any) -> None:
     os._exit(0)
 
 
-def _memory(what: str) -> int:
-    text = Path("/proc/self/status").read_text()
-    found = re.search(rf"{what}:\s+(\d+) kB", text)
-    return int(found[1]) << 10 if found else 0
+class _Memory:
+    """Of this process, in bytes: files of the kernel that stay open."""
+
+    def __init__(self) -> None:
+        self._status = os.open("/proc/self/status", os.O_RDONLY)
+        self._clear = os.open("/proc/self/clear_refs", os.O_WRONLY)
+
+    def begin(self) -> int:
+        """Forget what was used at most until now, and return what is used."""
+        with contextlib.suppress(OSError):
+            os.pwrite(self._clear, b"5", 0)
+        return self._now(b"VmRSS:")
+
+    def most(self) -> int:
+        return self._now(b"VmHWM:")
+
+    def _now(self, what: bytes) -> int:
+        text = os.pread(self._status, 1 << 13, 0)
+        return int(text[text.index(what) + len(what) :].split(None, 1)[0]) << 10
 
 
-def _run(task: dict[str, Any], shared: Path, watch: Watch, answer: dict[str, Any]) -> None:
+@functools.cache
+def _memory(process: int) -> _Memory:
+    return _Memory()
+
+
+def run(task: dict[str, Any], shared: Path, watch: Watch, answer: dict[str, Any], capture: Capture) -> None:
+    """Run one task, and fill in its answer."""
+    import direct
     import planted
     import readers
 
@@ -228,31 +289,27 @@ def _run(task: dict[str, Any], shared: Path, watch: Watch, answer: dict[str, Any
         return real(error, status)
 
     errors._print = printed
-    out, err = around / "stdout", around / "stderr"
     name = task["line"][0]
     os.chdir(around)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-    before = _memory("VmRSS")
+    memory = _memory(os.getpid())
+    before = memory.begin()
     watch.may_run_code, watch.found, watch.folder = bool(task.get("code")), "", str(around)
     began, cpu = time.monotonic(), time.process_time()
     try:
-        with out.open("w", errors="surrogateescape") as stdout, err.open("w", errors="replace") as stderr, \
-                contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):  # fmt: skip
-            if name.startswith("["):
-                reader = getattr(readers, name[1:-1], None) or getattr(planted, name[1:-1])
-                answer["status"] = errors.exit_status(lambda: reader(here, shared))
-            else:
-                answer["status"] = glass([*task["line"], "--no-progress"])
+        if name.startswith("["):
+            reader = next(found for room in (direct, readers, planted) if (found := getattr(room, name[1:-1], None)))
+            answer["status"] = errors.exit_status(lambda: reader(here, shared))
+        else:
+            answer["status"] = glass([*task["line"], "--no-progress"])
     finally:
         errors._print = real
         watch.folder = ""
+        text, complaints = capture.taken(_OUTPUT_BYTES)
     answer["seconds"] = round(time.monotonic() - began, 3)
-    answer["bytes"] = _memory("VmHWM") - before
-    text = out.read_text(errors="replace")[:_OUTPUT_BYTES]
+    answer["bytes"] = memory.most() - before
     answer["output"] = text
     cpu = time.process_time() - cpu
-    complaints = err.read_text(errors="replace")[:20_000]
+    complaints = complaints[:20_000]
     answer["error"] = complaints[-600:]
     answer["where"] = traces[-1] if traces else ""
     answer["problem"] = (
@@ -268,13 +325,18 @@ def _run(task: dict[str, Any], shared: Path, watch: Watch, answer: dict[str, Any
 
 def _beside(around: Path) -> dict[str, tuple[int, int]]:
     """Return what lies beside the folder, with times and sizes."""
-    found = {}
-    for path in [*around.iterdir(), *(around / "outside").glob("**/*")]:
-        if path.name in ("inside", "stdout", "stderr", "temporary"):
-            continue
-        with contextlib.suppress(OSError):
-            state = path.lstat()
-            found[str(path)] = (state.st_size, state.st_mtime_ns if path.is_file() else 0)
+    found: dict[str, tuple[int, int]] = {}
+    waiting = [str(around)]
+    while waiting:
+        with contextlib.suppress(OSError), os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                if entry.name in ("inside", "temporary"):
+                    continue
+                state = entry.stat(follow_symlinks=False)
+                is_file = entry.is_file(follow_symlinks=False)
+                found[entry.path] = (state.st_size, state.st_mtime_ns if is_file else 0)
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(entry.path)
     return found
 
 

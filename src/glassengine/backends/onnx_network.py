@@ -18,6 +18,7 @@ import torch
 
 from glassengine.backends.onnx_stored import read_graph
 from glassengine.backends.protocol import Layer, Network, NetworkTensor
+from glassengine.program.onnx.session import start
 from glassengine.program.program import Program
 
 NODE_KEY = "glassengine.node"
@@ -131,7 +132,7 @@ def _optimize(path: Path, target: Path) -> None:
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(target)
     options.log_severity_level = 4  # it warns that the file fits this processor only
-    onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    start(str(path), options)
 
 
 def _readable_sizes(graph: Any, program: Program) -> dict[str, str]:

@@ -24,6 +24,7 @@ from glassengine.backends.onnx_network import list_optimized
 from glassengine.backends.onnx_stored import check_graph
 from glassengine.backends.protocol import Capabilities, Network, Run
 from glassengine.errors import BackendError
+from glassengine.program.onnx.session import start
 from glassengine.program.onnx.types import ELEMENT_TYPES
 from glassengine.program.program import Program
 
@@ -82,7 +83,7 @@ class _Session:
         options.inter_op_num_threads = 1
         options.log_severity_level = 3  # errors; warnings are about the optimiser's own choices
         providers = _PROVIDERS[self._order.device]
-        self._session = onnxruntime.InferenceSession(str(directory / MODEL_FILE), options, providers=providers)
+        self._session = start(str(directory / MODEL_FILE), options, providers)
         self._graph_outputs = [value.name for value in self._session.get_outputs()]
         in_place = self._session.get_modelmeta().custom_metadata_map[IN_PLACE_KEY].split()
         self._past_of = {present: past for past, present in self._order.caches.items()}

@@ -78,12 +78,14 @@ def read_profiles(
         UsageError: There is no profile.
         CorruptError: A profile is damaged or of a newer schema.
     """
-    path = _newest(Path(directory))
+    given = Path(directory)
+    path = _newest(given)
     if against is not None:
-        return _read(path), _read(_newest(Path(against)))
+        other = Path(against)
+        return _read(path, inside=given), _read(_newest(other), inside=other)
     numbered = _profiles(path.parent) if re.fullmatch(r"profile-\d+", path.name) else []
     before = [other for other in numbered if other.name < path.name]
-    return _read(path), _read(before[-1]) if before else None
+    return _read(path, inside=given), _read(before[-1], inside=path.parent) if before else None
 
 
 def _newest(directory: Path) -> Path:
@@ -105,9 +107,10 @@ def _profiles(directory: Path) -> list[Path]:
     return sorted(path for path in found if (path / SUMMARY).is_file())
 
 
-def _read(directory: Path) -> StoredProfile:
+def _read(directory: Path, *, inside: Path) -> StoredProfile:
+    """Read a profile below `inside`, which the user named; a link in the place of a profile leads out of it."""
     path = directory / SUMMARY
-    raw = read_bytes(path, most=_MAX_BYTES, inside=directory)
+    raw = read_bytes(path, most=_MAX_BYTES, inside=inside)
     parsed(raw, _Profile, path, what="the profile", version=SCHEMA_VERSION, depth=_MAX_DEPTH)
     data = parsed(raw, dict[str, Any], path, what="the profile", depth=_MAX_DEPTH)
     found = data.pop("checksum", None)  # profiles of earlier versions have none

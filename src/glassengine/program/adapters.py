@@ -57,9 +57,10 @@ class _Settings(msgspec.Struct):
     lora_alpha: float = 8
     alpha_pattern: dict[str, float] | None = None
     rank_pattern: dict[str, int] | None = None
-    use_dora: bool | None = False
-    use_rslora: bool | None = False
-    lora_bias: bool | None = False
+    # Numbers, too: peft asks only whether they are true. What it divides by, it wants as numbers, as we do.
+    use_dora: bool | int | None = False
+    use_rslora: bool | int | None = False
+    lora_bias: bool | int | None = False
 
 
 @dataclasses.dataclass(frozen=True)

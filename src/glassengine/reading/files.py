@@ -23,6 +23,8 @@ _CAN_WALK = os.open in os.supports_dir_fd and bool(_NOFOLLOW)
 # What a shell writes for `<(command)`, and names for what is already open: the user wrote the other end.
 _OPEN_ALREADY = re.compile(r"/dev/(stdin|fd/\d+)|/proc/self/fd/\d+")
 
+_LONGEST_SHOWN = 1000
+
 _KINDS = (
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a pipe"),
@@ -138,9 +140,11 @@ def too_large(path: str | Path, size: int, most: int) -> CorruptError:
 
 def shown(path: str | Path) -> str:
     """Return a path as it can be printed: bytes that are no text, line ends and a great length do not get through."""
-    text = str(path).encode("utf-8", "backslashreplace").decode()
-    text = printable(text)
-    return text if len(text) <= 1000 else f"{text[:500]}...{text[-400:]}"
+    text = str(path)
+    if len(text) > _LONGEST_SHOWN:  # first: escapes of hundreds of megabytes take minutes, and many times the memory
+        text = f"{text[:500]}...{text[-400:]}"
+    text = printable(text.encode("utf-8", "backslashreplace").decode())
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:500]}...{text[-400:]}"
 
 
 def _open_inside(path: Path, directory: Path) -> int:

@@ -21,6 +21,9 @@ from glassengine.reading.files import open_regular, shown
 # torch searches its messages, which quote names, in time that grows with the square of their length.
 _MAX_NAME_BYTES = 1 << 14
 _MAX_PICKLE_BYTES = 1 << 28
+# The order of bytes, versions and ids: a few letters each. torch quotes what it does not know, all of it.
+_MAX_NOTE_BYTES = 1 << 12
+_TENSOR_DATA = re.compile(r"[^/]+/data/\d+")
 _OLD = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _OLD_PICKLES = 5
 # A small file can name one list many times over; these bound what it unfolds to.
@@ -181,6 +184,10 @@ def _check_archive(file: Any, where: str) -> None:
         if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
             raise CorruptError("not a file that torch.save wrote", got=f"{where}: compressed members")
         for member in archive.infolist():
+            is_note = not member.filename.endswith(".pkl") and not _TENSOR_DATA.fullmatch(member.filename)
+            if is_note and member.file_size > _MAX_NOTE_BYTES:
+                got = f"{where}: {member.file_size:,} bytes in {shown(member.filename)}"
+                raise CorruptError("the file holds what no tensor needs", got=got)
             if not member.filename.endswith(".pkl"):
                 continue
             if member.file_size > _MAX_PICKLE_BYTES:

@@ -16,6 +16,7 @@ from torch import Tensor
 from glassengine.errors import BackendError, first_line
 from glassengine.program.onnx.file import torch_dtype
 from glassengine.program.onnx.function import OnnxFunction
+from glassengine.program.onnx.session import start
 from glassengine.program.onnx.tabular import DOMAIN
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ class OneNode:
         model.graph.input.extend(inputs)
         model.graph.initializer.extend(numpy_helper.from_array(feeds[name], name) for name in sorted(self._fixed))
         content = model.SerializeToString()
-        return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+        return start(content, options)
 
 
 def is_of_runtime_alone(target: Any) -> bool:

@@ -34,6 +34,16 @@ def with_outputs(model: onnx.ModelProto, names: Sequence[str]) -> onnx.ModelProt
     return copied
 
 
+def start(model: bytes | str, options: Any, providers: Sequence[Any] = ("CPUExecutionProvider",)) -> Any:
+    """Return a session of ONNX Runtime for a model or its file, or raise what the runtime says.
+
+    Left to itself, it prints that it tries again with other providers to stdout, where a command may write a document.
+    """
+    import onnxruntime
+
+    return onnxruntime.InferenceSession(model, options, providers=list(providers), enable_fallback=0)
+
+
 def open_session(file: OnnxFile, outputs: Sequence[str]) -> Any:
     """Return a session of ONNX Runtime that also returns `outputs`.
 
@@ -53,7 +63,7 @@ def open_session(file: OnnxFile, outputs: Sequence[str]) -> Any:
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
     content = with_outputs(file.model, outputs).SerializeToString()
     try:
-        return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+        return start(content, options)
     except Exception as error:
         raise BackendError(
             f"ONNX Runtime does not take {file.path.name}",

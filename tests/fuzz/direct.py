@@ -1,0 +1,298 @@
+"""Readers without what surrounds them: the functions that the commands call, at a fraction of a command's time.
+
+Each reads what lies in the folder, and prints a digest of every value, so that a value read wrongly shows. They
+end as commands do: `glassengine.cli.errors.exit_status` makes a status of what they raise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+SERVER_SECONDS = 8.0
+PATIENCE = 0.15
+
+
+def say(*values: Any) -> int:
+    """Print what was read."""
+    for value in values:
+        sys.stdout.write(_text(value) + "\n")
+    return 0
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.device.type == "meta":
+            return f"{value.layout} {value.device} {list(value.shape)}"
+        data = value.detach().contiguous().flatten()[: 1 << 16].view(torch.uint8) if value.numel() else b""
+        data = data.numpy().tobytes() if isinstance(data, torch.Tensor) else data
+        return f"{value.dtype} {list(value.shape)} {hashlib.sha256(data).hexdigest()[:16]}"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {_text(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_text, value)) + "]"
+    return repr(value)
+
+
+def _alone(here: Path) -> Path:
+    """Return the one file of a folder, or where it was."""
+    return next((path for path in here.iterdir() if path.name != ".made"), here / "it.json")
+
+
+def read_dump(here: Path, shared: Path) -> int:
+    from glassengine.recording.reader import Recording
+    from glassengine.recording.source import open_source
+
+    files = [path for path in sorted(here.rglob("*")) if path.name != ".made"]
+    source = open_source(files[0] if len(files) == 1 else here)
+    for entry in source.entries[:50]:
+        say(entry.describe())
+        if entry.nbytes < 1 << 20:
+            tensor = source.tensor(entry)
+            assert tuple(tensor.shape) == entry.shape, "another shape than was said"
+            say(tensor)
+            if isinstance(source, Recording):
+                say(source.summary(entry), source.sketch(entry))
+    for item in source.skipped:
+        assert item.reason, "skipped without a reason"
+    return 0
+
+
+def read_recording(here: Path, shared: Path) -> int:
+    from glassengine.recording.noise_floor import read_noise_floor
+
+    floor = read_noise_floor(here / "it")
+    return read_dump(here / "it", shared) or say(floor is not None)
+
+
+def read_snapshot(here: Path, shared: Path) -> int:
+    from glassengine.executable.snapshot import Snapshot
+
+    packed = here / "it.safetensors"
+    found = Snapshot.open(packed if os.path.lexists(packed) else here / "it")
+    say(found.to_dict(statistics=False), found.arguments())
+    say([found.output(name) for name in found.output_names] if found.outputs else None)
+    return say(found.graph_hash and hashlib.sha256(found._graph_bytes().numpy().tobytes()).hexdigest())
+
+
+def read_engine(here: Path, shared: Path) -> int:
+    from glassengine.engine.files import load_weights
+    from glassengine.engine.manifest import check_files, read_manifest, require_fit, require_intact
+    from glassengine.program.program import load_names
+
+    directory = here / "it"
+    found = read_manifest(directory)
+    require_fit(found.manifest, portable=True)
+    check_files(found.manifest, directory, verify=True)
+    names = load_names(directory / "main")
+    require_intact(found.manifest, found.intact, names)
+    weights = load_weights(directory / "weights.safetensors")
+    return say(found.manifest, {key: value for key, value in names.items() if key != "sites"}, weights)
+
+
+def read_program(here: Path, shared: Path) -> int:
+    from glassengine.backends.io import read_io
+    from glassengine.engine.sampling import read_settings
+    from glassengine.program.program import load_names
+
+    names = load_names(here / "it")
+    settings = read_settings(here, None, {}, max_length=64, vocab_size=512)
+    return say(list(names["sites"]), names["metadata"], read_io(here / "it"), settings.config.to_dict())
+
+
+def read_profile(here: Path, shared: Path) -> int:
+    from glassengine.executable.profile_files import read_profiles
+
+    found, _ = read_profiles(here / "it")
+    return say(json.dumps(found.data, allow_nan=False))
+
+
+def read_artifacts(here: Path, shared: Path) -> int:
+    from glassengine.program.artifacts import read_manifest
+    from glassengine.program.listing import read_listing
+
+    directory = here / "it"
+    manifest = read_manifest(directory)
+    for stage in manifest["stages"]:
+        say(read_listing(directory / stage["directory"] / "graph.json", inside=directory))
+    return say(manifest)
+
+
+class _Layers(nn.Module):
+    """What an adapter of one layer is merged into, by the paths of a language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        here: nn.Module = self
+        for name in ("model", "layers", "0", "self_attn"):
+            here.add_module(name, nn.Module())
+            here = here.get_submodule(name)
+        here.add_module("q_proj", layer := nn.Linear(16, 16, bias=False))
+        nn.init.ones_(layer.weight)
+
+
+def read_adapter(here: Path, shared: Path) -> int:
+    from glassengine.program.adapters import merge, read_adapter
+
+    adapter = read_adapter(here / "it")
+    module = _Layers()
+    merge(module, adapter)
+    return say(module.state_dict())
+
+
+def read_inputs(here: Path, shared: Path) -> int:
+    from glassengine.program.inputs.given import load_inputs
+
+    path = _alone(here)
+    return say(load_inputs(str(path)))
+
+
+def read_token_ids(here: Path, shared: Path) -> int:
+    from glassengine.engine.prompts import read_input_ids
+
+    path = _alone(here)
+    return say(read_input_ids(path))
+
+
+def read_checkpoint(here: Path, shared: Path) -> int:
+    from glassengine.program.checkpoint_files import read_headers, read_tensors, require_plain_files, weight_files
+
+    require_plain_files(here / "it")
+    files = weight_files(str(here / "it"))
+    return say(read_headers(files), read_tensors(files))
+
+
+def read_prompts(here: Path, shared: Path) -> int:
+    from glassengine.engine.prompts import read_chat, read_prompt_file
+
+    path = _alone(here)
+    return say(read_chat(path) if path.name.startswith("c") else read_prompt_file(path))
+
+
+def read_aliases(here: Path, shared: Path) -> int:
+    from glassengine.engine.requests import read_requests
+
+    return say(read_requests([f"@{here / 'aliases.json'}"]))
+
+
+def read_map(here: Path, shared: Path) -> int:
+    from glassengine.compare.maps import load_map
+
+    path = _alone(here)
+    return say(load_map(path))
+
+
+def read_onnx(here: Path, shared: Path) -> int:
+    from glassengine.program.onnx.file import read_onnx
+
+    found = read_onnx(here / "it" / "m.onnx")
+    return say(found.weights())
+
+
+def read_archive(here: Path, shared: Path) -> int:
+    from glassengine.program.archive import inert_archive
+
+    return say(hashlib.sha256(inert_archive(here / "m.pt2", has_weights=True).getvalue()).hexdigest())
+
+
+def read_metrics(here: Path, shared: Path) -> int:
+    from glassengine.executable.metrics_reader import read_metrics
+
+    path = _alone(here)
+    return say(read_metrics(path))
+
+
+def read_token(here: Path, shared: Path) -> int:
+    from glassengine.executable import profile_token
+
+    path = here / "token.json"
+    if path.is_file() and not path.is_symlink() and os.access(path, os.R_OK):
+        path.chmod(0o600)
+    return say(profile_token._read(path, private=here))
+
+
+def read_kernels(here: Path, shared: Path) -> int:
+    """What was measured of a runtime, and is kept in the cache: damaged, it is measured again."""
+    from glassengine.backends import calibration
+
+    key = {"backend": "it", "version": "1", "instruction_set": "x"}
+    before = os.environ.get("GLASS_CACHE_DIR")
+    os.environ["GLASS_CACHE_DIR"] = str(here)
+    try:
+        return say(calibration._cached(key))
+    finally:
+        os.environ.pop("GLASS_CACHE_DIR")
+        os.environ |= {} if before is None else {"GLASS_CACHE_DIR": before}
+
+
+@functools.cache
+def _server(folder: str) -> tuple[int, str]:
+    """Start a server, once in a process, and return its port and token."""
+    from glassengine.executable import profile_requests
+    from glassengine.executable.profile_client import request_profile
+    from glassengine.executable.profile_server import start_server
+
+    profile_requests.ACCEPTS_PER_S = 1e6  # what is asked here is asked by one client
+    file = Path(folder) / "token.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    server = start_server(0, directory=file.parent / "profiles", token_file=file)
+    request_profile(f"localhost:{server.port}", timeout_s=0.01, token_file=file)  # the first one takes longer
+    return server.port, json.loads(file.read_bytes())["token"]
+
+
+def serve(here: Path, shared: Path) -> int:
+    """Send the bytes to a server that stays, and ask it something else, which it answers as if nothing had been."""
+    port, token = _server(str(shared.parent / "temporary" / f"server-{os.getpid()}"))
+    status = 2
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
+        connection.sendall((here / "request").read_bytes().replace(b"TOKEN", token.encode()))
+        with contextlib.suppress(ConnectionError):
+            try:
+                answer = connection.recv(1 << 16)
+            except TimeoutError:  # it waits for more, or until the program has ended as many steps
+                connection.settimeout(SERVER_SECONDS)
+                connection.shutdown(socket.SHUT_WR)
+                answer = connection.recv(1 << 16)
+            # One profile at a time: the one before may still be written.
+            status = 0 if answer[:12] in (b"HTTP/1.1 200", b"HTTP/1.1 409") else 2
+    with socket.create_connection(("127.0.0.1", port), timeout=SERVER_SECONDS) as connection:
+        head = f"DELETE /capture HTTP/1.1\r\nHost: localhost\r\nX-Glass-Engine: 1\r\nAuthorization: Bearer {token}\r\n"
+        connection.sendall((head + "Connection: close\r\nContent-Length: 0\r\n\r\n").encode())
+        answer = connection.recv(1 << 16)
+        assert answer.startswith(b"HTTP/1.1 200"), f"the server answers no more: {answer[:200]!r}"
+    return status
+
+
+def parse_line(here: Path, shared: Path) -> int:
+    """The options of a command line are read, and the command itself is not run."""
+    from glassengine.cli import main, options
+    from glassengine.cli.errors import exit_status
+
+    try:
+        words = json.loads((here / "line.json").read_bytes())
+    except (ValueError, RecursionError, OSError):
+        return 0
+    if not isinstance(words, list) or not words:
+        return 0
+    line = [str(word).replace("{shared}", str(shared)).replace("\0", "") for word in words]
+    line = [os.fsdecode(word.encode("utf-8", "surrogatepass")) for word in line]
+
+    def parse() -> int:
+        group = main._build()
+        with group.make_context("glass", line) as context:
+            name, command, rest = group.resolve_command(context, [*context._protected_args, *context.args])
+            command.make_context(name, rest, parent=context)
+        return 0
+
+    options.reset()
+    return exit_status(parse)

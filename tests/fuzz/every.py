@@ -1,0 +1,8 @@
+"""All kinds by name: whole commands, and the functions that they read with."""
+
+from __future__ import annotations
+
+import direct_kinds
+import kinds
+
+KINDS: dict[str, kinds.Kind] = {**kinds.KINDS, **direct_kinds.KINDS}
