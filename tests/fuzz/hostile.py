@@ -12,7 +12,6 @@ import io
 import json
 import pickle
 import resource
-import signal
 import struct
 import sys
 import tempfile
@@ -29,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import numpy as np
 import seeds
 import torch
-from fuzzer import MAX_SECONDS, exercise, too_slow
+from fuzzer import MAX_SECONDS, begin_clock, exercise
 
 from glassengine.errors import GlassError
 from glassengine.recording.source import open_source
@@ -345,7 +344,6 @@ def main() -> int:
     records = int(sys.argv[1]) if len(sys.argv) > 1 else 20_000
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    signal.signal(signal.SIGALRM, too_slow)
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (in_use + MAX_BYTES, in_use + MAX_BYTES))
     for name, make in CASES.items():
@@ -356,13 +354,13 @@ def main() -> int:
             before = sorted(str(item) for item in Path(above).rglob("*"))
             began = time.monotonic()
             # A million records take longer than a hang is long.
-            signal.alarm(MAX_SECONDS if records <= 20_000 else 300)
+            begin_clock(MAX_SECONDS if records <= 20_000 else 300)
             try:
                 ended = exercise(path)
                 skipped = sorted({item.reason for item in open_source(path).skipped}) if "tensors" in ended else []
             except GlassError as error:
                 ended, skipped = type(error).__name__, []
-            signal.alarm(0)
+            begin_clock(0)
             after = sorted(str(item) for item in Path(above).rglob("*"))
             seconds = time.monotonic() - began
             result = {"case": name, "ended": ended, "skipped": skipped, "seconds": round(seconds, 2)}

@@ -59,7 +59,7 @@ def hostile(cwd: Path, records: int, timeout: float) -> dict[str, dict[str, Any]
 
 
 def test_hostile_files_end_with_a_reason(tmp_path: Path) -> None:
-    found = hostile(tmp_path, 20_000, 200)
+    found = hostile(tmp_path, 20_000, 900)
     for name, expected in ENDS.items():
         case = found.pop(name)
         if isinstance(expected, str):
@@ -81,7 +81,7 @@ def test_an_index_of_a_million_records_opens(tmp_path: Path) -> None:
 
 
 def fuzz(seconds: float, seed: int, cwd: Path, *kinds: str, prelude: str = "") -> subprocess.CompletedProcess[str]:
-    return run("fuzzer.py", str(seconds), str(seed), *kinds, cwd=cwd, timeout=seconds + 120, prelude=prelude)
+    return run("fuzzer.py", str(seconds), str(seed), *kinds, cwd=cwd, timeout=10 * seconds + 600, prelude=prelude)
 
 
 def test_a_few_seconds_of_fuzzing_find_nothing(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_minutes_of_fuzzing_find_nothing(seed: int, tmp_path: Path) -> None:
         ("import glassengine.recording.formats.npy_file as f; read = f.describe\n"
          "def worse(path, *a, **k):\n    data = path.read_bytes()\n    return {147: read}[data[0]](path, *a, **k)\n"
          "f.describe = worse", "KeyError"),
-        ("import time; fuzzer.MAX_SECONDS = 1; fuzzer.open_source = lambda path: time.sleep(5)", "TimeoutError"),
+        ("fuzzer.MAX_SECONDS = 1; fuzzer.open_source = lambda path: sum(iter(int, 1))", "TimeoutError"),
         ("fuzzer.open_source = lambda path: bytearray(8 << 30)", "MemoryError"),
         ("real = fuzzer.open_source\n"
          "def leave(path):\n    (path.parent.parent / 'outside').touch()\n    return real(path)\n"

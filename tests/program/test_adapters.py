@@ -82,6 +82,8 @@ def logits_of(model: nn.Module, adapter: Path) -> Tensor:
     [
         ("llama", lora(Q, 64, 64) | lora(V, 64, 32), {}, {Q: 1.5, V: 1.5}),
         ("llama", lora(Q, 64, 64) | lora(V, 64, 32), {"use_rslora": True}, {Q: 3.0, V: 3.0}),
+        # peft asks whether it is true; what it divides by must be a number, but a whole one may be written as 6.0.
+        ("llama", lora(Q, 64, 64), {"use_rslora": 1, "use_dora": 0, "lora_alpha": 6.0}, {Q: 3.0}),
         (
             "llama",
             lora(Q, 64, 64, 2) | lora(V, 64, 32, 8),
@@ -99,7 +101,7 @@ def logits_of(model: nn.Module, adapter: Path) -> Tensor:
             {"model.embed_tokens": 1.5},
         ),
     ],
-    ids=["linear", "rslora", "patterns", "Conv1D", "Conv1D-unsaid", "DoRA", "DoRA-Conv1D", "embedding"],
+    ids=["linear", "rslora", "numbers", "patterns", "Conv1D", "Conv1D-unsaid", "DoRA", "DoRA-Conv1D", "embedding"],
 )
 def test_merged_is_what_the_adapter_does_beside_the_base(
     family: str, tensors: dict[str, Tensor], settings: dict[str, Any], scaling: dict[str, float], tmp_path: Path

@@ -159,3 +159,20 @@ def test_damage_anywhere_is_an_error_of_ours(tmp_path: Path) -> None:
         path.write_bytes(whole[:size])
         with pytest.raises(GlassError):
             read_onnx(path)
+
+
+@pytest.mark.parametrize("name", ["x", "MatMul", "w.data", "location", "w"])
+def test_names_that_are_no_text_are_refused(name: str, tmp_path: Path) -> None:
+    path = saved(tmp_path / "m.onnx", external=True)
+    data = path.read_bytes()
+    assert name.encode() in data
+    path.write_bytes(data.replace(name.encode(), b"\xff" * len(name)))
+    with pytest.raises(CorruptError, match="a name in an ONNX file is no text"):
+        read_onnx(path)
+
+
+def test_prose_in_any_encoding_is_let_be(tmp_path: Path) -> None:
+    model = onnx_text(TEXT, {"w": VALUES.numpy()})
+    model.doc_string, model.producer_name = "Gr--sse", "by J--rgen"
+    (tmp_path / "m.onnx").write_bytes(model.SerializeToString().replace(b"r--", b"r-\xfc"))
+    assert torch.equal(read_onnx(tmp_path / "m.onnx").weights()["w"], VALUES)

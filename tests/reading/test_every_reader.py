@@ -199,3 +199,15 @@ def test_inputs_of_json_are_as_they_were(tmp_path: Path) -> None:
     (step,) = load_inputs(str(path))
     assert step["x"].tolist() == [[1, 2]] and step["scale"] == 0.5 and step["more"]["y"].isnan().all()
     assert step["list"][0]["z"].tolist() == [1]
+
+
+def test_s7_a_profile_that_is_a_link_leads_out_of_the_directory_of_profiles(tmp_path: Path) -> None:
+    summary = {"format": "glass-profile", "schema_version": 1, "wall_us": 1.0, "num_steps": 0, "kinds": {}, "paths": {}}
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "profile.json").write_text(json.dumps({**summary, "flame": {}, "steps_us": []}))
+    (tmp_path / "profiles").mkdir()
+    (tmp_path / "profiles" / "profile-000001").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CorruptError, match="cannot be read"):
+        read_profiles(tmp_path / "profiles")
+    (tmp_path / "named").symlink_to(tmp_path / "elsewhere")  # a link that the user names is one that he wants
+    assert read_profiles(tmp_path / "named")[0].data["num_steps"] == 0

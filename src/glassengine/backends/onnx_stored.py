@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from glassengine.errors import CorruptError
-from glassengine.program.onnx.file import MAX_BYTES, check_tensors
+from glassengine.program.onnx.file import MAX_BYTES
+from glassengine.program.onnx.stored_tensors import check_tensors
+from glassengine.program.onnx.texts import check_texts
 from glassengine.reading.documents import damaged
 from glassengine.reading.files import open_regular, read_bytes
 
@@ -48,5 +50,6 @@ def read_graph(path: Path) -> onnx.ModelProto:
         raise damaged(path.name, path, error) from error
     if not model.ir_version or not model.graph.output:
         raise CorruptError(f"{path.name} is damaged", got=f"{path}: no graph with outputs")
+    check_texts(model, path)
     check_tensors(model, path)
     return model

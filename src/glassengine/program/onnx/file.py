@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +18,8 @@ import torch
 from glassengine.errors import BackendError, CorruptError, UsageError, first_line
 from glassengine.program.onnx.declared import check_declared
 from glassengine.program.onnx.results import return_tensors
+from glassengine.program.onnx.stored_tensors import bits, check_tensors, place
+from glassengine.program.onnx.texts import check_texts
 from glassengine.reading.files import open_regular, read_bytes
 
 if TYPE_CHECKING:
@@ -49,8 +51,6 @@ _TORCH = {
     "UINT4": torch.uint8,
 }
 """Element type -> dtype that holds its values; four-bit integers take a byte each."""
-
-_BITS = {"INT4": 4, "UINT4": 4}
 
 
 @dataclass
@@ -112,7 +112,8 @@ def read_onnx(path: str | Path, *, with_data: bool = True) -> OnnxFile:
     Raises:
         BackendError: The package onnx is not installed.
         UsageError: There is no such file, or it is no ONNX model.
-        CorruptError: A weight lies outside of the directory, is not there, or has another size than it says.
+        CorruptError: A weight lies outside of the directory, is not there, or has another size than it says; or a name
+            is no text.
     """
     try:
         import onnx
@@ -132,6 +133,7 @@ def read_onnx(path: str | Path, *, with_data: bool = True) -> OnnxFile:
         raise UsageError(
             f"{path} is no ONNX model", got="no graph with outputs and an opset", hint="a file of onnx.save"
         )
+    check_texts(model, path)
     check_declared(model.graph, path)
     _free_sizes(model.graph)
     if with_data:
@@ -242,7 +244,7 @@ def tensor_of(proto: onnx.TensorProto, path: Path) -> torch.Tensor:
     dtype = torch_dtype(proto.data_type)
     assert dtype is not None
     if proto.data_location == onnx.TensorProto.EXTERNAL:
-        file, offset, size = _place(proto, path)
+        file, offset, size = place(proto, path)
         with open_regular(file) as stream:
             stream.seek(offset)
             raw = bytearray(stream.read(size))
@@ -252,10 +254,10 @@ def tensor_of(proto: onnx.TensorProto, path: Path) -> torch.Tensor:
         raw = bytearray(proto.raw_data)
     else:
         array = numpy_helper.to_array(proto)
-        whole = array.astype("int8" if dtype is torch.int8 else "uint8") if _bits(proto) < 8 else array
+        whole = array.astype("int8" if dtype is torch.int8 else "uint8") if bits(proto) < 8 else array
         raw = bytearray(whole.tobytes())
         return (torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)).reshape(tuple(proto.dims))
-    if _bits(proto) < 8:
+    if bits(proto) < 8:
         return _unpacked(raw, math.prod(proto.dims), dtype).reshape(tuple(proto.dims))
     return (torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)).reshape(tuple(proto.dims))
 
@@ -265,7 +267,7 @@ def fill(model: onnx.ModelProto, weights: Mapping[str, torch.Tensor]) -> None:
     for proto in model.graph.initializer:
         if proto.name in weights and not proto.HasField("raw_data"):
             raw = weights[proto.name].detach().contiguous().flatten()
-            raw = _packed(raw) if _bits(proto) < 8 else raw
+            raw = _packed(raw) if bits(proto) < 8 else raw
             proto.raw_data = raw.view(torch.uint8).numpy().tobytes() if raw.numel() else b""
 
 
@@ -280,120 +282,3 @@ def _unpacked(raw: bytearray, number: int, dtype: torch.dtype) -> torch.Tensor:
     pairs = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
     values = torch.stack([pairs & 15, pairs >> 4], -1).flatten()[:number].to(torch.int8)
     return torch.where(values > 7, values - 16, values) if dtype is torch.int8 else values.to(dtype)
-
-
-def _tensors(message: Any) -> Iterator[onnx.TensorProto]:
-    """Yield every tensor of a model: of graphs within graphs and of functions, too."""
-    import onnx
-
-    waiting = [message]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, onnx.TensorProto):
-            yield part
-        elif isinstance(part, onnx.SparseTensorProto):
-            raise CorruptError("sparse weights are not read", got=part.values.name, expected="dense initializers")
-        elif isinstance(part, onnx.ModelProto):
-            waiting += [part.graph, *part.functions]
-        elif isinstance(part, onnx.GraphProto):
-            waiting += [*part.initializer, *part.sparse_initializer, *part.node]
-        elif isinstance(part, (onnx.NodeProto, onnx.FunctionProto)):
-            waiting += part.attribute if isinstance(part, onnx.NodeProto) else [*part.node, *part.attribute_proto]
-        elif isinstance(part, onnx.AttributeProto):
-            waiting += [part.t] if part.HasField("t") else []
-            waiting += [part.g] if part.HasField("g") else []
-            waiting += [*part.tensors, *part.graphs]
-            waiting += [part.sparse_tensor] if part.HasField("sparse_tensor") else []
-
-
-def check_tensors(model: onnx.ModelProto, path: Path) -> None:
-    """Refuse a model with a tensor whose data is not there, not its own, or not as much as its shape says."""
-    for tensor in _tensors(model):
-        _check(tensor, path)
-
-
-def _check(proto: onnx.TensorProto, path: Path) -> None:
-    """Refuse a tensor whose data is not there, not its own, or not as much as its shape says."""
-    import onnx
-
-    name = proto.name or "a constant"
-    if any(size < 0 for size in proto.dims):
-        raise CorruptError(f"{path.name}: the weight {name!r} has a negative size", got=str(list(proto.dims)))
-    if proto.HasField("segment"):
-        raise CorruptError(f"{path.name}: the weight {name!r} is split into segments")
-    number = math.prod(proto.dims)
-    if proto.data_location == onnx.TensorProto.EXTERNAL:
-        _, _, found = _place(proto, path)
-        expected = _num_bytes(proto, number)
-        unit = "bytes"
-    elif proto.HasField("raw_data"):
-        found, expected, unit = len(proto.raw_data), _num_bytes(proto, number), "bytes"
-    else:
-        fields = (proto.float_data, proto.int32_data, proto.int64_data, proto.double_data, proto.uint64_data)
-        found, expected, unit = max(map(len, (*fields, proto.string_data))), number, "values"
-        expected = -(-expected * _bits(proto) // 8) if _bits(proto) < 8 else expected
-        expected *= 2 if proto.data_type in (onnx.TensorProto.COMPLEX64, onnx.TensorProto.COMPLEX128) else 1
-    if found != expected:
-        raise CorruptError(
-            f"{path.name}: the weight {name!r} does not hold what its shape says",
-            got=f"{found:,} {unit}",
-            expected=f"{expected:,} for {list(proto.dims)}",
-        )
-
-
-def _place(proto: onnx.TensorProto, path: Path) -> tuple[Path, int, int]:
-    """Return (file, offset, bytes) of external data, which must be a file of the directory of the model at `path`."""
-    entries = {entry.key: entry.value for entry in proto.external_data}
-    location = entries.get("location", "")
-    parts = PurePosixPath(location).parts
-    is_inside = location and not PurePosixPath(location).is_absolute() and not PureWindowsPath(location).drive
-    if not is_inside or ".." in parts or "\\" in location or "\0" in location:
-        raise CorruptError(
-            f"the weight {proto.name!r} lies outside of the directory of the model",
-            got=location[:200] or "no location",
-            expected="a file beside the model",
-        )
-    file = path.parent / location
-    if not file.is_file():
-        raise CorruptError(
-            f"the file with the weight {proto.name!r} is missing",
-            got=f"no {location} in {path.parent}",
-            hint="copy the data file beside the .onnx file: the two belong together",
-        )
-    # A hub's cache links every file of a model to one folder of blobs: beside the real graph is inside, too.
-    real = file.resolve()
-    if not any(real.is_relative_to(folder) for folder in (path.parent.resolve(), path.resolve().parent)):
-        raise CorruptError(
-            f"the weight {proto.name!r} lies outside of the directory of the model", got=f"{location}, a link elsewhere"
-        )
-    try:
-        offset = int(entries.get("offset", "0"))
-        size = int(entries["length"]) if "length" in entries else _num_bytes(proto, math.prod(proto.dims))
-    except ValueError as error:
-        raise CorruptError(f"the place of the weight {proto.name!r} is no number", got=str(error)) from error
-    if offset < 0 or size < 0 or offset + size > real.stat().st_size:
-        raise CorruptError(
-            f"the weight {proto.name!r} goes beyond its file",
-            got=f"bytes {offset:,} to {offset + size:,} of {real.stat().st_size:,} in {location}",
-        )
-    return file, offset, size
-
-
-def _bits(proto: onnx.TensorProto) -> int:
-    import onnx
-
-    try:
-        return _BITS.get(onnx.TensorProto.DataType.Name(proto.data_type), 8)
-    except ValueError as error:
-        raise CorruptError(f"the weight {proto.name!r} has an unknown type", got=str(proto.data_type)) from error
-
-
-def _num_bytes(proto: onnx.TensorProto, number: int) -> int:
-    from onnx import helper
-
-    if _bits(proto) < 8:
-        return -(-number * _bits(proto) // 8)
-    try:
-        return number * int(helper.tensor_dtype_to_np_dtype(proto.data_type).itemsize)
-    except (KeyError, TypeError) as error:
-        raise CorruptError(f"the weight {proto.name!r} has an unknown type", got=str(proto.data_type)) from error
