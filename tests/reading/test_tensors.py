@@ -1,4 +1,4 @@
-"""Files of tensors that libraries read: signals end nothing, and what surrounds tensors is bounded before it is quoted."""
+"""Files of tensors that libraries read: signals end nothing, and messages are bounded before they are quoted."""
 
 from __future__ import annotations
 
