@@ -48,6 +48,8 @@ def main() -> None:
         found = Recording.open(opened)
         rows.append(row("  make every entry", 2 * STEPS, lambda: sum(1 for _ in found.entries)))
         rows.append(row("  find one tensor by name and step", 1, lambda: found.entry("m.1", STEPS - 1)))
+        given = many_steps(Path(folder) / "tokens", STEPS, tokens=True)
+        rows.append(row("  of as many steps with a token each", STEPS, lambda: Recording.open(given)))
         wide = written(Path(folder) / "wide", 1, SHOWN, 0.0)
         rows.append(row(f"show a step of {SHOWN:,} tensors", SHOWN, lambda: show(wide)))
         rows.append(row("  once more, statistics known", SHOWN, lambda: show(wide)))
@@ -57,7 +59,7 @@ def main() -> None:
     keep("reading", "\n".join([surroundings(), f"load average {os.getloadavg()[0]:.1f}", "", *rows]))
 
 
-def many_steps(path: Path, steps: int) -> Path:
+def many_steps(path: Path, steps: int, tokens: bool = False) -> Path:
     """Make a recording of many steps: its index frame by frame, the shard without taking room on the disk."""
     descriptions = tuple(describe(f"m.{number}", torch.zeros(4)) for number in range(2))
     with RecordingWriter(path, metadata={}) as writer:
@@ -69,6 +71,8 @@ def many_steps(path: Path, steps: int) -> Path:
     with (path / layout.INDEX).open("ab") as file:
         for step in range(1, steps):
             file.write(frames.block_frame(0, step, Location(0, size * step, checksum)))
+            if tokens:
+                file.write(frames.token_frame(0, step, step % 32_000))
             file.write(frames.commit_frame(step, 2, 0))
     os.truncate(path / layout.shard_name(0, sealed=True), layout.HEADER_BYTES + size * steps)
     manifest = json.loads((path / layout.MANIFEST).read_text())

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
-# All others are printed as they are; most text has none, and a hundred thousand lines are looked at.
-_UNUSUAL = re.compile(r"[^\x20-\x7e]")
+
+@functools.lru_cache(maxsize=8)
+def _unusual(also: str) -> re.Pattern[str]:
+    """All others are printed as they are; most text has none, and a hundred thousand lines are looked at."""
+    return re.compile(rf"[^\x20-\x7e{re.escape(also)}]")
 
 
 def printable(text: str, also: str = "") -> str:
@@ -20,6 +24,6 @@ def printable(text: str, also: str = "") -> str:
 
     def escaped(found: re.Match[str]) -> str:
         char = found[0]
-        return char if char.isprintable() or char in also else ascii(char)[1:-1]
+        return char if char.isprintable() else ascii(char)[1:-1]
 
-    return _UNUSUAL.sub(escaped, text)
+    return _unusual(also).sub(escaped, text)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from glassengine.errors import CorruptError, GlassError, UsageError
-from glassengine.recording import layout
+from glassengine.recording import frames, layout
 from glassengine.recording.reader import Recording
 from glassengine.recording.records import frame
 from glassengine.recording.writer import RecordingWriter
@@ -418,6 +418,49 @@ def test_long_prompts_and_many_rows(tmp_path: Path) -> None:
         w.commit(1, token_ids=[[-1]] * len(rows))
     r = Recording.open(tmp_path / "r")
     assert r.metadata["token_ids"] == [[*row, -1] for row in rows]
+
+
+def test_s9_tokens_of_decoding_are_columns_between_all_others(tmp_path: Path) -> None:
+    steps: list[list[list[int]]] = [
+        [[5, 6, 7], [8]],  # prompts
+        *([[step], [1 << 61]] for step in range(20)),
+        [[1], [2], [3]],  # another row comes
+        [[1, 2], [], [4]],
+        [[-1], [1 << 80], [True]],  # what no model gives
+        *([[step]] for step in range(5)),
+    ]
+    rows: list[list[int]] = [[], [], []]
+    with RecordingWriter(tmp_path / "r", metadata={}) as w:
+        for number, step in enumerate(steps):
+            w.commit(number, token_ids=step)
+            for row, ids in zip(rows, step, strict=False):
+                row.extend(ids)
+        assert Recording.open(tmp_path / "r").metadata["token_ids"] == rows
+        index = (tmp_path / "r" / layout.INDEX).read_bytes()
+    assert index.count(b"tokens") == 3
+    # The tokens of a step that was not committed are not there.
+    manifest = tmp_path / "r" / layout.MANIFEST
+    manifest.write_text(manifest.read_text().replace('"complete"', '"writing"'))
+    (tmp_path / "r" / layout.INDEX).write_bytes(index + frames.token_frame(0, len(steps), 9))
+    assert Recording.open(tmp_path / "r").metadata["token_ids"] == rows
+
+
+ODD_TOKENS = [
+    (layout.MAX_ROWS, 0, 7, 0, 0),
+    (0, 0, 1 << 62, 0, 0),
+    (0, 1 << 63, 7, 0, 0),
+    (0, 0, 7, 1, 0),
+    (0, 0, 7, 0, 1),
+]
+
+
+@pytest.mark.parametrize("fields", ODD_TOKENS)
+def test_hostile_tokens_of_a_fixed_size_are_refused(tmp_path: Path, fields: tuple[int, ...]) -> None:
+    path = make(tmp_path / "r", steps=1)
+    index = path / layout.INDEX
+    index.write_bytes(frames._fixed(frames.TOKEN, *fields) + index.read_bytes())
+    with pytest.raises(CorruptError, match="too large"):
+        Recording.open(path)
 
 
 TOKENS = [{}, {"rows": 1}, {"rows": [[1]]}, {"rows": [[-1, []]]}, {"rows": [[1 << 40, []]]}, {"rows": [[0, ["1"]]]}]

@@ -45,6 +45,9 @@ _MARGIN = 16 * 2.0**-24
 _IN_FLOAT32 = {torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int16, torch.uint16} | {
     torch.bool, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz,
 }  # fmt: skip
+_KNOWN_TO_NUMPY = {torch.float32, torch.float64, torch.float16, torch.int32, torch.int16, torch.int8, torch.uint8} | {
+    torch.bool,
+}
 _IN_FLOAT64 = _IN_FLOAT32 | {torch.float64, torch.int32, torch.uint32}
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -237,8 +240,11 @@ class Arithmetic:
         """Return `piece` in this precision: itself if it can be, else as `array`, filled up to whole rows."""
         num_elements = piece.numel()
         if num_elements < self._length:
-            scratch[num_elements:] = _PADDING[self._dtype]
-            scratch[:num_elements] = piece
+            array[num_elements:] = _PADDING[self._dtype]
+            if piece.dtype in _KNOWN_TO_NUMPY:
+                array[:num_elements] = piece.numpy()
+            else:
+                scratch[:num_elements] = piece
         elif piece.dtype == self._dtype:
             return cast(Array, piece.numpy())
         else:

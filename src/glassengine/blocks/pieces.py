@@ -65,7 +65,7 @@ def blocks(*tensors: Tensor, device: str | torch.device = "cpu") -> Iterator[tup
 def flat(tensor: Tensor) -> Tensor:
     """Return `tensor` as one dimension of stride 1; a copy only where it is not contiguous."""
     # Set explicitly: a single element passes for contiguous whatever its stride, and then cannot be viewed as bytes.
-    return tensor.contiguous().reshape(-1).as_strided((tensor.numel(),), (1,))
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,))
 
 
 def widen(piece: Tensor) -> Tensor:

@@ -3,14 +3,14 @@
 A frame is: payload length (u32), CRC-32 of the payload (u32), payload; little-endian. A payload is a JSON object, or of
 what every step has: 32 bytes that begin with what they are. Millions of these are found, verified and read at once.
 
-    bytes   block                           commit
-    0       1                               2
-    1-3     0                               0
-    4-7     number of the group             0
-    8-15    step                            step
-    16-23   offset behind the shard's head  number of tensors
-    24-27   number of the shard             number of tensors without values
-    28-31   CRC-32 of the bytes             0
+    bytes   block                           commit                            token
+    0       1                               2                                 3
+    1-3     0                               0                                 0
+    4-7     number of the group             0                                 row of the batch
+    8-15    step                            step                              step
+    16-23   offset behind the shard's head  number of tensors                 id of the token
+    24-27   number of the shard             number of tensors without values  0
+    28-31   CRC-32 of the bytes             0                                 0
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from glassengine.recording.layout import MAX_FRAME_BYTES, Location
 
 Array = np.typing.NDArray[Any]
 
-BLOCK, COMMIT = 1, 2
+BLOCK, COMMIT, TOKEN = 1, 2, 3
 _JSON = ord("{")
 
 _HEAD = struct.Struct("<II")
@@ -64,6 +64,11 @@ def block_frame(group: int, step: int, location: Location) -> bytes:
 def commit_frame(step: int, num_tensors: int, num_left_out: int) -> bytes:
     """Return the frame that completes a step; less than `LARGEST` tensors may be without values."""
     return _fixed(COMMIT, 0, step, num_tensors, num_left_out, 0)
+
+
+def token_frame(row: int, step: int, token: int) -> bytes:
+    """Return the frame of the only token of a row in a step; its id is not negative and below 2**62."""
+    return _fixed(TOKEN, row, step, token, 0, 0)
 
 
 def _fixed(kind: int, group: int, step: int, place: int, low: int, high: int) -> bytes:
@@ -179,7 +184,7 @@ def _verified(data: bytes, starts: Array, lengths: Array, first: int, damage: st
         if wrong < len(rows):
             bad, damage = int(numbers[wrong]), "the checksum of a record does not match"
         fixed = np.ascontiguousarray(rows[:, _HEAD.size :]).view(_COLUMNS)[:, 0]
-        known = ((fixed["kind"] == BLOCK) | (fixed["kind"] == COMMIT)) & (fixed["zeros"] == np.void(bytes(3)))
+        known = (fixed["kind"] >= BLOCK) & (fixed["kind"] <= TOKEN) & (fixed["zeros"] == np.void(bytes(3)))
         if not known.all() and (odd := int(numbers[np.flatnonzero(~known)[0]])) < bad:
             bad, damage = odd, "unknown kind of record"
     texts: list[tuple[int, bytes]] = []

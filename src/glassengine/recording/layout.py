@@ -13,10 +13,10 @@
                               and after its process was killed: see `ring_file`
     recovered/                what was recovered of these: a recording in itself, whose shards are numbered on
 
-A frame is: payload length (u32), CRC-32 of the payload (u32), payload; little-endian. The payload is JSON, or of blocks
-and commits the 32 bytes that `frames` describes (up to version 3 all were JSON, and a tensor alone was described in
-every step). The offset of a tensor counts from the end of the shard's header. Shards are numbered, so that a site name
-never becomes a path.
+A frame is: payload length (u32), CRC-32 of the payload (u32), payload; little-endian. The payload is JSON, or of
+blocks, commits and single tokens the 32 bytes that `frames` describes (up to version 3 all were JSON, and a tensor
+alone was described in every step). The offset of a tensor counts from the end of the shard's header. Shards are
+numbered, so that a site name never becomes a path.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from glassengine.recording.entries import Columns, Described, Entries, LeftOuts, Measured
-from glassengine.recording.frames import BLOCK, Array, read_frames
+from glassengine.recording.frames import BLOCK, COMMIT, TOKEN, Array, read_frames
 from glassengine.recording.impossible import Blocks, Commits, impossible_blocks, impossible_commits, impossible_rows
-from glassengine.recording.layout import MAX_SHARD_NUMBER, Entry, LeftOut
+from glassengine.recording.layout import MAX_ROWS, MAX_SHARD_NUMBER, Entry, LeftOut
 from glassengine.recording.records import (
     append_tokens,
     decoded,
@@ -36,6 +36,7 @@ MAX_ENTRIES = 1 << 28
 # What records of a fixed size say: field -> type of its column.
 _OF_BLOCKS = {"group": np.uint32, "step": np.int64, "place": np.int64, "low": np.int32, "high": np.uint32}
 _OF_COMMITS = {"step": np.int64, "place": np.int64, "low": np.uint32}
+_OF_TOKENS = {"group": np.int32, "place": np.int64}
 
 
 @dataclass(frozen=True)
@@ -100,10 +101,6 @@ def _contents(
     columns = columns.at(slice(0, kept))
     if kept and bool((np.diff(columns.step) < 0).any()):
         columns = columns.at(np.argsort(columns.step, kind="stable"))
-    tokens: list[list[int]] = []
-    for record, pieces in found.tokens.items():
-        if record < last:
-            append_tokens(tokens, pieces)
     stopped = {}
     for record, reason in found.stopped.items():
         if record <= last:
@@ -113,7 +110,7 @@ def _contents(
         Entries(found.groups, columns),
         LeftOuts(sorted((item for record, item in left_out if record < last), key=lambda item: item.step)),
         stopped,
-        tokens,
+        found.tokens_before(last),
         damage,
     )
 
@@ -142,6 +139,7 @@ class _Found:
         self._alone: dict[object, int] = {}
         self._fixed_blocks: list[list[Array]] = []
         self._fixed_commits: list[list[Array]] = []
+        self._fixed_tokens: list[list[Array]] = []
         self._blocks: list[tuple[int, ...]] = []
         self._commits: list[tuple[int, int, int, int]] = []
 
@@ -159,15 +157,18 @@ class _Found:
         """Add records of a fixed size."""
         if not len(records):
             return
-        is_block = fixed["kind"] == BLOCK
+        is_block, is_commit, is_token = (fixed["kind"] == kind for kind in (BLOCK, COMMIT, TOKEN))
         large = ((fixed["step"] | fixed["place"]) >> np.uint64(62)) > 0
         large |= is_block & (fixed["low"] > MAX_SHARD_NUMBER)
-        odd = np.flatnonzero(large | (~is_block & ((fixed["group"] != 0) | (fixed["high"] != 0))))
+        large |= is_commit & (fixed["group"] != 0) | ~is_block & (fixed["high"] != 0)
+        large |= is_token & ((fixed["group"] >= MAX_ROWS) | (fixed["low"] != 0))
+        odd = np.flatnonzero(large)
         if odd.size:
             self.fail(int(records[odd[0]]), "a number is too large")
         for parts, kinds, which in (
             (self._fixed_blocks, _OF_BLOCKS, is_block),
-            (self._fixed_commits, _OF_COMMITS, ~is_block),
+            (self._fixed_commits, _OF_COMMITS, is_commit),
+            (self._fixed_tokens, _OF_TOKENS, is_token),
         ):
             some = fixed[which]
             parts.append([records[which], *(some[name].astype(dtype) for name, dtype in kinds.items())])
@@ -218,6 +219,24 @@ class _Found:
         record, group, step, offset, shard, checksum = self._in_order(parts, self._blocks)
         commits = self._in_order(_joined(self._fixed_commits, _OF_COMMITS), self._commits)
         return Blocks(record, Columns(group, step, shard, offset, checksum)), Commits(*commits)
+
+    def tokens_before(self, last: int) -> list[list[int]]:
+        """Return the tokens of the records before `last`, by row of the batch."""
+        rows: list[list[int]] = []
+        record, row, token = _joined(self._fixed_tokens, _OF_TOKENS)
+        done = 0
+        for number in [*(number for number in self.tokens if number < last), last]:
+            until = int(np.searchsorted(record, number))
+            if until > done:
+                there = row[done:until]
+                order = np.argsort(there, kind="stable")
+                which, starts = np.unique(there[order], return_index=True)
+                pieces = np.split(token[done:until][order], starts[1:])
+                append_tokens(rows, ((int(one), piece.tolist()) for one, piece in zip(which, pieces, strict=True)))
+                done = until
+            if number < last:
+                append_tokens(rows, self.tokens[number])
+        return rows
 
     def _in_order(self, parts: list[Array], rows: Sequence[tuple[int, ...]]) -> list[Array]:
         """Return columns, and what was said in JSON, in order of their record, up to the one that failed."""

@@ -268,7 +268,7 @@ class RecordingWriter:
         # A step that is never committed must not be the one that describes a group others use.
         new = {group.number: group for group in opened.groups if group.number not in self._described}
         frames = [group.frame() for group in new.values()]
-        frames += [*opened.frames, *(records.frame(payload) for payload in records.token_payloads(token_ids))]
+        frames += [*opened.frames, *records.token_frames(step, token_ids)]
         frames.append(records.commit_frame(step, len(opened.names), opened.num_left_out, stopped))
         self._steps.add(step)
         self._described |= new.keys()

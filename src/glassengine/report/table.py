@@ -53,7 +53,8 @@ class Table(RichTable):
         names = [str(column.header) for column in self.columns]
         nothing = ("",) * len(names)
         rows = [tuple(map(_plain, cells)) + nothing[len(cells) :] for cells in self._cells]
-        widths = [max(map(_width, texts)) for texts in zip(names, *rows, strict=True)]
+        columns = zip(names, *rows, strict=True)
+        widths = [max(map(len if "".join(texts).isascii() else _width, texts)) for texts in columns]
         _fit(widths, self.columns, width)
         is_right = [column.justify == "right" for column in self.columns]
         yield Segment(_line(names, widths, is_right), console.get_style("table.header"))
@@ -82,7 +83,8 @@ def new_table(*columns: str) -> Table:
 
 
 def _plain(cell: object) -> str:
-    return printable(cell.plain if isinstance(cell, Text) else str(cell), also="\n\t")
+    text = cell if type(cell) is str else cell.plain if isinstance(cell, Text) else str(cell)
+    return text if text.isprintable() else printable(text, also="\n\t")
 
 
 def _width(text: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -45,7 +46,8 @@ def tree(rows: Iterable[Row], modules: Mapping[str, str]) -> RenderableType:
         shown: set[str] = set()
         for row in sorted_by_module(members, modules):
             path, rest = split(row.tensor.site, modules)
-            for module in _chain(path):
+            # A module that is shown has those around it above it.
+            for module in () if path in shown else _chain(path):
                 if module not in shown:
                     shown.add(module)
                     name = module.rpartition(".")[2] if module != ROOT else ROOT
@@ -94,28 +96,30 @@ def split(site: str, modules: Mapping[str, str]) -> tuple[str, str]:
 def sorted_by_module(rows: list[Row], modules: Mapping[str, str]) -> list[Row]:
     """Return the rows so that each module is in one place: in the model's order, or else that of the first tensors."""
     order: dict[str, int] = {path: position for position, path in enumerate(modules)}
+    places: dict[str, list[int]] = {}
+    keys: list[tuple[list[int], int]] = []
     for row in rows:
-        for module in _chain(split(row.tensor.site, modules)[0]):
-            order.setdefault(module, len(order))
-
-    def key(row: Row) -> tuple[list[int], int]:
         path, rest = split(row.tensor.site, modules)
-        kind = 0 if rest.startswith(":in") else 1 if rest.startswith((".", "/")) else 2
-        return [order[module] for module in _chain(path)], kind
-
-    return sorted(rows, key=key)
+        place = places.get(path)
+        if place is None:
+            place = places[path] = [order.setdefault(module, len(order)) for module in _chain(path)]
+        keys.append((place, 0 if rest.startswith(":in") else 1 if rest.startswith((".", "/")) else 2))
+    return [rows[index] for index in sorted(range(len(rows)), key=keys.__getitem__)]
 
 
 def _chain(path: str) -> list[str]:
     """Return the modules around `path`, outermost first, itself last."""
-    if path == ROOT or path.startswith(f"{ROOT}@"):
+    if _is_root(path):
         return [path]
-    parts = path.split(".")
-    return [ROOT, *(".".join(parts[: i + 1]) for i in range(len(parts)))]
+    return [ROOT, *itertools.accumulate(path.split("."), "{}.{}".format)]
+
+
+def _is_root(path: str) -> bool:
+    return path == ROOT or path.startswith(f"{ROOT}@")
 
 
 def _depth(path: str) -> int:
-    return len(_chain(path)) - 1
+    return 0 if _is_root(path) else path.count(".") + 1
 
 
 def _cells(row: Row) -> list[str]:
