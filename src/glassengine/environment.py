@@ -226,6 +226,11 @@ def _is_on(name: str) -> bool:
     return os.environ.get(name, "").lower() not in ("", "0", "false")
 
 
+def models_may_set_onnxruntime() -> bool:
+    """Whether ONNX Runtime takes its settings from the model that it opens: which profile it writes, and where."""
+    return os.environ.get("ORT_LOAD_CONFIG_FROM_MODEL") == "1"
+
+
 def is_dumb_terminal() -> bool:
     """Return whether TERM says that the terminal cannot move its cursor."""
     return os.environ.get("TERM", "").lower() in ("dumb", "unknown")

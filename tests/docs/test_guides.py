@@ -22,6 +22,7 @@ PAGES = [
     "coming-from-transformers.md",
     "onnx-and-pt2.md",
     "quantised-and-adapted.md",
+    "trust.md",
 ]
 
 

@@ -226,3 +226,29 @@ def test_nothing_that_is_no_proof_is_one(own_key: Path) -> None:
     trust.seal("checksum")
     for proof in ("", "é", "0" * 64, 5, ["x"], {"a": 1}):
         assert not trust.is_ours("checksum", proof)  # type: ignore[arg-type]
+
+
+def test_s2_a_file_that_was_added_to_native_code_is_not_this_users(
+    inductor_engine: Engine, tmp_path: Path, own_key: Path
+) -> None:
+    mine = Path(shutil.copytree(inductor_engine.directory, tmp_path / "mine"))
+    sealed(mine)
+    assert glass.load(mine).manifest.backend == "inductor"
+    (mine / "main" / "more").mkdir()
+    (mine / "main" / "more" / "evil.so").write_bytes(b"")
+    with pytest.raises(UsageError, match="did not build on this machine") as caught:
+        glass.load(mine)
+    assert "main/more/evil.so" in str(caught.value)
+
+
+@pytest.mark.parametrize("folder", ["main", "encoder"])
+def test_s7_a_folder_of_an_engine_is_no_link(engine: Engine, tmp_path: Path, folder: str) -> None:
+    hostile = Path(shutil.copytree(engine.directory, tmp_path / "engine"))
+    elsewhere = Path(shutil.copytree(engine.directory / "main", tmp_path / "elsewhere"))
+    shutil.rmtree(hostile / folder, ignore_errors=True)
+    (hostile / folder).symlink_to(elsewhere)
+    with pytest.raises(CorruptError, match=f"not a directory\n.*{folder}: a link"):
+        glass.load(hostile)
+    linked = tmp_path / "linked"
+    linked.symlink_to(engine.directory)  # the user typed it
+    assert glass.load(linked).manifest.backend == "eager"

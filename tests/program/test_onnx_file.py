@@ -87,6 +87,8 @@ def test_types_of_weights(tmp_path: Path) -> None:
         ("location", "a/../../w.data", "outside of the directory"),
         ("location", "C:\\w.data", "outside of the directory"),
         ("location", "link.data", "outside of the directory"),
+        # To runtimes this is no file, but a place in the memory of the process.
+        ("location", "*/_ORT_MEM_ADDR_/*", "outside of the directory"),
         ("location", "", "outside of the directory"),
         ("location", "other.data", r"is missing[\s\S]*beside the .onnx file"),
         ("offset", "8", "goes beyond its file"),
@@ -102,8 +104,20 @@ def test_external_data_stays_inside(tmp_path: Path, key: str, value: str, proble
     path = edited(saved(folder / "m.onnx", external=True), set_entry(key, value))
     (tmp_path / "w.data").write_bytes(bytes(48))
     (folder / "link.data").symlink_to(tmp_path / "w.data")
+    (folder / "*" / "_ORT_MEM_ADDR_").mkdir(parents=True)
+    (folder / "*" / "_ORT_MEM_ADDR_" / "*").write_bytes(bytes(1 << 12))
     with pytest.raises(CorruptError, match=problem):
         read_onnx(path)
+
+
+def test_s1_settings_of_the_runtime_in_a_file_are_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = onnx.load(saved(tmp_path / "m.onnx"))
+    model.metadata_props.add(key="ort_config", value='{"session_options": {"enable_profiling": 1}}')
+    onnx.save(model, tmp_path / "m.onnx")
+    assert read_onnx(tmp_path / "m.onnx").weights()  # the runtime passes them over
+    monkeypatch.setenv("ORT_LOAD_CONFIG_FROM_MODEL", "1")
+    with pytest.raises(CorruptError, match="ort_config"):
+        read_onnx(tmp_path / "m.onnx")
 
 
 def test_a_hubs_cache_of_links_is_read(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from glassengine.errors import CorruptError
+from glassengine.program.onnx.declared import check_settings
 from glassengine.program.onnx.file import MAX_BYTES
 from glassengine.program.onnx.stored_tensors import check_tensors
 from glassengine.program.onnx.texts import check_texts
@@ -51,5 +52,6 @@ def read_graph(path: Path) -> onnx.ModelProto:
     if not model.ir_version or not model.graph.output:
         raise CorruptError(f"{path.name} is damaged", got=f"{path}: no graph with outputs")
     check_texts(model, path)
+    check_settings(model, path)
     check_tensors(model, path)
     return model

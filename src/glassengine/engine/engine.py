@@ -360,6 +360,7 @@ def load(
         model = str(path) if path.is_file() and path.suffix in (".onnx", ".pt2") else "MODEL"
         raise UsageError("unknown engine directory", got=str(path), hint=f"glass build {model} -o DIRECTORY")
     manifest, intact, ours = read_manifest(path)
+    files.require_own_folders(path)
     backend = find_backend(manifest.backend)
     require_fit(manifest, portable=backend.capabilities.portable)
     names = load_names(path)
@@ -367,12 +368,11 @@ def load(
     is_native = backend.capabilities.native_code
     check_files(manifest, path, verify=verify, always=(f"{files.MAIN}/",) if is_native else ())
     if is_native:
-        brought = [entry.path for entry in manifest.files if entry.path.startswith(f"{files.MAIN}/")]
-        require_trust(manifest.name, manifest.backend, brought, ours=ours, trust=trust)
+        listed = {path / entry.path for entry in manifest.files}
+        require_trust(manifest.name, manifest.backend, path / files.MAIN, listed, ours=ours, trust=trust)
     weights = files.load_weights(path / files.WEIGHTS) if manifest.shares_weights else None
-    executable = load_executable(
-        f"{manifest.name}/{files.MAIN}", lambda main: backend.load(main, weights), path / files.MAIN
-    )
+    name = f"{manifest.name}/{files.MAIN}"
+    executable = load_executable(name, lambda main: backend.load(main, weights), path / files.MAIN)
     engine = Engine(path, manifest, executable, names["sites"])
     engine.model, engine._trusted = model, trust
     # An executable that held its engine would keep it, and its temporary directory, alive.

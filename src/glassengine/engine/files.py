@@ -20,7 +20,7 @@ from glassengine.engine.manifest import FILE
 from glassengine.errors import CorruptError, GlassError, UsageError
 from glassengine.locations import local
 from glassengine.reading.documents import parsed
-from glassengine.reading.files import shown
+from glassengine.reading.files import require_directory, shown
 from glassengine.reading.tensors import open_safetensors, read_safetensors
 from glassengine.writing import save_safetensors
 
@@ -48,6 +48,17 @@ PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 """What a model of images and text reads images with."""
 
 Loaded = TypeVar("Loaded")
+
+
+def require_own_folders(engine: Path) -> None:
+    """Refuse links in the place of the folders of an engine: what they lead to is not of it.
+
+    Raises:
+        CorruptError: Names the folder.
+    """
+    for folder in (engine / MAIN, engine / ENCODER):
+        if os.path.lexists(folder):
+            require_directory(folder)
 
 
 def check_target(target: Path, *, overwrite: bool) -> None:

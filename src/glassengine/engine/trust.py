@@ -13,6 +13,7 @@ import hmac
 import logging
 import os
 import secrets
+from collections.abc import Set
 from pathlib import Path
 
 from glassengine import environment
@@ -45,25 +46,28 @@ def is_ours(checksum: str, proof: str | None) -> bool:
     return key is not None and hmac.compare_digest(_mac(key, checksum).encode(), str(proof).encode())
 
 
-def require_trust(name: str, backend: str, files: list[str], *, ours: bool, trust: bool) -> None:
+def require_trust(name: str, backend: str, folder: Path, listed: Set[Path], *, ours: bool, trust: bool) -> None:
     """Refuse native code of an engine that was built elsewhere, unless the user says that he trusts it.
 
     Args:
         name: Of the engine.
         backend: Which would load it.
-        files: What would be loaded, relative to the engine.
+        folder: Where what would be loaded lies.
+        listed: The files that the manifest lists: one that was added is not of the user who built the rest.
         ours: Whether this user built the engine here, and nothing was changed since.
         trust: What the user says.
 
     Raises:
         UsageError: Says what would run.
     """
-    if ours or trust:
+    there = {path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
+    if trust or (ours and there <= listed):
         return
-    listed = ", ".join(files[:5]) + (f" and {len(files) - 5} more" if len(files) > 5 else "")
+    files = sorted(path.relative_to(folder.parent).as_posix() for path in there)
+    shortened = ", ".join(files[:5]) + (f" and {len(files) - 5} more" if len(files) > 5 else "")
     raise UsageError(
         f"the engine {name!r} brings native code that you did not build on this machine",
-        got=shown(f"{listed}: back-end {backend} loads it into this process, where it can do whatever you can"),
+        got=shown(f"{shortened}: back-end {backend} loads it into this process, where it can do whatever you can"),
         expected="an engine that you built here, or one whose builder you trust",
         hint="glass verify ENGINE --signers FILE says who signed it; add --trust-engine (trust=True), or build it here",
     )

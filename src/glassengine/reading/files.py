@@ -76,6 +76,21 @@ def is_regular(path: str | Path, *, inside: str | Path | None = None) -> bool:
         return False
 
 
+def require_directory(path: Path) -> None:
+    """Refuse what is in the place of a directory that a format owns: a link leads out of it.
+
+    Raises:
+        CorruptError: It is none, or not there.
+    """
+    try:
+        mode = path.lstat().st_mode
+    except (OSError, ValueError) as error:
+        raise CorruptError("a directory cannot be read", got=f"{shown(path)}: {error}") from error
+    if not stat.S_ISDIR(mode):
+        found = next((name for test, name in _KINDS if test(mode)), "a file")
+        raise CorruptError("not a directory", got=f"{shown(path)}: {found}")
+
+
 def read_bytes(path: str | Path, *, most: int, inside: str | Path | None = None) -> bytes:
     """Return what is in a plain file.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from glassengine import environment
 from glassengine.errors import CorruptError
 from glassengine.reading.files import shown
 
@@ -17,13 +18,17 @@ MAX_ELEMENTS = 1 << 34
 MAX_INPUT_ELEMENTS = 1 << 27
 """Of an input of fixed size: inputs are made up where none are given, a few at a time."""
 
+_SETTINGS = "ort_config"
 
-def check_declared(graph: onnx.GraphProto, path: Path) -> None:
-    """Refuse values of more dimensions or elements than a tensor has.
+
+def check_declared(model: onnx.ModelProto, path: Path) -> None:
+    """Refuse values of more dimensions or elements than a tensor has, and settings that would be followed.
 
     Raises:
         CorruptError: Names the value.
     """
+    check_settings(model, path)
+    graph = model.graph
     held = {tensor.name for tensor in graph.initializer}
     for value in (*graph.input, *graph.output, *graph.value_info):
         sizes = [dim.dim_value for dim in value.type.tensor_type.shape.dim if dim.HasField("dim_value")]
@@ -46,3 +51,17 @@ def _check(name: str, dimensions: int, sizes: list[int], path: Path, most: int) 
         if elements > most:
             got = f"sizes {', '.join(map(str, sizes))}"
             raise CorruptError(f"{path.name}: {shown(name)!r} is larger than a tensor can be", got=got)
+
+
+def check_settings(model: onnx.ModelProto, path: Path) -> None:
+    """Refuse settings of ONNX Runtime in a model, where the user has told it to follow them: a profile is a file.
+
+    Raises:
+        CorruptError: There are any.
+    """
+    if environment.models_may_set_onnxruntime() and any(entry.key == _SETTINGS for entry in model.metadata_props):
+        raise CorruptError(
+            f"{path.name} brings settings of ONNX Runtime along, which could write files",
+            got=f"metadata {_SETTINGS}",
+            hint="unset ORT_LOAD_CONFIG_FROM_MODEL: they are ignored then",
+        )

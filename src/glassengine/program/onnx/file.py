@@ -134,7 +134,7 @@ def read_onnx(path: str | Path, *, with_data: bool = True) -> OnnxFile:
             f"{path} is no ONNX model", got="no graph with outputs and an opset", hint="a file of onnx.save"
         )
     check_texts(model, path)
-    check_declared(model.graph, path)
+    check_declared(model, path)
     _free_sizes(model.graph)
     if with_data:
         model = _without_functions(model, path)

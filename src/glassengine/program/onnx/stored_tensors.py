@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import onnx
 
 _BITS = {"INT4": 4, "UINT4": 4}
+# With an asterisk it is a place in memory, which runtimes read without looking for a file.
+_NO_PLACE = frozenset("\\\0*")
 
 
 def _tensors(message: Any) -> Iterator[onnx.TensorProto]:
@@ -35,7 +37,7 @@ def _tensors(message: Any) -> Iterator[onnx.TensorProto]:
         elif isinstance(part, onnx.AttributeProto):
             waiting += [part.t] if part.HasField("t") else []
             waiting += [part.g] if part.HasField("g") else []
-            waiting += [*part.tensors, *part.graphs]
+            waiting += [*part.tensors, *part.graphs, *part.sparse_tensors]
             waiting += [part.sparse_tensor] if part.HasField("sparse_tensor") else []
 
 
@@ -80,7 +82,7 @@ def place(proto: onnx.TensorProto, path: Path) -> tuple[Path, int, int]:
     location = entries.get("location", "")
     parts = PurePosixPath(location).parts
     is_inside = location and not PurePosixPath(location).is_absolute() and not PureWindowsPath(location).drive
-    if not is_inside or ".." in parts or "\\" in location or "\0" in location:
+    if not is_inside or ".." in parts or not _NO_PLACE.isdisjoint(location):
         raise CorruptError(
             f"the weight {proto.name!r} lies outside of the directory of the model",
             got=location[:200] or "no location",
