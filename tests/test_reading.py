@@ -46,6 +46,7 @@ REASONS: dict[str, dict[str, str]] = {
         "open": "the descriptor of that",
     },
     "executable/profile_token.py": {"os.open": "to make the token"},
+    "executable/profile_trace.py": {"json.loads": "what was made in the same line"},
     "executable/snapshot_meta.py": {"json.loads": "what was made a line above"},
     "recording/formats/export.py": {"zipfile.ZipFile": "to write"},
     "recording/formats/json_file.py": {"json.loads": "what the room mapped, bounded in bytes and items"},

@@ -192,11 +192,22 @@ def open_to_append(path: Path) -> int:
     raise OSError(errno.EINVAL, "not a plain file of this directory alone", str(path))
 
 
+def write_whole(descriptor: int, data: bytes) -> None:
+    """Write all bytes, which the system may take in pieces.
+
+    Raises:
+        OSError: They cannot be written.
+    """
+    left = memoryview(data)
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
 def append(path: Path, data: bytes) -> None:
     """Write to the end of a plain file; raises as `open_to_append`."""
     descriptor = open_to_append(path)
     try:
-        os.write(descriptor, data)
+        write_whole(descriptor, data)
     finally:
         os.close(descriptor)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch import nn
 import glassengine as glass
 from glassengine import spans
 from glassengine.errors import CorruptError
-from glassengine.executable import observers
+from glassengine.executable import observers, profile_events
 from glassengine.executable.executable import Executable
 from glassengine.executable.profile_trace import Span, annotate, kind_of, nest, summarize
 
@@ -365,3 +367,25 @@ def test_s13_a_profile_is_what_was_written(tmp_path: Path) -> None:
     del found["checksum"]
     path.write_text(json.dumps(found))
     assert glass.read_profiles(tmp_path)[0].data == found
+
+
+@pytest.mark.parametrize("jump_s", [-7200.0, 0.2, 1e7])
+def test_a_clock_that_is_set_meanwhile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump_s: float) -> None:
+    real = time.time
+    with pytest.raises(glass.UsageError, match="clock of this machine was set"), glass.profile(tmp_path):
+        torch.ones(2).sum()
+        monkeypatch.setattr(time, "time", lambda: real() + jump_s)
+    assert not [path for path in tmp_path.rglob("*") if not path.is_dir()]
+
+
+def test_scalars_that_cannot_be_written_do_not_end_a_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> bool:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(profile_events, "write", full)
+    with glass.profile(tmp_path):
+        torch.ones(2).sum()
+    assert glass.read_profiles(tmp_path)[0].data["wall_us"] > 0
+    assert "no scalars for TensorBoard: No space left" in caplog.text

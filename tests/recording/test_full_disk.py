@@ -177,3 +177,22 @@ def test_a_ring_that_cannot_be_read_now_is_not_removed(
             recorder.close()
     disk.free()
     assert steps_of(tmp_path / "r")[: len(ended)] == ended
+
+
+def test_short_reads_and_writes_lose_nothing(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_read, real_write = os.pread, os.write
+    recorder = BackgroundWriter(tmp_path / "r", metadata={}, ring_bytes=RING)
+    disk.fill()
+    ended = write(recorder, range(3))
+    with pytest.raises(UsageError):
+        recorder.close()
+    disk.free()
+    with monkeypatch.context() as short:
+        short.setattr(os, "pread", lambda file, count, at: real_read(file, -(-count // 2), at))
+        short.setattr(os, "write", lambda file, data: real_write(file, data[: -(-len(data) // 2)]))
+        assert steps_of(tmp_path / "r")[: len(ended)] == ended
+        opened = Recording.open(tmp_path / "r")
+        expected = [opened.summary(entry) for entry in opened.entries]
+    again = Recording.open(tmp_path / "r")
+    kept = [again._statistics.summary(entry) for entry in again.entries]
+    assert kept == expected

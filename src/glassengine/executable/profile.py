@@ -43,6 +43,8 @@ logger = logging.getLogger("glassengine")
 TRACE = "rank{rank}.pt.trace.json.gz"
 SUMMARY = "profile.json"
 
+_MAX_JUMP_S = 0.05
+
 _one_at_a_time = threading.Lock()
 _active: Profile | None = None
 
@@ -65,6 +67,7 @@ class Profile:
         self._watching = contextlib.ExitStack()  # what a forked child undoes as well
         self._pid = os.getpid()
         self._started = 0.0
+        self._clock = (0.0, 0.0, 0.0)
         self._profiler = _torch_profiler()
 
     def start(self) -> None:
@@ -84,6 +87,7 @@ class Profile:
                     "the program takes a profile by torch.profiler itself", hint="wait until that has ended, or read it"
                 )
             self.directory = _make_directory(self._root)
+            self._clock = _clock()
             self._profiler.start()
             self._undo.callback(self._profiler.stop)
             spans.set_recording(1)
@@ -111,13 +115,30 @@ class Profile:
         self._watching.close()
         self._undo.close()
         try:
+            self._require_clock()
             self._write(wall_s)
-        except OSError as error:
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                self.directory.rmdir()  # where nothing is in it
+            if not isinstance(error, OSError):
+                raise
             raise UsageError(
                 "cannot write the profile",
                 got=f"{error.strerror or error} ({error.filename or self.directory})",
                 hint="name a directory on a disk that is writable and has room",
             ) from error
+
+    def _require_clock(self) -> None:
+        """Raise if the clock was set: torch takes its times from it, and those across the jump would be wrong."""
+        (before, unsure_before, began), (now, unsure_now, ended) = self._clock, _clock()
+        jump_s = now - before
+        # Clocks are slewed by a part in 2000 at most.
+        if abs(jump_s) > _MAX_JUMP_S + 2e-3 * (ended - began) + unsure_before + unsure_now:
+            raise UsageError(
+                "the clock of this machine was set while the profile was taken",
+                got=f"{jump_s:+.3f} s: durations across that moment are wrong",
+                hint="take the profile again",
+            )
 
     def _count(self) -> None:
         with spans.span("step", str(self.num_steps)):
@@ -132,6 +153,12 @@ class Profile:
         with tempfile.TemporaryDirectory(dir=self.directory) as folder:
             raw = Path(folder, "trace.json")
             self._profiler.export_chrome_trace(str(raw))
+            if not raw.exists():
+                raise UsageError(
+                    "torch's profiler cannot write its trace",
+                    got=str(self.directory),
+                    hint="name a directory on a disk that is writable and has room",
+                )
             trace = json.loads(raw.read_bytes())
         annotate(trace, spans.kernels_of)
         target = self.directory / TRACE.format(rank=self._rank)
@@ -147,8 +174,20 @@ class Profile:
         }
         with aside(self.directory / SUMMARY) as path:
             path.write_text(sealed(summary), encoding="utf-8")
-        profile_events.write(self.directory, summary)
+        try:
+            profile_events.write(self.directory, summary)
+        except OSError as error:  # the profile itself is there
+            logger.warning("no scalars for TensorBoard: %s (%s)", error.strerror or error, self.directory)
         logger.info("the profile is in %s", self.directory)
+
+
+def _clock() -> tuple[float, float, float]:
+    """Return the seconds by which the clock is ahead of one that nobody sets, how unsure that is, and the latter."""
+    best = (0.0, float("inf"), 0.0)
+    for _ in range(10):  # another process may run in between
+        before, now, after = time.perf_counter(), time.time(), time.perf_counter()
+        best = min(best, (now - (before + after) / 2, (after - before) / 2, after), key=lambda found: found[1])
+    return best
 
 
 def prepare() -> None:

@@ -26,7 +26,7 @@ from glassengine import environment
 from glassengine.errors import GlassError, UsageError
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import open_regular, read_open
-from glassengine.writing import hold, private_directory
+from glassengine.writing import hold, private_directory, write_whole
 
 logger = logging.getLogger("glassengine")
 
@@ -167,7 +167,7 @@ def _write(entry: Entry, path: Path, *, made: bool) -> TokenFile:
         hold(descriptor)
         if hasattr(os, "fchmod"):
             os.fchmod(descriptor, 0o600)  # whatever the umask took away
-        os.write(descriptor, msgspec.json.encode(entry) + b"\n")
+        write_whole(descriptor, msgspec.json.encode(entry) + b"\n")
         temporary.replace(path)
     except OSError as error:
         if descriptor is not None:

@@ -131,6 +131,18 @@ def read_open(file: BinaryIO, path: str | Path, *, most: int) -> bytes:
     return data
 
 
+def read_at(descriptor: int, num_bytes: int, position: int) -> bytes:
+    """Return bytes of an open file; fewer only where it ends: the system may give them in pieces.
+
+    Raises:
+        OSError: They cannot be read.
+    """
+    pieces = [os.pread(descriptor, num_bytes, position)]
+    while (done := sum(map(len, pieces))) < num_bytes and pieces[-1]:
+        pieces.append(os.pread(descriptor, num_bytes - done, position + done))
+    return b"".join(pieces)
+
+
 def read_text(
     path: str | Path, *, most: int, inside: str | Path | None = None, encoding: str = "utf-8", errors: str = "strict"
 ) -> str:

@@ -86,8 +86,9 @@ class Index:
         """Raise unless the file is there with all that was written.
 
         Raises:
-            OSError: It was removed, or cut.
+            OSError: It was removed, or cut, or what a network file system tells when a file is closed.
         """
+        os.close(os.dup(self._file.fileno()))
         require_there(self._path, self._num_bytes)
 
     @property
@@ -96,8 +97,9 @@ class Index:
         return os.fstat(self._file.fileno()).st_nlink > 0
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file; what goes wrong then comes after all that was `required`."""
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
 def begun(directory: Path, manifest: bytes) -> Index:

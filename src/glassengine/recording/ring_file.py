@@ -8,6 +8,7 @@ wrote it runs, which its boot id says; and only when its process has ended, whic
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import logging
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from glassengine.checksums import crc32
+from glassengine.reading.files import read_at
 from glassengine.recording import layout
 from glassengine.recording.memory import Memory
 
@@ -138,7 +140,8 @@ class RingFile:
             self._path.unlink(missing_ok=True)
             raise
         finally:
-            os.close(descriptor)
+            with contextlib.suppress(OSError):  # of what is mapped nothing is lost
+                os.close(descriptor)
         fields = (*num_bytes, owner.process, owner.start, owner.namespace, owner.machine)
         head = _OWNER.pack(_MAGIC, _VERSION, *fields)
         self._last, self._stopped, *self._tails = (
@@ -213,7 +216,7 @@ class LeftRing:
     def read(cls, file: BinaryIO) -> LeftRing | None:
         """Return the ring in a file; None where there is none that is whole."""
         descriptor = file.fileno()
-        page = os.pread(descriptor, FIRST, 0)
+        page = read_at(descriptor, FIRST, 0)
         if len(page) < FIRST:
             return None
         head = page[: _OWNER.size]
@@ -245,7 +248,7 @@ class LeftRing:
         start = position % size
         if position < self.tails[part] or not 0 <= num_bytes <= size - start:
             raise ValueError("a slot that is not in the ring")
-        data = os.pread(self.file.fileno(), num_bytes, FIRST + part * self.num_bytes[0] + start)
+        data = read_at(self.file.fileno(), num_bytes, FIRST + part * self.num_bytes[0] + start)
         if len(data) < num_bytes:
             raise ValueError("the ring is cut")
         return data

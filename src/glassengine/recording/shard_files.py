@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -90,7 +91,8 @@ class ShardFiles:
 
 def _close(descriptors: dict[int, int]) -> None:
     for descriptor in descriptors.values():
-        os.close(descriptor)
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
 
 
 def _shorter(path: Path) -> CorruptError:

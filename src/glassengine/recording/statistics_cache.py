@@ -19,7 +19,7 @@ from glassengine.recording.layout import STATISTICS, Entry
 from glassengine.recording.records import frame, read_frame
 from glassengine.recording.sketch import LENGTH, NUM_QUANTILES, Sketch
 from glassengine.results import Summary
-from glassengine.writing import open_to_append
+from glassengine.writing import open_to_append, write_whole
 
 _MAX_BYTES = 1 << 28
 _NUMBERS = ("min", "mean", "median", "max", "std")
@@ -70,8 +70,8 @@ class StatisticsCache:
         try:
             if self._descriptor is None:
                 self._descriptor = open_to_append(self._path)
-                weakref.finalize(self, os.close, self._descriptor)
-            os.write(self._descriptor, frame({"key": key, **fields}))
+                weakref.finalize(self, _close, self._descriptor)
+            write_whole(self._descriptor, frame({"key": key, **fields}))
         except OSError:
             self._writable = False
         except ValueError:
@@ -94,6 +94,11 @@ class StatisticsCache:
                     self._sketches[shard, offset, checksum, dtype] = _sketch(payload)
                 else:
                     self._summaries[shard, offset, checksum, dtype] = _summary(payload)
+
+
+def _close(descriptor: int) -> None:
+    with contextlib.suppress(OSError):
+        os.close(descriptor)
 
 
 def _key(entry: Entry) -> _Key:

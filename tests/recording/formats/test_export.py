@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -164,3 +165,25 @@ def test_s10_a_disk_that_fills_up_leaves_no_directory(
     assert [path.name for path in tmp_path.rglob("*") if path.name in ("there", "new", "inner")] == ["there"]
     monkeypatch.undo()
     assert glass.export(recording, tmp_path / "new" / "inner")
+
+
+def test_a_tree_that_cannot_be_moved_into_place_leaves_nothing_new(
+    recording: glass.Recording, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, left = Path.replace, [3]
+
+    def replace(self: Path, target: Path) -> Path:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(self, target)
+
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "notes.txt").write_text("mine")
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", replace)
+        with pytest.raises(UsageError, match="Input/output error"):
+            glass.export(recording, tmp_path / "x", format="debug-tree")
+    assert [path.name for path in (tmp_path / "x").iterdir()] == ["notes.txt"]
+    glass.export(recording, tmp_path / "x", format="debug-tree")
+    assert len(list((tmp_path / "x").iterdir())) > 3

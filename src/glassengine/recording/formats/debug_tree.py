@@ -14,6 +14,7 @@ tensor carries a checksum of the whole, so that the files are equal only where t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -106,14 +107,27 @@ class TreeWriter:
                     tree["metadata"] = {key: value for key, value in facts.items() if value is not None}
                     written += self._save(tree, place, aside)
                 # The trees last: where one is, the files it names are.
-                for item in sorted(aside.iterdir(), key=lambda item: item.name in written):
-                    item.replace(self._folder / item.name)
+                self._move_in(sorted(aside.iterdir(), key=lambda item: item.name in written))
             finally:
                 shutil.rmtree(aside, ignore_errors=True)
         except OSError as error:
             got = f"{error.strerror or error} ({error.filename or self._folder})"
             raise UsageError("cannot write the debug tree", got=got) from error
         return [self._folder / name for name in written]
+
+    def _move_in(self, items: Sequence[Path]) -> None:
+        """Move files into the folder; where that fails, those that took nobody's place are not there afterwards."""
+        new: list[Path] = []
+        try:
+            for item in items:
+                target = self._folder / item.name
+                new += [] if target.exists() else [target]
+                item.replace(target)
+        except BaseException:
+            for path in new:
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
+            raise
 
     def _tree(
         self,
