@@ -80,7 +80,7 @@ class Try:
         """The call that failed first, and its file; None where none did."""
         for line in self.called:
             if line.endswith(" FAILS"):
-                _, call, path, _ = line.split()
+                _, call, path = line.removesuffix(" FAILS").split(" ", 2)
                 path = re.sub(r".*/written-[^/]*/?", "", path)
                 return call, re.sub(r"\d{3,}|[0-9a-f]{12,}", "#", path)
         return None

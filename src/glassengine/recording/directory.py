@@ -77,7 +77,7 @@ class Index:
         except OSError:
             # What comes behind half a record is not read.
             with contextlib.suppress(OSError):
-                self._file.truncate(self._num_bytes)
+                os.ftruncate(self._file.fileno(), self._num_bytes)
                 self._file.seek(self._num_bytes)
             raise
         self._num_bytes += sum(map(len, frames))

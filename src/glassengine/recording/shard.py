@@ -147,7 +147,7 @@ class Shard:
         parts.append(b"}")
         assert sum(map(len, parts)) <= self._room, "has_room underestimates the header"
         # What a failed write left behind the last good byte would make the file unreadable.
-        self._file.truncate(8 + self._room + self.size)
+        os.ftruncate(self._file.fileno(), 8 + self._room + self.size)  # unlike that of the file, also after a signal
         self._file.seek(8)
         write_all(self._file, parts)
         self._file.close()
