@@ -47,9 +47,13 @@ class Bench:
         folder: Where everything is; what was made there before is used again.
         names: The kinds to make.
         more: Kinds that are in no table.
+        ready: Whether everything is read once as it should be, which also imports what reading needs for all inputs to
+            come: worth it for more than some hundred of them.
     """
 
-    def __init__(self, folder: Path, names: Sequence[str], more: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, folder: Path, names: Sequence[str], more: dict[str, Any] | None = None, *, ready: bool = True
+    ) -> None:
         self.kinds = {name: every.KINDS[name] for name in names} | (more or {})
         self.folder = folder
         self.shared = folder / "shared"
@@ -59,6 +63,11 @@ class Bench:
         self._start()
         self.expected: dict[tuple[str, int], dict[str, Any]] = {}
         self.broken: dict[str, str] = {}
+        if ready:
+            self._warm()
+            self._read_all()
+
+    def _read_all(self) -> None:
         unchanged = [Input(name, line, []) for name, kind in self.kinds.items() for line in range(len(kind.lines))]
         for each, answer in zip(unchanged, self.tried(unchanged), strict=True):
             self.expected[each.kind, each.line] = answer
@@ -94,6 +103,8 @@ class Bench:
             [sys.executable, str(HERE / "worker.py"), str(self.shared)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
         )  # fmt: skip
+
+    def _warm(self) -> None:
         warm = [
             self._task(Input(name, line, []), self._laid_out(Input(name, line, [])))
             for name, kind in self.kinds.items()
@@ -147,6 +158,8 @@ class Bench:
         return answers
 
     def _unchanged(self, made: Input) -> str:
+        if (made.kind, made.line) not in self.expected:
+            (self.expected[made.kind, made.line],) = self.tried([Input(made.kind, made.line, [])])
         return str(self.expected[made.kind, made.line]["output"])
 
     def streamed(self, name: str, seed: int, first: int, count: int) -> Iterator[dict[str, Any]]:

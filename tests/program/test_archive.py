@@ -205,3 +205,19 @@ def test_sizes_are_expressions(text: str) -> None:
 )
 def test_code_is_no_expression(text: str) -> None:
     assert not inert.is_expression(text)
+
+
+def test_the_reason_of_torch_is_told_and_not_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "m.pt2"
+    torch.export.save(torch.export.export(torch.nn.ReLU(), (torch.ones(2),)), path)
+    with zipfile.ZipFile(path) as stored:
+        members = {item.filename: stored.read(item) for item in stored.infolist()}
+    assert archive.load_archive(archive.inert_archive(path, has_weights=True)).graph is not None
+    with zipfile.ZipFile(path, "w") as stored:
+        for name, content in members.items():
+            stored.writestr(name, b"x" if name.endswith(".data/version") else content)
+    with pytest.raises(RuntimeError, match="parse the version"):
+        archive.load_archive(archive.inert_archive(path, has_weights=True))
+    assert "Traceback" not in caplog.text + capfd.readouterr().err

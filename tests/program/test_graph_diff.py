@@ -142,3 +142,14 @@ def test_node_of_other_types(chain: Program, tmp_path: Path, key: str, value: ob
     (tmp_path / "graph.json").write_text(json.dumps(data))
     with pytest.raises(CorruptError):
         read_listing(tmp_path / "graph.json")
+
+
+def test_s11_nodes_of_one_call_with_more_inputs_are_others() -> None:
+    def line(name: str, *inputs: str) -> NodeLine:
+        like = listing(exported())[-1]
+        return dataclasses.replace(like, name=name, target="cat", literals="", inputs=inputs, sites=())
+
+    x, y = line("x"), line("y")
+    left, right = [x, y, line("cat", "x", "y")], [x, y, line("other", "x")]
+    assert match_nodes(left, right).get("cat") is None
+    assert match_nodes(left, [x, y, line("other", "x", "y")])["cat"] == "other"

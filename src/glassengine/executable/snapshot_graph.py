@@ -35,7 +35,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from glassengine.errors import CorruptError
-from glassengine.program.archive import inert_archive
+from glassengine.program.archive import inert_archive, load_archive
 
 _SYMBOLS = {torch.SymInt: SymIntArgument, torch.SymFloat: SymFloatArgument, torch.SymBool: SymBoolArgument}
 
@@ -134,7 +134,7 @@ def load_graph(path: Path) -> ExportedProgram:
     """
     archive = inert_archive(path)
     try:
-        return torch.export.load(archive)
+        return load_archive(archive)
     except Exception as error:
         text = str(error).strip().splitlines()
         raise CorruptError(

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -22,6 +23,9 @@ from glassengine.program.inert import problems
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import open_regular
 from glassengine.reading.tensors import check_unfolded, read_torch
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
 
 MAX_BYTES = 1 << 30
 """Most bytes of a stored program when unpacked; it holds no weights."""
@@ -100,6 +104,31 @@ def inert_archive(path: Path, *, has_weights: bool = False) -> io.BytesIO:
     for problem in problems(model):
         raise _refusal(path, problem)
     return _rewritten(files)
+
+
+def load_archive(archive: io.BytesIO) -> ExportedProgram:
+    """Return the program in what `inert_archive` gave, or raise what torch says of it.
+
+    torch logs the reason, with a traceback, and raises that one should look there.
+    """
+    import torch
+
+    reasons: list[str] = []
+
+    def kept(record: logging.LogRecord) -> bool:
+        reasons.append(str(record.exc_info[1]) if record.exc_info else record.getMessage())
+        return False
+
+    logger = logging.getLogger("torch.export")
+    logger.addFilter(kept)
+    try:
+        return torch.export.load(archive)
+    except RuntimeError as error:
+        if not reasons:
+            raise
+        raise RuntimeError(reasons[-1]) from error
+    finally:
+        logger.removeFilter(kept)
 
 
 def _rewritten(files: Mapping[str, bytes]) -> io.BytesIO:

@@ -15,7 +15,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.errors import CorruptError, UsageError, first_line
-from glassengine.program.archive import inert_archive
+from glassengine.program.archive import inert_archive, load_archive
 from glassengine.program.export import named_inputs, named_program
 from glassengine.program.naming import Paths, is_tensor_node, op_name
 from glassengine.program.program import FIXED_INPUTS, Program
@@ -123,7 +123,7 @@ def read_exported(path: Path) -> tuple[StoredModule, Program]:
     archive = inert_archive(path, has_weights=True)
     try:
         with quiet():
-            exported = torch.export.load(archive)
+            exported = load_archive(archive)
     except Exception as error:
         raise CorruptError(
             f"{path.name} cannot be read",

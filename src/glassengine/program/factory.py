@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import logging as stdlib_logging
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from glassengine.errors import GlassError, UnknownNameError, UsageError
+from glassengine.printable import printable
 from glassengine.program.raised import described
+
+_COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def is_factory(spec: str) -> bool:
@@ -56,16 +61,29 @@ def call_factory(spec: str) -> Any:
 
 @contextlib.contextmanager
 def without_bars() -> Iterator[None]:
-    """Turn the progress bars of transformers off meanwhile: they would draw over ours, and no flag stops them."""
+    """Turn the progress bars of transformers off meanwhile: they would draw over ours, and no flag stops them.
+
+    What it logs names tensors and settings as files do: it is escaped.
+    """
     from transformers.utils import logging
 
     had_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
+    handlers = list(stdlib_logging.getLogger("transformers").handlers)
+    for handler in handlers:
+        handler.addFilter(_escaped)
     try:
         yield
     finally:
+        for handler in handlers:
+            handler.removeFilter(_escaped)
         if had_bars:
             logging.enable_progress_bar()
+
+
+def _escaped(record: stdlib_logging.LogRecord) -> bool:
+    record.msg, record.args = printable(_COLORS.sub("", record.getMessage()), also="\n\t"), ()
+    return True
 
 
 def _import_file(path: Path) -> Any:

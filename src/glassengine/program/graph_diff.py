@@ -125,6 +125,8 @@ def _follow(left: Sequence[NodeLine], right: Sequence[NodeLine], found: dict[str
     origin = {new: old for old, new in found.items()}
 
     def fits(old: NodeLine, new: NodeLine) -> bool:
+        if len(old.inputs) != len(new.inputs):  # as of lists of tensors, which one op takes of any length
+            return False
         pairs = [(found.get(a), b if b in origin else None) for a, b in zip(old.inputs, new.inputs, strict=True)]
         return all(a == b for a, b in pairs) and any(a is not None for a, _ in pairs)
 

@@ -21,7 +21,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from glassengine.errors import CorruptError, UsageError
-from glassengine.program.archive import inert_archive
+from glassengine.program.archive import inert_archive, load_archive
 from glassengine.program.causal_lm import KVLayout
 from glassengine.program.onnx.exported import TranslatedFile, translate_file, without_data
 from glassengine.program.onnx.file import OnnxFile, read_onnx
@@ -320,7 +320,7 @@ def load_graph(directory: Path) -> ExportedProgram:
     archive = inert_archive(path)
     try:
         with fast_reading():
-            return torch.export.load(archive)
+            return load_archive(archive)
     except Exception as error:
         raise CorruptError(f"{path.name} cannot be read", got=f"{type(error).__name__}: {error}") from error
 
