@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 from typing import Any
@@ -10,9 +11,9 @@ import pytest
 import torch
 
 from glassengine.engine import Engine
-from glassengine.engine.checks import check_prompts
+from glassengine.engine.checks import check_prompts, results_of
 from glassengine.engine.inputs_table import Row, refuse, render, render_tensors
-from glassengine.errors import UsageError
+from glassengine.errors import CorruptError, UsageError
 
 
 def refused(engine: Engine, ids: Any, mask: Any, length: int) -> UsageError:
@@ -89,3 +90,14 @@ def test_asking_whether_to_log_costs_nothing(engine: Engine) -> None:
     for _ in range(10_000):
         logger.isEnabledFor(10)
     assert (time.perf_counter() - start) / 10_000 < 10e-6
+
+
+def test_s11_a_result_that_is_not_there(engine: Engine) -> None:
+    one, two = torch.ones(1), torch.zeros(1)
+    first = engine.manifest.outputs[0]
+    manifest = dataclasses.replace(engine.manifest, outputs=(first, dataclasses.replace(first, name="state")))
+    outputs, inputs = {first.name: one}, {"past": two}
+    found = results_of(manifest, outputs, inputs, {"state": "past"})
+    assert found[first.name] is one and found["state"] is two
+    with pytest.raises(CorruptError, match="gives no 'state'"):
+        results_of(manifest, outputs, inputs, {})

@@ -10,7 +10,6 @@ and never a traceback.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
@@ -55,23 +54,19 @@ def run(line: list[bytes], folder: Path, after: float | None) -> dict[str, Any]:
         began = time.monotonic()
         child = subprocess.Popen(command, stdout=out, stderr=err, stdin=subprocess.DEVNULL, cwd=folder, env=environment)
         before, at = 0.0, 0.0
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            while after is not None and child.poll() is None and used(child.pid) < after:
-                time.sleep(0.005)
-            if after is not None and child.poll() is None:
-                before, at = used(child.pid), time.monotonic()
-                child.send_signal(signal.SIGINT)
+        while after is not None and not _has_ended(child.pid) and used(child.pid) < after:
+            time.sleep(0.005)
+        if after is not None and not _has_ended(child.pid):
+            before, at = used(child.pid), time.monotonic()
+            child.send_signal(signal.SIGINT)
         was_there = at > 0
-        late = False
-        try:
-            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT) if _ended(child.pid, LONGEST) else None
-        except ChildProcessError:
-            pass
-        _, status, usage = os.wait4(child.pid, os.WNOHANG)
-        if status == 0 and usage.ru_utime == 0 and child.returncode is None and Path(f"/proc/{child.pid}").exists():
-            late = True
+        end = time.monotonic() + LONGEST
+        while not _has_ended(child.pid) and time.monotonic() < end:
+            time.sleep(0.005)
+        late = not _has_ended(child.pid)
+        if late:
             child.kill()
-            _, status, usage = os.wait4(child.pid, 0)
+        _, status, usage = os.wait4(child.pid, 0)
         child.returncode = os.waitstatus_to_exitcode(status)
     total = usage.ru_utime + usage.ru_stime
     text, complaints = (folder / "out").read_bytes(), (folder / "err").read_bytes()
@@ -89,14 +84,9 @@ def run(line: list[bytes], folder: Path, after: float | None) -> dict[str, Any]:
     return answer
 
 
-def _ended(process: int, seconds: float) -> bool:
-    """Wait for a child to end, which stays to be asked."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None:
-            return True
-        time.sleep(0.005)
-    return False
+def _has_ended(process: int) -> bool:
+    """Say whether a child has ended; it stays to be asked what it used."""
+    return os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
 
 def _problem(answer: dict[str, Any], line: list[bytes], text: bytes, complaints: bytes) -> str:
@@ -117,7 +107,8 @@ def _problem(answer: dict[str, Any], line: list[bytes], text: bytes, complaints:
 
 def commands() -> list[tuple[str, str]]:
     """Return (kind, command line) of everything that a command reads."""
-    return [(name, line) for name, kind in kinds.KINDS.items() for line in kind.lines if line[0] != "[" and not kind.slow]
+    quick = {name: kind for name, kind in kinds.KINDS.items() if not kind.slow}
+    return [(name, line) for name, kind in quick.items() for line in kind.lines if line[0] != "["]
 
 
 def campaign(folder: Path, seconds: float, seed: int) -> dict[str, Any]:

@@ -104,3 +104,16 @@ def test_s6_a_pipe_among_the_files_of_a_checkpoint_is_refused(tmp_path: Path) ->
         require_plain_files(tmp_path)
     with pytest.raises(UsageError, match=r"model\.safetensors is no plain file"):
         load_model(tmp_path)
+
+
+def test_s4_s7_an_index_that_names_files_elsewhere_is_refused_before_a_library_reads_them(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    for name in ("/dev/zero", "../model.safetensors", ""):
+        index.write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(CorruptError, match="outside of its directory"):
+            require_plain_files(tmp_path)
+    index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00001.safetensors"}}))
+    require_plain_files(tmp_path)  # whether it is there is asked by who reads it
+    index.write_text(json.dumps({"weight_map": {"a": "/dev/zero"}}))
+    (tmp_path / "model.safetensors").touch()
+    require_plain_files(tmp_path)  # which is read in its place

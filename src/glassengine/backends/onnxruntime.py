@@ -81,7 +81,7 @@ class _Session:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         options.inter_op_num_threads = 1
-        options.log_severity_level = 3  # errors; warnings are about the optimiser's own choices
+        options.log_severity_level = 4  # it colors what it logs, and what went wrong is in the error
         providers = _PROVIDERS[self._order.device]
         self._session = start(str(directory / MODEL_FILE), options, providers)
         self._graph_outputs = [value.name for value in self._session.get_outputs()]

@@ -17,6 +17,7 @@ from rich.text import Text
 from typer.exceptions import TyperException
 
 from glassengine.cli.foreign import absent
+from glassengine.cli.interrupts import heard
 from glassengine.cli.options import err, settings, write_json
 from glassengine.errors import GlassError, UsageError
 
@@ -28,7 +29,8 @@ BROKEN_PIPE_STATUS = 141
 def exit_status(function: Callable[[], int]) -> int:
     """Return what `function` returns, or report what it raises and return the exit status for that."""
     try:
-        status = function()
+        with heard():
+            status = function()
         sys.stdout.flush()  # a reader that went away is noticed here, not at interpreter shutdown
     except typer.Exit as exc:
         return exc.exit_code

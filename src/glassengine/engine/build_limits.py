@@ -9,6 +9,9 @@ from glassengine.program import LoadedModel
 DEFAULT_MAX_SEQ_LEN = 2048
 """For models whose configuration states no limit."""
 
+_MAX_BATCH, _MAX_LENGTH = 1 << 20, 1 << 24
+"""Beyond them the number of bytes of a cache is beyond 64 bits."""
+
 
 def check_dtype(backend: Backend, dtype: str) -> None:
     """Refuse a dtype that the back-end cannot run.
@@ -35,6 +38,12 @@ def check_sizes(model: LoadedModel, batch: int, length: int | None) -> int | Non
     limit = model.metadata.get("max_position_embeddings")
     if batch < 1:
         raise UsageError("the largest batch must be at least 1", got=f"--max-batch-size {batch}")
+    if batch > _MAX_BATCH or (length or 0) > _MAX_LENGTH:
+        raise UsageError(
+            "no cache can be so large",
+            got=f"--max-batch-size {batch:.6g}, --max-seq-len {length or limit or 0:.6g}",
+            expected=f"at most {_MAX_BATCH:,} and {_MAX_LENGTH:,}",
+        )
     if length is None:
         return limit or DEFAULT_MAX_SEQ_LEN
     if length < 2 or (limit is not None and length > limit):

@@ -1,4 +1,5 @@
-"""Inputs checked before they reach compiled code, which would read past the end of a tensor that is too small.
+"""Inputs checked before they reach compiled code, which would read past the end of a tensor that is too small; and what
+comes out of it, by name.
 
 Shape legend: B batch, S new tokens.
 """
@@ -13,7 +14,7 @@ import torch
 
 from glassengine.engine.inputs_table import Row, refuse, row_of
 from glassengine.engine.manifest import Manifest
-from glassengine.errors import UsageError
+from glassengine.errors import CorruptError, UsageError
 from glassengine.program.export import named_inputs
 
 
@@ -253,3 +254,22 @@ def _size_text(size: int | str, manifest: Manifest) -> str:
         return str(size)
     low, high = manifest.ranges[size]
     return f"{low}..{'' if high is None else high}"
+
+
+def results_of(
+    manifest: Manifest,
+    outputs: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, torch.Tensor],
+    past_of: Mapping[str, str],
+) -> dict[str, torch.Tensor]:
+    """Return what an engine returns: what it gave, and the inputs that it wrote into.
+
+    Raises:
+        CorruptError: A file of it says that it gives something else.
+    """
+    found = {entry.name: outputs.get(entry.name, inputs.get(past_of.get(entry.name, ""))) for entry in manifest.outputs}
+    results = {name: value for name, value in found.items() if value is not None}
+    if len(results) < len(found):
+        absent = next(name for name in found if name not in results)
+        raise CorruptError(f"the engine {manifest.name!r} gives no {absent!r}", got=", ".join(outputs))
+    return results

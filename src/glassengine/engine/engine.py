@@ -15,7 +15,7 @@ from glassengine.backends.onnx_export import MODEL_FILE
 from glassengine.backends.protocol import NamingKernels
 from glassengine.backends.registry import find_backend
 from glassengine.engine import files
-from glassengine.engine.checks import check_inputs, require_module
+from glassengine.engine.checks import check_inputs, require_module, results_of
 from glassengine.engine.forward import Forward, forward
 from glassengine.engine.generate import Generation, StepCallback, generate
 from glassengine.engine.images import encode_images
@@ -298,10 +298,7 @@ class Engine(HasSites):
         tensors |= {name: tensors[name].clone() for name in self.manifest.caches}
         with torch.no_grad():
             outputs = self.executable.run(tensors)
-            results = {
-                entry.name: outputs[entry.name] if entry.name in outputs else tensors[self.past_of[entry.name]]
-                for entry in self.manifest.outputs
-            }
+            results = results_of(self.manifest, outputs, tensors, self.past_of)
             tensors |= {past: results[present] for past, present in self.manifest.caches.items()}
             derived = None
             for entry in self.manifest.added_outputs:

@@ -74,7 +74,11 @@ def require_plain_files(directory: Path) -> None:
 
     Raises:
         UsageError: There is one. A link to a plain file is one, as in the hub's cache.
+        CorruptError: Its index names files elsewhere, which a library would read.
     """
+    first = next((name for name in _NAMES if (directory / name).is_file()), "")
+    if first.endswith(".json"):
+        _shard_names(directory / first)
     for path in sorted(directory.iterdir()):
         if not path.is_dir() and path.exists():
             mode = path.stat().st_mode
@@ -96,12 +100,17 @@ def _find(spec: str, name: str, revision: str) -> Path | None:
     return None if found is None else Path(found)
 
 
-def _shards(spec: str, index: Path, revision: str) -> list[Path]:
+def _shard_names(index: Path) -> list[str]:
     names = sorted(set(read_document(index, _Index, most=_MAX_INDEX_BYTES, nonfinite=True).weight_map.values()))
-    paths = []
     for name in names:
         if not name or "\0" in name or Path(name).name != name or "\\" in name:
-            raise CorruptError(f"{index} names a file outside of its directory", got=str(name))
+            raise CorruptError(f"{index} names a file outside of its directory", got=shown(name))
+    return names
+
+
+def _shards(spec: str, index: Path, revision: str) -> list[Path]:
+    paths = []
+    for name in _shard_names(index):
         path = _find(spec, name, revision)
         if path is None:
             raise CorruptError(f"{index} names a file that is not there", got=name)
