@@ -169,6 +169,17 @@ def test_example_inputs_are_not_unpickled(stored: Path, tmp_path: Path) -> None:
     assert not marker.exists()
 
 
+def test_s4_a_compressed_description_is_not_unpacked(stored: Path) -> None:
+    path = stored / "program.pt2"
+    with zipfile.ZipFile(path) as old:
+        entries = {info.filename: old.read(info) for info in old.infolist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+        for entry, content in entries.items():
+            new.writestr(entry, content)
+    with pytest.raises(CorruptError, match="compressed entries"):
+        load_graph(stored)
+
+
 def test_a_large_archive_is_not_unpacked(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archive, "MAX_BYTES", 1000)
     with pytest.raises(CorruptError, match=r"more than 1,000 bytes"):

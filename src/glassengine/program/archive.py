@@ -31,8 +31,8 @@ MAX_BYTES = 1 << 30
 """Most bytes of a stored program when unpacked; it holds no weights."""
 
 MAX_JSON_BYTES = 256 << 20
-MAX_ITEMS = 32_000_000
-"""Values in the description of a graph: some thousand a node."""
+MAX_ITEMS = 8_000_000
+"""Values in the description of a graph: some hundred a node, and as many bytes of memory each."""
 
 
 class _Weight(msgspec.Struct):
@@ -63,8 +63,9 @@ def inert_archive(path: Path, *, has_weights: bool = False) -> io.BytesIO:
 
     Args:
         path: The file.
-        has_weights: Whether it is a user's, with weights; guards, which are code, are then left out. Its entries must
-            not be compressed (torch never does), so that it cannot unpack to more than its own size.
+        has_weights: Whether it is a user's, with weights; guards, which are code, are then left out.
+
+    Its entries must not be compressed (torch never does), so that it cannot unpack to more than its own size.
 
     Raises:
         CorruptError: It is no archive, too large, or reading it could run code.
@@ -74,7 +75,7 @@ def inert_archive(path: Path, *, has_weights: bool = False) -> io.BytesIO:
             open_regular(path, inside=None if has_weights else path.parent) as opened,
             zipfile.ZipFile(opened) as archive,
         ):
-            if has_weights and any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
+            if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
                 raise _refusal(path, "compressed entries")
             if not has_weights and sum(info.file_size for info in archive.infolist()) > MAX_BYTES:
                 raise _refusal(path, f"more than {MAX_BYTES:,} bytes")

@@ -18,7 +18,8 @@ from glassengine.reading.files import open_regular, shown
 _MAX_HEADER_BYTES = 10_000
 _LENGTH_FORMATS = {1: "<H", 2: "<I", 3: "<I"}
 _MAX_MEMBERS = 100_000
-MAX_UNFOLDED_BYTES = 1 << 30
+_PIECE_BYTES = 1 << 20
+MAX_UNFOLDED_BYTES = 1 << 29
 """Most bytes that the compressed members of an archive unfold to; members that are stored have their own size."""
 
 
@@ -82,9 +83,19 @@ def _arrays(archive: zipfile.ZipFile) -> dict[str, np.ndarray[Any, Any]]:
             # A stored member may claim to be larger than its archive.
             if claimed != there or (member.compress_type == zipfile.ZIP_STORED and there > member.compress_size):
                 raise ValueError(f"the header of {name!r} claims {claimed:,} bytes, the archive has {there:,}")
-            data = file.read(claimed)
-        if len(data) != claimed or name in found:
-            raise ValueError(f"{name!r} is cut, or there twice")
-        array = np.frombuffer(bytearray(data), dtype).reshape(shape, order="F" if fortran else "C")
+            data = bytearray(claimed)
+            if _filled(data, file) != claimed or name in found:
+                raise ValueError(f"{name!r} is cut, or there twice")
+        array = np.frombuffer(data, dtype).reshape(shape, order="F" if fortran else "C")
         found[name] = array.astype(dtype.newbyteorder("="), copy=False)
     return found
+
+
+def _filled(data: bytearray, file: IO[bytes]) -> int:
+    """Read into `data`, a piece at a time, and return how much there was: the whole is in memory once."""
+    view = memoryview(data)
+    size = 0
+    while piece := file.read(min(_PIECE_BYTES, len(data) - size)):
+        view[size : size + len(piece)] = piece
+        size += len(piece)
+    return size
