@@ -16,13 +16,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-from walker import FAULTS, Try, Walker
+from walker import FAULTS, Try, Walker, told
 
 HERE = Path(__file__).parent
 
@@ -73,15 +74,19 @@ class Row:
         """Return what the table says."""
         ends = ", ".join(f"exit {status}: {count}" for status, count in sorted(self.ends.items()))
         lines = [f"{scene:18} {kind:16} {self.tries:4} of {self.calls:4} calls   {ends}   problems: {self.problems}"]
-        lines.append("    after  " + _counted(self.tried))
+        lines += _wrapped(f"    after  {_counted(self.tried)}")
         for status, left in sorted(self.left.items()):
-            lines.append(f"    exit {status} left  {_counted(left)}")
+            lines += _wrapped(f"    exit {status} left  {_counted(left)}")
         return lines
 
 
+def _wrapped(line: str) -> list[str]:
+    return textwrap.wrap(line, 120, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False)
+
+
 def _told(found: Try) -> str:
-    names = Counter(re.sub(r"\d{3,}|[0-9a-f]{12,}", "#", path) for path in found.left)
-    kept = f" (kept: {', '.join(sorted(found.kept))})" if found.kept else ""
+    names = Counter(map(told, found.left))
+    kept = f" (kept: {', '.join(sorted(set(map(told, found.kept))))})" if found.kept else ""
     if len(names) > 4:
         return f"{len(found.left)} files{kept}"
     return (", ".join(name if count == 1 else f"{count} {name}" for name, count in names.items()) or "nothing") + kept

@@ -57,6 +57,11 @@ FAULTS = {
 HARMLESS = ("EINTR", "short", "short, lasting", "clock back", "clock ahead")
 
 
+def told(path: str) -> str:
+    """Return a path without what differs from try to try."""
+    return re.sub(r"(?<=tmp)[A-Za-z0-9_]{6,8}(?![A-Za-z0-9_])|\d{3,}|[0-9a-f]{12,}", "#", path)
+
+
 @dataclass
 class Try:
     """One try.
@@ -81,8 +86,7 @@ class Try:
         for line in self.called:
             if line.endswith(" FAILS"):
                 _, call, path = line.removesuffix(" FAILS").split(" ", 2)
-                path = re.sub(r".*/written-[^/]*/?", "", path)
-                return call, re.sub(r"\d{3,}|[0-9a-f]{12,}", "#", path)
+                return call, told(re.sub(r".*/written-[^/]*/?", "", path))
         return None
 
 
