@@ -28,7 +28,7 @@ _OLD = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _OLD_PICKLES = 5
 # A small file can name one list many times over; these bound what it unfolds to.
 _MAX_DEPTH = 64
-_MAX_LEAVES = 1_000_000
+_MAX_LEAVES = 400_000  # each takes 2 KB until it is shown
 MAX_EXPANDED_BYTES = 1 << 30
 """Most bytes of a tensor that repeats what it has in memory."""
 # The number of the system's error, as torch and the library of safetensors end their messages.
