@@ -617,3 +617,8 @@ def test_f35_what_a_right_port_shows_as_well_is_no_explanation() -> None:
     """Exchanged operands of a sum, a scale of one, an equal weight: none of it changes a value."""
     planted = Planted(lambda x, y: x + y, lambda x, y: y + x, lambda x, y: x + y, "", "", ("x", "y"))
     assert hints_of(planted, planted.wrong) == []
+
+
+def test_a_comparison_has_no_number_that_could_be_solved_for() -> None:
+    planted = Planted(lambda x: x > 0.37, lambda x: x * x.roll(1) > 0.37, lambda x: x > 0.37, "", "")
+    assert hints_of(planted, planted.wrong) == []

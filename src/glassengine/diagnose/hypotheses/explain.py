@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -9,7 +10,7 @@ from torch.fx import Node
 
 from glassengine.diagnose.between import passes_on
 from glassengine.diagnose.hypotheses.arguments import as_theirs, same_op, usual
-from glassengine.diagnose.hypotheses.catalogue import FAMILIES
+from glassengine.diagnose.hypotheses.catalogue import FAMILIES, Family
 from glassengine.diagnose.hypotheses.hypothesis import Hypothesis
 from glassengine.diagnose.hypotheses.layouts import reshaped
 from glassengine.diagnose.hypotheses.operations import other_ops
@@ -18,6 +19,8 @@ from glassengine.diagnose.hypotheses.trial import Edit, OutOfWork
 from glassengine.diagnose.hypotheses.weights_read import weights
 from glassengine.program.naming import op_name
 from glassengine.results import Hint
+
+_log = logging.getLogger(__name__)
 
 _EVERYWHERE = 0.9
 """Score of one mistake in several places of a region."""
@@ -34,7 +37,7 @@ def differences(question: Question) -> list[Hint]:
         # Of several weights nobody knows here which is which.
         is_clear = len(question.trial.ops) == 1 and len(question.their_weights) == len(question.weights) == 1
         for family in (same_op, weights) if is_clear else (same_op,):
-            for hypothesis in family(question):
+            for hypothesis in _fitting(family, question):
                 if all(passes_on(node) or op_name(node) in _MADE_OF_SIZES for node in hypothesis.edits):
                     continue  # sizes and orders of axes are spelled in many ways
                 if not all(_goes_on_alike(question, node) for node in hypothesis.edits):
@@ -73,16 +76,24 @@ def explanation(question: Question) -> tuple[Hint, Hypothesis] | None:
     """Return the same, and the mistake itself, which knows where it was made; None where nothing fits."""
     try:
         for score, family in FAMILIES:
-            for hypothesis in family(question):
+            for hypothesis in _fitting(family, question):
                 if question.explains(question.trial.changed(hypothesis.edits)):
                     return Hint(hypothesis.kind, hypothesis.text, score), hypothesis
         for family in (as_theirs, usual, other_ops, reshaped):
-            for hypothesis in _everywhere(family(question)):
+            for hypothesis in _everywhere(_fitting(family, question)):
                 if question.explains(question.trial.changed(hypothesis.edits)):
                     return Hint(hypothesis.kind, hypothesis.text, _EVERYWHERE), hypothesis
     except OutOfWork:
         pass
     return None
+
+
+def _fitting(family: Family, question: Question) -> Iterator[Hypothesis]:
+    """Yield what a family proposes up to where torch cannot compute it: a mask is no number, and a hint no verdict."""
+    try:
+        yield from family(question)
+    except RuntimeError as error:
+        _log.debug("%s do not fit %s: %s", getattr(family, "__name__", family), question.trial.end, error)
 
 
 def _everywhere(hypotheses: Iterable[Hypothesis]) -> Iterator[Hypothesis]:

@@ -79,7 +79,8 @@ def _newton(question: Question, literal: Literal, start: float) -> float | None:
         return torch.where(keep, question.actual.double() - value, 0.0)
 
     number, value = start, question.right
-    if value.shape != question.actual.shape:
+    # A comparison or a choice has no slope.
+    if value.shape != question.actual.shape or not value.is_floating_point():
         return None
     for _ in range(_MOST_STEPS):
         step = 1e-4 * abs(number) or 1e-8
