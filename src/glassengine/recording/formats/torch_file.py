@@ -17,7 +17,7 @@ from glassengine.writing import open_for_torch
 
 # A small file can name one list many times over; these bound what it unfolds to.
 _MAX_DEPTH = 64
-_MAX_LEAVES = 1_000_000
+_MAX_LEAVES = 400_000
 _MAX_EXPANDED_BYTES = 1 << 34
 
 
