@@ -254,7 +254,8 @@ class Campaign:
         self._keep = keep
         self.state = State(keep and keep / "state.json", seed)
         self.findings: dict[str, tuple[Input, int]] = {}
-        self._cost = {name: row["seconds"] / row["inputs"] for name, row in self.state.now.items() if row["inputs"]}
+        rows = [pair for run in self.state.runs.values() for pair in run.items()]
+        self._cost = {name: row["seconds"] / row["inputs"] for name, row in rows if row["inputs"]}
 
     def run(self, seconds: float, table: Path | None = None) -> None:
         end = time.monotonic() + seconds
@@ -262,8 +263,9 @@ class Campaign:
             for name, kind in self.bench.kinds.items():
                 if time.monotonic() > end:
                     return
-                wanted = kind.share * TURN_SECONDS / self._cost.get(name, 0.05)
-                self.one_batch(name, max(4, min(20_000, int(wanted))))
+                cost = self._cost.get(name)
+                wanted = BATCH if cost is None else int(kind.share * TURN_SECONDS / cost)
+                self.one_batch(name, max(4, min(20_000, wanted)))
                 if table is not None:
                     table.write_text(self.text())
 

@@ -199,6 +199,16 @@ def read_onnx(here: Path, shared: Path) -> int:
     return say(found.weights())
 
 
+def read_changed(here: Path, shared: Path) -> int:
+    """Translate the model that was changed among many."""
+    from glassengine.program.stored import read_stored
+
+    times = {path: path.lstat().st_mtime_ns for path in sorted(here.glob("*.onnx"))}
+    newest = max(times, key=lambda path: times[path])
+    _, program = read_stored(newest)
+    return say([port.name for port in program.inputs], len(list(program.graph.nodes)))
+
+
 def read_archive(here: Path, shared: Path) -> int:
     from glassengine.program.archive import inert_archive
 

@@ -64,6 +64,16 @@ DUMPS = (
 )  # fmt: skip
 
 
+def onnx_models(here: Path, shared: Path) -> None:
+    """Copy small models that the package onnx is tested with: other people's files, and ops of every kind."""
+    import onnx
+
+    found = sorted((Path(onnx.__file__).parent / "backend" / "test" / "data").rglob("*.onnx"))
+    small = [path for path in found if path.stat().st_size < 8192]
+    for number, path in enumerate(small[:60]):
+        shutil.copy(path, here / f"{number}.onnx")
+
+
 def engine(here: Path, shared: Path) -> None:
     """A copied engine, without what is not read here."""
     shutil.copytree(shared / "small", here / "it")
@@ -118,9 +128,10 @@ def _direct(make: Callable[[Path, Path], None], reader: str, share: float = SHAR
 KINDS: dict[str, Kind] = {
     "read_recording": _direct(copied("record-a"), "read_recording", proven=("it/**/shard*",), owned=True),
     "read_snapshot": _direct(kinds.snapshot, "read_snapshot", proven=("it/*",), owned=True),
-    "read_packed": _direct(kinds.packed, "read_snapshot"),
+    "read_packed": _direct(kinds.packed, "read_snapshot", proven=("it.safetensors",)),
     "read_engine": _direct(engine, "read_engine", proven=("it/*.safetensors", "it/main/*"), owned=True),
     "read_program": _direct(program, "read_program"),
+    # Without a checksum a profile counts as one of an earlier version.
     "read_profile": _direct(kinds.profile, "read_profile", changed=("**/profile.json",), owned=True),
     "read_artifacts": _direct(artifacts, "read_artifacts", changed=("**/*.json",), owned=True),
     "read_adapter": _direct(kinds.adapter, "read_adapter"),
@@ -144,6 +155,7 @@ KINDS: dict[str, Kind] = {
     "map_rules": _direct(written(map__json=json.dumps(_RULES)), "read_map"),
     "map_names": _direct(written(map__json=json.dumps({"fc": "fc", "o*": "out"})), "read_map", 1.0),
     "read_onnx": _direct(kinds.onnx, "read_onnx"),
+    "foreign_onnx": _direct(onnx_models, "read_changed", 2.0),
     "read_pt2": _direct(kinds.exported, "read_archive"),
     "metrics_text": _direct(written(metrics__txt=_METRICS), "read_metrics"),
     "kernels": _direct(

@@ -5,4 +5,4 @@ from __future__ import annotations
 import direct_kinds
 import kinds
 
-KINDS: dict[str, kinds.Kind] = {**kinds.KINDS, **direct_kinds.KINDS}
+KINDS: dict[str, kinds.Kind] = {**direct_kinds.KINDS, **kinds.KINDS}
