@@ -39,6 +39,7 @@ REASONS: dict[str, dict[str, str]] = {
         "read_bytes": "the same",
     },
     "program/archive.py": {"zipfile.ZipFile": "on a file that the room opened, and to write"},
+    "program/inert.py": {"json.loads": "text in a document that the room parsed"},
     "program/onnx/file.py": {"ParseFromString": "bytes that the room read; protobuf bounds depth by itself"},
     "program/onnx/translate.py": {"ParseFromString": "definitions of operators that the package onnx holds"},
     "executable/cache_store.py": {
