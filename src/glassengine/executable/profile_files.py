@@ -16,6 +16,8 @@ from glassengine.executable.profile_trace import SCHEMA_VERSION
 from glassengine.reading.documents import Size, parsed
 from glassengine.reading.files import read_bytes
 
+# Version from which on a profile has a checksum.
+_FIRST_SEALED = 2
 _MAX_BYTES = 128 << 20
 # Two levels for each span within another.
 _MAX_DEPTH = 400
@@ -113,8 +115,8 @@ def _read(directory: Path, *, inside: Path) -> StoredProfile:
     raw = read_bytes(path, most=_MAX_BYTES, inside=inside)
     parsed(raw, _Profile, path, what="the profile", version=SCHEMA_VERSION, depth=_MAX_DEPTH)
     data = parsed(raw, dict[str, Any], path, what="the profile", depth=_MAX_DEPTH)
-    found = data.pop("checksum", None)  # profiles of earlier versions have none
-    if found is not None and found != document_checksum(data):
+    found = data.pop("checksum", None)
+    if (found is not None or data["schema_version"] >= _FIRST_SEALED) and found != document_checksum(data):
         hint = "take the profile again, or copy it again from where it was taken"
         raise CorruptError("the profile is not what was written", got=f"{path}: another checksum", hint=hint)
     return StoredProfile(directory, data)

@@ -17,7 +17,7 @@ from glassengine.checksums import document_checksum
 from glassengine.spans import PREFIX, Kernels
 
 FORMAT = "glass-profile"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 OUTSIDE = "(outside of modules)"
 
 Event = dict[str, Any]
