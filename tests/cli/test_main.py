@@ -102,6 +102,7 @@ def test_every_command_file_is_in_the_table(root: Path) -> None:
         "options",
         "errors",
         "foreign",
+        "interrupts",
         "run_forward",
         "script_line",
     }
