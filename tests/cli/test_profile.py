@@ -36,7 +36,7 @@ def test_the_time_of_a_generation_by_module(profiles: Path, capsys: pytest.Captu
 def test_the_same_as_json(profiles: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", str(profiles / "profile-000001"), "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert found["schema_version"] == 1 and found["num_steps"] == 3 and found["against"] is None
+    assert found["schema_version"] == 2 and found["num_steps"] == 3 and found["against"] is None
     assert found["kinds"]["execute"]["count"] == 3 and found["environment"]["versions"]["torch"]
     assert main(["profile", str(profiles / "profile-000001"), "--against", str(profiles), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["against"]["num_steps"] == 3

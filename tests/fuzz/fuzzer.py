@@ -11,6 +11,7 @@ readers are kept and changed further.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import io
 import json
 import random
@@ -354,6 +355,11 @@ def begin_clock(seconds: float) -> None:
     signal.signal(signal.SIGALRM, too_slow)
     signal.setitimer(signal.ITIMER_PROF, seconds)
     signal.setitimer(signal.ITIMER_REAL, PATIENCE * seconds)
+    # A loop of C never comes to a handler of Python; this ends the process, and its input stays where it was written.
+    if seconds:
+        faulthandler.dump_traceback_later((PATIENCE + 1) * seconds, exit=True)
+    else:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def too_slow(number: int, frame: FrameType | None) -> None:

@@ -105,7 +105,11 @@ def test_minutes_of_fuzzing_find_nothing(seed: int, tmp_path: Path) -> None:
         ("import glassengine.recording.formats.npy_file as f; read = f.describe\n"
          "def worse(path, *a, **k):\n    data = path.read_bytes()\n    return {147: read}[data[0]](path, *a, **k)\n"
          "f.describe = worse", "KeyError"),
-        ("fuzzer.MAX_SECONDS = 1; fuzzer.open_source = lambda path: sum(iter(int, 1))", "TimeoutError"),
+        ("fuzzer.MAX_SECONDS = 1\n"
+         "def forever(path):\n    while True:\n        pass\n"
+         "fuzzer.open_source = forever", "TimeoutError"),
+        # No line of Python is run.
+        ("fuzzer.MAX_SECONDS = 1; fuzzer.open_source = lambda path: sum(iter(int, 1))", "Timeout (0:00:09)!"),
         ("fuzzer.open_source = lambda path: bytearray(8 << 30)", "MemoryError"),
         ("real = fuzzer.open_source\n"
          "def leave(path):\n    (path.parent.parent / 'outside').touch()\n    return real(path)\n"
@@ -114,4 +118,4 @@ def test_minutes_of_fuzzing_find_nothing(seed: int, tmp_path: Path) -> None:
 )  # fmt: skip
 def test_planted_faults_are_found(fault: str, finding: str, tmp_path: Path) -> None:
     done = fuzz(20, 1, tmp_path, "npy", prelude=fault)
-    assert done.returncode == 1 and finding in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 1 and finding in done.stdout + done.stderr, done.stdout + done.stderr

@@ -63,7 +63,13 @@ def file_of_torch(hostile: Path) -> int:
 
 
 def link(hostile: Path) -> int:
-    (hostile.parent / "beside").symlink_to("x")
+    (hostile.parent / "a link beside").symlink_to("x")
+    return 0
+
+
+def move(hostile: Path) -> int:
+    Path("here").write_text("")
+    Path("here").rename(hostile.parent / "moved beside")
     return 0
 
 

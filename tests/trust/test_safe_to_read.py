@@ -101,7 +101,8 @@ MISDEEDS = {
     "program": "program: subprocess.Popen", "shell": "program: os.system", "library": "library: ctypes.dlopen",
     "library_of_operators": "is mapped as code", "source": "code: exec", "file_of_source": "code: exec",
     "module": "code: exec", "file": "written: open", "file_of_torch": "a file:", "link": "changed: os.symlink",
-    "network": "network: socket.connect", "unpickled": "pickle: pickle.find_class", "secret": "opened: open",
+    "move": "changed: os.rename", "network": "network: socket.connect", "unpickled": "pickle: pickle.find_class",
+    "secret": "opened: open",
 }  # fmt: skip
 
 

@@ -77,7 +77,7 @@ class Watch:
                 self.found.append(f"written: {told}")
             elif Path(os.fsdecode(arguments[0])).name == "secret":
                 self.found.append(f"opened: {told}")
-        elif event in _CHANGES and not self._may_write(arguments[0]):
+        elif event in _CHANGES and not all(map(self._may_write, _changed(event, arguments))):
             self.found.append(f"changed: {told}")
         elif event in ("socket.connect", "socket.bind", "socket.getaddrinfo"):
             self.found.append(f"network: {told}")
@@ -110,6 +110,13 @@ class Watch:
             words = line.split(None, 5)
             if "x" in words[1] and len(words) == 6 and words[5].startswith("/") and not self._is_installed(words[5]):
                 yield f"library: {words[5]} is mapped as code"
+
+
+def _changed(event: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the paths that are changed; the first one of a link is only what it points to."""
+    if event in ("os.symlink", "os.link"):
+        return arguments[1:2]
+    return arguments[:2] if event == "os.rename" else arguments[:1]
 
 
 def beside(folders: list[Path]) -> dict[str, tuple[int, int]]:
