@@ -253,6 +253,17 @@ def cache_dirs() -> dict[str, Path]:
     }
 
 
+def inductor_directory() -> Path | None:
+    """Return where Inductor was told to keep what it builds, by the user or by torch itself; None for its default."""
+    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    return Path(named) if named else None
+
+
+def set_inductor_directory(directory: Path) -> None:
+    """Tell Inductor where to keep what it builds, in this process and those that it starts."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(directory)
+
+
 def config_dir() -> Path:
     """Return where settings and keys of this user are kept; the directory need not exist."""
     home = os.environ.get("XDG_CONFIG_HOME") or "~/.config"

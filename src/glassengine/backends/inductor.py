@@ -23,6 +23,7 @@ from glassengine.accelerators import require_device
 from glassengine.backends.compiler_flags import flags_in_effect, read_flags
 from glassengine.backends.devices import brought, device_of, moved
 from glassengine.backends.grouped_queries import with_grouped_queries
+from glassengine.backends.inductor_directory import use_private_directory
 from glassengine.backends.io import read_io, write_io
 from glassengine.backends.kernels import kernel_nodes, list_kernels
 from glassengine.backends.one_row import of_one_token, one_token_shapes
@@ -61,6 +62,7 @@ class InductorBackend:
 
     def build(self, program: Program, directory: Path) -> None:
         """Compile; no_grad, or freezing would be ignored."""
+        use_private_directory()
         options = self._choices(program)
 
         def compile_package(exported: Any, name: str) -> None:
@@ -91,6 +93,7 @@ class InductorBackend:
         Raises:
             BackendError: It was compiled for a device that is not here.
         """
+        use_private_directory()
         order = read_io(directory)
         require_device(order.device, "an engine that inductor built for --device cuda")
         constants: dict[str, torch.Tensor] = {}
@@ -127,6 +130,7 @@ class InductorBackend:
 
     def compile_graph(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> GraphFunction:
         """Compile in memory, with the sizes that the trace in progress has as symbols."""
+        use_private_directory()
         # Inductor changes what it compiles. Its own copy would copy constants, too, which a trace in progress forbids.
         own = torch.fx.GraphModule(module, copied_graph(module.graph))
         with torch.no_grad(), _quiet(), flags_in_effect():

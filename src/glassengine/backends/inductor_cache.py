@@ -14,6 +14,7 @@ from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 
 from glassengine import environment
 from glassengine.backends.compiler_flags import read_flags
+from glassengine.backends.inductor_directory import use_private_directory
 from glassengine.executable.cache import Work
 from glassengine.executable.cache_key import Parts
 
@@ -48,6 +49,7 @@ class InductorCache:
     @contextlib.contextmanager
     def within(self, directory: Path) -> Iterator[Work]:
         """Let Inductor work in `directory`, and see from its own counters whether it compiled."""
+        use_private_directory()
         # It probes the processor by compiling, once in a process: not in the directory of the first graph.
         pick_vec_isa()
         work = Work()
