@@ -1,6 +1,7 @@
 """`--map`: names that a pattern carries over, layouts that are made one, and mistakes that are still found."""
 
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glassengine.compare import compare
-from glassengine.compare.globs import captures
+from glassengine.compare.globs import _parsed, captures
 from glassengine.compare.layouts import _OPERATIONS
 from glassengine.compare.maps import Rule, load_map
 from glassengine.compare.rules import pair_names
@@ -333,3 +334,28 @@ def test_a_map_of_the_guide_works(tmp_path: Path, root: Path) -> None:
     x = {f"layers.0.{name}_proj": torch.randn(2, width) for name, width in (("q", 64), ("k", 16), ("v", 16))}
     result = run(tmp_path, x, {"h.0.qkv": torch.cat(list(x.values()), -1)}, map=fused)
     assert (result.verdict, result.counts["compared"]) == ("identical", 3)
+
+
+GLOB = st.lists(st.sampled_from(["a", "b", ".", "/", "*", "?", "[ab]", "[!a]", "[[]", "[0]"]), max_size=8).map("".join)
+
+
+@settings(max_examples=300, deadline=None)
+@given(GLOB, st.text("aab./[]0", max_size=10))
+def test_a_glob_walked_is_the_same_as_its_expression(pattern: str, name: str) -> None:
+    glob = _parsed(pattern)
+    for within in (True, False):
+        found = glob._expressions[within].fullmatch(name)
+        assert glob._walked(name, within) == (None if found is None else found.groups())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "count"),
+    [
+        ("*" + "a*" * 25 + "b", "a" * 60, 0), ("*" + "a*" * 25, "a" * 60, 2), ("*a*a*b", ("a" * 100 + ".") * 20, 0),
+        ("*a" * 1000 + "b", "a" * 3000, 0), ("layers.*.mlp.*.*.*.*", "model.layers.3.mlp.experts.7.down.weight", 2),
+    ],
+)  # fmt: skip
+def test_s4_a_glob_with_many_wildcards_ends_soon(pattern: str, name: str, count: int) -> None:
+    began = time.monotonic()
+    assert len(list(captures(pattern, name))) == count
+    assert time.monotonic() - began < 1

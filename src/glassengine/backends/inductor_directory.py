@@ -1,7 +1,7 @@
 """Where Inductor finds the libraries that it has built, and loads: nobody else may write there.
 
-By default that is a directory of a known name among everybody's temporary files. Another user of the machine can make it
-first, with libraries of his own in it under the names of those that Inductor builds for every program.
+By default that is a directory of a known name among everybody's temporary files. Another user of the machine can make
+it first, with libraries of his own in it under the names of those that Inductor builds for every program.
 """
 
 from __future__ import annotations

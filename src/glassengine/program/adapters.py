@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from glassengine.errors import CorruptError, UnknownNameError, UsageError
+from glassengine.program.adapter_patterns import matches
 from glassengine.program.checkpoint_files import read_tensors
 from glassengine.program.factory import is_factory
 from glassengine.reading.documents import parsed
@@ -262,21 +263,10 @@ def list_of(tensor: Tensor) -> str:
 def _scaling(path: str, rank: int, settings: Mapping[str, Any]) -> float:
     alpha = settings.get("lora_alpha", 8)
     patterns: Mapping[str, Any] = settings.get("alpha_pattern") or {}
-    alpha = next((value for pattern, value in patterns.items() if _matches(pattern, path)), alpha)
+    alpha = next((value for pattern, value in patterns.items() if matches(pattern, path)), alpha)
     if not isinstance(alpha, (int, float)) or rank < 1:
         raise CorruptError("the scaling of the adapter cannot be computed", got=f"alpha {alpha}, rank {rank}")
     return float(alpha) / (math.sqrt(rank) if settings.get("use_rslora") else rank)
-
-
-def _matches(pattern: str, path: str) -> bool:
-    """Whether a pattern of an adapter is for a module, as in peft: a regular expression for the end of its path."""
-    # What a file says must not be able to keep us busy for ever, as a repeated repetition could.
-    if re.search(r"\)[*+{]", pattern):
-        raise CorruptError("a pattern of the adapter repeats a group", got=pattern)
-    try:
-        return re.match(rf"(.*\.)?({pattern})$", path) is not None
-    except re.error as error:
-        raise CorruptError("a pattern of the adapter is no regular expression", got=pattern) from error
 
 
 def _put(root: nn.Module, module: nn.Module, path: str, name: str, value: Tensor) -> None:
