@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from glassengine.cli.main import main
+from glassengine.recording import worker
 from glassengine.recording.reader import Recording
 
 FACTORIES = """
@@ -120,6 +121,22 @@ def test_inputs_that_the_model_does_not_take(
     assert main(["record", f"{factories}:model", "--inputs", f"{factories}:wrong", "-o", str(tmp_path / "r")]) == 2
     shown = capsys.readouterr().err
     assert all(text in shown for text in said) and "bug" not in shown
+
+
+def test_whether_it_survives_a_kill(factories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Path] = []
+    real = worker.ring_file
+    monkeypatch.setattr(worker, "ring_file", lambda path, sizes: made.append(path) or real(path, sizes))
+    script = tmp_path / "script.py"
+    script.write_text("import torch\ntorch.nn.ReLU()(torch.ones(2))\n")
+    targets = [f"{factories}:model", "--inputs", f"{factories}:inputs"], ["--", str(script)]
+    for number, target in enumerate(targets):
+        for durable in (True, False):
+            path = tmp_path / f"r{number}-{durable}"
+            flags = [] if durable else ["--no-durable"]
+            assert main(["record", "-o", str(path), *flags, *target]) == 0
+            assert bool(made) is durable, target
+            made.clear()
 
 
 def test_targets_that_cannot_be_recorded(factories: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -222,6 +222,34 @@ def test_s8_however_the_process_ends(tmp_path: Path) -> None:
                 )
 
 
+def test_what_is_not_durable_is_lost_by_a_kill_only(tmp_path: Path) -> None:
+    code = """
+    for ending, code in {"SIGTERM": "os.kill(os.getpid(), signal.SIGTERM)", "an error": "raise ValueError",
+                         "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)"}.items():
+        for durable in (True, False):
+            path = f"{sys.argv[1]}/{ending}/{durable}"
+            if not os.fork():
+                def end(step):
+                    if step == 30:
+                        print(os.path.exists(path + "/ring.part"), flush=True)
+                        exec(code)
+                KINDS["tiny"][1]["durable"] = durable
+                try:
+                    run("tiny", path, os.open(os.devnull, os.O_WRONLY), end)
+                finally:
+                    os._exit(1)
+            os.wait()
+    """
+    said, errors = start(code, tmp_path).communicate(timeout=100)
+    assert said.split() == ["True", "False"] * 3, errors
+    for ending in ("SIGTERM", "an error"):
+        for durable in (True, False):
+            assert right_steps(tmp_path / ending / str(durable), "tiny") == 31
+    assert right_steps(tmp_path / "SIGKILL" / "True", "tiny") == 31
+    # How many is chance; what there is, is right.
+    assert right_steps(tmp_path / "SIGKILL" / "False", "tiny") <= 31
+
+
 def test_s15_a_forked_child_that_leaves_leaves_the_recording_alone(tmp_path: Path) -> None:
     code = """
     sizes, _ = KINDS["tiny"]

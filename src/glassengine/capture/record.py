@@ -46,6 +46,7 @@ class Recorder:
         optimizer: torch.optim.Optimizer | None,
         metadata: Mapping[str, Any],
         overwrite: bool,
+        durable: bool,
     ) -> None:
         self.path = Path(path)
         self.model = model
@@ -54,13 +55,14 @@ class Recorder:
         self._optimizer = optimizer
         self._metadata = metadata
         self._overwrite = overwrite
+        self._durable = durable
         self._writer: BackgroundWriter | None = None
 
     def __enter__(self) -> Self:
         if self._writer is not None:
             raise UsageError("a recorder is entered twice", got=str(self.path), hint="call glass.record again")
         self.path = own_directory(self.path)
-        writer = BackgroundWriter(self.path, metadata=self._metadata, overwrite=self._overwrite)
+        writer = BackgroundWriter(self.path, metadata=self._metadata, overwrite=self._overwrite, durable=self._durable)
         self._writer = writer
         self._intake = Intake(writer, self._policy, _place()[0])
         holds = self._gradients or self._optimizer is not None
@@ -175,6 +177,7 @@ def record(
     steps: Collection[int] | None = None,
     byte_budget: int | None = None,
     overwrite: bool = False,
+    durable: bool = True,
     metadata: Mapping[str, Any] | None = None,
 ) -> Recorder:
     """Record every forward of `model` that runs while the returned context manager is entered.
@@ -201,6 +204,9 @@ def record(
         steps: Record only these, e.g. range(3).
         byte_budget: Most bytes of values; tensors that do not fit leave their statistics and are listed.
         overwrite: Replace a recording that exists.
+        durable: Keep every step that has ended when the process is killed. False loses the steps of the last 20 ms or
+            so then, more while the disk is slow (at most 256 MiB of values), and makes recording a small model 3 %
+            faster, a large one not; a process that ends in any other way loses nothing.
         metadata: JSON-ready facts to keep with the recording.
 
     Raises:
@@ -222,6 +228,7 @@ def record(
         optimizer=optimizer,
         metadata=facts,
         overwrite=overwrite,
+        durable=durable,
     )
 
 

@@ -54,6 +54,7 @@ def record_script(
     steps: Collection[int] | None = None,
     byte_budget: int | None = None,
     overwrite: bool = False,
+    durable: bool = True,
     ends_process: bool = False,
 ) -> RecordedScript:
     """Run a script in this process and record every model that it, or a process that it spawns, calls.
@@ -68,6 +69,7 @@ def record_script(
         steps: As for `record`; counted for each model.
         byte_budget: As for `record`; for each model.
         overwrite: Replace recordings that exist.
+        durable: As for `record`.
         ends_process: This process ends with the script, as that of the command line does: what watches its main thread
             sees it end. Threads cannot use pools of threads from then on.
 
@@ -81,7 +83,13 @@ def record_script(
         if not Path(file).is_file():
             raise UsageError("there is no such script", got=str(script), hint="glass record -o DIR -- script.py ARGS")
         recorder = ScriptRecorder(
-            path, sites=sites, values=values, steps=steps, byte_budget=byte_budget, overwrite=overwrite
+            path,
+            sites=sites,
+            values=values,
+            steps=steps,
+            byte_budget=byte_budget,
+            overwrite=overwrite,
+            durable=durable,
         )
         spawned = SpawnedRecordings(recorder)
         try:

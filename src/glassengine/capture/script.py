@@ -42,6 +42,7 @@ class ScriptRecorder:
         steps: As for `record`; counted for each model.
         byte_budget: As for `record`; for each model.
         overwrite: Replace recordings that exist.
+        durable: As for `record`.
 
     Attributes:
         directory: Where the recordings are.
@@ -60,6 +61,7 @@ class ScriptRecorder:
         steps: Collection[int] | None = None,
         byte_budget: int | None = None,
         overwrite: bool = False,
+        durable: bool = True,
     ) -> None:
         # Scripts change the working directory.
         self.directory = local(directory).absolute()
@@ -69,6 +71,7 @@ class ScriptRecorder:
             "steps": steps,
             "byte_budget": byte_budget,
             "overwrite": overwrite,
+            "durable": durable,
         }
         self._overwrite = overwrite
         self._lock = threading.RLock()

@@ -61,6 +61,7 @@ class SessionRecording:
         steps: As for `record`.
         byte_budget: As for `record`.
         overwrite: Replace a recording that exists.
+        durable: As for `record`.
 
     Attributes:
         path: Directory of the recording.
@@ -76,6 +77,7 @@ class SessionRecording:
         steps: Collection[int] | None,
         byte_budget: int | None,
         overwrite: bool,
+        durable: bool,
     ) -> None:
         self.path = path
         metadata = {
@@ -85,7 +87,7 @@ class SessionRecording:
             "command_line": environment.without_secrets(sys.argv),
         }
         self._policy = Policy(sites=sites, values=values, steps=steps, byte_budget=byte_budget)
-        self._writer = BackgroundWriter(path, metadata=metadata, overwrite=overwrite)
+        self._writer = BackgroundWriter(path, metadata=metadata, overwrite=overwrite, durable=durable)
         self._intake = Intake(self._writer, self._policy, 0)
         self._steps = Steps()
 

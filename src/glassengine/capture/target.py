@@ -67,6 +67,7 @@ def record_target(
     steps: Collection[int] | None = None,
     byte_budget: int | None = None,
     overwrite: bool = False,
+    durable: bool = True,
     dtype: str = "auto",
     device: str | None = None,
     attn_implementation: str | None = None,
@@ -89,6 +90,7 @@ def record_target(
         steps: As for `record`.
         byte_budget: As for `record`.
         overwrite: Replace a recording that exists.
+        durable: As for `record`.
         dtype: As for `build`.
         device: Where the model runs, e.g. "cuda": it and its inputs are moved there; None leaves it where it is.
         attn_implementation: As in transformers.
@@ -146,6 +148,7 @@ def record_target(
         steps=steps,
         byte_budget=byte_budget,
         overwrite=overwrite,
+        durable=durable,
         metadata={**loaded.metadata, "model_fingerprint": loaded.metadata["fingerprint"]},
     ):
         made = _run(loaded, batches, max_new_tokens, forced)

@@ -70,6 +70,9 @@ def command(
         ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a recording that exists.")] = False,
+    durable: Annotated[
+        bool, typer.Option("--durable/--no-durable", help="Keep what has ended when the process is killed.")
+    ] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Run the model, count bytes, write nothing.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> int:
@@ -80,6 +83,7 @@ def command(
         "steps": _steps(steps),
         "byte_budget": _size(byte_budget),
         "overwrite": overwrite,
+        "durable": durable,
     }
     line = read_script_line(target)
     if line is not None:

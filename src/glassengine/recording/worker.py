@@ -59,20 +59,27 @@ class BackgroundWriter:
         metadata: As for `RecordingWriter`; may change until `close`.
         overwrite: Replace a recording that exists.
         ring_bytes: Memory between the model and the disk, at least 512 KiB.
+        durable: Keep that memory in a file, and note there what it has of each step that ends.
 
     Raises:
         UsageError: The directory cannot be written, or exists and `overwrite` is false, or holds other files.
     """
 
     def __init__(
-        self, path: str | Path, *, metadata: Mapping[str, Any], overwrite: bool = False, ring_bytes: int = RING_BYTES
+        self,
+        path: str | Path,
+        *,
+        metadata: Mapping[str, Any],
+        overwrite: bool = False,
+        ring_bytes: int = RING_BYTES,
+        durable: bool = True,
     ) -> None:
         assert ring_bytes >= 2 * _PIECES_OF_RING * MIN_SHARED_BYTES, "a block would not hold a small tensor"
         self._writer = RecordingWriter(path, metadata=metadata, overwrite=overwrite)
         try:
             # Takes longest, and is interrupted most: nothing is on disk yet.
             sizes = ring_bytes, ring_bytes // _JOURNALS_OF_RING
-            file = ring_file(self._writer.path, sizes)
+            file = ring_file(self._writer.path, sizes) if durable else None
             self._ring, self._notes = (Ring(size, file, part) for part, size in enumerate(sizes))
             self._ring.warm(_WARM_BYTES)
         except BaseException:
