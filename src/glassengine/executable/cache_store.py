@@ -156,6 +156,7 @@ class Store:
             if digest(manifest.parts) != key:
                 raise CorruptError(f"cache entry {key} is of another key", got=manifest.key)
             try:
+                _require_own_directories(entry, manifest)
                 for name, (size, checksum) in manifest.files.items():
                     _copy_checked(entry / _FILES / name, target / name, size, checksum)
             except FileNotFoundError as error:
@@ -315,6 +316,14 @@ def _read_manifest(path: Path) -> Manifest:
         raise CorruptError(f"{what} is damaged", got="it names files outside of the entry")
     files = {name: (file.bytes, file.sha256) for name, file in typed.files.items()}
     return Manifest(typed.key, typed.name, typed.graph_hash, typed.parts, typed.cause, typed.compile_s, files)
+
+
+def _require_own_directories(entry: Path, manifest: Manifest) -> None:
+    """Raise CorruptError where a link stands in the place of a directory of an entry."""
+    directories = {parent for name in manifest.files for parent in PurePosixPath(_FILES, name).parents}
+    for path in directories:
+        if (entry / path).is_symlink():
+            raise CorruptError(f"cache entry {entry.name} is damaged", got=f"{shown(entry / path)} is a link")
 
 
 def _copy_checked(source: Path, target: Path, size: int, checksum: str) -> None:

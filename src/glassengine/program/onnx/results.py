@@ -11,6 +11,8 @@ import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from glassengine.printable import printable
+
 if TYPE_CHECKING:
     import onnx
 
@@ -37,8 +39,8 @@ def return_tensors(graph: onnx.GraphProto, file: str) -> None:
         found = [name for name in _tensors_of(value.name, makers) if name in makers and name not in names]
         names.update(found)
         kept += [_named(name) for name in found]
-        said = f"its place take {', '.join(found)}" if found else "it is not judged"
-        logger.warning("%s returns %s, which is no tensor of numbers: %s", file, value.name, said)
+        said = f"its place take {', '.join(map(printable, found))}" if found else "it is not judged"
+        logger.warning("%s returns %s, which is no tensor of numbers: %s", file, printable(value.name), said)
     if not kept:
         return
     del graph.output[:]
