@@ -220,6 +220,16 @@ def test_file_that_cannot_be_read_is_no_bug(plant: Plant, capsys: pytest.Capture
     assert "cannot access 'some/file'" in shown and "Permission denied" in shown
 
 
+def test_s11_numbers_that_no_machine_has(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["build", str(root / "examples/tiny-llama"), "--dry-run", "--max-batch-size"]
+    for digits in (20, 310, 4300):
+        assert cli.main([*line, "9" * digits]) == 2
+        said = capsys.readouterr().err
+        assert "--max-batch-size is too large" in said and len(said) < 400
+    assert cli.main([*line, "9" * 12]) == 2
+    assert "no cache can be so large" in capsys.readouterr().err
+
+
 def test_interrupt(plant: Plant, capsys: pytest.CaptureFixture[str]) -> None:
     plant(raising(KeyboardInterrupt()))
     assert cli.main(["planted"]) == 130

@@ -271,7 +271,7 @@ def test_sequence_length_that_the_model_does_not_allow(checkpoint: Path, tmp_pat
         glass.build(checkpoint, tmp_path / "e", backend="eager", max_seq_len=length)
 
 
-@pytest.mark.parametrize("batch", [1 << 40, int("9" * 40)])
+@pytest.mark.parametrize("batch", [1 << 40, int("9" * 40), int("9" * 400)])
 def test_a_batch_beyond_any_memory(checkpoint: Path, tmp_path: Path, batch: int) -> None:
     with pytest.raises(UsageError, match="no cache can be so large"):
         glass.build(checkpoint, tmp_path / "e", backend="eager", max_batch_size=batch)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -19,6 +19,7 @@ from typer.main import get_command
 
 from glassengine.cli import options
 from glassengine.cli.errors import exit_status
+from glassengine.errors import UsageError
 from glassengine.locations import local
 
 COMMANDS = {
@@ -57,6 +58,7 @@ def with_global_flags(function: Callable[..., int]) -> Callable[..., int]:
         options.configure(**{name: arguments.pop(name) for name in shared.parameters})
         if options.settings.json is not None:
             local(options.settings.json)  # before any work is done
+        _require_usual_numbers(arguments)
         return function(**arguments)
 
     parameters = [*own.parameters.values(), *shared.parameters.values()]
@@ -65,6 +67,17 @@ def with_global_flags(function: Callable[..., int]) -> Callable[..., int]:
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     call.__doc__ = function.__doc__
     return call
+
+
+def _require_usual_numbers(arguments: Mapping[str, Any]) -> None:
+    """Refuse whole numbers that neither a tensor, nor a file, nor a float can have."""
+    for name, value in arguments.items():
+        if isinstance(value, int) and value.bit_length() >= 64:
+            raise UsageError(
+                f"the number of --{name.replace('_', '-')} is too large",
+                got=f"about 2^{value.bit_length()}",
+                expected="less than 2^63",
+            )
 
 
 def load_command(name: str) -> Any:

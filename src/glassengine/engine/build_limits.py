@@ -41,7 +41,7 @@ def check_sizes(model: LoadedModel, batch: int, length: int | None) -> int | Non
     if batch > _MAX_BATCH or (length or 0) > _MAX_LENGTH:
         raise UsageError(
             "no cache can be so large",
-            got=f"--max-batch-size {batch:.6g}, --max-seq-len {length or limit or 0:.6g}",
+            got=f"--max-batch-size {_shown(batch)}, --max-seq-len {_shown(length or limit or 0)}",
             expected=f"at most {_MAX_BATCH:,} and {_MAX_LENGTH:,}",
         )
     if length is None:
@@ -53,3 +53,7 @@ def check_sizes(model: LoadedModel, batch: int, length: int | None) -> int | Non
             expected=f"2 to {limit}, max_position_embeddings of its configuration",
         )
     return length
+
+
+def _shown(number: int) -> str:
+    return f"{number:,}" if number < 1 << 64 else f"about 2^{number.bit_length()}"
