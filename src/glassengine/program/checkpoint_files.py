@@ -69,6 +69,22 @@ def read_headers(files: Sequence[Path]) -> dict[str, str]:
     return found
 
 
+def num_tensors(directory: Path) -> int:
+    """Return how many tensors the checkpoint in a directory names; 0 where that is said nowhere but in the weights.
+
+    Raises:
+        UsageError: A file cannot be read.
+        CorruptError: The same; it is damaged.
+    """
+    first = next((directory / name for name in _NAMES if (directory / name).is_file()), None)
+    if first is not None and first.suffix == ".json":
+        return len(read_document(first, _Index, most=_MAX_INDEX_BYTES, nonfinite=True).weight_map)
+    if first is not None and first.suffix == ".safetensors":
+        with open_safetensors(first) as file:
+            return len(file.keys())
+    return 0
+
+
 def require_plain_files(directory: Path) -> None:
     """Refuse a checkpoint with a pipe or a device among its files, before a library waits for it for ever.
 

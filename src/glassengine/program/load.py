@@ -23,6 +23,7 @@ from glassengine.program.factory import call_factory, is_factory, without_bars
 from glassengine.program.model_class import model_class_of, without_weights
 from glassengine.program.module_state import ModuleState
 from glassengine.program.program import Program
+from glassengine.program.proportion import in_proportion, require_countable
 from glassengine.program.quantized import load_quantized, take_settings
 from glassengine.program.raised import described
 from glassengine.program.states import keeps_states
@@ -241,7 +242,7 @@ def _from_transformers(
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise UsageError(f"{spec} is not a model directory", got="no config.json in it", expected=FORMS)
-        _refuse_tensorrt_llm(spec, path)
+        _check_config(spec, path)
         require_plain_files(path)
     elif path.is_file():
         raise UsageError(f"a {path.suffix or 'plain'} file cannot be a MODEL", got=spec, expected=FORMS)
@@ -252,21 +253,22 @@ def _from_transformers(
         _require_hub(spec, options["revision"])
     try:
         config = AutoConfig.from_pretrained(spec, **options)
-        model_class = model_class_of(config, is_sentence_encoder=(path / "modules.json").is_file())
-        if attention:
-            options["attn_implementation"] = attention
-        target = DTYPES.get(dtype) or config.dtype or torch.float32
-        quantized, described = take_settings(config), None
-        if weights and quantized is not None:
-            loaded, report, described = load_quantized(model_class, config, quantized, spec, target, **options)
-            _require_all_weights(spec, report["missing_keys"])
-        elif weights:
-            options["dtype"] = DTYPES.get(dtype, "auto")
-            loaded, report = model_class.from_pretrained(spec, output_loading_info=True, **options)
-            _require_all_weights(spec, report["missing_keys"])
-        else:
-            options.pop("revision")
-            loaded = without_weights(model_class, config, target, **options)
+        with in_proportion(path, weights=weights):
+            model_class = model_class_of(config, is_sentence_encoder=(path / "modules.json").is_file())
+            if attention:
+                options["attn_implementation"] = attention
+            target = DTYPES.get(dtype) or config.dtype or torch.float32
+            quantized, described = take_settings(config), None
+            if weights and quantized is not None:
+                loaded, report, described = load_quantized(model_class, config, quantized, spec, target, **options)
+                _require_all_weights(spec, report["missing_keys"])
+            elif weights:
+                options["dtype"] = DTYPES.get(dtype, "auto")
+                loaded, report = model_class.from_pretrained(spec, output_loading_info=True, **options)
+                _require_all_weights(spec, report["missing_keys"])
+            else:
+                options.pop("revision")
+                loaded = without_weights(model_class, config, target, **options)
     except GlassError:
         raise
     except Exception as error:
@@ -312,17 +314,19 @@ def _unknown(spec: str, got: str) -> UsageError:
     )
 
 
-def _refuse_tensorrt_llm(spec: str, path: Path) -> None:
+def _check_config(spec: str, path: Path) -> None:
     """Refuse what TensorRT-LLM's tools write: it has a config.json, too, that transformers takes for its own.
 
     Raises:
         UsageError: It is a checkpoint or an engine of theirs.
+        CorruptError: It is out of proportion.
     """
     file = path / CONFIG
     try:
         config = read_document(file, dict[str, Any], most=_MAX_CONFIG_BYTES, nonfinite=True)
     except CorruptError:
         return  # which transformers tells about
+    require_countable(config, str(file))
     hint = "give the directory of Hugging Face that it was converted from"
     if "pretrained_config" in config and "build_config" in config:
         raise UsageError(
