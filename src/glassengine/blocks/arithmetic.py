@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -116,7 +117,8 @@ class Arithmetic:
         np.vecdot(d_rows, d_rows, out=self._sums[2])
         np.absolute(d, out=d)
         np.vecdot(d_rows, self._ones, out=self._sums[3])
-        largest = float(d[d.argmax()])
+        place = int(d.argmax())
+        largest = float(d[place])
         if not 0 < largest < math.inf:
             return False
         np.divide(d, np.absolute(x, out=size), out=ratio)
@@ -149,7 +151,9 @@ class Arithmetic:
         totals.baseline_squares += b_squares
         totals.candidate_squares += c_squares
         if largest >= d.dtype.type(totals.max_abs):
-            self._add_largest(totals, start, x, y, largest)
+            # Of what was subtracted in float64 the first of the largest is the largest.
+            places = [place] if self._is_wide else np.equal(d, largest, out=self._mask).nonzero()[0]
+            self._add_largest(totals, start, x, y, places)
         if num_zero or largest_rel * (1 + _MARGIN) > self._rtol:
             totals.num_beyond += self._num_beyond(x, y, largest)
         return True
@@ -190,17 +194,18 @@ class Arithmetic:
             totals.add_mismatched(count, start + first, *values)
         return True
 
-    def _add_largest(self, totals: Totals, start: int, x: Array, y: Array, largest: float) -> None:
-        """Note the first of the largest differences, if it exceeds those of the pieces before."""
-        positions = np.flatnonzero(np.equal(self._d, largest, out=self._mask))
-        b, c = x[positions].astype(np.float64), y[positions].astype(np.float64)
-        errors = np.abs(c - b)
-        first = int(errors.argmax())
-        if errors[first] > totals.max_abs:
-            totals.max_abs = float(errors[first])
+    @staticmethod
+    def _add_largest(totals: Totals, start: int, x: Array, y: Array, places: Sequence[int] | Array) -> None:
+        """Note the first of the largest differences, which are at some of `places`, if it exceeds those before."""
+        first = places[0]
+        if len(places) > 1:
+            first = places[int(np.abs(y[places].astype(np.float64) - x[places].astype(np.float64)).argmax())]
+        b, c = float(x[first]), float(y[first])
+        if abs(c - b) > totals.max_abs:
+            totals.max_abs = abs(c - b)
             if not totals.num_mismatched:
-                totals.worst = start + int(positions[first])
-                totals.baseline_at_worst, totals.candidate_at_worst = float(b[first]), float(c[first])
+                totals.worst = start + int(first)
+                totals.baseline_at_worst, totals.candidate_at_worst = b, c
 
     def _num_beyond(self, x: Array, y: Array, largest: float) -> int:
         """Count |d| > atol + rtol * |b| as float64 does."""

@@ -32,7 +32,7 @@ def blocks(*tensors: Tensor, device: str | torch.device = "cpu") -> Iterator[tup
     for other in tensors[1:]:
         if other.shape != shape:
             raise ValueError(f"shapes differ: {list(shape)} and {list(other.shape)}")
-    tensors = tuple(tensor.detach().resolve_conj().resolve_neg() for tensor in tensors)
+    tensors = tuple(map(resolved, tensors))
     if all(tensor.is_contiguous() for tensor in tensors):
         parts = [flat(tensor) for tensor in tensors]
         if 0 < parts[0].numel() <= BLOCK_ELEMENTS:
@@ -60,6 +60,11 @@ def blocks(*tensors: Tensor, device: str | torch.device = "cpu") -> Iterator[tup
                 tuple(flat(tensor[outer].narrow(0, first, count).to(device)) for tensor in tensors),
             )
             start += count * inner
+
+
+def resolved(tensor: Tensor) -> Tensor:
+    """Return the values of `tensor` as they lie in memory, without its gradient."""
+    return tensor.detach().resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor.detach()
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from glassengine.blocks.arithmetic import arithmetic_for
-from glassengine.blocks.pieces import BLOCK_ELEMENTS, agree, blocks, flat, one_thread, subtract, widen
+from glassengine.blocks.pieces import BLOCK_ELEMENTS, agree, blocks, flat, one_thread, resolved, subtract, widen
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def _same(b: Tensor, c: Tensor) -> Difference | None:
     """Return what `difference` does of two small tensors of one dtype that are equal and finite: most of most sides."""
     if b.dtype != c.dtype or b.shape != c.shape or not (b.is_cpu and c.is_cpu):
         return None
-    raw, other = (flat(side.detach().resolve_conj().resolve_neg()) for side in (b, c))
+    raw, other = (flat(resolved(side)) for side in (b, c))
     if not torch.equal(raw.view(torch.uint8), other.view(torch.uint8)):
         return None
     values = widen(raw).numpy()
