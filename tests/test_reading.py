@@ -31,6 +31,7 @@ REASONS: dict[str, dict[str, str]] = {
     "diagnose/bisect_compiler.py": {"json.loads": "what our own child process printed"},
     "diagnose/trial.py": {"json.load": "what our own parent process sent"},
     "engine/image_prompts.py": {"Image.open": "on a file that the room opened"},
+    "engine/templates.py": {"os.open": "/dev/null"},
     "engine/trust.py": {"os.open": "to make the key"},
     "environment.py": {"read_text": "/proc/cpuinfo and /proc/meminfo of the kernel"},
     "executable/profile.py": {

@@ -183,6 +183,16 @@ def test_synchronous(
     assert not found[1].executable.synchronous
 
 
+@pytest.mark.parametrize("seed", [2**63, 2**64 - 1, 2**63 - 1, 0, -1])
+def test_every_seed_of_64_bits_can_be_given(seed: int, engine_directory: Path) -> None:
+    base = (engine_directory, "--input-text", "a", "--do-sample", "--max-new-tokens", 1)
+    assert run(*base, "--seed", seed) == 0
+
+
+def test_a_seed_beyond_64_bits_is_refused(engine_directory: Path) -> None:
+    assert run(engine_directory, "--input-text", "a", "--do-sample", "--max-new-tokens", 1, "--seed", 2**64) == 2
+
+
 def test_a_seed_that_was_drawn_is_printed_and_repeats_the_text(
     engine_directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

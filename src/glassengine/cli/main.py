@@ -69,14 +69,19 @@ def with_global_flags(function: Callable[..., int]) -> Callable[..., int]:
     return call
 
 
+_UNSIGNED = frozenset({"seed"})
+"""Options that take all numbers of 64 bits: torch draws seeds among them, and they are printed to be given again."""
+
+
 def _require_usual_numbers(arguments: Mapping[str, Any]) -> None:
     """Refuse whole numbers that neither a tensor, nor a file, nor a float can have."""
     for name, value in arguments.items():
-        if isinstance(value, int) and value.bit_length() >= 64:
+        bits = 64 if name in _UNSIGNED else 63
+        if isinstance(value, int) and value.bit_length() > bits:
             raise UsageError(
                 f"the number of --{name.replace('_', '-')} is too large",
                 got=f"about 2^{value.bit_length()}",
-                expected="less than 2^63",
+                expected=f"less than 2^{bits}",
             )
 
 

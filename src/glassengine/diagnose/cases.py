@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from glassengine.engine.prompts import load_tokenizer
+from glassengine.engine.tokenizing import encode, token_rows
 from glassengine.errors import UsageError
 from glassengine.inputs_used import InputUsed, Origin, input_used
 from glassengine.program import LoadedModel, load_inputs
@@ -304,7 +305,7 @@ def _prompt_ids(model: LoadedModel, inputs: str | None, vocabulary: int) -> list
                 f"{model.spec} has no tokenizer for the prompts of {inputs}", hint="--inputs ids.json with input_ids"
             )
     if tokenizer is not None:
-        return [tokenizer(text, return_tensors="pt").input_ids[0] for text in texts]
+        return [torch.tensor(row) for row in encode(tokenizer, texts)]
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(0, min(vocabulary, 1 << 31), (size,), generator=generator) for size in (12, 7)]
 
@@ -317,7 +318,7 @@ def _tokenizer(model: LoadedModel) -> Any:
         tokenizer = load_tokenizer(model.directory)
     except UsageError:
         return None
-    return tokenizer if tokenizer("a").input_ids else None
+    return tokenizer if token_rows(tokenizer, ["a"])[0] else None
 
 
 def _check_ids(rows: Sequence[torch.Tensor | None], vocabulary: int) -> None:

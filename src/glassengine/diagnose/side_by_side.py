@@ -30,7 +30,8 @@ from glassengine.diagnose.logits import (
     worst,
 )
 from glassengine.engine.engine import Engine, load
-from glassengine.engine.prompts import as_rows, encode, pad_left, read_input_ids
+from glassengine.engine.prompts import as_rows, pad_left, read_input_ids
+from glassengine.engine.tokenizing import encode
 from glassengine.errors import GlassError, UsageError
 from glassengine.results import Result
 

@@ -19,6 +19,7 @@ from glassengine.engine.prompts import Request, pad_left
 from glassengine.engine.record import SessionRecorder
 from glassengine.engine.sampling import Sampler, read_settings
 from glassengine.engine.stream import TextCallback, TextStream
+from glassengine.engine.tokenizing import decode
 from glassengine.errors import UsageError
 from glassengine.results import Result
 
@@ -127,7 +128,7 @@ def generate(
         made, prefill_s, decode_s = _loop(session, ids, mask, sampler, prefill_chunk, stream, observers)
     texts = None
     if read.tokenizer is not None:
-        texts = tuple(read.tokenizer.batch_decode([list(row) for row in made], skip_special_tokens=True))
+        texts = tuple(decode(read.tokenizer, row) for row in made)
     return Generation(
         prompts=read.texts,
         prompt_token_ids=tuple(tuple(row) for row in read.rows),

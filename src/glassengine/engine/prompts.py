@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from glassengine.engine.templates import bounded
+from glassengine.engine.tokenizing import encode, require_bounded_decoder
 from glassengine.errors import CorruptError, GlassError, UsageError
 from glassengine.program import load_inputs
 from glassengine.reading.documents import parsed
@@ -111,16 +112,21 @@ def load_tokenizer(directory: str | Path) -> Any:
 
     Raises:
         UsageError: There is none, or it cannot be read.
+        CorruptError: It makes long texts of a few tokens.
     """
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        require_bounded_decoder(tokenizer, str(directory))
+    except CorruptError:
+        raise
     except Exception as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UsageError(
             "the tokenizer cannot be loaded", got=f"{directory}: {first}", hint="--tokenizer DIRECTORY"
         ) from error
+    return tokenizer
 
 
 def choose_tokenizer(engine: Engine, directory: str | Path | None) -> Any:
@@ -286,27 +292,6 @@ def apply_chat_template(tokenizer: Any, conversations: Sequence[Sequence[Message
     except CorruptError as error:
         what = "the chat template refuses the messages"
         raise UsageError(what, got=error.got if "failed" in error.what else f"{error.what}: {error.got}") from error
-
-
-def encode(tokenizer: Any, prompts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-    """Tokenize as transformers does.
-
-    Args:
-        tokenizer: Of the model.
-        prompts: Texts.
-        add_special_tokens: False for text that has them already, as a chat template writes it.
-
-    Raises:
-        UsageError: A prompt has no tokens at all, or the settings of the tokenizer are of a wrong kind.
-    """
-    try:
-        rows = [list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]) for text in prompts]
-    except (TypeError, ValueError, OverflowError) as error:
-        raise UsageError("the tokenizer takes no prompt", got=f"{type(error).__name__}: {error}") from error
-    for text, row in zip(prompts, rows, strict=True):
-        if not row:
-            raise UsageError("the prompt has no tokens", got=repr(text), hint="--input-text TEXT")
-    return rows
 
 
 def _text_of(path: Path) -> str:

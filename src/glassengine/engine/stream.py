@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from glassengine.engine.tokenizing import decode
+
 TextCallback = Callable[[str], None]
 
 
@@ -31,8 +33,7 @@ class TextStream:
         self._send(self._text(tokens))
 
     def _text(self, tokens: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
-        return text
+        return decode(self._tokenizer, tokens)
 
     def _send(self, text: str) -> None:
         if len(text) > len(self._sent) and text.startswith(self._sent):

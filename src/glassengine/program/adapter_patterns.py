@@ -39,7 +39,7 @@ def _parsed(pattern: str) -> tuple[re.Pattern[str], int, int]:
         raise CorruptError("a pattern of the adapter is too long", got=f"{len(pattern):,} characters")
     whole = rf"(.*\.)?({pattern})$"
     try:
-        counts = [1, 1]
+        counts = [0, 1]
         _count(parser.parse(whole), counts, inside=False)
         return re.compile(whole), counts[0], counts[1]
     except (re.error, RecursionError, OverflowError, MemoryError) as error:
@@ -48,12 +48,22 @@ def _parsed(pattern: str) -> tuple[re.Pattern[str], int, int]:
         raise CorruptError("a pattern of the adapter repeats a repetition", got=pattern[:400]) from error
 
 
+def num_repeats(pattern: str) -> int | None:
+    """Return how many repetitions of different lengths an expression has; None where one is repeated itself."""
+    counts = [0, 1]
+    try:
+        _count(parser.parse(pattern), counts, inside=False)
+    except (re.error, RecursionError, OverflowError, MemoryError, _RepeatedError):
+        return None
+    return counts[0]
+
+
 class _RepeatedError(Exception):
     pass
 
 
 def _count(parsed: Any, counts: list[int], *, inside: bool) -> None:
-    """Add the repetitions and alternatives of a parsed expression to `counts`; the first of them is that of ours.
+    """Add the repetitions and alternatives of a parsed expression to `counts`.
 
     Args:
         parsed: Of Python's parser.
