@@ -111,6 +111,15 @@ def weight_called(name: str) -> Change:
     return change
 
 
+# They read and write memory where they are told to.
+TRUSTING = (
+    "inductor._reinterpret_tensor.default", "inductor._alloc_from_pool.default",
+    "inductor.resize_storage_bytes_.default",
+    "symm_mem.memset32_.default", "mkl._mkl_linear.default", "aten._sparse_coo_tensor_unsafe.default",
+    "aten._sparse_csr_tensor_unsafe.default", "static_runtime.create_owned_ref.default", "c10d.send.default",
+)  # fmt: skip
+
+
 def attacks(mark: str) -> dict[str, tuple[Change, str]]:
     code = f"__import__('pathlib').Path({mark!r}).touch()"
     touch = ("", "as_string", f"touch {mark}")
@@ -134,6 +143,7 @@ def attacks(mark: str) -> dict[str, tuple[Change, str]]:
         "passed on": (called(wrap, ("", "as_operator", "torch.ops.aten.from_file.default")), "an operator 'torch.ops"),
         "delegate": (called("torch.ops.higher_order.aoti_call_delegate"), "an operator 'torch.ops.higher_order.aoti"),
         "weight": (weight_called(f'fc.weight"), {code}, ("'), "a weight called"),
+        **{name: (called(f"torch.ops.{name}"), f"an operator 'torch.ops.{name}") for name in TRUSTING},
         "library's": (called("torch.ops.test_inert.write.default", ("", "as_string", mark)), "given the text"),
     }
 
@@ -279,3 +289,12 @@ def test_an_operator_of_a_library_is_called_with_what_is_no_path(tmp_path: Path)
 )
 def test_powers_of_sizes_are_small(text: str, ends: bool) -> None:
     assert inert.is_expression(text) is ends
+
+
+@pytest.mark.parametrize("name", TRUSTING)
+def test_s1_an_operator_that_reaches_any_memory_is_refused_and_is_there(name: str) -> None:
+    library, operator, _ = name.split(".")
+    if hasattr(getattr(torch.ops, library), operator):  # of this build of torch
+        assert not inert._is_harmless(library, operator, "default")
+    for plain in ("view", "as_strided", "sparse_coo_tensor", "_unsafe_view", "_unsafe_index"):
+        assert inert._is_harmless("aten", plain, getattr(torch.ops.aten, plain).overloads()[0])

@@ -306,6 +306,28 @@ class Hand:
         model.metadata_props.add(key="custom_op_library", value=str(self.library))
         model.metadata_props.add(key="ort_config", value=json.dumps({"session_options": {"enable_profiling": 1}}))
 
+    def candidates(self) -> None:
+        """What `glass check` judges: programs of TorchScript, archives of libraries, modules, and all of the above."""
+        module = kinds.small()
+        torch.jit.trace(module, kinds.X).save(str(self.folder / "script.pt"))
+        torch.save(module, self.folder / "module.pt")
+        with zipfile.ZipFile(self.folder / "compiled.pt2", "w") as archive:
+            archive.writestr("model/archive_format", "pt2")
+            archive.write(self.library, "model/data/aotinductor/model/model.wrapper.so")
+        for name in ("script.pt2", "script.onnx", "script.bin"):
+            shutil.copy(self.folder / "script.pt", self.folder / name)
+        (self.folder / "x.yaml").write_text(f"!!python/object/apply:os.system ['touch {self.folder / MARK}']")
+        net = self.own / "net.py"
+        net.write_text("import torch\ndef net():\n    torch.manual_seed(0)\n    return torch.nn.Linear(4, 4).eval()\n")
+        torch.save({"input": kinds.X}, self.own / "input.pt")
+        inputs = ["--inputs", str(self.own / "input.pt")]
+        for name in ("script.pt", "script.pt2", "script.onnx", "script.bin", "module.pt", "compiled.pt2", "x.yaml"):
+            self.lines += [["sites", str(self.folder / name)], ["show", str(self.folder / name)]]
+        skipped = (MARK, "secret", "hidden")
+        for path in sorted(path for path in self.folder.iterdir() if path.suffix not in (".py", ".c")):
+            if not path.name.startswith(skipped):
+                self.lines.append(["check", f"{net}:net", "--candidate", str(path), *inputs])
+
     def everything(self) -> list[Line]:
         for make in (
             self.programs,
@@ -315,6 +337,7 @@ class Hand:
             self.snapshots,
             self.texts,
             self.onnx,
+            self.candidates,
         ):
             make()
         return self.lines

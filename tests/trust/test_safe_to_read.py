@@ -78,6 +78,28 @@ def test_s1_reading_hostile_programs_runs_nothing(hand: Hand) -> None:
 
 
 @pytest.mark.slow
+def test_s1_judging_hostile_candidates_runs_nothing(hand: Hand) -> None:
+    hand.lines.clear()
+    hand.candidates()
+    own = [
+        "check",
+        f"{hand.own}/net.py:net",
+        "--candidate",
+        f"{hand.own}/net.py:net",
+        "--inputs",
+        f"{hand.own}/input.pt",
+    ]
+    judged = ("script.pt", "module.pt", "compiled.pt2")
+    lines = [own, *(line for line in hand.lines if line[0] == "check" and Path(line[3]).name in judged)]
+    assert len(lines) == 4
+    answers = watched(hand, lines, [own])
+    assert answers[0]["status"] == 0, answers[0]
+    assert {answer["status"] for answer in answers[1:]} <= {2, 4}
+    assert not faults(lines, answers), "\n".join(faults(lines, answers))
+    assert not list(hand.folder.rglob(f"{MARK}*"))
+
+
+@pytest.mark.slow
 def test_s1_reading_hostile_files_of_every_kind_runs_nothing(tmp_path: Path) -> None:
     hand = made(tmp_path, kinds.make_shared)
     lines = hand.everything()
