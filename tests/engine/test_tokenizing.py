@@ -148,3 +148,18 @@ def test_s4_the_keyboard_stops_a_tokenizer() -> None:
     assert time.monotonic() - began < 3
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_return_sequences": 10**9, "do_sample": True}, "too many sequences"),
+        ({"stop_strings": ["ab" * 500] * 99}, "stop"),
+    ],
+)
+def test_s4_settings_that_come_with_an_engine_are_bounded(settings: dict[str, Any], message: str, engine: Any) -> None:
+    began = time.monotonic()
+    with pytest.raises(UsageError, match=message):
+        engine.generate("a", max_new_tokens=1, **settings)
+    assert time.monotonic() - began < 3
+    assert engine.generate("a", max_new_tokens=2, stop_strings=["ab", "c"]).texts is not None

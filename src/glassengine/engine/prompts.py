@@ -32,6 +32,9 @@ MAX_BYTES = 64 << 20
 MAX_ITEMS = 16_000_000
 """Tokens in a file of them; a number takes some 40 bytes of memory."""
 
+MAX_SEQUENCES = 1 << 20
+"""Of one batch; the settings that come with an engine may ask for any number."""
+
 
 @dataclass(frozen=True)
 class Prompts:
@@ -50,7 +53,14 @@ class Prompts:
     pixel_values: torch.Tensor | None = None
 
     def repeated(self, count: int) -> Prompts:
-        """Return each prompt `count` times in a row, as transformers does for `num_return_sequences`."""
+        """Return each prompt `count` times in a row, as transformers does for `num_return_sequences`.
+
+        Raises:
+            UsageError: There would be more than any engine takes.
+        """
+        if len(self.rows) * count > MAX_SEQUENCES:
+            got = f"{len(self.rows)} prompts, num_return_sequences={count}"
+            raise UsageError("too many sequences", got=got, expected=f"at most {MAX_SEQUENCES:,}")
         texts = tuple(text for text in self.texts for _ in range(count))
         return dataclasses.replace(self, texts=texts, rows=[row for row in self.rows for _ in range(count)])
 

@@ -96,6 +96,10 @@ def _host_class() -> Any:
     return Host
 
 
+_MOST_STOPS = 20_000
+"""Characters of all stop strings: transformers tries each token of the vocabulary at each of them."""
+
+
 @dataclass(frozen=True)
 class Sampler:
     """The choices of one generation.
@@ -153,6 +157,9 @@ class GenerationSettings:
         from transformers import StoppingCriteriaList
 
         config, host, prompt = self.config, self._host, input_ids.shape[1]
+        stops = config.stop_strings or ()
+        if sum(map(len, [stops] if isinstance(stops, str) else stops)) > _MOST_STOPS:
+            raise UsageError("the stop strings are too long", expected=f"{_MOST_STOPS:,} characters in all")
         with _refusals():
             host._prepare_special_tokens(config, True, device="cpu", batch_size=input_ids.shape[0])
             host._prepare_generated_length(config, self.length_is_default, True, "input_ids", prompt, input_ids)
