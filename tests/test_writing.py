@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import resource
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from safetensors.torch import load_file
 from glassengine.writing import (
     ASIDE,
     aside,
+    exchange,
     held,
     hold,
     next_directory,
@@ -37,6 +40,22 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     with aside(target) as path:
         path.write_text("after")
     assert target.read_text() == "after" and list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a system call of Linux")
+def test_directories_change_places_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    for path in (one, other):
+        path.mkdir()
+        (path / path.name).touch()
+    assert exchange(one, other)
+    assert [item.name for path in (one, other) for item in path.iterdir()] == ["other", "one"]
+    with pytest.raises(FileNotFoundError):
+        exchange(one, tmp_path / "nothing")
+    # A system that has no such call.
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
+    assert not exchange(one, other)
+    assert [item.name for path in (one, other) for item in path.iterdir()] == ["other", "one"]
 
 
 def test_what_is_put_away_is_numbered_and_keeps_its_order(tmp_path: Path) -> None:

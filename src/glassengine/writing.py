@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import io
 import os
@@ -21,6 +22,8 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+_HERE, _EXCHANGE = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
+
 ASIDE = re.compile(r"\.\d+\.partial")
 """Names that `aside` gives; a process that is killed leaves one behind."""
 
@@ -35,6 +38,25 @@ def aside(target: Path) -> Iterator[Path]:
     except BaseException:
         path.unlink(missing_ok=True)
         raise
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Let two files or directories change places in one step; returns False where the system cannot.
+
+    Raises:
+        OSError: They cannot, for want of room, say; then both are where they were.
+    """
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)  # Linux, with a C library of 2018 or later
+    if rename is None:
+        return False
+    rename.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+    while rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE):
+        number = ctypes.get_errno()
+        if number in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):  # an older kernel, or a file system
+            return False
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number), str(one), None, str(other))
+    return True
 
 
 class _Deferring(io.RawIOBase):

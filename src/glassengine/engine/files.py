@@ -22,7 +22,7 @@ from glassengine.locations import local
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import require_directory, shown
 from glassengine.reading.tensors import open_safetensors, read_safetensors
-from glassengine.writing import save_safetensors
+from glassengine.writing import exchange, save_safetensors
 
 WEIGHTS = "weights.safetensors"
 MAIN = "main"
@@ -115,11 +115,18 @@ def written_aside(target: Path, *, overwrite: bool) -> Iterator[Path]:
 
 
 def _replace(aside: Path, target: Path, *, overwrite: bool) -> None:
-    """Put a directory in the place of another one, or of nothing; other builds may do the same."""
+    """Put a directory in the place of another one, or of nothing; other builds may do the same.
+
+    Where the system can, the two change places in one step, so that there is an engine at any moment; else there is a
+    moment without one, and a disk that refuses every rename from then on leaves the old one aside.
+    """
     old = target.parent / f".{target.name}.old-{os.getpid()}"
     while True:
         if overwrite:
             with contextlib.suppress(FileNotFoundError):
+                if exchange(aside, target):
+                    shutil.rmtree(aside, ignore_errors=True)
+                    return
                 target.rename(old)
         try:
             aside.rename(target)  # onto nothing, or an empty directory
