@@ -25,6 +25,7 @@ from glassengine.writing import (
     open_for_torch,
     private_directory,
     put_away,
+    remove_tree,
     save_safetensors,
 )
 
@@ -56,6 +57,22 @@ def test_directories_change_places_in_one_step(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
     assert not exchange(one, other)
     assert [item.name for path in (one, other) for item in path.iterdir()] == ["other", "one"]
+
+
+def test_a_directory_is_removed_although_closing_it_fails_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "a/b/c").touch()
+    close, failures = os.close, [OSError(errno.EIO, "I/O error")]
+
+    def fail(descriptor: int) -> None:
+        close(descriptor)
+        if failures:
+            raise failures.pop()
+
+    monkeypatch.setattr(os, "close", fail)
+    remove_tree(tmp_path / "a")
+    assert not failures and not (tmp_path / "a").exists()
+    remove_tree(tmp_path / "a")
 
 
 def test_what_is_put_away_is_numbered_and_keeps_its_order(tmp_path: Path) -> None:

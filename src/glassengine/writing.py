@@ -8,6 +8,7 @@ import errno
 import io
 import os
 import re
+import shutil
 import stat
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -57,6 +58,16 @@ def exchange(one: Path, other: Path) -> bool:
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number), str(one), None, str(other))
     return True
+
+
+def remove_tree(directory: str | Path) -> None:
+    """Remove a directory and what is in it, as far as the disk lets it; never raises OSError.
+
+    `shutil.rmtree` raises what the closing of a directory does even where it is to ignore errors, and stops there.
+    """
+    for _ in range(2):
+        with contextlib.suppress(OSError):
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 class _Deferring(io.RawIOBase):

@@ -381,6 +381,20 @@ def test_a_clock_that_is_set_meanwhile_is_told(tmp_path: Path, monkeypatch: pyte
     assert not [path for path in tmp_path.rglob("*") if not path.is_dir()]
 
 
+@pytest.mark.parametrize("text", [None, '{"traceEvents": [', ""])
+def test_s10_a_trace_that_torch_could_not_write_is_no_bug(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None
+) -> None:
+    def cut(self: object, path: str) -> None:
+        if text is not None:
+            Path(path).write_text(text)
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", cut)
+    with pytest.raises(glass.UsageError, match="cannot write its trace"), glass.profile(tmp_path):
+        torch.ones(2).sum()
+    assert not [path for path in tmp_path.rglob("*") if not path.is_dir()]
+
+
 def test_scalars_that_cannot_be_written_do_not_end_a_profile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,7 +10,6 @@ import atexit
 import functools
 import logging
 import os
-import shutil
 import stat
 import tempfile
 from pathlib import Path
@@ -18,7 +17,7 @@ from pathlib import Path
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from glassengine import environment
-from glassengine.writing import private_directory
+from glassengine.writing import private_directory, remove_tree
 
 logger = logging.getLogger("glassengine")
 
@@ -44,7 +43,7 @@ def _other(default: Path, problem: str) -> Path:
     place = kept / "inductor"
     if _problem(kept) is not None or _problem(place) is not None:
         place = Path(tempfile.mkdtemp(prefix="glass-inductor-"))
-        atexit.register(shutil.rmtree, place, ignore_errors=True)
+        atexit.register(remove_tree, place)
     logger.warning("Inductor does not use %s: %s, and what is in it is run; it works in %s", default, problem, place)
     return place
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -39,7 +38,7 @@ from glassengine.program.program import Program
 from glassengine.program.python_source import module_source
 from glassengine.report.html_artifacts import index_page
 from glassengine.report.network import network_text, plugin_text
-from glassengine.writing import aside, held, put_away
+from glassengine.writing import aside, held, put_away, remove_tree
 
 _STAGE_FOLDER = re.compile(r"\.?\d\d-[\w.-]+")
 
@@ -97,14 +96,14 @@ class ArtifactWriter:
         entry |= {kind: diff.count(kind) if diff else 0 for kind in ("added", "removed", "changed")}
         with self._writing():
             hidden = self.directory / f".{folder}"
-            shutil.rmtree(hidden, ignore_errors=True)
+            remove_tree(hidden)
             hidden.mkdir()
             try:
                 for name, text in files.items():
                     (hidden / name).write_text(shown(text), encoding="utf-8")
                 hidden.rename(self.directory / folder)
             except BaseException:
-                shutil.rmtree(hidden, ignore_errors=True)
+                remove_tree(hidden)
                 raise
             stages.append(entry)
             for name in files:

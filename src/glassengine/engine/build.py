@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import logging
 import re
-import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +38,7 @@ from glassengine.program import LoadedModel, Program, example_inputs, export_pro
 from glassengine.program.image_text import WITHOUT_IMAGES
 from glassengine.program.onnx.file import is_onnx
 from glassengine.sites import patterns_of
+from glassengine.writing import remove_tree
 
 logger = logging.getLogger("glassengine")
 
@@ -239,9 +239,9 @@ def build(
             where = temporary / type(loaded.module).__name__
             engine = _build(program, where, settings, loaded, writer, **more)
         except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
+            remove_tree(temporary)
             raise
-        weakref.finalize(engine, shutil.rmtree, temporary, ignore_errors=True)
+        weakref.finalize(engine, remove_tree, temporary)
         return engine
 
 

@@ -22,7 +22,7 @@ from glassengine.locations import local
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import require_directory, shown
 from glassengine.reading.tensors import open_safetensors, read_safetensors
-from glassengine.writing import exchange, save_safetensors
+from glassengine.writing import exchange, remove_tree, save_safetensors
 
 WEIGHTS = "weights.safetensors"
 MAIN = "main"
@@ -105,7 +105,7 @@ def written_aside(target: Path, *, overwrite: bool) -> Iterator[Path]:
                 yield aside
                 _replace(aside, target, overwrite=overwrite)
             finally:
-                shutil.rmtree(aside, ignore_errors=True)
+                remove_tree(aside)
     except OSError as error:
         raise UsageError(
             "cannot write the engine",
@@ -125,7 +125,7 @@ def _replace(aside: Path, target: Path, *, overwrite: bool) -> None:
         if overwrite:
             with contextlib.suppress(FileNotFoundError):
                 if exchange(aside, target):
-                    shutil.rmtree(aside, ignore_errors=True)
+                    remove_tree(aside)
                     return
                 target.rename(old)
         try:
@@ -134,14 +134,14 @@ def _replace(aside: Path, target: Path, *, overwrite: bool) -> None:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 # Another build was faster. Its engine is replaced in its turn, or left alone.
                 check_target(target, overwrite=overwrite)
-                shutil.rmtree(old, ignore_errors=True)
+                remove_tree(old)
                 continue
             _put_back(old, target)
             raise
         except BaseException:
             _put_back(old, target)
             raise
-        shutil.rmtree(old, ignore_errors=True)
+        remove_tree(old)
         return
 
 
@@ -182,7 +182,7 @@ def _remove_stale(target: Path) -> None:
             if pid.isdecimal() and not Path(f"/proc/{pid}").exists() and Path("/proc/self").exists():
                 if kind == "old":
                     _put_back(path, target)
-                shutil.rmtree(path, ignore_errors=True)
+                remove_tree(path)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ import contextlib
 import functools
 import logging
 import os
-import shutil
 import tempfile
 import threading
 import time
@@ -29,6 +28,7 @@ from glassengine.executable.cache_key import Parts, digest, explain_miss, key_pa
 from glassengine.executable.cache_store import Manifest, Store, list_files
 from glassengine.executable.graph import CapturedGraph
 from glassengine.executable.metrics import registry
+from glassengine.writing import remove_tree
 
 logger = logging.getLogger("glassengine")
 
@@ -222,7 +222,7 @@ def _scratch(pid: int) -> Path:
 
     def remove() -> None:
         if os.getpid() == pid:
-            shutil.rmtree(path, ignore_errors=True)
+            remove_tree(path)
 
     atexit.register(remove)
     return path
@@ -244,4 +244,4 @@ def _new_directory() -> Path | None:
 
 def _empty(directory: Path) -> None:
     for path in directory.iterdir():
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+        remove_tree(path) if path.is_dir() else path.unlink()

@@ -32,7 +32,7 @@ from glassengine.executable.cache_key import SCHEMA_VERSION, Parts, digest
 from glassengine.locations import local
 from glassengine.reading.documents import Size, parsed
 from glassengine.reading.files import open_regular, read_bytes, shown
-from glassengine.writing import append
+from glassengine.writing import append, remove_tree
 
 _MANIFEST, _FILES, _USES = "manifest.json", "files", "uses"
 _MAX_MANIFEST_BYTES = 4 << 20
@@ -193,14 +193,14 @@ class Store:
                         raise
                     self.remove(manifest.key)
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            remove_tree(aside)
 
     def remove(self, key: str) -> None:
         """Remove an entry, if it can be; one that another process is reading vanishes for it as a whole."""
         aside = self._aside()
         with contextlib.suppress(OSError):
             (self.root / key).rename(aside)
-        shutil.rmtree(aside, ignore_errors=True)
+        remove_tree(aside)
 
     def damaged(self) -> dict[str, str]:
         """Return key -> what is wrong of entries that cannot be read; they are removed when they are next wanted."""
@@ -256,7 +256,7 @@ class Store:
         for path in self.root.glob(".*-*-*"):
             with contextlib.suppress(OSError):
                 if time.time() - path.stat().st_mtime > _ABANDONED_S:
-                    shutil.rmtree(path, ignore_errors=True)
+                    remove_tree(path)
 
 
 def list_files(directory: Path) -> dict[str, tuple[int, str]]:

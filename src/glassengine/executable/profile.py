@@ -36,7 +36,7 @@ from glassengine.executable.observers import Execution
 from glassengine.executable.profile_trace import FORMAT, SCHEMA_VERSION, annotate, sealed, summarize
 from glassengine.locations import local
 from glassengine.sites import ROOT
-from glassengine.writing import aside, next_directory
+from glassengine.writing import aside, next_directory, remove_tree
 
 logger = logging.getLogger("glassengine")
 
@@ -144,22 +144,33 @@ class Profile:
         with spans.span("step", str(self.num_steps)):
             self.num_steps += 1
 
+    def _trace(self) -> Any:
+        """Return what torch's profiler exports.
+
+        Raises:
+            UsageError: It cannot write that, which it does not say.
+        """
+        folder = Path(tempfile.mkdtemp(dir=self.directory))
+        raw = folder / "trace.json"
+        try:
+            self._profiler.export_chrome_trace(str(raw))
+            return json.loads(raw.read_bytes())
+        except (FileNotFoundError, ValueError) as error:
+            raise UsageError(
+                "torch's profiler cannot write its trace",
+                got=f"{self.directory}: {'nothing' if isinstance(error, FileNotFoundError) else 'only a part of it'}",
+                hint="name a directory on a disk that is writable and has room",
+            ) from error
+        finally:
+            remove_tree(folder)
+
     def _write(self, wall_s: float) -> None:
         found = self._profiler.profiler
         if found is None or found.kineto_results is None or not found.kineto_results.trace_start_ns():
             raise UsageError(  # torch has one at a time, the last one that began; to export this one ends the process
                 "the program began a profile by torch.profiler itself, which ended this one", hint="one at a time"
             )
-        with tempfile.TemporaryDirectory(dir=self.directory) as folder:
-            raw = Path(folder, "trace.json")
-            self._profiler.export_chrome_trace(str(raw))
-            if not raw.exists():
-                raise UsageError(
-                    "torch's profiler cannot write its trace",
-                    got=str(self.directory),
-                    hint="name a directory on a disk that is writable and has room",
-                )
-            trace = json.loads(raw.read_bytes())
+        trace = self._trace()
         annotate(trace, spans.kernels_of)
         target = self.directory / TRACE.format(rank=self._rank)
         with aside(target) as path, gzip.open(path, "wt", encoding="utf-8", compresslevel=3) as file:

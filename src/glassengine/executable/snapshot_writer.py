@@ -12,7 +12,6 @@ import errno
 import functools
 import logging
 import os
-import shutil
 import socket
 import threading
 from collections.abc import Mapping
@@ -35,7 +34,7 @@ from glassengine.executable.snapshot_meta import read_meta, sealed
 from glassengine.executable.snapshot_tensors import obstacle
 from glassengine.executable.snapshot_weights import Home, link
 from glassengine.program.onnx.exported import without_data
-from glassengine.writing import aside
+from glassengine.writing import aside, remove_tree
 
 logger = logging.getLogger("glassengine")
 
@@ -136,7 +135,7 @@ class SnapshotWriter:
             home.path = _claim(partial, self.directory / name)
         except BaseException:
             home.path = None
-            shutil.rmtree(partial, ignore_errors=True)
+            remove_tree(partial)
             raise
         return home.path
 

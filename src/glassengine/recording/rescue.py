@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from glassengine.recording.replayed import Replay
 from glassengine.recording.ring_file import LeftRing
 from glassengine.recording.shard_files import ShardFiles
 from glassengine.recording.writer import RecordingWriter
-from glassengine.writing import hold
+from glassengine.writing import hold, remove_tree
 
 _MAX_MOVED_BYTES = 1 << 30
 _PARTIAL = f"{layout.RECOVERED}.part"
@@ -145,7 +144,7 @@ def _recover(directory: Path, ring: LeftRing, *, may_write: bool) -> Recovered |
     if not is_there and not (may_write and _recover_into(there, directory, ring)):
         # Until there is room: the ring stays.
         kept = Recovered(Path(tempfile.mkdtemp(prefix="glassengine-")))
-        weakref.finalize(kept, shutil.rmtree, kept.path, ignore_errors=True)
+        weakref.finalize(kept, remove_tree, kept.path)
         return kept if _replay(directory, ring, kept.path) else None
     if may_write:
         for name in (layout.RING, layout.MOVED):
@@ -157,7 +156,7 @@ def _recover_into(there: Path, directory: Path, ring: LeftRing) -> bool:
     """Write the steps that only the ring holds, if any, into a directory; return whether that went well."""
     partial = directory / _PARTIAL
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # of one that was killed in its turn
+        remove_tree(partial)  # of one that was killed in its turn
         partial.mkdir()
         if _replay(directory, ring, partial):
             partial.rename(there)
@@ -165,7 +164,7 @@ def _recover_into(there: Path, directory: Path, ring: LeftRing) -> bool:
         _log.warning("recovered steps of %s cannot be kept: %s", directory, error)
         return False
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        remove_tree(partial)
     return True
 
 

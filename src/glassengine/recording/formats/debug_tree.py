@@ -18,7 +18,6 @@ import contextlib
 import json
 import math
 import re
-import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -33,7 +32,7 @@ from glassengine.errors import UsageError
 from glassengine.recording.formats.debugger_file import FULL, OTHER_PORTS, SUMMARY
 from glassengine.recording.layout import Entry
 from glassengine.sites import ROOT, port_site, with_call
-from glassengine.writing import save_safetensors
+from glassengine.writing import remove_tree, save_safetensors
 
 _SITE = re.compile(r"(?P<path>[^:@]*)(?:@(?P<call>\d+))?(?::(?P<port>\w+)(?P<keys>.*))?", re.DOTALL)
 _KEY = re.compile(r"\[(\d+)\]|\.([^.\[]*)", re.DOTALL)
@@ -109,7 +108,7 @@ class TreeWriter:
                 # The trees last: where one is, the files it names are.
                 self._move_in(sorted(aside.iterdir(), key=lambda item: item.name in written))
             finally:
-                shutil.rmtree(aside, ignore_errors=True)
+                remove_tree(aside)
         except OSError as error:
             got = f"{error.strerror or error} ({error.filename or self._folder})"
             raise UsageError("cannot write the debug tree", got=got) from error
