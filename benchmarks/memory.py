@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.report import keep, surroundings
-from glassengine.recording.writer import RecordingWriter
+from glassengine.recording.write.writer import RecordingWriter
 
 LIMIT_BYTES = 1 << 30
 TENSOR_BYTES = 64 << 20

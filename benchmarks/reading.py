@@ -23,11 +23,11 @@ import torch
 from benchmarks.report import keep, surroundings
 from glassengine.checksums import crc32
 from glassengine.compare.compare import compare
-from glassengine.recording import frames, layout
-from glassengine.recording.layout import Location
-from glassengine.recording.reader import Recording
-from glassengine.recording.values import describe
-from glassengine.recording.writer import RecordingWriter
+from glassengine.recording.layout import frames, layout
+from glassengine.recording.layout.layout import Location
+from glassengine.recording.layout.values import describe
+from glassengine.recording.read.reader import Recording
+from glassengine.recording.write.writer import RecordingWriter
 
 STEPS = 1_000_000
 SHOWN = 100_000
@@ -99,7 +99,7 @@ def show(path: Path) -> None:
 def memory(path: Path) -> float:
     """Return by how many MB opening makes a process larger that has loaded the modules."""
     code = (
-        "import re, sys; from pathlib import Path; from glassengine.recording.reader import Recording\n"
+        "import re, sys; from pathlib import Path; from glassengine.recording.read.reader import Recording\n"
         "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1]) / 1e3\n"
         "before = peak(); Recording.open(sys.argv[1]); print(peak() - before)"
     )

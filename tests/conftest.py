@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import gc
 import hashlib
+import json
 import logging
 import os
 import re
@@ -48,31 +49,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 # A worker takes file after file, and all wait for the last: those that take 20 s and more begin first.
 LONGEST = (
     "docs/test_guides.py",
-    "diagnose/test_ladder.py",
+    "diagnose/test_check_model.py",
     "backends/test_conformance.py",
-    "engine/test_build.py",
+    "engine/build/test_build.py",
     "engine/test_tokens_of_transformers.py",
-    "engine/test_artifacts.py",
+    "engine/build/test_artifacts.py",
     "diagnose/test_corpus.py",
     "backends/test_onnxruntime.py",
     "frontends/test_eager_debug.py",
     "cli/test_record.py",
     "diagnose/test_bundled_model.py",
     "diagnose/test_ports.py",
-    "diagnose/test_training.py",
+    "diagnose/training/test_check.py",
     "engine/test_encoder_decoder.py",
-    "program/test_causal_lm.py",
-    "diagnose/test_replay_snapshot.py",
+    "program/kinds/test_causal_lm.py",
+    "diagnose/snapshot/test_replay.py",
     "backends/test_inductor.py",
     "program/test_hash_seed.py",
     "program/test_sites_of_model.py",
-    "diagnose/test_side_by_side.py",
+    "diagnose/engines/test_side_by_side.py",
     "capture/test_record.py",
     "fuzz/test_fuzz.py",
     "test_readme.py",
     "cli/test_check.py",
-    "engine/test_generate.py",
-    "engine/test_engine.py",
+    "engine/run/test_generate.py",
+    "engine/run/test_engine.py",
     "capture/test_tensor_parallel.py",
 )
 
@@ -198,7 +199,7 @@ def exporting_once() -> Callable[[], contextlib.AbstractContextManager[None]]:
     @contextlib.contextmanager
     def context() -> Iterator[None]:
         from glassengine import program
-        from glassengine.program import program as stored
+        from glassengine.program.representation import program as stored
 
         # One context may lie within another.
         _real.setdefault("save", stored._save_graph)
@@ -237,7 +238,7 @@ _APART = ("_parameters", "_buffers", "_modules", "config", "name_or_path")
 
 
 def _export_once(model: Any, *, metadata: dict[str, Any] | None = None, on_stage: Any = None) -> Any:
-    from glassengine.program.export import export_causal_lm
+    from glassengine.program.export.export import export_causal_lm
 
     key, code = _identity(model)
 
@@ -260,7 +261,7 @@ def _export_two_once(
 ) -> Any:
     from torch.utils import _pytree as pytree
 
-    from glassengine.program import export_two
+    from glassengine.program.export import two as export_two
 
     key, code = _identity(model)
     leaves = {pytree.keystr(path): value for path, value in pytree.tree_flatten_with_path(given)[0]}
@@ -366,3 +367,26 @@ def _state(tensors: Any) -> str:
 def root() -> Path:
     """Return the root of the repository."""
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def token_ids(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two left-padded rows of different prompts, and one row alone."""
+    path: Path = tmp_path_factory.mktemp("ids") / "ids.json"
+    path.write_text(
+        json.dumps(
+            {
+                "input_ids": [[0, 0, 0, 17, 200, 9, 33, 41], [5, 91, 14, 3, 77, 120, 250, 8]],
+                "attention_mask": [[0, 0, 0, 1, 1, 1, 1, 1], [1] * 8],
+            }
+        )
+    )
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def llama() -> Any:
+    """Return the clean baseline of the tests of the judge."""
+    from glassengine.testing import models
+
+    return models.llama()

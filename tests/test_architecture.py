@@ -22,9 +22,11 @@ FLOORS = (
     {"environment", "reading", "torch_versions", "writing", "checksums", "inputs_used"},
     {"accelerators", "sites", "taps", "results", "blocks", "spans", "locations"},
     {"recording", "program"},
+    {"numerics"},
     {"compare", "capture", "executable"},
     {"report", "backends"},
     {"frontends", "engine"},
+    {"judge"},
     {"diagnose"},
     {"testing", "cli", "pytest_plugin", "auto", "eager_debug"},
     {"__main__"},
@@ -186,6 +188,35 @@ def test_no_cycles() -> None:
     assert cycles(graph) == []
 
 
+def room_of(module: str) -> str:
+    """Return the folder that `module` is in; a package is the door of its own."""
+    return module if is_package(module) else module.rpartition(".")[0]
+
+
+def rooms(found: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Return room -> rooms that its modules import from, out of module -> modules."""
+    graph: dict[str, set[str]] = {}
+    for module, origins in found.items():
+        # What a door imports is there for those who come through it.
+        if not is_package(module) and module.count(".") > 1:
+            graph.setdefault(room_of(module), set()).update(
+                room_of(origin) for origin in origins if not is_package(origin) and origin.count(".") > 1
+            )
+    return {room: others - {room} for room, others in graph.items()}
+
+
+def test_rooms_are_ordered() -> None:
+    """The rooms within a unit point one way as well, whatever is imported from where in them."""
+    found = {
+        module: {origin for _, origin, _ in own_imports(text_of(module), module, is_package(module))} & MODULES.keys()
+        for module in MODULES
+    }
+    assert cycles(rooms(found)) == []
+    # Planted: what is low imports from what is high.
+    found["glassengine.judge.graphs.cut"] = {*found["glassengine.judge.graphs.cut"], "glassengine.judge.sides.sides"}
+    assert cycles(rooms(found)) != []
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_modules_are_small(module: str) -> None:
     assert len(text_of(module).splitlines()) <= MAX_LINES
@@ -201,12 +232,15 @@ def test_environment_is_read_in_one_module(module: str) -> None:
     [
         ("glassengine.errors", "import glassengine.sites"),
         ("glassengine.errors", "from glassengine import environment"),
-        ("glassengine.recording.reader", "def f():\n    from glassengine.program.load import load"),
-        ("glassengine.recording.reader", "from ..program import load"),
-        ("glassengine.engine.session", "from importlib import import_module\nimport_module('glassengine.diagnose')"),
-        ("glassengine.compare.measure", "import glassengine as glass"),
-        ("glassengine.compare.measure", "from glassengine.capture.hooks import Hook"),
-        ("glassengine.cli.check", "from glassengine.diagnose.ladder import climb"),
+        ("glassengine.recording.read.reader", "def f():\n    from glassengine.program.loading.load import load"),
+        ("glassengine.recording.read.reader", "from ...program import load"),
+        (
+            "glassengine.engine.run.session",
+            "from importlib import import_module\nimport_module('glassengine.diagnose')",
+        ),
+        ("glassengine.numerics.metrics.measure", "import glassengine as glass"),
+        ("glassengine.numerics.metrics.measure", "from glassengine.capture.hooks import Hook"),
+        ("glassengine.cli.check", "from glassengine.diagnose.check_model import climb"),
         ("glassengine.cli.check", "from glassengine import diagnose"),
         ("glassengine.testing.faults", "from glassengine.cli.main import main"),
         ("glassengine.newcomer", "from glassengine.errors import GlassError\nimport glassengine.newer"),
@@ -219,8 +253,8 @@ def test_planted_import_is_found(module: str, line: str) -> None:
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("glassengine.diagnose.ladder", "from glassengine.engine.session import Session"),
-        ("glassengine.recording.reader", "from .layout import Layout"),
+        ("glassengine.diagnose.check_model", "from glassengine.engine.run.session import Session"),
+        ("glassengine.recording.read.reader", "from .layout import Layout"),
         ("glassengine.cli.check", "import glassengine as glass"),
         ("glassengine.cli.check", "from glassengine import check"),
         ("glassengine.errors", "if TYPE_CHECKING:\n    from glassengine.results import Comparison"),

@@ -17,8 +17,9 @@ from transformers.models.llama import modeling_llama
 
 from glassengine import program
 from glassengine.errors import CorruptError
-from glassengine.program import export, export_two
-from glassengine.program import program as stored
+from glassengine.program.export import export
+from glassengine.program.export import two as export_two
+from glassengine.program.representation import program as stored
 from glassengine.testing import models
 
 

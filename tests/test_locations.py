@@ -12,8 +12,8 @@ import glassengine as glass
 from glassengine.cli.main import main
 from glassengine.environment import SnapshotRequest
 from glassengine.errors import UsageError
-from glassengine.executable.cache_store import Store
-from glassengine.executable.snapshot_environment import policy_of
+from glassengine.executable.cache.store import Store
+from glassengine.executable.snapshot.environment import policy_of
 from glassengine.locations import local
 
 

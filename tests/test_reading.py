@@ -19,7 +19,11 @@ METHODS = {"read_text", "read_bytes", "ParseFromString"}
 """Called on paths, and on messages of protobuf."""
 
 ROOM = "reading/"
-TEMPLATES = ("diagnose/repro_template.py", "diagnose/onnx_repro_template.py", "program/python_source.py")
+TEMPLATES = (
+    "diagnose/reproduction/template.py",
+    "diagnose/reproduction/onnx_template.py",
+    "program/listing/python_source.py",
+)
 """What users get is to run without this package: their own files, by the libraries they have."""
 
 REASONS: dict[str, dict[str, str]] = {
@@ -28,34 +32,36 @@ REASONS: dict[str, dict[str, str]] = {
     "backends/onnx_network.py": {"onnx.load": "what ONNX Runtime wrote a moment ago, into a directory of ours"},
     "backends/onnx_stored.py": {"ParseFromString": "bytes that the room read; protobuf bounds depth by itself"},
     "cli/errors.py": {"os.open": "/dev/null"},
-    "diagnose/bisect_compiler.py": {"json.loads": "what our own child process printed"},
-    "diagnose/trial.py": {"json.load": "what our own parent process sent"},
-    "engine/image_prompts.py": {"Image.open": "on a file that the room opened"},
-    "engine/templates.py": {"os.open": "/dev/null"},
-    "engine/trust.py": {"os.open": "to make the key"},
+    "diagnose/reproduction/bisect_compiler.py": {"json.loads": "what our own child process printed"},
+    "diagnose/snapshot/trial.py": {"json.load": "what our own parent process sent"},
+    "engine/run/image_prompts.py": {"Image.open": "on a file that the room opened"},
+    "engine/prompts/templates.py": {"os.open": "/dev/null"},
+    "engine/store/trust.py": {"os.open": "to make the key"},
     "environment.py": {"read_text": "/proc/cpuinfo and /proc/meminfo of the kernel"},
-    "executable/profile.py": {
+    "executable/profile/profile.py": {
         "gzip.open": "to write",
         "json.loads": "what torch's profiler wrote a moment ago, into a directory of ours",
         "read_bytes": "the same",
     },
-    "program/archive.py": {"zipfile.ZipFile": "on a file that the room opened, and to write"},
-    "program/inert.py": {"json.loads": "text in a document that the room parsed"},
+    "program/store/archive.py": {"zipfile.ZipFile": "on a file that the room opened, and to write"},
+    "program/store/inert.py": {"json.loads": "text in a document that the room parsed"},
     "program/onnx/file.py": {"ParseFromString": "bytes that the room read; protobuf bounds depth by itself"},
     "program/onnx/translate.py": {"ParseFromString": "definitions of operators that the package onnx holds"},
-    "executable/cache_store.py": {
+    "executable/cache/store.py": {
         "os.open": "as the room does; one that another process has just removed is told apart from a damaged one",
         "open": "the descriptor of that",
     },
-    "executable/profile_token.py": {"os.open": "to make the token"},
-    "executable/profile_trace.py": {"json.loads": "what was made in the same line"},
-    "executable/snapshot_meta.py": {"json.loads": "what was made a line above"},
-    "recording/formats/export.py": {"zipfile.ZipFile": "to write"},
+    "executable/profile/token.py": {"os.open": "to make the token"},
+    "executable/profile/trace.py": {"json.loads": "what was made in the same line"},
+    "executable/snapshot/meta.py": {"json.loads": "what was made a line above"},
+    "recording/read/export.py": {"zipfile.ZipFile": "to write"},
     "recording/formats/json_file.py": {"json.loads": "what the room mapped, bounded in bytes and items"},
     "recording/formats/numpy_file.py": {"zipfile.ZipFile": "on a file that the room has looked at"},
-    "recording/moved.py": {"os.open": "to write"},
-    "recording/records.py": {"json.loads": "frames of an index, a million a second: bounded, each field checked"},
-    "recording/ring_file.py": {"os.open": "to make a ring", "read_bytes": "/proc of the kernel"},
+    "recording/write/moved.py": {"os.open": "to write"},
+    "recording/layout/records.py": {
+        "json.loads": "frames of an index, a million a second: bounded, each field checked"
+    },
+    "recording/ring/file.py": {"os.open": "to make a ring", "read_bytes": "/proc of the kernel"},
     "testing/quantized.py": {"json.loads": "what the test wrote", "read_text": "what the test wrote"},
     "writing.py": {"os.open": "directories, to lock them and to write them out"},
 }

@@ -13,8 +13,8 @@ import glassengine as glass
 from glassengine.capture.hooks import named_network_outputs, observing
 from glassengine.capture.interpreter import run_program
 from glassengine.errors import UsageError
-from glassengine.program.export import export_module
-from glassengine.program.program import Program
+from glassengine.program.export.export import export_module
+from glassengine.program.representation.program import Program
 from glassengine.sites import HasSites
 from glassengine.taps import tap_sink
 

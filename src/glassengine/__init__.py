@@ -25,50 +25,50 @@ if TYPE_CHECKING:
     from glassengine.compare.compare import compare as compare
     from glassengine.compare.many import compare_many as compare_many
     from glassengine.diagnose import check as check
+    from glassengine.diagnose.engines.side_by_side import side_by_side as side_by_side
     from glassengine.diagnose.noise_floor import measure_noise_floor as measure_noise_floor
-    from glassengine.diagnose.replay_snapshot import replay as replay
-    from glassengine.diagnose.side_by_side import side_by_side as side_by_side
-    from glassengine.diagnose.training import check_training as check_training
-    from glassengine.engine.build import build as build
-    from glassengine.engine.engine import load as load
-    from glassengine.engine.signing import verify_engine as verify_engine
-    from glassengine.engine.step_files import StepFiles as StepFiles
+    from glassengine.diagnose.snapshot.replay import replay as replay
+    from glassengine.diagnose.training.check import check_training as check_training
+    from glassengine.engine.build.build import build as build
+    from glassengine.engine.run.engine import load as load
+    from glassengine.engine.run.step_files import StepFiles as StepFiles
+    from glassengine.engine.store.signing import verify_engine as verify_engine
     from glassengine.errors import BackendError as BackendError
     from glassengine.errors import CorruptError as CorruptError
     from glassengine.errors import GlassError as GlassError
     from glassengine.errors import IncomparableError as IncomparableError
     from glassengine.errors import UnknownNameError as UnknownNameError
     from glassengine.errors import UsageError as UsageError
-    from glassengine.executable.cache_report import examine_cache as examine_cache
-    from glassengine.executable.compilation import compilations as compilations
-    from glassengine.executable.metrics import metrics as metrics
-    from glassengine.executable.metrics import metrics_report as metrics_report
-    from glassengine.executable.metrics import reset_metrics as reset_metrics
-    from glassengine.executable.metrics_reader import read_metrics as read_metrics
-    from glassengine.executable.metrics_report import merge_metrics as merge_metrics
-    from glassengine.executable.nonfinite import NonFiniteError as NonFiniteError
-    from glassengine.executable.profile import profile as profile
-    from glassengine.executable.profile_client import request_profile as request_profile
-    from glassengine.executable.profile_files import read_profiles as read_profiles
-    from glassengine.executable.profile_server import start_server as start_server
-    from glassengine.executable.snapshot import Snapshot as Snapshot
-    from glassengine.executable.snapshot_callback import (
+    from glassengine.executable.cache.report import examine_cache as examine_cache
+    from glassengine.executable.metrics.compilation import compilations as compilations
+    from glassengine.executable.metrics.metrics import metrics as metrics
+    from glassengine.executable.metrics.metrics import metrics_report as metrics_report
+    from glassengine.executable.metrics.metrics import reset_metrics as reset_metrics
+    from glassengine.executable.metrics.reader import read_metrics as read_metrics
+    from glassengine.executable.metrics.report import merge_metrics as merge_metrics
+    from glassengine.executable.metrics.steps import add_step_closure as add_step_closure
+    from glassengine.executable.metrics.steps import current_step as current_step
+    from glassengine.executable.metrics.steps import is_master_ordinal as is_master_ordinal
+    from glassengine.executable.metrics.steps import mark_step as mark_step
+    from glassengine.executable.profile.client import request_profile as request_profile
+    from glassengine.executable.profile.profile import profile as profile
+    from glassengine.executable.profile.reader import read_profiles as read_profiles
+    from glassengine.executable.profile.server import start_server as start_server
+    from glassengine.executable.run.snapshots import snapshots as snapshots
+    from glassengine.executable.snapshot.callback import (
         register_hlo_snapshot_callback as register_hlo_snapshot_callback,
     )
-    from glassengine.executable.snapshot_callback import register_snapshot_callback as register_snapshot_callback
-    from glassengine.executable.snapshot_list import list_snapshots as list_snapshots
-    from glassengine.executable.snapshots import snapshots as snapshots
-    from glassengine.executable.steps import add_step_closure as add_step_closure
-    from glassengine.executable.steps import current_step as current_step
-    from glassengine.executable.steps import is_master_ordinal as is_master_ordinal
-    from glassengine.executable.steps import mark_step as mark_step
+    from glassengine.executable.snapshot.callback import register_snapshot_callback as register_snapshot_callback
+    from glassengine.executable.snapshot.listing import list_snapshots as list_snapshots
+    from glassengine.executable.snapshot.nonfinite import NonFiniteError as NonFiniteError
+    from glassengine.executable.snapshot.reader import Snapshot as Snapshot
     from glassengine.frontends.eager_debug import eager_debug as eager_debug
     from glassengine.program import sites as sites
-    from glassengine.program.artifacts import compare_artifacts as compare_artifacts
-    from glassengine.recording.dump import Dump as Dump
-    from glassengine.recording.dump import open_dump as open_dump
-    from glassengine.recording.formats.export import export as export
-    from glassengine.recording.reader import Recording as Recording
+    from glassengine.program.listing.artifacts import compare_artifacts as compare_artifacts
+    from glassengine.recording.read.dump import Dump as Dump
+    from glassengine.recording.read.dump import open_dump as open_dump
+    from glassengine.recording.read.export import export as export
+    from glassengine.recording.read.reader import Recording as Recording
     from glassengine.spans import Trace as Trace
     from glassengine.taps import register_network_output as register_network_output
     from glassengine.taps import tap as tap
@@ -79,60 +79,60 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "BackendError": "glassengine.errors",
     "CorruptError": "glassengine.errors",
-    "Dump": "glassengine.recording.dump",
+    "Dump": "glassengine.recording.read.dump",
     "GlassError": "glassengine.errors",
     "IncomparableError": "glassengine.errors",
     "NetworkOutputs": "glassengine.capture.hooks",
-    "NonFiniteError": "glassengine.executable.nonfinite",
-    "Recording": "glassengine.recording.reader",
-    "Snapshot": "glassengine.executable.snapshot",
-    "StepFiles": "glassengine.engine.step_files",
+    "NonFiniteError": "glassengine.executable.snapshot.nonfinite",
+    "Recording": "glassengine.recording.read.reader",
+    "Snapshot": "glassengine.executable.snapshot.reader",
+    "StepFiles": "glassengine.engine.run.step_files",
     "Trace": "glassengine.spans",
     "UnknownNameError": "glassengine.errors",
     "UsageError": "glassengine.errors",
-    "add_step_closure": "glassengine.executable.steps",
-    "build": "glassengine.engine.build",
+    "add_step_closure": "glassengine.executable.metrics.steps",
+    "build": "glassengine.engine.build.build",
     "calibrate": "glassengine.backends.calibration",
     "check": "glassengine.diagnose",
-    "check_training": "glassengine.diagnose.training",
+    "check_training": "glassengine.diagnose.training.check",
     "compare": "glassengine.compare.compare",
-    "compare_artifacts": "glassengine.program.artifacts",
+    "compare_artifacts": "glassengine.program.listing.artifacts",
     "compare_many": "glassengine.compare.many",
-    "compilations": "glassengine.executable.compilation",
-    "current_step": "glassengine.executable.steps",
+    "compilations": "glassengine.executable.metrics.compilation",
+    "current_step": "glassengine.executable.metrics.steps",
     "eager_debug": "glassengine.frontends.eager_debug",
-    "examine_cache": "glassengine.executable.cache_report",
-    "export": "glassengine.recording.formats.export",
-    "is_master_ordinal": "glassengine.executable.steps",
+    "examine_cache": "glassengine.executable.cache.report",
+    "export": "glassengine.recording.read.export",
+    "is_master_ordinal": "glassengine.executable.metrics.steps",
     "list_backends": "glassengine.backends.registry",
-    "list_snapshots": "glassengine.executable.snapshot_list",
-    "load": "glassengine.engine.engine",
-    "mark_step": "glassengine.executable.steps",
+    "list_snapshots": "glassengine.executable.snapshot.listing",
+    "load": "glassengine.engine.run.engine",
+    "mark_step": "glassengine.executable.metrics.steps",
     "measure_noise_floor": "glassengine.diagnose.noise_floor",
-    "merge_metrics": "glassengine.executable.metrics_report",
-    "metrics": "glassengine.executable.metrics",
-    "metrics_report": "glassengine.executable.metrics",
+    "merge_metrics": "glassengine.executable.metrics.report",
+    "metrics": "glassengine.executable.metrics.metrics",
+    "metrics_report": "glassengine.executable.metrics.metrics",
     "model_addition_debugger_context": "glassengine.capture.model_debugger",
     "named_network_outputs": "glassengine.capture.hooks",
-    "open_dump": "glassengine.recording.dump",
-    "profile": "glassengine.executable.profile",
-    "read_metrics": "glassengine.executable.metrics_reader",
-    "read_profiles": "glassengine.executable.profile_files",
+    "open_dump": "glassengine.recording.read.dump",
+    "profile": "glassengine.executable.profile.profile",
+    "read_metrics": "glassengine.executable.metrics.reader",
+    "read_profiles": "glassengine.executable.profile.reader",
     "record": "glassengine.capture.record",
     "record_script": "glassengine.capture.run_script",
     "record_target": "glassengine.capture.target",
-    "register_hlo_snapshot_callback": "glassengine.executable.snapshot_callback",
+    "register_hlo_snapshot_callback": "glassengine.executable.snapshot.callback",
     "register_network_output": "glassengine.taps",
-    "register_snapshot_callback": "glassengine.executable.snapshot_callback",
-    "replay": "glassengine.diagnose.replay_snapshot",
-    "request_profile": "glassengine.executable.profile_client",
-    "reset_metrics": "glassengine.executable.metrics",
-    "side_by_side": "glassengine.diagnose.side_by_side",
+    "register_snapshot_callback": "glassengine.executable.snapshot.callback",
+    "replay": "glassengine.diagnose.snapshot.replay",
+    "request_profile": "glassengine.executable.profile.client",
+    "reset_metrics": "glassengine.executable.metrics.metrics",
+    "side_by_side": "glassengine.diagnose.engines.side_by_side",
     "sites": "glassengine.program",
-    "snapshots": "glassengine.executable.snapshots",
-    "start_server": "glassengine.executable.profile_server",
+    "snapshots": "glassengine.executable.run.snapshots",
+    "start_server": "glassengine.executable.profile.server",
     "tap": "glassengine.taps",
-    "verify_engine": "glassengine.engine.signing",
+    "verify_engine": "glassengine.engine.store.signing",
 }
 
 __all__ = ["__version__", *_PUBLIC]
@@ -170,7 +170,7 @@ def _tell_of_nothing() -> None:
 
     # What reads the request imports half of torch, which takes seconds.
     if snapshot_request() is not None:
-        from glassengine.executable.snapshot_environment import tell_of_nothing
+        from glassengine.executable.snapshot.environment import tell_of_nothing
 
         tell_of_nothing()
 

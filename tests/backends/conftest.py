@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 import pytest
 
 from glassengine.backends.registry import find_backend
-from glassengine.program.export import export_module
-from glassengine.program.program import Program
+from glassengine.program.export.export import export_module
+from glassengine.program.representation.program import Program
 from glassengine.testing import conformance, models
 from glassengine.testing.conformance_table import PROGRAMS, make_program
 

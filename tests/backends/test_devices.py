@@ -23,10 +23,10 @@ from glassengine.backends.io import read_io, write_io
 from glassengine.backends.onnxruntime import OnnxRuntimeBackend
 from glassengine.backends.registry import find_backend
 from glassengine.cli.main import main
-from glassengine.engine.kv_cache import KVCache
+from glassengine.engine.run.kv_cache import KVCache
 from glassengine.errors import BackendError, UsageError
-from glassengine.program.export import export_module
-from glassengine.program.program import Program
+from glassengine.program.export.export import export_module
+from glassengine.program.representation.program import Program
 from glassengine.testing import conformance
 
 MakeProgram = Callable[..., Program]

@@ -15,8 +15,8 @@ from torch.nn.functional import scaled_dot_product_attention as attention
 from glassengine import environment
 from glassengine.backends.grouped_queries import MARK, with_grouped_queries
 from glassengine.backends.inductor import InductorBackend
-from glassengine.program.export import export_causal_lm, export_module
-from glassengine.program.program import Program
+from glassengine.program.export.export import export_causal_lm, export_module
+from glassengine.program.representation.program import Program
 
 LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64}
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default

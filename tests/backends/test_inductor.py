@@ -16,9 +16,9 @@ from torch import nn
 import glassengine as glass
 from glassengine.backends import inductor
 from glassengine.backends.io import read_io
-from glassengine.executable.executable import compile_executable, load_executable
-from glassengine.program.export import export_module
-from glassengine.program.program import Program
+from glassengine.executable.run.executable import compile_executable, load_executable
+from glassengine.program.export.export import export_module
+from glassengine.program.representation.program import Program
 
 BACKEND = inductor.InductorBackend()
 

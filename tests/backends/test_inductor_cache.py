@@ -13,10 +13,10 @@ import torch
 from glassengine.backends.inductor import InductorBackend
 from glassengine.backends.inductor_cache import InductorCache
 from glassengine.errors import UnknownNameError, UsageError
-from glassengine.executable.cache_report import examine_cache
-from glassengine.executable.compilation import Occasion, compilations
-from glassengine.executable.executable import Executable
-from glassengine.executable.metrics import metrics, reset_metrics
+from glassengine.executable.cache.report import examine_cache
+from glassengine.executable.metrics.compilation import Occasion, compilations
+from glassengine.executable.metrics.metrics import metrics, reset_metrics
+from glassengine.executable.run.executable import Executable
 from glassengine.frontends.eager_graph import Call, compile_call
 from glassengine.frontends.eager_ops import OpRunner
 from glassengine.frontends.eager_schema import examine

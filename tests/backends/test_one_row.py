@@ -16,8 +16,8 @@ from glassengine.backends import inductor
 from glassengine.backends.inductor import InductorBackend
 from glassengine.backends.io import read_io
 from glassengine.backends.one_row import of_one_token, one_token_shapes
-from glassengine.program.export import export_causal_lm, export_module
-from glassengine.program.program import Program
+from glassengine.program.export.export import export_causal_lm, export_module
+from glassengine.program.representation.program import Program
 
 BACKEND = InductorBackend()
 LENGTH = 9

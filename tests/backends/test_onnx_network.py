@@ -13,7 +13,7 @@ from glassengine.backends.onnx_export import MODEL_FILE, export_onnx
 from glassengine.backends.onnx_network import list_network, list_optimized
 from glassengine.backends.protocol import Network
 from glassengine.capture.interpreter import run_program
-from glassengine.program.program import Program
+from glassengine.program.representation.program import Program
 from glassengine.testing import models
 
 

@@ -11,7 +11,7 @@ import torch
 
 import glassengine as glass
 from glassengine.errors import BackendError
-from glassengine.recording.reader import Recording
+from glassengine.recording.read.reader import Recording
 from glassengine.testing.onnx_models import onnx_control_flow, onnx_mlp, onnx_text
 
 onnx = pytest.importorskip("onnx")

@@ -17,10 +17,10 @@ from torch import nn
 from glassengine.backends import onnx_export
 from glassengine.backends.onnxruntime import OnnxRuntimeBackend
 from glassengine.errors import BackendError, GlassError
-from glassengine.executable.executable import load_executable
-from glassengine.program.export import export_causal_lm, export_module
-from glassengine.program.outputs import add_outputs
-from glassengine.program.program import Program
+from glassengine.executable.run.executable import load_executable
+from glassengine.program.export.export import export_causal_lm, export_module
+from glassengine.program.representation.outputs import add_outputs
+from glassengine.program.representation.program import Program
 from glassengine.testing import conformance, models
 
 MakeSubject = Callable[..., conformance.Subject]

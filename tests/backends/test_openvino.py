@@ -12,8 +12,8 @@ from torch import nn
 
 from glassengine.backends.openvino import OpenVinoBackend
 from glassengine.errors import BackendError
-from glassengine.program.export import export_module
-from glassengine.program.program import Program
+from glassengine.program.export.export import export_module
+from glassengine.program.representation.program import Program
 
 MakeProgram = Callable[..., Program]
 BACKEND = OpenVinoBackend()

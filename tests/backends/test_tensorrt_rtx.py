@@ -24,8 +24,8 @@ from glassengine.backends.tensorrt_rtx_network import NETWORK_FILE, read_listing
 from glassengine.backends.tensorrt_rtx_plan import PLAN_FILE
 from glassengine.cli.main import main
 from glassengine.errors import BackendError, CorruptError
-from glassengine.program.export import export_module
-from glassengine.program.program import Port, Program
+from glassengine.program.export.export import export_module
+from glassengine.program.representation.program import Port, Program
 
 BACKEND = TensorRtRtxBackend()
 

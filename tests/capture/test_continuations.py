@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from glassengine.capture.record import record
-from glassengine.recording.reader import Recording
+from glassengine.recording.read.reader import Recording
 
 
 class Served(nn.Module):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from glassengine.capture.ending import script_ended
-from glassengine.recording.reader import Recording
+from glassengine.recording.read.reader import Recording
 
 
 def test_f19_pools_and_threads_that_are_left_open() -> None:

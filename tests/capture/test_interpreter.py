@@ -10,8 +10,8 @@ from torch import nn
 
 from glassengine.capture.interpreter import run_program
 from glassengine.errors import UsageError
-from glassengine.program.export import export_module
-from glassengine.program.program import Program
+from glassengine.program.export.export import export_module
+from glassengine.program.representation.program import Program
 
 X = torch.linspace(-2, 2, 8).reshape(2, 4)
 

@@ -12,7 +12,7 @@ import glassengine as glass
 from glassengine.capture.known_tokens import KnownTokens
 from glassengine.cli.main import main
 from glassengine.errors import IncomparableError, UsageError
-from glassengine.recording.writer import RecordingWriter
+from glassengine.recording.write.writer import RecordingWriter
 from glassengine.testing import models
 
 IDS = torch.tensor([[0, 0, 17, 200, 9, 33], [5, 91, 14, 3, 77, 120]])

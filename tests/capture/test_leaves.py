@@ -14,7 +14,7 @@ from torch import nn
 
 from glassengine.capture.leaves import tensors_in
 from glassengine.capture.record import record
-from glassengine.recording.reader import Recording
+from glassengine.recording.read.reader import Recording
 from glassengine.testing.models import llama
 
 IDS = torch.tensor([[5, 6, 7]])

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from glassengine.capture.record import record
 from glassengine.compare import compare
-from glassengine.recording.reader import Recording
+from glassengine.recording.read.reader import Recording
 
 
 class Net(nn.Module):

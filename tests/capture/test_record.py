@@ -23,8 +23,8 @@ import glassengine as glass
 from glassengine import taps
 from glassengine.capture.record import record
 from glassengine.errors import GlassError, UnknownNameError, UsageError
-from glassengine.recording import block, passage
-from glassengine.recording.reader import Recording
+from glassengine.recording.read.reader import Recording
+from glassengine.recording.ring import block, passage
 from glassengine.testing.models import llama
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
@@ -424,8 +424,8 @@ def test_a_signal_handler_that_raises_within_a_hook(
                 signal.raise_signal(signal.SIGUSR1)
             return super().items()
 
-    monkeypatch.setattr("glassengine.recording.producer.OpenBlock", SlowBlock)
-    monkeypatch.setattr("glassengine.recording.producer.Repetition", SlowRepetition)
+    monkeypatch.setattr("glassengine.recording.ring.producer.OpenBlock", SlowBlock)
+    monkeypatch.setattr("glassengine.recording.ring.producer.Repetition", SlowRepetition)
     model = Calls(lambda self, x: Items(y=self.fc(x)), fc=nn.Linear(4, 4))
     before = signal.signal(signal.SIGUSR1, late)
     try:
@@ -447,7 +447,7 @@ def test_a_signal_handler_that_raises_within_a_hook(
         assert {item.site for item in opened.left_out if item.step == 3} == {".:in[0]", "fc:in[0]", "fc", ".:out.y"}
 
 
-@pytest.mark.parametrize("place", ["glassengine.recording.worker.Ring.warm", "threading.Thread.start"])
+@pytest.mark.parametrize("place", ["glassengine.recording.background.Ring.warm", "threading.Thread.start"])
 def test_an_interruption_before_it_begins(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -1037,7 +1037,7 @@ def test_misuse(tmp_path: Path) -> None:
 def test_a_disk_that_fails_stops_the_recording_and_not_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from glassengine.recording import shard
+    from glassengine.recording.write import shard
 
     write_all = shard.write_all
     num_calls = 0

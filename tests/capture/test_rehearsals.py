@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from glassengine.capture.record import record
 from glassengine.compare import compare
-from glassengine.recording.reader import Recording
+from glassengine.recording.read.reader import Recording
 
 
 @pytest.mark.parametrize("part", [False, True])

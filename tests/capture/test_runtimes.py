@@ -15,7 +15,7 @@ from torch import nn
 
 from glassengine.capture.script import ScriptRecorder
 from glassengine.cli.main import main
-from glassengine.recording.reader import Recording
+from glassengine.recording.read.reader import Recording
 
 
 class Double(nn.Module):

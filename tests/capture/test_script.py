@@ -26,7 +26,7 @@ from glassengine.capture.record import Recorder, record
 from glassengine.capture.script import MAX_MODELS, ScriptRecorder
 from glassengine.capture.spawned import SpawnedRecordings, _start, finish
 from glassengine.errors import GlassError
-from glassengine.recording.reader import Recording
+from glassengine.recording.read.reader import Recording
 
 NET = """\
 import sys, threading, time, torch, multiprocessing

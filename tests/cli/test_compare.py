@@ -11,7 +11,7 @@ from glassengine import build
 from glassengine.cli import options
 from glassengine.cli.errors import exit_status
 from glassengine.cli.main import load_command
-from glassengine.recording.writer import RecordingWriter
+from glassengine.recording.write.writer import RecordingWriter
 
 
 def glass(name: str, *arguments: object) -> int:

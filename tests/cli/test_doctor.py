@@ -9,8 +9,8 @@ import pytest
 import glassengine
 from glassengine import environment
 from glassengine.cli.main import main
-from glassengine.executable.cache_key import digest, surroundings
-from glassengine.executable.cache_store import Manifest, Store, list_files
+from glassengine.executable.cache.key import digest, surroundings
+from glassengine.executable.cache.store import Manifest, Store, list_files
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import pytest
 
 import glassengine as glass
 from glassengine.cli import main as cli
-from glassengine.executable.metrics_reader import parse_metrics
-from glassengine.executable.metrics_report import MetricsReport
+from glassengine.executable.metrics.reader import parse_metrics
+from glassengine.executable.metrics.report import MetricsReport
 
 PROMPT = ("--input-text", "Hey, are you conscious?", "--max-new-tokens", "4")
 

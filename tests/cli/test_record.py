@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from glassengine.cli.main import main
-from glassengine.recording import worker
-from glassengine.recording.reader import Recording
+from glassengine.recording import background as worker
+from glassengine.recording.read.reader import Recording
 
 FACTORIES = """
 import torch

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from glassengine.cli.main import main
-from glassengine.executable.snapshot_meta import sealed
+from glassengine.executable.snapshot.meta import sealed
 
 TRAINING = """
 import sys

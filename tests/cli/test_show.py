@@ -13,9 +13,9 @@ from torch import nn
 
 import glassengine
 from glassengine.cli.main import main
-from glassengine.recording import layout
-from glassengine.recording.records import frame
-from glassengine.recording.writer import RecordingWriter
+from glassengine.recording.layout import layout
+from glassengine.recording.layout.records import frame
+from glassengine.recording.write.writer import RecordingWriter
 
 
 class Model(nn.Module):
@@ -96,7 +96,7 @@ def test_statistics_are_kept_for_the_next_time(
     def planted(*_: object) -> None:
         raise AssertionError("computed again")
 
-    monkeypatch.setattr("glassengine.recording.reader.summarize", planted)
+    monkeypatch.setattr("glassengine.recording.read.reader.summarize", planted)
     assert show("--json") == first
     damaged = bytearray((recording / layout.STATISTICS).read_bytes())
     damaged[20] ^= 1

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from glassengine.cli.main import main
-from glassengine.recording.writer import RecordingWriter
+from glassengine.recording.write.writer import RecordingWriter
 
 
 @pytest.fixture

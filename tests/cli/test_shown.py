@@ -15,9 +15,9 @@ import torch
 from glassengine.cli.main import main
 from glassengine.cli.options import json_text
 from glassengine.cli.run import _write
-from glassengine.engine.artifacts import shown
-from glassengine.recording.layout import LeftOut
-from glassengine.recording.writer import RecordingWriter
+from glassengine.engine.build.artifacts import shown
+from glassengine.recording.layout.layout import LeftOut
+from glassengine.recording.write.writer import RecordingWriter
 
 EVIL = "a\x1b[31m\x1b]0;title\x07\u202ecba\x9b2J\x85\u2028\r\x7f"
 X = torch.tensor([1.0, 2.0])

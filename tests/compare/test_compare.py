@@ -12,7 +12,7 @@ import torch
 from glassengine.capture.record import record as record_model
 from glassengine.compare import compare
 from glassengine.errors import IncomparableError, UnknownNameError, UsageError
-from glassengine.recording.writer import RecordingWriter
+from glassengine.recording.write.writer import RecordingWriter
 
 Tensors = Mapping[tuple[int, str], torch.Tensor]
 

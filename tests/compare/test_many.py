@@ -11,7 +11,7 @@ import torch
 from glassengine.compare.compare import compare
 from glassengine.compare.many import compare_many
 from glassengine.errors import CorruptError, IncomparableError, UsageError
-from glassengine.recording.writer import RecordingWriter
+from glassengine.recording.write.writer import RecordingWriter
 
 NAMES = ("input_ids", "logits", "mm_default", "model.layers.0.mlp")
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from glassengine.cli.main import main
 from glassengine.compare import compare
-from glassengine.recording.layout import Sharding
-from glassengine.recording.writer import RecordingWriter
+from glassengine.recording.layout.layout import Sharding
+from glassengine.recording.write.writer import RecordingWriter
 from glassengine.results import Comparison
 
 VOCAB, WIDTH, INNER, LAYERS, ROWS, LENGTH = 24, 8, 16, 4, 4, 8

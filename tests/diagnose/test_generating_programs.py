@@ -12,12 +12,12 @@ from torch import nn
 
 import glassengine as glass
 from glassengine.diagnose import check
-from glassengine.diagnose.cases import Case, StepInputs
-from glassengine.diagnose.judge import run_cases
-from glassengine.diagnose.two_programs import start_both
+from glassengine.diagnose.ladder.encoder_decoder import start_both
 from glassengine.errors import IncomparableError, UsageError
+from glassengine.judge.cases import Case, StepInputs
+from glassengine.judge.verdict.run import run_cases
 from glassengine.program import load_model
-from glassengine.program.encoder_decoder import SOURCE_MASK
+from glassengine.program.kinds.encoder_decoder import SOURCE_MASK
 from glassengine.results import Comparison
 from glassengine.testing.models import from_config
 

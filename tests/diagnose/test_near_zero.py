@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from glassengine.diagnose.cases import module_cases
-from glassengine.diagnose.replay import Replay
+from glassengine.judge.cases import module_cases
+from glassengine.judge.replay.op import Replay
 from glassengine.program import export_program, load_model
-from glassengine.program.naming import op_name
+from glassengine.program.representation.naming import op_name
 from glassengine.results import Comparison
 from glassengine.testing import corpus, models
 from glassengine.testing.corpus import Bench

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import glassengine as glass
 from glassengine.cli.main import main
 from glassengine.errors import CorruptError, GlassError
-from glassengine.recording.noise_floor import FILE, read_noise_floor
+from glassengine.recording.layout.noise_floor import FILE, read_noise_floor
 from glassengine.testing import models
 
 IDS = torch.tensor([[0, 0, 17, 200, 9, 33], [5, 91, 14, 3, 77, 120]])
@@ -238,7 +238,7 @@ def test_a_full_disk_leaves_the_recording_as_it_was(tmp_path: Path, monkeypatch:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("glassengine.recording.noise_floor.save_safetensors", full)
+    monkeypatch.setattr("glassengine.recording.layout.noise_floor.save_safetensors", full)
     model, inputs = nn.Sequential(nn.Linear(2, 3)), {"input": torch.ones(1, 2)}
     with pytest.raises(GlassError, match="the recording is complete without it"):
         glass.record_target(model, tmp_path / "a", inputs=inputs, then=glass.measure_noise_floor)

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from glassengine.diagnose import check
-from glassengine.diagnose.cases import read_inputs
-from glassengine.diagnose.climb import Climb, add_passes, start
-from glassengine.diagnose.judge import run_cases
+from glassengine.diagnose.ladder.rungs import Climb, add_passes, start
+from glassengine.judge.cases import read_inputs
+from glassengine.judge.verdict.run import run_cases
 from glassengine.program import load_model
 
 PASSES = """

@@ -10,7 +10,7 @@ from rich.console import Console
 from torch import nn
 
 from glassengine.diagnose import check
-from glassengine.engine.build import build_program
+from glassengine.engine.build.build import build_program
 from glassengine.program import export_program, load_inputs, load_model
 from glassengine.report import terminal_check
 

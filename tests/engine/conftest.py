@@ -13,7 +13,7 @@ import pytest
 
 import glassengine as glass
 from glassengine.engine import Engine
-from glassengine.engine.manifest import FILE
+from glassengine.engine.store.manifest import FILE
 from glassengine.program import Program, export_program, load_model
 from glassengine.testing import models
 from glassengine.testing.checkpoints import VOCAB_SIZE, save_checkpoint

@@ -14,9 +14,9 @@ import glassengine as glass
 from glassengine.cli.main import main
 from glassengine.diagnose import check
 from glassengine.engine import Engine
-from glassengine.engine.image_prompts import load_processor
+from glassengine.engine.run.image_prompts import load_processor
 from glassengine.errors import UsageError
-from glassengine.program import image_text
+from glassengine.program.kinds import image_text
 from glassengine.testing import models
 from glassengine.testing.checkpoints import VOCAB_SIZE, byte_tokenizer, save_checkpoint
 

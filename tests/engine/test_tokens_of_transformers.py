@@ -15,7 +15,7 @@ import torch
 
 import glassengine as glass
 from glassengine.engine import Engine
-from glassengine.engine.prompts import pad_left
+from glassengine.engine.prompts.prompts import pad_left
 from glassengine.testing import models
 
 NEW = 64

@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 
 import glassengine as glass
-from glassengine.executable import profile_requests
-from glassengine.executable.profile_requests import Connection, Listener, Reply
-from glassengine.executable.profile_taker import Asked
+from glassengine.executable.profile import requests as profile_requests
+from glassengine.executable.profile.requests import Connection, Listener, Reply
+from glassengine.executable.profile.taker import Asked
 from glassengine.reading.documents import parsed
 
 # In a process of its own, so that what is measured is the training and not the attack.

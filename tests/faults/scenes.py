@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import glassengine as glass
-from glassengine.recording import worker
-from glassengine.recording.flag import Flag
-from glassengine.recording.worker import BackgroundWriter
+from glassengine.recording import background as worker
+from glassengine.recording.background import BackgroundWriter
+from glassengine.recording.ring.flag import Flag
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "fuzz"))
 

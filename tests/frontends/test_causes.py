@@ -13,7 +13,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import glassengine as glass
 from glassengine.backends.eager import EagerBackend
-from glassengine.executable.compilation import Compilation
+from glassengine.executable.metrics.compilation import Compilation
 from glassengine.frontends.causes import read_guard
 
 GAIN = 3

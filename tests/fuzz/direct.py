@@ -50,8 +50,8 @@ def _alone(here: Path) -> Path:
 
 
 def read_dump(here: Path, shared: Path) -> int:
-    from glassengine.recording.reader import Recording
-    from glassengine.recording.source import open_source
+    from glassengine.recording.read.reader import Recording
+    from glassengine.recording.read.source import open_source
 
     files = [path for path in sorted(here.rglob("*")) if path.name != ".made"]
     source = open_source(files[0] if len(files) == 1 else here)
@@ -69,14 +69,14 @@ def read_dump(here: Path, shared: Path) -> int:
 
 
 def read_recording(here: Path, shared: Path) -> int:
-    from glassengine.recording.noise_floor import read_noise_floor
+    from glassengine.recording.layout.noise_floor import read_noise_floor
 
     floor = read_noise_floor(here / "it")
     return read_dump(here / "it", shared) or say(floor is not None)
 
 
 def read_snapshot(here: Path, shared: Path) -> int:
-    from glassengine.executable.snapshot import Snapshot
+    from glassengine.executable.snapshot.reader import Snapshot
 
     packed = here / "it.safetensors"
     found = Snapshot.open(packed if os.path.lexists(packed) else here / "it")
@@ -86,9 +86,9 @@ def read_snapshot(here: Path, shared: Path) -> int:
 
 
 def read_engine(here: Path, shared: Path) -> int:
-    from glassengine.engine.files import load_weights
-    from glassengine.engine.manifest import check_files, read_manifest, require_fit, require_intact
-    from glassengine.program.program import load_names
+    from glassengine.engine.store.files import load_weights
+    from glassengine.engine.store.manifest import check_files, read_manifest, require_fit, require_intact
+    from glassengine.program.representation.program import load_names
 
     directory = here / "it"
     found = read_manifest(directory)
@@ -102,8 +102,8 @@ def read_engine(here: Path, shared: Path) -> int:
 
 def read_program(here: Path, shared: Path) -> int:
     from glassengine.backends.io import read_io
-    from glassengine.engine.sampling import read_settings
-    from glassengine.program.program import load_names
+    from glassengine.engine.run.sampling import read_settings
+    from glassengine.program.representation.program import load_names
 
     names = load_names(here / "it")
     settings = read_settings(here, None, {}, max_length=64, vocab_size=512)
@@ -111,15 +111,15 @@ def read_program(here: Path, shared: Path) -> int:
 
 
 def read_profile(here: Path, shared: Path) -> int:
-    from glassengine.executable.profile_files import read_profiles
+    from glassengine.executable.profile.reader import read_profiles
 
     found, _ = read_profiles(here / "it")
     return say(json.dumps(found.data, allow_nan=False))
 
 
 def read_artifacts(here: Path, shared: Path) -> int:
-    from glassengine.program.artifacts import read_manifest
-    from glassengine.program.listing import read_listing
+    from glassengine.program.listing.artifacts import read_manifest
+    from glassengine.program.listing.listing import read_listing
 
     directory = here / "it"
     manifest = read_manifest(directory)
@@ -142,7 +142,7 @@ class _Layers(nn.Module):
 
 
 def read_adapter(here: Path, shared: Path) -> int:
-    from glassengine.program.adapters import merge, read_adapter
+    from glassengine.program.loading.adapters import merge, read_adapter
 
     adapter = read_adapter(here / "it")
     module = _Layers()
@@ -158,14 +158,19 @@ def read_inputs(here: Path, shared: Path) -> int:
 
 
 def read_token_ids(here: Path, shared: Path) -> int:
-    from glassengine.engine.prompts import read_input_ids
+    from glassengine.engine.prompts.prompts import read_input_ids
 
     path = _alone(here)
     return say(read_input_ids(path))
 
 
 def read_checkpoint(here: Path, shared: Path) -> int:
-    from glassengine.program.checkpoint_files import read_headers, read_tensors, require_plain_files, weight_files
+    from glassengine.program.loading.checkpoint_files import (
+        read_headers,
+        read_tensors,
+        require_plain_files,
+        weight_files,
+    )
 
     require_plain_files(here / "it")
     files = weight_files(str(here / "it"))
@@ -173,20 +178,20 @@ def read_checkpoint(here: Path, shared: Path) -> int:
 
 
 def read_prompts(here: Path, shared: Path) -> int:
-    from glassengine.engine.prompts import read_chat, read_prompt_file
+    from glassengine.engine.prompts.prompts import read_chat, read_prompt_file
 
     path = _alone(here)
     return say(read_chat(path) if path.name.startswith("c") else read_prompt_file(path))
 
 
 def read_aliases(here: Path, shared: Path) -> int:
-    from glassengine.engine.requests import read_requests
+    from glassengine.engine.store.requests import read_requests
 
     return say(read_requests([f"@{here / 'aliases.json'}"]))
 
 
 def read_map(here: Path, shared: Path) -> int:
-    from glassengine.compare.maps import load_map
+    from glassengine.compare.matching.maps import load_map
 
     path = _alone(here)
     return say(load_map(path))
@@ -201,7 +206,7 @@ def read_onnx(here: Path, shared: Path) -> int:
 
 def read_changed(here: Path, shared: Path) -> int:
     """Translate the model that was changed among many."""
-    from glassengine.program.stored import read_stored
+    from glassengine.program.loading.stored import read_stored
 
     times = {path: path.lstat().st_mtime_ns for path in sorted(here.glob("*.onnx"))}
     newest = max(times, key=lambda path: times[path])
@@ -210,20 +215,20 @@ def read_changed(here: Path, shared: Path) -> int:
 
 
 def read_archive(here: Path, shared: Path) -> int:
-    from glassengine.program.archive import inert_archive
+    from glassengine.program.store.archive import inert_archive
 
     return say(hashlib.sha256(inert_archive(here / "m.pt2", has_weights=True).getvalue()).hexdigest())
 
 
 def read_metrics(here: Path, shared: Path) -> int:
-    from glassengine.executable.metrics_reader import read_metrics
+    from glassengine.executable.metrics.reader import read_metrics
 
     path = _alone(here)
     return say(read_metrics(path))
 
 
 def read_token(here: Path, shared: Path) -> int:
-    from glassengine.executable import profile_token
+    from glassengine.executable.profile import token as profile_token
 
     path = here / "token.json"
     if path.is_file() and not path.is_symlink() and os.access(path, os.R_OK):
@@ -248,9 +253,9 @@ def read_kernels(here: Path, shared: Path) -> int:
 @functools.cache
 def _server(folder: str) -> tuple[int, str]:
     """Start a server, once in a process, and return its port and token."""
-    from glassengine.executable import profile_requests
-    from glassengine.executable.profile_client import request_profile
-    from glassengine.executable.profile_server import start_server
+    from glassengine.executable.profile import requests as profile_requests
+    from glassengine.executable.profile.client import request_profile
+    from glassengine.executable.profile.server import start_server
 
     profile_requests.ACCEPTS_PER_S = 1e6  # what is asked here is asked by one client
     file = Path(folder) / "token.json"

@@ -31,7 +31,7 @@ import torch
 from fuzzer import MAX_SECONDS, begin_clock, exercise
 
 from glassengine.errors import GlassError
-from glassengine.recording.source import open_source
+from glassengine.recording.read.source import open_source
 
 MAX_BYTES = 2 << 30
 NAMES = ["../../x", "/etc/passwd", "nul\0nul", "\u202egpj.exe", "x" * 4096, "..", "con", "a\nb"]
@@ -150,7 +150,7 @@ def index_of_many_records(folder: Path, records: int) -> Path:
 
 @case
 def names_of_a_recording(folder: Path, records: int) -> Path:
-    from glassengine.recording.writer import RecordingWriter
+    from glassengine.recording.write.writer import RecordingWriter
 
     with RecordingWriter(folder, metadata={}, overwrite=True) as writer:
         for name in NAMES:

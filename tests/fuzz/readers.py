@@ -19,14 +19,14 @@ SERVER_SECONDS = 8.0
 
 
 def load_adapter(here: Path, shared: Path) -> int:
-    from glassengine.program.load import load_model
+    from glassengine.program.loading.load import load_model
 
     load_model(str(shared / "model"), adapter=str(here / "it"))
     return 0
 
 
 def load_model(here: Path, shared: Path) -> int:
-    from glassengine.program.load import load_model
+    from glassengine.program.loading.load import load_model
 
     load_model(str(here / "it"))
     return 0
@@ -43,7 +43,7 @@ class _Compiler:
 
     @contextlib.contextmanager
     def within(self, directory: Path) -> Iterator[Any]:
-        from glassengine.executable.cache import Work
+        from glassengine.executable.cache.cache import Work
 
         self._directory = directory
         yield (work := Work(reused=(directory / "product").is_file()))
@@ -79,8 +79,8 @@ def _compiled(directory: Path) -> Any:
 
 
 def _compiled_there() -> Any:
-    from glassengine.executable.cache import compiled
-    from glassengine.executable.graph import CapturedGraph, input_spec
+    from glassengine.executable.cache.cache import compiled
+    from glassengine.executable.graph.graph import CapturedGraph, input_spec
 
     graph = torch.fx.Graph()
     graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (graph.placeholder("x"), 2.0)),))

@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import save
 
 import glassengine as glass
-from glassengine.recording.formats.export import FORMATS
-from glassengine.recording.layout import LeftOut, Sharding
-from glassengine.recording.reader import Recording
-from glassengine.recording.statistics import light_of_blocks
-from glassengine.recording.values import describe
-from glassengine.recording.writer import RecordingWriter
+from glassengine.recording.layout.layout import LeftOut, Sharding
+from glassengine.recording.layout.statistics import light_of_blocks
+from glassengine.recording.layout.values import describe
+from glassengine.recording.read.export import FORMATS
+from glassengine.recording.read.reader import Recording
+from glassengine.recording.write.writer import RecordingWriter
 
 Files = dict[str, bytes]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from glassengine.program.export import export_causal_lm
-from glassengine.program.program import Program
+from glassengine.program.export.export import export_causal_lm
+from glassengine.program.representation.program import Program
 from glassengine.testing import models
 from glassengine.testing.checkpoints import save_checkpoint
 

@@ -13,7 +13,7 @@ CODE = """
     import json, torch
     torch.set_num_threads(1)
     from glassengine.capture.interpreter import run_program
-    from glassengine.program.export import export_causal_lm
+    from glassengine.program.export.export import export_causal_lm
     from glassengine.testing import models
     program = export_causal_lm(models.gemma3())
     values = {}

@@ -10,9 +10,9 @@ import torch
 
 import glassengine as glass
 from glassengine.capture.interpreter import run_program
+from glassengine.program.loading.onnx import onnx_program
 from glassengine.program.onnx.file import OnnxFile
 from glassengine.program.onnx.function import Composite
-from glassengine.program.onnx.program import onnx_program
 from glassengine.testing.onnx_models import onnx_text
 
 onnx = pytest.importorskip("onnx")

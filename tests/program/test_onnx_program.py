@@ -14,11 +14,11 @@ import torch
 from glassengine.capture.interpreter import run_program
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.program import load_model, sites
+from glassengine.program.loading.onnx import onnx_model, onnx_program
 from glassengine.program.onnx.fallback import OneNode
 from glassengine.program.onnx.file import OnnxFile
 from glassengine.program.onnx.function import OnnxFunction
-from glassengine.program.onnx.program import onnx_model, onnx_program
-from glassengine.program.program import Program, load_program, save_program
+from glassengine.program.representation.program import Program, load_program, save_program
 from glassengine.testing.onnx_models import onnx_control_flow, onnx_mlp
 
 onnx = pytest.importorskip("onnx")
@@ -238,7 +238,7 @@ NOT_OURS = (
 
 
 def test_float64_goes_all_the_way_through() -> None:
-    from glassengine.diagnose.reference import ReferenceRun
+    from glassengine.judge.replay.reference import ReferenceRun
 
     for model in (onnx_mlp(), onnx_control_flow()):
         program = program_of(model)

@@ -18,20 +18,21 @@ import torch
 from glassengine.backends import onnx_backend
 from glassengine.backends.io import read_io
 from glassengine.backends.tensorrt_rtx_network import read_listing as read_network
-from glassengine.compare.maps import load_map
-from glassengine.engine.files import load_weights
-from glassengine.engine.manifest import read_manifest
-from glassengine.engine.prompts import read_chat, read_input_ids, read_prompt_file
-from glassengine.engine.requests import read_requests
-from glassengine.engine.sampling import _from_file
+from glassengine.compare.matching.maps import load_map
+from glassengine.engine.prompts.prompts import read_chat, read_input_ids, read_prompt_file
+from glassengine.engine.run.sampling import _from_file
+from glassengine.engine.store.files import load_weights
+from glassengine.engine.store.manifest import read_manifest
+from glassengine.engine.store.requests import read_requests
 from glassengine.errors import CorruptError, GlassError, UsageError
-from glassengine.executable.metrics_reader import read_metrics
-from glassengine.executable.profile_files import read_profiles
-from glassengine.program import artifacts, load_inputs
-from glassengine.program.adapters import read_adapter
-from glassengine.program.checkpoint_files import read_tensors, weight_files
-from glassengine.program.listing import read_listing
-from glassengine.program.program import load_graph, load_names
+from glassengine.executable.metrics.reader import read_metrics
+from glassengine.executable.profile.reader import read_profiles
+from glassengine.program import load_inputs
+from glassengine.program.listing import artifacts
+from glassengine.program.listing.listing import read_listing
+from glassengine.program.loading.adapters import read_adapter
+from glassengine.program.loading.checkpoint_files import read_tensors, weight_files
+from glassengine.program.representation.program import load_graph, load_names
 from glassengine.reading.arrays import MAX_UNFOLDED_BYTES
 from glassengine.reading.tensors import check_unfolded, read_torch
 

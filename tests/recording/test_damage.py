@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from glassengine.errors import CorruptError, GlassError, UsageError
-from glassengine.recording import frames, layout
-from glassengine.recording.reader import Recording
-from glassengine.recording.records import frame
-from glassengine.recording.writer import RecordingWriter
+from glassengine.recording.layout import frames, layout
+from glassengine.recording.layout.records import frame
+from glassengine.recording.read.reader import Recording
+from glassengine.recording.write.writer import RecordingWriter
 
 
 def make(path: Path, steps: int = 3) -> Path:
@@ -33,7 +33,9 @@ def set_manifest(path: Path, **changes: object) -> None:
 
 
 def run(code: str, *arguments: object) -> subprocess.Popen[str]:
-    source = "import sys, torch\nfrom glassengine.recording.writer import RecordingWriter\n" + textwrap.dedent(code)
+    source = "import sys, torch\nfrom glassengine.recording.write.writer import RecordingWriter\n" + textwrap.dedent(
+        code
+    )
     root = Path(__file__).parents[2] / "src"
     return subprocess.Popen(
         [sys.executable, "-c", source, *map(str, arguments)],
@@ -285,7 +287,7 @@ def test_blocks_that_are_in_order_are_read(tmp_path: Path) -> None:
 
 
 def test_a_small_index_that_claims_many_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("glassengine.recording.recovery.MAX_ENTRIES", 5)
+    monkeypatch.setattr("glassengine.recording.layout.recovery.MAX_ENTRIES", 5)
     path = make(tmp_path / "r", steps=1)
     # The shard grows without taking any room on the disk.
     os.truncate(path / "shard-00000.safetensors", 1 << 24)
@@ -482,7 +484,7 @@ def test_nothing_can_be_written_after_a_failure(tmp_path: Path, monkeypatch: pyt
     w = RecordingWriter(tmp_path / "r", metadata={})
     w.write("a", 0, torch.ones(1))
     w.commit(0)
-    monkeypatch.setattr("glassengine.recording.shard.write_all", full)
+    monkeypatch.setattr("glassengine.recording.write.shard.write_all", full)
     with pytest.raises(GlassError, match=r"No space left(.|\n)*1 completed steps are safe"):
         w.write("a", 1, torch.ones(1))
     with pytest.raises(GlassError, match="cannot go on"):

@@ -17,10 +17,12 @@ import pytest
 import torch
 
 from glassengine.errors import GlassError
-from glassengine.recording import layout, ring_file, writer
-from glassengine.recording.layout import LeftOut
-from glassengine.recording.reader import Recording
-from glassengine.recording.worker import BackgroundWriter
+from glassengine.recording.background import BackgroundWriter
+from glassengine.recording.layout import layout
+from glassengine.recording.layout.layout import LeftOut
+from glassengine.recording.read.reader import Recording
+from glassengine.recording.ring import file as ring_file
+from glassengine.recording.write import writer
 
 # Every value says which site and step it belongs to. Each forward that has ended is told by a byte on stdout.
 PRELUDE = """
@@ -28,7 +30,7 @@ import os, signal, sys, time
 import torch
 from torch import nn
 import glassengine as glass
-from glassengine.recording.worker import BackgroundWriter
+from glassengine.recording.background import BackgroundWriter
 
 torch.set_num_threads(1)
 
@@ -328,7 +330,7 @@ def test_a_ring_without_a_file_is_told(
 def left_by_a_kill(path: Path) -> list[int]:
     """Leave a recording as a killed process does; return the steps that had ended."""
     code = """
-    from glassengine.recording import consumer
+    from glassengine.recording.write import consumer
     consumer.Consumer.work = lambda self: time.sleep(1e9)  # nothing gets to disk
     recorder = BackgroundWriter(sys.argv[1], metadata={})
     for step in range(3):

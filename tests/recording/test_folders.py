@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from glassengine.errors import CorruptError
 from glassengine.recording.formats.npy_folder import NpyFolder
 from glassengine.recording.formats.step_files import StepFiles
-from glassengine.recording.source import TensorSource, open_source
+from glassengine.recording.read.source import TensorSource, open_source
 
 
 def keys(source: TensorSource) -> list[tuple[int, int, str]]:

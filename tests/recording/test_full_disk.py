@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from glassengine.errors import GlassError, UsageError
-from glassengine.recording import directory, rescue
-from glassengine.recording.reader import Recording
-from glassengine.recording.worker import BackgroundWriter
-from glassengine.recording.writer import RecordingWriter
+from glassengine.recording.background import BackgroundWriter
+from glassengine.recording.read.reader import Recording
+from glassengine.recording.rescue import rescue
+from glassengine.recording.write import directory
+from glassengine.recording.write.writer import RecordingWriter
 
 RING = 1 << 19
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from glassengine.errors import UsageError
-from glassengine.recording import writer
-from glassengine.recording.description import PAD_PREFIX
-from glassengine.recording.layout import HEADER_BYTES, STORED
-from glassengine.recording.reader import Recording
-from glassengine.recording.writer import RecordingWriter
+from glassengine.recording.layout.description import PAD_PREFIX
+from glassengine.recording.layout.layout import HEADER_BYTES, STORED
+from glassengine.recording.read.reader import Recording
+from glassengine.recording.write import writer
+from glassengine.recording.write.writer import RecordingWriter
 
 DTYPES = [getattr(torch, name) for name in STORED]
 

@@ -10,8 +10,8 @@ import torch
 
 from glassengine.backends.eager import EagerBackend
 from glassengine.backends.protocol import Run, Weights
-from glassengine.program.export import export_causal_lm
-from glassengine.program.program import Program
+from glassengine.program.export.export import export_causal_lm
+from glassengine.program.representation.program import Program
 from glassengine.testing import conformance, models
 
 Tensors = dict[str, torch.Tensor]

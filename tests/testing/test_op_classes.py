@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.fx import Node
 
-from glassengine.compare.bounds import has_bound
-from glassengine.compare.operation import RANDOM, UNBOUNDED, UNDEFINED
-from glassengine.program.naming import op_name
+from glassengine.numerics.bounds import has_bound
+from glassengine.numerics.ops import RANDOM, UNBOUNDED, UNDEFINED
+from glassengine.program.representation.naming import op_name
 from glassengine.testing.families import BUNDLED, FAMILIES, make_bench
 
 # What the programs of forty architectures have between them: decoders with and without experts, encoders, encoder and

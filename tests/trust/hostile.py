@@ -17,10 +17,10 @@ import onnx
 import torch
 from onnx import TensorProto, helper
 from tests.fuzz import kinds
-from tests.program.test_inert import arguments, called, changed, factory, keyed
+from tests.program.store.test_inert import arguments, called, changed, factory, keyed
 
 import glassengine as glass
-from glassengine.engine.manifest import FILE, checksum_of
+from glassengine.engine.store.manifest import FILE, checksum_of
 from glassengine.testing.checkpoints import save_checkpoint
 
 Line = list[str]

@@ -20,8 +20,8 @@ from glassengine import environment
 from glassengine.backends.kernel_sweep import sweep
 from glassengine.backends.protocol import Backend
 from glassengine.backends.registry import find_backend, list_backends
-from glassengine.compare.kernels import UNMEASURED, KernelError, Kernels, joined
 from glassengine.errors import GlassError
+from glassengine.numerics.kernels import UNMEASURED, KernelError, Kernels, joined
 from glassengine.reading.documents import read_document
 from glassengine.writing import aside, private_directory
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from glassengine.backends.protocol import Run
-from glassengine.program.program import Program, copied_graph, rebuilt
+from glassengine.program.representation.program import Program, copied_graph, rebuilt
 
 DEVICE = "device"
 """Key of a program's metadata while it is built: what it is built for, "cpu" or "cuda"."""

@@ -18,7 +18,7 @@ from glassengine.backends.protocol import (
     program_network,
 )
 from glassengine.capture.interpreter import run_program
-from glassengine.program.program import Program, load_program, save_program
+from glassengine.program.representation.program import Program, load_program, save_program
 
 
 class EagerBackend:

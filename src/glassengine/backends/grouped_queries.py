@@ -16,7 +16,7 @@ from torch import SymInt
 from torch.export import ExportedProgram
 from torch.fx import Graph, Node
 
-from glassengine.program.program import copied_graph, rebuilt
+from glassengine.program.representation.program import copied_graph, rebuilt
 
 MARK = "__grouped"
 """In the names of nodes that are put in: before it stands the name of the node they are a part of."""

@@ -28,9 +28,9 @@ from glassengine.backends.io import read_io, write_io
 from glassengine.backends.kernels import kernel_nodes, list_kernels
 from glassengine.backends.one_row import of_one_token, one_token_shapes
 from glassengine.backends.protocol import Availability, Capabilities, GraphFunction, Network, Run, Weights
-from glassengine.executable.cache import CompilerCache
-from glassengine.program.program import Program, copied_graph
-from glassengine.program.raised import described
+from glassengine.executable.cache.cache import CompilerCache
+from glassengine.program.representation.program import Program, copied_graph
+from glassengine.program.user_code.raised import described
 from glassengine.torch_versions import donated
 
 FREEZE_LIMIT_BYTES = 2 << 30

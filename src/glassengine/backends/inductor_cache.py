@@ -15,8 +15,8 @@ from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 from glassengine import environment
 from glassengine.backends.compiler_flags import read_flags
 from glassengine.backends.inductor_directory import use_private_directory
-from glassengine.executable.cache import Work
-from glassengine.executable.cache_key import Parts
+from glassengine.executable.cache.cache import Work
+from glassengine.executable.cache.key import Parts
 
 _DEFAULTS = {name: entry.default for name, entry in vars(torch._inductor.config)["_config"].items()}
 # Where things are kept and how many processes compile: nothing of what is computed depends on it.

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from glassengine.backends.devices import device_of
-from glassengine.program.outputs import result_names
-from glassengine.program.program import Program
+from glassengine.program.representation.outputs import result_names
+from glassengine.program.representation.program import Program
 from glassengine.reading.documents import damaged, read_document
 
 _FILE = "io.json"

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from glassengine.backends.protocol import Backend
-from glassengine.compare.bounds import has_bound, rounding_bound
-from glassengine.compare.kernels import KernelError
-from glassengine.compare.operation import POINTWISE, Operation, Roundoff
-from glassengine.compare.verdict import smallest_precise, unit_roundoff
-from glassengine.program.export import export_module
-from glassengine.program.naming import op_name
+from glassengine.numerics.bounds import has_bound, rounding_bound
+from glassengine.numerics.kernels import KernelError
+from glassengine.numerics.ops import POINTWISE, Operation, Roundoff
+from glassengine.numerics.verdict import smallest_precise, unit_roundoff
+from glassengine.program.export.export import export_module
+from glassengine.program.loading.onnx import onnx_program
 from glassengine.program.onnx.file import OnnxFile
-from glassengine.program.onnx.program import onnx_program
-from glassengine.program.program import Program
+from glassengine.program.representation.naming import op_name
+from glassengine.program.representation.program import Program
 
 if TYPE_CHECKING:
     import onnx

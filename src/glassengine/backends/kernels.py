@@ -14,8 +14,8 @@ from pathlib import Path
 from glassengine.backends.grouped_queries import node_of
 from glassengine.backends.protocol import Layer, Network, NetworkTensor
 from glassengine.errors import BackendError, CorruptError
-from glassengine.program.listing import list_nodes, stage_of
-from glassengine.program.program import Program
+from glassengine.program.listing.listing import list_nodes, stage_of
+from glassengine.program.representation.program import Program
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import open_regular
 

@@ -14,8 +14,8 @@ import torch
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from glassengine.program.program import Program
-from glassengine.program.signature import quiet
+from glassengine.program.representation.program import Program
+from glassengine.program.representation.signature import quiet
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Inductor adds up longer rows in a way that is several times slower.

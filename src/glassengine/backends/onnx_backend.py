@@ -19,8 +19,8 @@ from glassengine.backends.onnx_export import MODEL_FILE, export_onnx, refuse_bfl
 from glassengine.backends.onnx_network import list_network
 from glassengine.backends.protocol import Availability, Capabilities, Network, Run, Weights
 from glassengine.errors import BackendError, GlassError
-from glassengine.program.outputs import functional_form
-from glassengine.program.program import OnnxGraph, Program
+from glassengine.program.representation.outputs import functional_form
+from glassengine.program.representation.program import OnnxGraph, Program
 from glassengine.reading.documents import read_document
 
 _CONVERTER = ("onnx", "onnxscript")

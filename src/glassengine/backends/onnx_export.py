@@ -32,8 +32,8 @@ from glassengine.backends.protocol import Capabilities
 from glassengine.errors import BackendError, first_line
 from glassengine.program.onnx.file import fill
 from glassengine.program.onnx.session import with_outputs
-from glassengine.program.outputs import functional_form, result_names
-from glassengine.program.program import OnnxGraph, Program, rebuilt
+from glassengine.program.representation.outputs import functional_form, result_names
+from glassengine.program.representation.program import OnnxGraph, Program, rebuilt
 
 MODEL_FILE = "model.onnx"
 IN_PLACE_KEY = "glassengine.in_place"

@@ -19,7 +19,7 @@ import torch
 from glassengine.backends.onnx_stored import read_graph
 from glassengine.backends.protocol import Layer, Network, NetworkTensor
 from glassengine.program.onnx.session import start
-from glassengine.program.program import Program
+from glassengine.program.representation.program import Program
 
 NODE_KEY = "glassengine.node"
 """Key of a layer's metadata: the FX node that it carries out, alone or in part."""

@@ -26,7 +26,7 @@ from glassengine.backends.protocol import Capabilities, Network, Run
 from glassengine.errors import BackendError
 from glassengine.program.onnx.session import start
 from glassengine.program.onnx.types import ELEMENT_TYPES
-from glassengine.program.program import Program
+from glassengine.program.representation.program import Program
 
 # A node that the first provider has no kernel for is left to the second.
 _PROVIDERS: dict[str, list[Any]] = {

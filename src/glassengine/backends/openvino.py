@@ -18,7 +18,7 @@ from glassengine.backends.onnx_backend import OnnxBackend
 from glassengine.backends.onnx_export import IN_PLACE_KEY, MODEL_FILE, OPSET
 from glassengine.backends.onnx_stored import read_graph
 from glassengine.backends.protocol import Capabilities, Layer, Network, NetworkTensor, Run
-from glassengine.program.program import Program
+from glassengine.program.representation.program import Program
 
 _SETTINGS = {
     "INFERENCE_PRECISION_HINT": "f32",

@@ -10,10 +10,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from glassengine.executable.cache import CompilerCache
-from glassengine.program.listing import list_nodes, stage_of
-from glassengine.program.naming import op_name
-from glassengine.program.program import Program
+from glassengine.executable.cache.cache import CompilerCache
+from glassengine.program.listing.listing import list_nodes, stage_of
+from glassengine.program.representation.naming import op_name
+from glassengine.program.representation.program import Program
 
 logger = logging.getLogger("glassengine")
 

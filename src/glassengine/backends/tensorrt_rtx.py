@@ -19,7 +19,7 @@ from glassengine.backends.protocol import LARGEST, Capabilities, Network, Run
 from glassengine.backends.tensorrt_rtx_network import listing_of, read_listing, write_listing
 from glassengine.backends.tensorrt_rtx_plan import PLAN_FILE, Plan, logger_of
 from glassengine.errors import BackendError
-from glassengine.program.program import SMALLEST, OnnxGraph, Program
+from glassengine.program.representation.program import SMALLEST, OnnxGraph, Program
 
 UNBOUNDED = 1024
 """Largest value of a dynamic size to which nothing sets a bound: a plan has one for every size."""

@@ -17,10 +17,10 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from glassengine.capture.interruption import is_interruption
 from glassengine.capture.parts import parts_of, port_of_part, sharding_of, untransformed, waited
-from glassengine.recording.layout import LeftOut, Sharding
-from glassengine.recording.policy import NO_VALUES, OVER_BUDGET, Policy
-from glassengine.recording.statistics import light
-from glassengine.recording.values import dtype_name, why_not
+from glassengine.recording.layout.layout import LeftOut, Sharding
+from glassengine.recording.layout.statistics import light
+from glassengine.recording.layout.values import dtype_name, why_not
+from glassengine.recording.write.policy import NO_VALUES, OVER_BUDGET, Policy
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 

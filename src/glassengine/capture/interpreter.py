@@ -10,8 +10,8 @@ from torch.fx import Node
 
 from glassengine import spans
 from glassengine.errors import UsageError
-from glassengine.program.naming import of_any_layout
-from glassengine.program.program import Program
+from glassengine.program.representation.naming import of_any_layout
+from glassengine.program.representation.program import Program
 
 Observer = Callable[[Node, Any], None]
 

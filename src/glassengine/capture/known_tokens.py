@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from glassengine.errors import IncomparableError, UsageError
-from glassengine.recording.source import TensorSource, open_source
+from glassengine.recording.read.source import TensorSource, open_source
 
 Rows = list[list[int]]
 

@@ -25,7 +25,7 @@ from glassengine.capture.record import Recorder, own_directory, record
 from glassengine.errors import GlassError, UsageError
 from glassengine.locations import local
 from glassengine.recording.formats.debug_tree import TreeWriter
-from glassengine.recording.reader import Recording
+from glassengine.recording.read.reader import Recording
 from glassengine.sites import port_site
 from glassengine.writing import put_away
 

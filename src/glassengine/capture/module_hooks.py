@@ -29,7 +29,7 @@ from glassengine.capture.recomputed import Recomputed
 from glassengine.capture.rehearsals import is_rehearsal
 from glassengine.capture.steps import Steps
 from glassengine.capture.token_ids import first_argument, token_ids
-from glassengine.recording.policy import Policy
+from glassengine.recording.write.policy import Policy
 from glassengine.sites import ROOT, tap_site, with_call
 from glassengine.taps import tap_sink
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, maybe_get_bdim
 
-from glassengine.recording.layout import Sharding
+from glassengine.recording.layout.layout import Sharding
 
 
 def untransformed(tensor: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ from glassengine.capture.intake import Intake
 from glassengine.capture.module_hooks import ModuleHooks
 from glassengine.errors import GlassError, UnknownNameError, UsageError
 from glassengine.locations import local
-from glassengine.recording.policy import Policy
-from glassengine.recording.worker import BackgroundWriter
+from glassengine.recording.background import BackgroundWriter
+from glassengine.recording.write.policy import Policy
 from glassengine.sites import ROOT
 
 _log = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ import torch
 from glassengine import environment
 from glassengine.capture.intake import Intake
 from glassengine.capture.steps import Steps
-from glassengine.recording.policy import Policy
-from glassengine.recording.worker import BackgroundWriter
+from glassengine.recording.background import BackgroundWriter
+from glassengine.recording.write.policy import Policy
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 from glassengine.capture.script import ScriptRecorder
 from glassengine.errors import GlassError
-from glassengine.recording.layout import MANIFEST
+from glassengine.recording.layout.layout import MANIFEST
 
 _log = logging.getLogger(__name__)
 

@@ -22,10 +22,10 @@ from glassengine.capture.record import own_directory, record
 from glassengine.errors import UsageError
 from glassengine.program.inputs.given import load_inputs
 from glassengine.program.inputs.programs import stored_inputs
-from glassengine.program.load import LoadedModel, load_model
-from glassengine.program.raised import forward_errors
-from glassengine.recording.layout import LeftOut, Sharding
-from glassengine.recording.policy import Policy
+from glassengine.program.loading.load import LoadedModel, load_model
+from glassengine.program.user_code.raised import forward_errors
+from glassengine.recording.layout.layout import LeftOut, Sharding
+from glassengine.recording.write.policy import Policy
 from glassengine.results import Result
 
 logger = logging.getLogger("glassengine")
@@ -162,7 +162,7 @@ def record_target(
             observe(writer, [tokens[:, :-1] for tokens in made])
 
         then(path, again)
-    from glassengine.recording.reader import Recording
+    from glassengine.recording.read.reader import Recording
 
     opened = Recording.open(path)
     total = sum(entry.nbytes for entry in opened.entries)

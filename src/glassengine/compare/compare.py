@@ -14,15 +14,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from glassengine.compare.exemptions import Ledger
 from glassengine.compare.first import Order
 from glassengine.compare.judging import BY_FLOOR, BY_GIVEN_TOLERANCE, BY_TOLERANCE, Judge
-from glassengine.compare.maps import TensorMap, load_map
-from glassengine.compare.matching import Match, Matching, match
-from glassengine.compare.phases import phase_of
+from glassengine.compare.matching.maps import TensorMap, load_map
+from glassengine.compare.matching.matching import Match, Matching, match
+from glassengine.compare.matching.phases import phase_of
 from glassengine.compare.precision import Precision, over_budget, two_precisions
-from glassengine.compare.rank_and_hints import rank_and_hints
-from glassengine.compare.ranks import PutTogether
+from glassengine.compare.ranks.rank_and_hints import rank_and_hints
+from glassengine.compare.ranks.ranks import PutTogether
+from glassengine.compare.ranks.sides import expect_counterparts, sides_of_one_rank
 from glassengine.compare.requirements import (
     check_arguments,
     nothing_to_compare,
@@ -30,13 +30,13 @@ from glassengine.compare.requirements import (
     require_names,
     require_same_tokens,
 )
-from glassengine.compare.sides_of_ranks import expect_counterparts, sides_of_one_rank
 from glassengine.compare.together import judge_all
-from glassengine.compare.tolerance import is_inexact, tolerance
-from glassengine.recording.layout import Entry
-from glassengine.recording.noise_floor import NoiseFloor, read_noise_floor
-from glassengine.recording.reader import Recording
-from glassengine.recording.source import TensorSource, open_source
+from glassengine.numerics.exemptions import Ledger
+from glassengine.numerics.metrics.tolerance import is_inexact, tolerance
+from glassengine.recording.layout.layout import Entry
+from glassengine.recording.layout.noise_floor import NoiseFloor, read_noise_floor
+from glassengine.recording.read.reader import Recording
+from glassengine.recording.read.source import TensorSource, open_source
 from glassengine.results import (
     VERDICTS,
     Comparison,
@@ -71,8 +71,8 @@ def compare(
     """Judge every tensor of `candidate` against the tensor of the same step and rank in `baseline` that it belongs to.
 
     Tensors belong together by `map`, by name, or by an alias that a recording knows. Where one side was run by several
-    ranks and the other by one, the parts of the ranks are put together (`compare.ranks`). Memory: one pair of blocks in
-    float64, whatever the size of the tensors; a layout operation that cannot be a view copies its tensor.
+    ranks and the other by one, the parts of the ranks are put together (`compare.ranks.ranks`). Memory: one pair of
+    blocks in float64, whatever the size of the tensors; a layout operation that cannot be a view copies its tensor.
 
     Args:
         baseline: Recording directory, `.pt`, `.pth`, `.safetensors`, `.npz`, `.npy`, a directory of `step{i}.pt` or of
@@ -80,7 +80,7 @@ def compare(
         candidate: The same.
         rtol: Relative tolerance instead of the dtype's own; integers and bools stay exact.
         atol: Absolute tolerance instead of the dtype's own; integers and bools stay exact.
-        map: Which names belong together and in which layout: a JSON file or what it holds (`compare.maps`).
+        map: Which names belong together and in which layout: a JSON file or what it holds (`compare.matching.maps`).
         show_only: Site patterns (glob or `re:`): only these tensors are judged and shown, each with its statistics.
         floating_point_only: Leave out integers and bools.
         transpose: Site patterns whose baseline tensor is transposed (its last two dimensions) first; of what a pattern

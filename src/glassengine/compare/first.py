@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from glassengine.compare.phases import PHASES, paths_above, phase_of
-from glassengine.recording.layout import Entry
-from glassengine.recording.source import TensorSource
+from glassengine.compare.matching.phases import PHASES, paths_above, phase_of
+from glassengine.recording.layout.layout import Entry
+from glassengine.recording.read.source import TensorSource
 
 
 class Order:

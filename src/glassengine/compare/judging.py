@@ -11,22 +11,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from glassengine.compare import layouts, shapes
-from glassengine.compare.exemptions import PADDING, Ledger
-from glassengine.compare.globs import NameIndex
-from glassengine.compare.mask_values import seen_by, without_hidden
-from glassengine.compare.matching import Match
-from glassengine.compare.measure import measure, summarize, summarize_errors
-from glassengine.compare.padding import CACHES, Padding
+from glassengine.compare import shapes
+from glassengine.compare.matching import layouts
+from glassengine.compare.matching.globs import NameIndex
+from glassengine.compare.matching.matching import Match
+from glassengine.compare.matching.padding import CACHES, Padding
 from glassengine.compare.precision import Precision
-from glassengine.compare.slices import rho, slices
-from glassengine.compare.tolerance import Tolerance, tolerance
-from glassengine.compare.verdict import SUSPICIOUS, WRONG
 from glassengine.errors import UsageError, nearest
-from glassengine.recording.layout import Entry
-from glassengine.recording.noise_floor import NoiseFloor
-from glassengine.recording.source import TensorSource
-from glassengine.recording.values import dtype_name
+from glassengine.numerics.exemptions import PADDING, Ledger
+from glassengine.numerics.mask_values import seen_by, without_hidden
+from glassengine.numerics.metrics.measure import measure, summarize, summarize_errors
+from glassengine.numerics.metrics.slices import rho, slices
+from glassengine.numerics.metrics.tolerance import Tolerance, tolerance
+from glassengine.numerics.verdict import SUSPICIOUS, WRONG
+from glassengine.recording.layout.layout import Entry
+from glassengine.recording.layout.noise_floor import NoiseFloor
+from glassengine.recording.layout.values import dtype_name
+from glassengine.recording.read.source import TensorSource
 from glassengine.results import VERDICTS, Pair, Verdict
 from glassengine.sites import matches
 

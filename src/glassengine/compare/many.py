@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from glassengine.compare.compare import compare
-from glassengine.compare.maps import TensorMap, load_map
+from glassengine.compare.matching.maps import TensorMap, load_map
 from glassengine.errors import UsageError
-from glassengine.recording.source import TensorSource, open_source
+from glassengine.recording.read.source import TensorSource, open_source
 from glassengine.results import SCHEMA_VERSION, Comparison, Result, Verdict, worst
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from glassengine.compare.drift import LOST, DriftSums, by_growth
-from glassengine.compare.tolerance import is_inexact, tolerance
-from glassengine.recording.source import TensorSource
+from glassengine.numerics.metrics.drift import LOST, DriftSums, by_growth
+from glassengine.numerics.metrics.tolerance import is_inexact, tolerance
+from glassengine.recording.read.source import TensorSource
 from glassengine.results import DriftRow, Verdict
 
 _FEWEST = 8

@@ -9,8 +9,8 @@ import torch
 
 from glassengine.errors import IncomparableError, UnknownNameError, UsageError, first_line
 from glassengine.recording.formats.debugger_file import FULL, DebuggerFile
-from glassengine.recording.policy import NO_VALUES
-from glassengine.recording.source import TensorSource
+from glassengine.recording.read.source import TensorSource
+from glassengine.recording.write.policy import NO_VALUES
 from glassengine.results import VERDICTS
 from glassengine.sites import ROOT, matches
 

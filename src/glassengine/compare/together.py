@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Sequence
 
 from glassengine.compare.judging import Judge
-from glassengine.compare.matching import Match
-from glassengine.compare.open_shares import never_added_up
-from glassengine.compare.ranks import PutTogether
-from glassengine.compare.shared_gradients import OWN_SHARE, SHARED, shared_gradients, shares_of_right_sums
-from glassengine.recording.source import TensorSource
+from glassengine.compare.matching.matching import Match
+from glassengine.compare.ranks.open_shares import never_added_up
+from glassengine.compare.ranks.ranks import PutTogether
+from glassengine.compare.ranks.shared_gradients import OWN_SHARE, SHARED, shared_gradients, shares_of_right_sums
+from glassengine.recording.read.source import TensorSource
 from glassengine.results import FLAGGED, Pair
 
 

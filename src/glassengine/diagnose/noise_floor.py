@@ -1,7 +1,7 @@
 """The noise floor of a recorded run: the same model on the same inputs again, every op rounded otherwise.
 
 The model runs as it is; after each op a dispatch mode adds to the result what a second implementation's rounding would
-make of it (`diagnose.rounding`, twice: both sides round), and attention is written out instead of fused. What a tensor
+make of it (`numerics.noise`, twice: both sides round), and attention is written out instead of fused. What a tensor
 differs by from the recorded one is a sample of its noise; of several runs the largest counts, slice by slice.
 """
 
@@ -21,18 +21,18 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from glassengine.capture.intake import Writer
-from glassengine.compare.mask_values import sentinel
-from glassengine.compare.operation import CASTS
-from glassengine.compare.padding import Padding
-from glassengine.compare.slices import slices
-from glassengine.compare.verdict import smallest_precise, unit_roundoff
-from glassengine.diagnose.float64 import retarget
-from glassengine.diagnose.rounding import disturbed, noisy, rounds
+from glassengine.compare.matching.padding import Padding
 from glassengine.errors import GlassError
-from glassengine.program.naming import op_name
-from glassengine.recording.layout import LeftOut, Sharding
-from glassengine.recording.noise_floor import Floor, Key, write_noise_floor
-from glassengine.recording.reader import Recording
+from glassengine.numerics.float64 import retarget
+from glassengine.numerics.mask_values import sentinel
+from glassengine.numerics.metrics.slices import slices
+from glassengine.numerics.noise import disturbed, noisy, rounds
+from glassengine.numerics.ops import CASTS
+from glassengine.numerics.verdict import smallest_precise, unit_roundoff
+from glassengine.program.representation.naming import op_name
+from glassengine.recording.layout.layout import LeftOut, Sharding
+from glassengine.recording.layout.noise_floor import Floor, Key, write_noise_floor
+from glassengine.recording.read.reader import Recording
 
 NUM_RUNS = 2
 

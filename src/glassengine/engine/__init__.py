@@ -1,6 +1,6 @@
 """From a program to an engine directory, and from an engine directory to tokens."""
 
-from glassengine.engine.build import build, build_program
-from glassengine.engine.engine import Engine, load
+from glassengine.engine.build.build import build, build_program
+from glassengine.engine.run.engine import Engine, load
 
 __all__ = ["Engine", "build", "build_program", "load"]

@@ -16,7 +16,7 @@ import torch
 from torch._functorch._aot_autograd import descriptors
 from torch.fx import GraphModule, Node
 
-from glassengine.executable.graph import (
+from glassengine.executable.graph.graph import (
     CapturedGraph,
     GraphKind,
     InputKind,

@@ -19,9 +19,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from glassengine import taps
 from glassengine.backends.protocol import GraphFunction
 from glassengine.capture.observed_call import has_compiled_call
-from glassengine.executable.graph import mutated_placeholders
+from glassengine.executable.graph.graph import mutated_placeholders
 from glassengine.frontends.aot_graph import Names
-from glassengine.program.marks import MARK
+from glassengine.program.user_code.marks import MARK
 
 logger = logging.getLogger("glassengine")
 

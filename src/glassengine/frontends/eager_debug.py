@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from glassengine.backends.protocol import GraphFunction
 from glassengine.backends.registry import choose_graph_backend
 from glassengine.frontends.eager_ops import OpRunner, count_fallback, op_runner
-from glassengine.program.naming import of_any_layout
+from glassengine.program.representation.naming import of_any_layout
 
 _TRACING = (FakeTensor, FunctionalTensor)  # somebody captures a graph: nothing is computed
 

@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_map
 
 from glassengine.backends.protocol import CachingGraphs, CompilingGraphs
 from glassengine.errors import BackendError
-from glassengine.executable.compilation import Occasion
-from glassengine.executable.executable import Executable, compile_graph
-from glassengine.executable.graph import CapturedGraph, input_spec
+from glassengine.executable.graph.graph import CapturedGraph, input_spec
+from glassengine.executable.metrics.compilation import Occasion
+from glassengine.executable.run.executable import Executable, compile_graph
 from glassengine.frontends.eager_schema import Operation, argument
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

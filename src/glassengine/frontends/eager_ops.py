@@ -21,8 +21,8 @@ from torch._ops import HigherOrderOperator, OpOverload
 
 from glassengine.backends.protocol import CompilingGraphs
 from glassengine.errors import BackendError
-from glassengine.executable.compilation import FIRST, Cause, Occasion
-from glassengine.executable.metrics import registry
+from glassengine.executable.metrics.compilation import FIRST, Cause, Occasion
+from glassengine.executable.metrics.metrics import registry
 from glassengine.frontends.eager_graph import Call, CompiledCall, TensorSpec, UnforeseenError, compile_call, overlap
 from glassengine.frontends.eager_schema import examine
 

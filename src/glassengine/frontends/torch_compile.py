@@ -22,9 +22,9 @@ from glassengine import environment
 from glassengine.backends.protocol import CachingGraphs, DecomposingGraphs, GraphFunction
 from glassengine.backends.registry import choose_graph_backend
 from glassengine.errors import UnknownNameError
-from glassengine.executable.compilation import Cause, Occasion
-from glassengine.executable.executable import compile_graph
-from glassengine.executable.graph import GraphKind
+from glassengine.executable.graph.graph import GraphKind
+from glassengine.executable.metrics.compilation import Cause, Occasion
+from glassengine.executable.run.executable import compile_graph
 from glassengine.frontends.aot_graph import Names, captured
 from glassengine.frontends.causes import RESUMED, occasion
 from glassengine.frontends.compiled_taps import handing_on, mark_taps_for, take_taps

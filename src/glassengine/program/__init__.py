@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from glassengine.errors import UsageError
-from glassengine.program import image_text
-from glassengine.program.example_inputs import encoder_inputs, example_inputs, said_of_made_up
-from glassengine.program.export import export_causal_lm, export_module
-from glassengine.program.export_specialized import export_specialized
-from glassengine.program.export_two import export_encoder_decoder, export_image_text
+from glassengine.program.export.export import export_causal_lm, export_module
+from glassengine.program.export.specialized import export_specialized
+from glassengine.program.export.two import export_encoder_decoder, export_image_text
 from glassengine.program.inputs.given import load_inputs
-from glassengine.program.listing import OnStage, stage_of
-from glassengine.program.load import LoadedModel, load_model
-from glassengine.program.module_state import holding
-from glassengine.program.passes import apply_pass
-from glassengine.program.program import Program, load_names
-from glassengine.program.raised import forward_errors
-from glassengine.program.written_modules import uncompiled
+from glassengine.program.kinds import image_text
+from glassengine.program.kinds.example_inputs import encoder_inputs, example_inputs, said_of_made_up
+from glassengine.program.listing.listing import OnStage, stage_of
+from glassengine.program.loading.load import LoadedModel, load_model
+from glassengine.program.representation.passes import apply_pass
+from glassengine.program.representation.program import Program, load_names
+from glassengine.program.user_code.module_state import holding
+from glassengine.program.user_code.raised import forward_errors
+from glassengine.program.user_code.written_modules import uncompiled
 from glassengine.sites import Site, SiteTable
 
 __all__ = [

@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 from torch import Tensor
 
-from glassengine.recording.layout import Entry, LeftOut
+from glassengine.recording.layout.layout import Entry, LeftOut
 from glassengine.report.table import new_table
 from glassengine.report.terminal_compare import number
 from glassengine.results import Summary

@@ -13,8 +13,8 @@ from rich.text import Text
 from glassengine.report.terminal_check import check
 
 if TYPE_CHECKING:
-    from glassengine.diagnose.bisect_compiler import Bisection
-    from glassengine.diagnose.replay_snapshot import Replayed, ReplayedOutput
+    from glassengine.diagnose.reproduction.bisect_compiler import Bisection
+    from glassengine.diagnose.snapshot.replay import Replayed, ReplayedOutput
 
 _MAX_OUTPUTS = 20
 _MAX_OPS = 8

@@ -12,9 +12,9 @@ from glassengine.report.table import new_table
 from glassengine.report.terminal_compare import number
 
 if TYPE_CHECKING:
-    from glassengine.executable.snapshot import Snapshot
-    from glassengine.executable.snapshot_layout import Entry
-    from glassengine.executable.snapshot_list import ListedSnapshot
+    from glassengine.executable.snapshot.layout import Entry
+    from glassengine.executable.snapshot.listing import ListedSnapshot
+    from glassengine.executable.snapshot.reader import Snapshot
 
 
 def several(listed: Sequence[ListedSnapshot]) -> RenderableType:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from glassengine.diagnose.cases import Case
-from glassengine.diagnose.sides import EngineSide
-from glassengine.program.naming import op_name
+from glassengine.judge.cases import Case
+from glassengine.judge.sides.sides import EngineSide
+from glassengine.program.representation.naming import op_name
 from glassengine.testing.corpus import Bench, Planted
 from glassengine.testing.edits import DoesNotApply, Edit, Mistake, Mutant
 from glassengine.testing.engines import built_from

@@ -23,12 +23,12 @@ import torch
 
 from glassengine.backends.protocol import Backend, Run
 from glassengine.capture.interpreter import run_program
-from glassengine.compare.undefined_casts import UndefinedCasts
-from glassengine.engine.session import STEP_INPUTS
-from glassengine.executable.executable import compile_executable, load_executable
-from glassengine.program.image_text import IMAGE_TOKEN, INDEX
-from glassengine.program.outputs import DerivedValues, add_outputs, plan_outputs
-from glassengine.program.program import Program
+from glassengine.engine.run.session import STEP_INPUTS
+from glassengine.executable.run.executable import compile_executable, load_executable
+from glassengine.judge.exclusions.undefined_casts import UndefinedCasts
+from glassengine.program.kinds.image_text import IMAGE_TOKEN, INDEX
+from glassengine.program.representation.outputs import DerivedValues, add_outputs, plan_outputs
+from glassengine.program.representation.program import Program
 from glassengine.results import Result
 from glassengine.sites import Site
 

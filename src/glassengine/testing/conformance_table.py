@@ -15,9 +15,9 @@ from typing import Any
 
 from glassengine.backends.registry import find_backend
 from glassengine.program import example_inputs, export_program, export_programs, load_model
-from glassengine.program.example_inputs import encoder_inputs
-from glassengine.program.export import named_inputs
-from glassengine.program.program import Program
+from glassengine.program.export.export import named_inputs
+from glassengine.program.kinds.example_inputs import encoder_inputs
+from glassengine.program.representation.program import Program
 from glassengine.testing import conformance, tables
 from glassengine.testing.architectures import ENCODER_DECODERS, FAMILIES, GENERATING, ONE_FORWARD
 from glassengine.testing.tables import DisagreementError

@@ -15,21 +15,21 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from glassengine.compare.pairing import difference
-from glassengine.compare.verdict import SUSPICIOUS
-from glassengine.diagnose.arranged import Arranged
-from glassengine.diagnose.cases import Case, StepInputs
-from glassengine.diagnose.conclude import conclude
-from glassengine.diagnose.judge import run_cases
-from glassengine.diagnose.pair_programs import pair_programs
-from glassengine.diagnose.regions import RegionReplay
-from glassengine.diagnose.replay import Replay
-from glassengine.diagnose.score import Score
-from glassengine.diagnose.sides import EngineSide, ModuleSide, ProgramSide
 from glassengine.errors import GlassError
+from glassengine.judge.cases import Case, StepInputs
+from glassengine.judge.graphs.by_name import difference
+from glassengine.judge.pairing.programs import pair_programs
+from glassengine.judge.replay.op import Replay
+from glassengine.judge.replay.region import RegionReplay
+from glassengine.judge.sides.arranged import Arranged
+from glassengine.judge.sides.sides import EngineSide, ModuleSide, ProgramSide
+from glassengine.judge.verdict.conclude import conclude
+from glassengine.judge.verdict.run import run_cases
+from glassengine.judge.verdict.score import Score
+from glassengine.numerics.verdict import SUSPICIOUS
 from glassengine.program import LoadedModel, Program
-from glassengine.program.naming import op_name
-from glassengine.program.outputs import is_view
+from glassengine.program.representation.naming import op_name
+from glassengine.program.representation.outputs import is_view
 from glassengine.results import FLAGGED, Comparison
 from glassengine.testing.edits import DoesNotApply, Mistake, Mutant, plant
 from glassengine.testing.truth import Guilt, find_guilt, is_equivalent

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 
-from glassengine.program.naming import op_name
-from glassengine.program.outputs import weight_only_nodes
-from glassengine.program.passes import apply_function
-from glassengine.program.program import Program
+from glassengine.program.representation.naming import op_name
+from glassengine.program.representation.outputs import weight_only_nodes
+from glassengine.program.representation.passes import apply_function
+from glassengine.program.representation.program import Program
 
 Op = Any
 """A node of a graph. torch declares the arguments of a node as a union of 17 types, which no edit can work with."""

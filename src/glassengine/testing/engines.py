@@ -7,10 +7,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from glassengine.diagnose.cases import Case
-from glassengine.diagnose.climb import Climb, add_built, add_engine
-from glassengine.diagnose.sides import EngineSide, ModuleSide
-from glassengine.engine.build import build_program
+from glassengine.diagnose.ladder.rungs import Climb, add_built, add_engine
+from glassengine.engine.build.build import build_program
+from glassengine.judge.cases import Case
+from glassengine.judge.sides.sides import EngineSide, ModuleSide
 from glassengine.program import Program
 from glassengine.testing.corpus import Bench
 

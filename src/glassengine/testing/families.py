@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from glassengine.diagnose.cases import module_cases
+from glassengine.judge.cases import module_cases
 from glassengine.program import export_program, load_model
 from glassengine.testing import models
 from glassengine.testing.corpus import Bench, padded_case

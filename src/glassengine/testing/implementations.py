@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from glassengine.capture.interpreter import run_program
-from glassengine.diagnose.replay import Replay
-from glassengine.diagnose.sides import ModuleSide, ProgramSide
+from glassengine.judge.replay.op import Replay
+from glassengine.judge.sides.sides import ModuleSide, ProgramSide
 from glassengine.program import Program, export_program, load_model
-from glassengine.program.naming import is_tensor_node
-from glassengine.program.program import copied_graph
+from glassengine.program.representation.naming import is_tensor_node
+from glassengine.program.representation.program import copied_graph
 from glassengine.testing.corpus import Bench, interpreted
 from glassengine.testing.edits import DoesNotApply
 from glassengine.testing.node_side import NodeSide

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from glassengine.program.naming import op_name
+from glassengine.program.representation.naming import op_name
 from glassengine.testing.edits import Edit, Mistake, Op
 from glassengine.testing.places import (
     aten,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from glassengine.program.naming import op_name
+from glassengine.program.representation.naming import op_name
 from glassengine.testing.edits import DoesNotApply, Edit, Mistake, Op
 from glassengine.testing.places import (
     aten,

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from glassengine.diagnose.cases import Case, StepInputs
-from glassengine.diagnose.end_to_end import results_of
-from glassengine.diagnose.replay import Replay
-from glassengine.diagnose.sides import Level, Observed, empty_caches
-from glassengine.program.export import named_inputs
-from glassengine.program.outputs import weight_only_nodes
-from glassengine.program.program import Program
+from glassengine.judge.cases import Case, StepInputs
+from glassengine.judge.end_to_end import results_of
+from glassengine.judge.replay.op import Replay
+from glassengine.judge.sides.sides import Level, Observed, empty_caches
+from glassengine.program.export.export import named_inputs
+from glassengine.program.representation.outputs import weight_only_nodes
+from glassengine.program.representation.program import Program
 
 
 class NodeSide(ABC):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from glassengine.program.naming import op_name
+from glassengine.program.representation.naming import op_name
 from glassengine.testing.edits import Edit, Op
 
 aten = torch.ops.aten

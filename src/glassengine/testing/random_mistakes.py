@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from glassengine.program.naming import op_name
-from glassengine.program.outputs import is_view
+from glassengine.program.representation.naming import op_name
+from glassengine.program.representation.outputs import is_view
 from glassengine.testing.edits import DoesNotApply, Edit, Mistake, Op
 from glassengine.testing.places import aten, is_float
 

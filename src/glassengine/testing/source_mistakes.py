@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from glassengine.compare.pairing import pair_sites
+from glassengine.judge.graphs.by_name import pair_sites
 from glassengine.program import export_program, load_model
 from glassengine.testing.corpus import Bench
 from glassengine.testing.edits import DoesNotApply, Edit, Mistake, Mutant

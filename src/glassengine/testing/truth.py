@@ -18,14 +18,14 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.capture.interpreter import run_program
-from glassengine.compare.operation import RANDOM, UNDEFINED
-from glassengine.diagnose.cases import StepInputs
-from glassengine.diagnose.float64 import double, retarget, target_of
-from glassengine.diagnose.sides import empty_caches
-from glassengine.diagnose.validity import valid_mask
-from glassengine.program.export import named_inputs
-from glassengine.program.naming import is_tensor_node, op_name
-from glassengine.program.program import Program
+from glassengine.judge.cases import StepInputs
+from glassengine.judge.exclusions.padding import valid_mask
+from glassengine.judge.sides.sides import empty_caches
+from glassengine.numerics.float64 import double, retarget, target_of
+from glassengine.numerics.ops import RANDOM, UNDEFINED
+from glassengine.program.export.export import named_inputs
+from glassengine.program.representation.naming import is_tensor_node, op_name
+from glassengine.program.representation.program import Program
 from glassengine.testing.edits import Mutant
 
 Steps = Sequence[StepInputs | Mapping[str, Any]]

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from glassengine.compare.composite_bounds import attention_parts
-from glassengine.compare.operation import CASTS, MOVES, POINTWISE, SUMS
-from glassengine.diagnose.float64 import target_of
-from glassengine.diagnose.replay import Replay
-from glassengine.program.naming import is_tensor_node, op_name
-from glassengine.program.outputs import is_view
-from glassengine.program.program import Program
+from glassengine.judge.replay.op import Replay
+from glassengine.numerics.composite_bounds import attention_parts
+from glassengine.numerics.float64 import target_of
+from glassengine.numerics.ops import CASTS, MOVES, POINTWISE, SUMS
+from glassengine.program.representation.naming import is_tensor_node, op_name
+from glassengine.program.representation.outputs import is_view
+from glassengine.program.representation.program import Program
 from glassengine.testing.node_side import NodeSide
 
 Kernel = Callable[..., Any]

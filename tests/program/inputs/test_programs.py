@@ -13,7 +13,7 @@ import glassengine as glass
 from glassengine.errors import UsageError
 from glassengine.program import load_model
 from glassengine.program.inputs.programs import stored_inputs
-from glassengine.program.inputs.steps import MadeUp
+from glassengine.program.kinds.steps import MadeUp
 from glassengine.testing.input_mutations import unseen
 from glassengine.testing.onnx_models import onnx_text
 

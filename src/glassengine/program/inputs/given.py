@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from glassengine.errors import CorruptError, UnknownNameError, UsageError
-from glassengine.program.factory import call_factory, is_factory
+from glassengine.program.user_code.factory import call_factory, is_factory
 from glassengine.reading.arrays import read_npz
 from glassengine.reading.documents import read_document
 from glassengine.reading.tensors import check_unfolded, read_safetensors, read_torch

@@ -17,10 +17,10 @@ from torch import nn
 from glassengine.errors import UsageError
 from glassengine.program.inputs.observe import Use, uses_of
 from glassengine.program.inputs.search import Target, Values, made_up, no_inputs
-from glassengine.program.inputs.steps import MadeUp
-from glassengine.program.module_state import holding
-from glassengine.program.program import Port
-from glassengine.program.written_modules import forward_parameters
+from glassengine.program.kinds.steps import MadeUp
+from glassengine.program.representation.program import Port
+from glassengine.program.user_code.module_state import holding
+from glassengine.program.user_code.written_modules import forward_parameters
 
 _MOST_TRIED = 240
 _MOST_ARGUMENTS = 4

@@ -11,12 +11,12 @@ from torch.fx import Interpreter, Node
 from torch.utils import _pytree as pytree
 
 from glassengine.errors import UsageError
-from glassengine.program.export import named_inputs
-from glassengine.program.exported_file import StoredModule
+from glassengine.program.export.export import named_inputs
 from glassengine.program.inputs.observe import Use, Watch, uses_of
 from glassengine.program.inputs.search import Target, Values, made_up
-from glassengine.program.inputs.steps import MadeUp
-from glassengine.program.program import Program
+from glassengine.program.kinds.steps import MadeUp
+from glassengine.program.loading.exported_file import StoredModule
+from glassengine.program.representation.program import Program
 
 
 def stored_inputs(module: nn.Module, program: Program) -> MadeUp:

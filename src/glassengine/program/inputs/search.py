@@ -13,10 +13,10 @@ from torch.utils import _pytree as pytree
 from glassengine.errors import UsageError
 from glassengine.program.inputs.observe import Use
 from glassengine.program.inputs.sizes import Sizes
-from glassengine.program.inputs.steps import MadeUp
 from glassengine.program.inputs.values import Made, Spec, has_masks, make, plainest
-from glassengine.program.program import Port
-from glassengine.program.raised import described
+from glassengine.program.kinds.steps import MadeUp
+from glassengine.program.representation.program import Port
+from glassengine.program.user_code.raised import described
 
 BUDGET = 20.0
 """Seconds after which no other sizes are tried; the first few are tried whatever they take."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from glassengine.program.program import Port
+from glassengine.program.representation.program import Port
 
 _TERM = re.compile(r"[+\-*]|[^\s+\-*]+")
 _UNKNOWN = ("", "?")

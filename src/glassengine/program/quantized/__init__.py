@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from glassengine.errors import GlassError, UsageError
-from glassengine.program.checkpoint_files import read_headers, read_tensors, weight_files
-from glassengine.program.factory import without_bars
-from glassengine.program.model_class import model_class_of, without_weights
+from glassengine.program.loading.checkpoint_files import read_headers, read_tensors, weight_files
+from glassengine.program.loading.model_class import model_class_of, without_weights
 from glassengine.program.quantized import awq, bitsandbytes, compressed_tensors, float8, gptq, torchao
 from glassengine.program.quantized.grid import Grid, damaged
 from glassengine.program.quantized.parts import ELSEWHERE, Parts, Read
+from glassengine.program.user_code.factory import without_bars
 from glassengine.reading.documents import read_document
 
 logger = logging.getLogger("glassengine")

@@ -30,7 +30,7 @@ from glassengine import blocks
 from glassengine.checksums import crc32
 from glassengine.errors import UsageError
 from glassengine.recording.formats.debugger_file import FULL, OTHER_PORTS, SUMMARY
-from glassengine.recording.layout import Entry
+from glassengine.recording.layout.layout import Entry
 from glassengine.sites import ROOT, port_site, with_call
 from glassengine.writing import remove_tree, save_safetensors
 

@@ -25,7 +25,7 @@ from glassengine.recording.formats.files import why_not_a_file
 from glassengine.recording.formats.json_file import JsonFile
 from glassengine.recording.formats.printed import parse_tensor
 from glassengine.recording.formats.safetensors_file import SafetensorsFile
-from glassengine.recording.layout import STORED, Entry
+from glassengine.recording.layout.layout import STORED, Entry
 from glassengine.results import Skipped
 from glassengine.sites import ROOT, port_site, with_call
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from glassengine.errors import CorruptError
 from glassengine.recording.formats.torch_file import TorchFile
-from glassengine.recording.layout import Entry
+from glassengine.recording.layout.layout import Entry
 from glassengine.results import Skipped
 from glassengine.sites import ROOT, port_site, with_call
 

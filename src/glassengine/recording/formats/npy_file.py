@@ -14,7 +14,7 @@ from torch import Tensor
 from glassengine.errors import CorruptError
 from glassengine.reading.arrays import read_header
 from glassengine.reading.files import open_regular
-from glassengine.recording.layout import STORED, Entry
+from glassengine.recording.layout.layout import STORED, Entry
 from glassengine.results import Skipped
 
 

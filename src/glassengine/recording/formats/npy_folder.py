@@ -22,7 +22,7 @@ from torch import Tensor
 from glassengine.errors import CorruptError
 from glassengine.reading.documents import read_document
 from glassengine.recording.formats.npy_file import describe, map_array
-from glassengine.recording.layout import STORED, Entry
+from glassengine.recording.layout.layout import STORED, Entry
 from glassengine.results import Skipped
 
 _STEP = re.compile(r"(.+)-step(\d{1,9})")

@@ -15,7 +15,7 @@ from glassengine.errors import CorruptError
 from glassengine.reading.arrays import read_header
 from glassengine.reading.files import open_regular
 from glassengine.recording.formats.npy_file import why_not
-from glassengine.recording.layout import Entry
+from glassengine.recording.layout.layout import Entry
 from glassengine.results import Skipped
 
 # A deflated member of a few megabytes can claim and deliver gigabytes.

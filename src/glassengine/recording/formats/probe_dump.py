@@ -18,7 +18,7 @@ from torch import Tensor
 from glassengine.errors import CorruptError
 from glassengine.recording.formats.files import KINDS, why_not_a_file
 from glassengine.recording.formats.json_file import JsonFile
-from glassengine.recording.layout import Entry
+from glassengine.recording.layout.layout import Entry
 from glassengine.results import Skipped
 from glassengine.sites import ROOT, port_site, with_call
 

@@ -24,7 +24,7 @@ from glassengine.reading.tensors import read_torch
 from glassengine.recording.formats.json_file import JsonFile, LongText
 from glassengine.recording.formats.npy_file import why_not
 from glassengine.recording.formats.torch_file import why_not_a_tensor
-from glassengine.recording.layout import Entry
+from glassengine.recording.layout.layout import Entry
 from glassengine.results import Skipped
 
 _CLASS = "polygraphy_class"

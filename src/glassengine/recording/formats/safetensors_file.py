@@ -11,8 +11,8 @@ from torch import Tensor
 
 from glassengine.errors import CorruptError
 from glassengine.reading.tensors import open_safetensors
-from glassengine.recording.description import PAD_PREFIX
-from glassengine.recording.layout import STORED, Entry
+from glassengine.recording.layout.description import PAD_PREFIX
+from glassengine.recording.layout.layout import STORED, Entry
 from glassengine.results import Skipped
 
 _NAMES = {code: dtype for dtype, (code, _, parts) in STORED.items() if parts == 1}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from glassengine.errors import CorruptError
 from glassengine.recording.formats.files import KINDS, TensorFile
-from glassengine.recording.layout import Entry
+from glassengine.recording.layout.layout import Entry
 from glassengine.results import Skipped
 
 _STEP = re.compile(r"step(\d{1,9})")

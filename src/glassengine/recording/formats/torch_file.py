@@ -11,7 +11,7 @@ from torch import Tensor
 
 from glassengine.errors import CorruptError
 from glassengine.reading.tensors import read_torch
-from glassengine.recording.layout import STORED, Entry
+from glassengine.recording.layout.layout import STORED, Entry
 from glassengine.results import Skipped
 from glassengine.writing import open_for_torch
 

@@ -1,0 +1,154 @@
+"""Which tensor of the baseline is judged against which of the candidate: by a map, by name, by alias.
+
+From strict to loose, and never by position; the method is kept with the pair. Tensors pair within one step and rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from glassengine.compare.matching.maps import Rule, TensorMap
+from glassengine.compare.matching.rules import pair_names
+from glassengine.recording.layout.layout import Entry
+from glassengine.recording.read.source import TensorSource
+from glassengine.sites import other_spellings
+
+_Place = tuple[int, int, str]
+
+
+@dataclass(frozen=True)
+class Match:
+    """A tensor of the baseline and its counterpart; several of a rule that concatenates them.
+
+    `method` is "map" (then `rule` says in which layout), "name" or "alias".
+    """
+
+    baseline: Entry
+    candidates: tuple[Entry, ...]
+    method: str
+    rule: Rule | None = None
+
+    @property
+    def candidate_site(self) -> str:
+        """The name, or names, of the counterpart."""
+        return " + ".join(entry.site for entry in self.candidates)
+
+
+@dataclass(frozen=True)
+class Matching:
+    """The matches in the order of the baseline, and what has none, with the reason."""
+
+    matches: tuple[Match, ...]
+    baseline_only: tuple[tuple[Entry, str], ...]
+    candidate_only: tuple[tuple[Entry, str], ...]
+
+
+def match(left: TensorSource, right: TensorSource, rules: TensorMap | None = None) -> Matching:
+    """Return how the tensors of `left` (the baseline) and `right` correspond.
+
+    Raises:
+        UsageError: A rule names nothing, or is ambiguous.
+    """
+    ours = {_place(entry): entry for entry in left.entries}
+    theirs = {_place(entry): entry for entry in right.entries}
+    by_map, missing = _by_map(left, right, rules)
+    # The counterpart of one tensor is not that of its namesake as well.
+    mapped_away = {name for pairs in by_map.values() for _, names in pairs for name in names}
+    aliases = _by_alias(left, right)
+    matches: list[Match] = []
+    baseline_only: list[Entry] = []
+    used: set[_Place] = set()
+    for place, entry in ours.items():
+        step, rank, site = place
+        found: list[Match] = []
+        for rule, names in by_map.get(site, ()):
+            entries = [theirs.get((step, rank, name)) for name in names]
+            whole = tuple(other for other in entries if other is not None)
+            if len(whole) == len(names):
+                found.append(Match(entry, whole, "map", rule))
+        if not found and site not in by_map:
+            other = theirs.get(place) if site not in mapped_away else None
+            if other is not None:
+                found.append(Match(entry, (other,), "name"))
+            elif (alias := aliases.get(site)) is not None and (step, rank, alias) in theirs:
+                found.append(Match(entry, (theirs[step, rank, alias],), "alias"))
+            else:
+                spelled = [theirs.get((step, rank, name)) for name in other_spellings(site)]
+                # Not a namesake of another tensor, nor the first of another list.
+                alike = [
+                    other
+                    for other in spelled
+                    if other is not None and other.shape == entry.shape and _place(other) not in ours
+                ]
+                found += [Match(entry, (other,), "alias") for other in alike[:1]]
+        matches += found
+        used.update(_place(other) for one in found for other in one.candidates)
+        if not found:
+            baseline_only.append(entry)
+    expected = missing | {site: " + ".join(pairs[0][1]) for site, pairs in by_map.items()}
+    steps = [{entry.step for entry in side.entries} for side in (left, right)]
+    return Matching(
+        tuple(matches),
+        tuple((entry, _why(entry, "candidate", steps[1], expected.get(entry.site))) for entry in baseline_only),
+        tuple((entry, _why(entry, "baseline", steps[0], None)) for place, entry in theirs.items() if place not in used),
+    )
+
+
+def _by_map(
+    left: TensorSource, right: TensorSource, rules: TensorMap | None
+) -> tuple[dict[str, list[tuple[Rule, tuple[str, ...]]]], dict[str, str]]:
+    if rules is None:
+        return {}, {}
+    pairs, missing = pair_names(
+        rules.rules,
+        _names(left),
+        _names(right),
+        baseline_aliases=_other_names(left),
+        candidate_aliases=_other_names(right),
+    )
+    table: dict[str, list[tuple[Rule, tuple[str, ...]]]] = {}
+    for pair in pairs:
+        table.setdefault(pair.baseline, []).append((pair.rule, pair.candidates))
+    return table, missing
+
+
+def _by_alias(left: TensorSource, right: TensorSource) -> dict[str, str]:
+    """Return name -> name for tensors of two names that share one by an alias that a side knows."""
+    ours, theirs = set(_names(left)), set(_names(right))
+    our_aliases, their_aliases = _aliases(left), _aliases(right)
+    found: dict[str, str] = {}
+    for alias in {**our_aliases, **their_aliases}:
+        here = alias if alias in ours else our_aliases.get(alias)
+        there = alias if alias in theirs else their_aliases.get(alias)
+        if here in ours and there in theirs:
+            found.setdefault(str(here), str(there))
+    return found
+
+
+def _other_names(side: TensorSource) -> dict[str, str]:
+    nodes = {entry.node: entry.site for entry in side.entries if entry.node is not None}
+    return {**nodes, **_aliases(side)}
+
+
+def _aliases(side: TensorSource) -> dict[str, str]:
+    known = side.metadata.get("aliases")
+    if not isinstance(known, dict):
+        return {}
+    return {alias: site for alias, site in known.items() if isinstance(site, str)}
+
+
+def _names(side: TensorSource) -> Iterable[str]:
+    return dict.fromkeys(entry.site for entry in side.entries)
+
+
+def _why(entry: Entry, other: str, steps: set[int], expected: str | None) -> str:
+    if entry.step not in steps:
+        return f"the {other} has no step {entry.step}"
+    if expected is not None:
+        return f"the {other} has no {expected!r}, as the map calls it"
+    return f"the {other} has no tensor of this name, step and rank"
+
+
+def _place(entry: Entry) -> _Place:
+    return entry.step, entry.rank, entry.site

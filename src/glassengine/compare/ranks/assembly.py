@@ -1,0 +1,179 @@
+"""What the parts of one tensor make, each where it belongs: copies of each other, shares of a sum or of a mean."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from glassengine.compare.ranks.spread import Arrangement, Part, put, take
+from glassengine.numerics.metrics.measure import measure
+
+EXPLAINED = 0.02
+"""Another reading of the parts is right when it leaves at most this fraction of the error."""
+
+COPIES, SUM, MEAN, NUMBERS = "copies", "sum", "mean", "numbers"
+
+HOW = {
+    SUM: "added up: shares of a sum",
+    MEAN: "averaged over the ranks that have data of their own",
+    NUMBERS: "counted from the first row of each rank's table",
+}
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """Parts in their places.
+
+    Attributes:
+        parts: What the processes have.
+        way: Where it lies.
+        kind: What parts in one place are to each other.
+        differ: Whether parts in one place are different.
+        is_open: Whether `kind` stands only if what follows in the run is right: a share of a sum is right if it is
+            added to the others later.
+    """
+
+    parts: tuple[Part, ...]
+    way: Arrangement
+    kind: str = COPIES
+    differ: bool = False
+    is_open: bool = False
+
+    @property
+    def how(self) -> str:
+        """In words."""
+        how = self.way.how
+        if self.kind == COPIES:
+            return f"{how}, which are not the same" if self.differ else how
+        return HOW[self.kind] if not self.way.dims else f"{how}, {HOW[self.kind]}"
+
+    @property
+    def ranks(self) -> list[int]:
+        """All ranks that have a part."""
+        return sorted(rank for part in self.parts for rank in part.ranks)
+
+    def whole(self, reference: Tensor) -> Tensor:
+        """Return the whole; of copies that differ the worst ones."""
+        if self.kind == NUMBERS:
+            return _numbered(self.parts, reference)
+        chosen: list[tuple[Part, int]] = []
+        for members in self.cells():
+            if self.kind in (SUM, MEAN):
+                total = torch.stack([self.parts[i].tensor.double() for i in members]).sum(0)
+                total = total / len(members) if self.kind == MEAN else total
+                first = self.parts[members[0]]
+                chosen.append((Part(first.ranks, total.to(first.tensor.dtype)), members[0]))
+            elif self.differ:
+                worst = max(members, key=lambda i: error_of(self.parts[i].tensor, self.place(i, reference)))
+                chosen.append((self.parts[worst], worst))
+            else:
+                chosen.append((self.parts[members[0]], members[0]))
+        if len(chosen) == 1 and not self.way.dims:
+            return chosen[0][0].tensor
+        whole = torch.empty(self.way.whole, dtype=chosen[0][0].tensor.dtype)
+        for part, i in chosen:
+            put(whole, self.way.index[i], part.tensor)
+        return whole
+
+    def cells(self) -> list[list[int]]:
+        """Return the numbers of the parts that share a place, for each place."""
+        found: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for i, cell in enumerate(self.way.cells):
+            found[cell].append(i)
+        return list(found.values())
+
+    def place(self, i: int, reference: Tensor) -> Tensor:
+        """Return what `reference` has in the place of part `i`; a cache may be of another length."""
+        if tuple(reference.shape) == self.way.whole:
+            return take(reference, self.way.index[i])
+        if reference.dim() != len(self.way.whole):
+            return reference
+        part = self.parts[i].tensor
+        found = reference
+        for dim, at in enumerate(self.way.index[i]):
+            if at is not None and reference.shape[dim] == self.way.whole[dim]:
+                found = take(found, tuple(at if d == dim else None for d in range(reference.dim())))
+            elif reference.shape[dim] > part.shape[dim]:
+                found = found.narrow(dim, 0, part.shape[dim])
+        return found
+
+
+def settled(
+    assembly: Assembly, reference: Tensor, *, has_own_data: bool | None, is_of_parameter: bool, is_updated: bool = False
+) -> Assembly:
+    """Return what parts in one place are to each other.
+
+    Args:
+        assembly: Parts in their places.
+        reference: The counterpart of the whole.
+        has_own_data: Whether groups of ranks were given different data; None where that is not known.
+        is_of_parameter: Whether the tensor belongs to a parameter, which is the same for all data.
+        is_updated: Whether it is what an update made.
+    """
+    cells = assembly.cells()
+    parts = assembly.parts
+    if all(_same(parts[cell[0]].tensor, parts[i].tensor) for cell in cells for i in cell[1:]):
+        return assembly
+    assembly = Assembly(parts, assembly.way, COPIES, differ=True)
+    if tuple(reference.shape) != assembly.way.whole:
+        return assembly
+    if not reference.is_floating_point():
+        is_numbered = not assembly.way.dims and not reference.is_complex() and reference.dtype is not torch.bool
+        if is_numbered and bool((_numbered(parts, reference) == reference).all()):
+            return Assembly(parts, assembly.way, NUMBERS)
+        return assembly
+    error = error_of(assembly.whole(reference), reference)
+    # Results of what each rank was given are its own; of a parameter there is one for all.
+    is_local = has_own_data is not False and not assembly.way.by_data and not is_of_parameter
+    is_local = is_local and (has_own_data is True or reference.numel() == 1)
+    # What an update made is the same in all ranks, whatever their gradients were.
+    for kind in (SUM, MEAN) if not is_updated else ():
+        if kind == MEAN and not is_of_parameter and not is_local:
+            continue
+        other = Assembly(parts, assembly.way, kind, differ=True, is_open=not is_local)
+        if error_of(other.whole(reference), reference) <= EXPLAINED * error:
+            return other
+    return assembly
+
+
+def _numbered(parts: Sequence[Part], reference: Tensor) -> Tensor:
+    """Return the numbers that ranks with consecutive shares of a table mean, each by those in its share.
+
+    A rank counts from the first row of its share, and puts some number in place of those it does not have.
+    """
+    found = torch.full_like(reference, -1)
+    starts: list[int] = []
+    for part in parts:
+        if part.tensor.shape != reference.shape or part.tensor.is_floating_point():
+            return found
+        difference = (reference - part.tensor.to(reference.dtype)).flatten()
+        values, counts = torch.unique(difference[difference >= 0], return_counts=True)
+        # In its share the difference is always the same.
+        distinct = [len(torch.unique(part.tensor.flatten()[difference == value])) for value in values]
+        if not distinct:
+            return found
+        best = max(range(len(distinct)), key=lambda i: (distinct[i], int(counts[i])))
+        starts.append(int(values[best]))
+    if sorted(set(starts)) != starts and len(set(starts)) == len(starts):
+        return found
+    for start, part in zip(starts, parts, strict=True):
+        meant = part.tensor.to(reference.dtype) + start
+        found = torch.where((found != reference) & (meant == reference), meant, found)
+    return found
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return torch.equal(x, y) or error_of(x, y) == 0
+
+
+def error_of(x: Tensor, y: Tensor) -> float:
+    """Return the root mean square of `y - x`; infinite for other shapes, or where one alone is not finite."""
+    if x.shape != y.shape:
+        return math.inf
+    figures = measure(x, y, rtol=0.0, atol=0.0)
+    return math.inf if figures.num_nonfinite_mismatch else figures.rms_diff

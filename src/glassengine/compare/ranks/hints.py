@@ -1,0 +1,203 @@
+"""Guesses at what went wrong in a run of several processes, from the parts of one tensor alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from glassengine.compare.matching.phases import is_of_activation, is_of_parameter
+from glassengine.compare.ranks.assembly import EXPLAINED, MEAN, SUM, Assembly, error_of
+from glassengine.compare.ranks.ranks import PutTogether
+from glassengine.compare.ranks.spread import Arrangement, Part, sample_of
+from glassengine.numerics.metrics.hints import tensor_hints
+from glassengine.recording.layout.layout import Entry
+from glassengine.results import Hint
+
+_MAX_NAMED = 16
+"""Ranks that are listed one by one."""
+
+
+def rank_hints(source: PutTogether, entry: Entry, whole: Tensor) -> tuple[Hint, ...]:
+    """Return what explains that `entry` is not `whole`: a reduction that is missing, an order, a rank, a bias.
+
+    Args:
+        source: Has `entry`.
+        entry: A tensor that was judged wrong.
+        whole: Its counterpart.
+    """
+    judged = source.tensor(entry)
+    if judged.shape != whole.shape or whole.dtype is torch.bool or whole.is_complex():
+        return ()
+    error = error_of(judged, whole)
+    if not 0 < error < math.inf:
+        return ()
+    assembly, _ = source.assembly(entry)
+    if not whole.is_floating_point():
+        return (
+            *_of_twins(assembly, whole),
+            *_of_order(assembly, whole, error),
+            *_of_ranks(source, entry, whole, error),
+        )
+    layout = source.layout(entry.step)
+    num_groups = 1 if layout is None else layout.num_groups
+    found = [
+        *_of_sums(assembly, entry.site, whole, error),
+        *_of_unequal_rows(source, entry, whole, error),
+        *_of_data(judged, entry.site, whole, error, num_groups),
+        *_of_order(assembly, whole, error),
+    ]
+    if not found:
+        found += _of_ranks(source, entry, whole, error)
+    if not found and len(assembly.ranks) > 1 and _error_but_for_a_vector(judged, whole) <= EXPLAINED * error:
+        text = (
+            f"every row is off by the same vector: is a bias added in each of {len(assembly.ranks)} ranks, or in none?"
+        )
+        found.append(Hint("bias", text, 0.8))
+    if whole.numel() == 1 and float(whole):
+        found.append(Hint("scale", f"the candidate is {float(judged) / float(whole):.6g} times the baseline", 0.7))
+    return (*found, *tensor_hints(whole.double(), judged, None))
+
+
+def wrong_ranks(source: PutTogether, entry: Entry, whole: Tensor) -> tuple[int, ...]:
+    """Return the ranks that have `entry` wrong; none where all have, or where that cannot be told."""
+    errors = source.errors(entry, whole)
+    if errors is None or len(errors) < 2:
+        return ()
+    worst = max(errors.values())
+    wrong = tuple(sorted(rank for rank, size in errors.items() if size > EXPLAINED * worst))
+    return wrong if len(wrong) < len(errors) else ()
+
+
+def hints_of_copies(parts: Sequence[Part], site: str, whole: Tensor) -> tuple[Hint, ...]:
+    """Return what explains that no rank has `whole`, which all should have."""
+    if not whole.is_floating_point() or any(part.tensor.shape != whole.shape for part in parts):
+        return ()
+    everywhere = (None,) * whole.dim()
+    way = Arrangement(tuple(whole.shape), (everywhere,) * len(parts), ((),) * len(parts), ())
+    is_one = all(torch.equal(parts[0].tensor, part.tensor) for part in parts[1:])
+    assembly = Assembly(tuple(parts), way, differ=not is_one)
+    judged = assembly.whole(whole)
+    error = error_of(judged, whole)
+    if not 0 < error < math.inf:
+        return ()
+    return (*_of_sums(assembly, site, whole, error), *tensor_hints(whole.double(), judged, None))
+
+
+def _of_sums(assembly: Assembly, site: str, whole: Tensor, error: float) -> Iterator[Hint]:
+    if max(map(len, assembly.cells())) < 2 or not assembly.differ:
+        return
+    ranks = _names(assembly.ranks)
+    total = Assembly(assembly.parts, assembly.way, SUM, differ=True).whole(whole)
+    if error_of(total, whole) <= EXPLAINED * error:
+        text = f"the results of ranks {ranks} add up to the baseline: a reduction (all-reduce) is missing"
+        yield Hint("reduction", text, 0.95)
+    elif _error_but_for_a_vector(total, whole) <= EXPLAINED * error:
+        text = f"the results of ranks {ranks} add up to the baseline but for the same vector in every row"
+        yield Hint("reduction", f"{text}: a reduction (all-reduce) is missing, and each rank adds the bias", 0.9)
+    elif is_of_parameter(site):
+        mean = Assembly(assembly.parts, assembly.way, MEAN, differ=True).whole(whole)
+        if error_of(mean, whole) <= EXPLAINED * error:
+            text = f"those of ranks {ranks} average to the baseline: they are never averaged, or after the backward"
+            yield Hint("reduction", f"{text}; with optimizer=... what is made of them is recorded, too", 0.95)
+
+
+def _of_twins(assembly: Assembly, whole: Tensor) -> Iterator[Hint]:
+    """Yield which ranks were given the same where each should have a part of its own."""
+    if len(set(assembly.way.cells)) < len(assembly.parts):
+        return
+    for i, part in enumerate(assembly.parts):
+        twins = [one for one in assembly.parts[:i] if torch.equal(one.tensor, part.tensor)]
+        if twins and not torch.equal(part.tensor, assembly.place(i, whole)):
+            text = f"ranks {_names(twins[0].ranks)} and {_names(part.ranks)} have the same"
+            yield Hint("order", f"{text}, and no rank has what the baseline has in that place", 0.9)
+            return
+
+
+def _of_data(judged: Tensor, site: str, whole: Tensor, error: float, num_groups: int) -> Iterator[Hint]:
+    """Yield what became of a mean over the rows of all ranks."""
+    if num_groups < 2 or not (is_of_parameter(site) or is_of_activation(site)):
+        return
+    for factor, text in (
+        (num_groups, f"{num_groups} times the baseline: gradients of {num_groups} ranks are added up, not averaged"),
+        (1 / num_groups, f"a {num_groups}th of the baseline: averaged over ranks whose losses are sums, not means"),
+    ):
+        if is_of_parameter(site) and error_of(judged / factor, whole) <= EXPLAINED * error:
+            yield Hint("average", text, 0.9)
+
+
+def _of_unequal_rows(source: PutTogether, entry: Entry, whole: Tensor, error: float) -> Iterator[Hint]:
+    """Yield that a mean of means is no mean where ranks have different numbers of rows."""
+    rows = source.num_rows(entry.step)
+    assembly, _ = source.assembly(entry)
+    parts = [part for part in assembly.parts if len(part.ranks) == 1 and part.ranks[0] in rows]
+    if len(set(rows.values())) < 2 or len(parts) < len(assembly.parts) or assembly.way.dims:
+        return
+    counts = [rows[part.ranks[0]] for part in parts]
+    weighted = sum(part.tensor.double() * count for part, count in zip(parts, counts, strict=True)) / sum(counts)
+    if isinstance(weighted, Tensor) and error_of(weighted.to(whole.dtype), whole) <= EXPLAINED * error:
+        text = f"ranks {_names(assembly.ranks)} have {_names(counts)} rows, and theirs are means over these"
+        yield Hint("average", f"{text}: the baseline is the mean weighted by the rows", 0.9)
+
+
+def _of_order(assembly: Assembly, whole: Tensor, error: float) -> Iterator[Hint]:
+    """Yield in which other order the parts agree: each is looked for in all places at once."""
+    parts, way = assembly.parts, assembly.way
+    if not way.dims or len(set(way.cells)) < len(parts) or len({part.tensor.shape for part in parts}) > 1:
+        return
+    tensors = [part.tensor.double() for part in parts]
+    places = [assembly.place(i, whole).double() for i in range(len(parts))]
+    ranks = [_names(part.ranks) for part in parts]
+    for is_centered in (False, True):
+        ours, theirs = ([_centered(x) for x in side] if is_centered else side for side in (tensors, places))
+        order = torch.cdist(torch.stack(list(map(sample_of, theirs))), torch.stack(list(map(sample_of, ours)))).argmin(
+            1
+        )
+        if order.tolist() == list(range(len(parts))) or len(set(order.tolist())) < len(parts):
+            continue
+        left = math.sqrt(sum(error_of(ours[j], theirs[i]) ** 2 for i, j in enumerate(order.tolist())) / len(parts))
+        if left > EXPLAINED * error:
+            continue
+        moved = [i for i, j in enumerate(order.tolist()) if i != j]
+        if len(parts) <= _MAX_NAMED:
+            agrees = f"in the order of ranks {', '.join(ranks[j] for j in order.tolist())} they agree"
+        else:
+            swaps = ", ".join(f"{ranks[int(order[i])]} for {ranks[i]}" for i in moved[:_MAX_NAMED])
+            agrees = f"with the part of rank {swaps} they agree"
+        if is_centered:
+            text = "but for one vector in every row: shards of the weight are exchanged, those of the bias are not"
+            yield Hint("order", f"{agrees} {text}", 0.9)
+        else:
+            yield Hint("order", f"{agrees}: shards are exchanged", 0.95)
+        return
+
+
+def _of_ranks(source: PutTogether, entry: Entry, whole: Tensor, error: float) -> Iterator[Hint]:
+    wrong = wrong_ranks(source, entry, whole)
+    if wrong:
+        assembly, _ = source.assembly(entry)
+        if len(set(assembly.way.cells)) > 1 or len(assembly.parts) == 1:
+            text = f"wrong in the part of rank {_names(wrong)}, right in those of the others"
+        else:
+            text = f"wrong in rank {_names(wrong)}, right in the others"
+        yield Hint("rank", text, 0.9)
+
+
+def _centered(x: Tensor) -> Tensor:
+    """Return what is left of each row without what all rows have."""
+    return x - x.reshape(-1, x.shape[-1]).mean(0) if x.dim() > 1 else x
+
+
+def _error_but_for_a_vector(x: Tensor, whole: Tensor) -> float:
+    """Return the error that is left when every row may be off by the same vector; infinite of a single row."""
+    difference = x.double() - whole.double()
+    rows = difference.reshape(-1, difference.shape[-1]) if difference.dim() else difference.reshape(1, 1)
+    return error_of(rows.mean(0).expand_as(rows), rows) if len(rows) > 1 else math.inf
+
+
+def _names(ranks: Iterable[int]) -> str:
+    named: Sequence[int] = list(ranks)
+    more = f" and {len(named) - _MAX_NAMED} more" if len(named) > _MAX_NAMED else ""
+    return ", ".join(map(str, named[:_MAX_NAMED])) + more

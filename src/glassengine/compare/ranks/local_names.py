@@ -1,0 +1,201 @@
+"""What the processes of one run call their own parts of a model: numbers that begin anew, and results of stages.
+
+A stage of a pipeline, or a process with some of the experts, may count its modules from 0. Which of the whole they are
+is told from the tensors; where those do not say, from the order of the ranks. What a stage itself gets and gives is
+what its first module gets, or what the next stage gets: it is judged there, and no part of the whole's inputs and
+results.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from glassengine.compare.matching.phases import paths_above
+from glassengine.compare.ranks.spread import agreement, share_of_sample
+from glassengine.recording.layout.layout import Entry
+from glassengine.recording.read.source import TensorSource
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.:@])")
+_MAX_EVIDENCE = 12
+"""Tensors that are looked at to tell which modules a process has."""
+
+
+@dataclass
+class LocalNames:
+    """What is called otherwise.
+
+    Attributes:
+        offsets: (rank, list of modules) -> what is added to its numbers.
+        of_stages: (rank, step, site) of what is judged under another name.
+    """
+
+    offsets: dict[tuple[int, str], int] = field(default_factory=dict)
+    of_stages: set[tuple[int, int, str]] = field(default_factory=set)
+
+    def of(self, rank: int, site: str) -> str:
+        """Return the whole's name for a site of a rank."""
+        return _renumbered(site, lambda pattern: self.offsets.get((rank, pattern), 0)) if self.offsets else site
+
+
+def local_names(source: TensorSource, whole: TensorSource) -> LocalNames:
+    """Return what the ranks of `source` call otherwise than `whole`, which is of one process."""
+    names = LocalNames()
+    ours = _numbers(entry.site for entry in whole.entries)
+    by_rank: dict[int, list[Entry]] = defaultdict(list)
+    for entry in source.entries:
+        by_rank[entry.rank].append(entry)
+    there = {(entry.step, entry.site): entry for entry in whole.entries}
+    for pattern in sorted(ours, key=lambda text: text.count("#")):
+        theirs = {
+            rank: found[pattern]
+            for rank, entries in by_rank.items()
+            if pattern in (found := _numbers(names.of(rank, entry.site) for entry in entries))
+        }
+        # Numbers that together are all there are, are those of the whole.
+        if len(theirs) < 2 or set().union(*theirs.values()) >= ours[pattern]:
+            continue
+        if any(min(own) != min(ours[pattern]) or not own < ours[pattern] for own in theirs.values()):
+            continue
+        told = {
+            rank: _offset(source, whole, there, names, rank, by_rank[rank], pattern, ours[pattern], own)
+            for rank, own in theirs.items()
+        }
+        usual = _in_order(theirs, len(ours[pattern]))
+        offsets = {rank: usual[rank] if offset is None else offset for rank, offset in told.items()}
+        covered = {number + offsets[rank] for rank, own in theirs.items() for number in own}
+        if covered == ours[pattern]:
+            names.offsets |= {(rank, pattern): offset for rank, offset in offsets.items()}
+    names.of_stages = _of_stages(source, whole, names)
+    return names
+
+
+def _numbers(sites: Iterable[str]) -> dict[str, set[int]]:
+    """Return for each list of modules, its own numbers as `#`, the numbers of those in it."""
+    found: dict[str, set[int]] = defaultdict(set)
+    for site in dict.fromkeys(sites):
+        path = site.partition(":")[0]
+        for match in _NUMBER.finditer(path):
+            found[_NUMBER.sub("#", path[: match.start()])].add(int(match[0]))
+    return found
+
+
+def _renumbered(site: str, offset: Callable[[str], int]) -> str:
+    path, colon, port = site.partition(":")
+
+    def moved(match: re.Match[str]) -> str:
+        return str(int(match[0]) + offset(_NUMBER.sub("#", path[: match.start()])))
+
+    return _NUMBER.sub(moved, path) + colon + port
+
+
+def _moved(site: str, pattern: str, offset: int) -> str:
+    return _renumbered(site, lambda at: offset if at == pattern else 0)
+
+
+def _in_order(theirs: Mapping[int, set[int]], total: int) -> dict[int, int]:
+    """Return the offsets of consecutive shares; ranks beside one another have the same where there are more of them."""
+    ranks = sorted(theirs)
+    num_all = sum(len(own) for own in theirs.values())
+    copies = max(1, num_all // total)
+    found, next_one = {}, 0
+    for i, rank in enumerate(ranks):
+        found[rank] = next_one
+        if (i + 1) % copies == 0:
+            next_one += len(theirs[rank])
+    return found
+
+
+def _offset(
+    source: TensorSource,
+    whole: TensorSource,
+    there: Mapping[tuple[int, str], Entry],
+    names: LocalNames,
+    rank: int,
+    entries: Sequence[Entry],
+    pattern: str,
+    ours: set[int],
+    own: set[int],
+) -> int | None:
+    """Return what to add to the numbers of a rank so that its tensors are those of the whole; None if that is open."""
+    first = entries[0].step
+    inside = [
+        (entry, names.of(rank, entry.site))
+        for entry in entries
+        if entry.step == first and pattern in _numbers([names.of(rank, entry.site)])
+    ]
+    scores: dict[int, int] = {}
+    for offset in sorted(number - min(own) for number in ours):
+        if not {number + offset for number in own} <= ours:
+            continue
+        pairs = [(entry, there.get((first, _moved(name, pattern, offset)))) for entry, name in inside]
+        known = [(entry, other) for entry, other in pairs if other is not None]
+        scores[offset] = sum(
+            _is_share(source, entry, whole, other)
+            for entry, other in known[:: max(1, len(known) // _MAX_EVIDENCE)][:_MAX_EVIDENCE]
+        )
+    ranked = sorted(scores, key=lambda offset: scores[offset], reverse=True)
+    if not ranked or not scores[ranked[0]] or (len(ranked) > 1 and scores[ranked[0]] == scores[ranked[1]]):
+        return None
+    return ranked[0]
+
+
+def _is_share(source: TensorSource, entry: Entry, whole: TensorSource, other: Entry) -> bool:
+    part, reference = source.tensor(entry), whole.tensor(other)
+    if not part.is_floating_point() or part.numel() < 2:
+        return False
+    return any(agreement(x, y) for x, y in share_of_sample(part, reference))
+
+
+def _of_stages(source: TensorSource, whole: TensorSource, names: LocalNames) -> set[tuple[int, int, str]]:
+    """Return the inputs and results of stages which are those of other modules as well."""
+    paths = {_path(entry.site) for entry in whole.entries}
+    containers = paths & {above for path in paths for above in paths_above(path)}
+    order = {entry.site: i for i, entry in enumerate(whole.entries)}
+    # Container -> rank -> positions of what it has in there.
+    extent: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    parts: dict[tuple[int, str], list[Entry]] = defaultdict(list)
+    alike: dict[tuple[object, ...], list[Entry]] = defaultdict(list)
+    for entry in source.entries:
+        site = names.of(entry.rank, entry.site)
+        path = _path(site)
+        alike[entry.step, entry.dtype, entry.shape].append(entry)
+        if path in containers:
+            parts[entry.step, site].append(entry)
+        elif site in order:
+            for above in containers.intersection(paths_above(path)):
+                extent[above][entry.rank].append(order[site])
+    found = set()
+    for (step, site), entries in parts.items():
+        at = extent[_path(site)]
+        if len(entries) < 2 or len(at) < 2:
+            continue
+        is_input = site.partition(":")[2].startswith(("in", "grad_in"))
+        ends = {rank: min(own) if is_input else max(own) for rank, own in at.items()}
+        owner = (min if is_input else max)(ends.values())
+        strangers = [entry for entry in entries if ends.get(entry.rank, owner) != owner]
+        if len(strangers) == len(entries):
+            continue
+        for entry in strangers:
+            inside = (
+                other
+                for other in alike[step, entry.dtype, entry.shape]
+                if (name := names.of(other.rank, other.site)) in order and _path(site) in paths_above(_path(name))
+            )
+            if any(_are_same(source, entry, other) for other in inside):
+                found.add((entry.rank, step, entry.site))
+    return found
+
+
+def _are_same(source: TensorSource, entry: Entry, other: Entry) -> bool:
+    if entry.rank == other.rank and entry.location is not None and entry.location == other.location:
+        return True
+    return torch.equal(source.tensor(entry), source.tensor(other))
+
+
+def _path(site: str) -> str:
+    return site.partition(":")[0].partition("@")[0]

@@ -1,0 +1,119 @@
+"""Shares of a sum that several processes have are right if they are added up later, and a mistake if they never are.
+
+That is told from what follows: the next tensor that is new. Where it is wrong, and not the same in all ranks, nothing
+was added up before; where nothing follows, it is not added up at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from glassengine.compare.matching.matching import Match
+from glassengine.compare.matching.padding import CACHES
+from glassengine.compare.matching.phases import is_of_parameter, phase_of
+from glassengine.compare.ranks.ranks import PutTogether
+from glassengine.numerics.metrics.tolerance import is_inexact
+from glassengine.recording.layout.layout import Entry
+from glassengine.results import FLAGGED, Pair
+from glassengine.sites import ROOT
+
+
+def never_added_up(
+    pairs: Sequence[Pair], judged: Sequence[Match], side: PutTogether, own: Sequence[Entry]
+) -> list[int]:
+    """Return the numbers of the pairs that are shares of a sum, or of a mean, which nothing shows to be made.
+
+    Args:
+        pairs: All verdicts, in order of execution.
+        judged: What was judged.
+        side: The one of several ranks.
+        own: Its entries of them.
+    """
+    is_open = [one.rule is None and side.assembly(entry)[0].is_open for one, entry in zip(judged, own, strict=True)]
+    if not any(is_open):
+        return []
+    found = []
+    by_step: dict[int, list[int]] = {}
+    for i, one in enumerate(judged):
+        by_step.setdefault(one.baseline.step, []).append(i)
+    of_site: dict[str, list[int]] = {}
+    for i, one in enumerate(judged):
+        of_site.setdefault(one.baseline.site, []).append(i)
+    for i in (i for i, flag in enumerate(is_open) if flag):
+        site = judged[i].baseline.site
+        if is_of_parameter(site):
+            is_made = _is_used(i, is_open, pairs, judged, of_site, side, own)
+        else:
+            later = [k for k in by_step[judged[i].baseline.step] if k > i and not is_open[k]]
+            is_made = _is_made(i, later, pairs, judged, side, own)
+        if not is_made:
+            found.append(i)
+    return found
+
+
+def _is_used(
+    i: int,
+    is_open: Sequence[bool],
+    pairs: Sequence[Pair],
+    judged: Sequence[Match],
+    of_site: Mapping[str, Sequence[int]],
+    side: PutTogether,
+    own: Sequence[Entry],
+) -> bool:
+    """Whether the gradients that ranks have of a parameter are put together: what is made of them later shows it.
+
+    That is the next update, which may be steps later where gradients are accumulated; or the sum of gradients itself.
+    """
+    entry = judged[i].baseline
+    path = entry.site.partition(":")[0].partition("@")[0]
+    updates = [k for k in of_site.get(f"{path}:param", ()) if judged[k].baseline.step >= entry.step]
+    if updates:
+        # All ranks made the same of them: what is wrong then came after.
+        return pairs[updates[0]].verdict not in FLAGGED or _is_same_in_all(side, own[updates[0]])
+    later = [k for k in of_site[entry.site] if judged[k].baseline.step > entry.step and not is_open[k]]
+    return bool(later) and pairs[later[0]].verdict not in FLAGGED
+
+
+def _is_made(
+    i: int,
+    later: Sequence[int],
+    pairs: Sequence[Pair],
+    judged: Sequence[Match],
+    side: PutTogether,
+    own: Sequence[Entry],
+) -> bool:
+    site = judged[i].baseline.site
+    seen = {one.baseline.location for one in judged[:i] if one.baseline.step == judged[i].baseline.step}
+    same_phase = [k for k in later if phase_of(judged[k].baseline.site) == phase_of(site) and _is_made_of(judged[k])]
+    new = [k for k in same_phase if judged[k].baseline.location is None or judged[k].baseline.location not in seen]
+    if not new:
+        return False
+    following = new[0]
+    if pairs[following].verdict in FLAGGED:
+        return _is_same_in_all(side, own[following])
+    around = next((k for k in same_phase if _is_around(judged[k].baseline.site, site)), None)
+    if around is None or pairs[around].verdict not in FLAGGED or _is_same_in_all(side, own[around]):
+        return True
+    # The module around it is wrong, and each rank has another result: something else in it is, or this.
+    return any(pairs[k].verdict in FLAGGED for k in same_phase if k < around)
+
+
+def _is_made_of(match: Match) -> bool:
+    """Whether a tensor may be made of those before it: no parameter, no mask, no cache (recorded when all is done)."""
+    entry = match.baseline
+    is_of_activations = not is_of_parameter(entry.site) and not entry.site.endswith(CACHES)
+    return is_of_activations and is_inexact(entry.dtype) and not entry.site.startswith(f"{ROOT}:in")
+
+
+def _is_same_in_all(side: PutTogether, entry: Entry) -> bool:
+    assembly, _ = side.assembly(entry)
+    return not assembly.differ and len(assembly.parts) > 1 and max(map(len, assembly.cells())) > 1
+
+
+def _is_around(outer: str, inner: str) -> bool:
+    """Whether `outer` is the result of a module around that of `inner`, or in a backward the gradient it passes on."""
+    path, _, port = outer.partition(":")
+    end = "grad_in" if phase_of(inner) == "backward" else "out"
+    own = inner.partition(":")[0].partition("@")[0]
+    path = path.partition("@")[0]
+    return (port or "out").startswith(end) and own != path and (path == ROOT or own.startswith(f"{path}."))

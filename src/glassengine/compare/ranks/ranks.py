@@ -1,0 +1,355 @@
+"""Puts the parts together that the processes of one run recorded, to judge them against a run in one process.
+
+A distributed tensor says how it is spread. Of any other the shape of its counterpart tells: parts of that shape must be
+the same in all processes, or add up to it; other parts are put side by side, along the dimensions in which they are
+smaller (`spread`). What each process was given of the inputs says along which it has rows of its own, and by
+which factor its gradients differ where its loss is a mean over them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from glassengine.compare.matching.padding import CACHES
+from glassengine.compare.matching.phases import is_of_activation, is_of_parameter
+from glassengine.compare.ranks.assembly import COPIES, Assembly, error_of, settled
+from glassengine.compare.ranks.data_layout import data_layout
+from glassengine.compare.ranks.local_names import LocalNames, local_names
+from glassengine.compare.ranks.shards import Local, assembled, is_spread, meshes, owners, why_not_assembled
+from glassengine.compare.ranks.spread import (
+    Arrangement,
+    DataLayout,
+    Part,
+    arrangements,
+    choose,
+    factor_of,
+    shape_of_whole,
+    uneven,
+)
+from glassengine.recording.layout.layout import Entry
+from glassengine.recording.read.source import TensorSource
+from glassengine.results import Skipped
+
+_NUM_FACTORS = 48
+"""Gradients of a step from which the factor of all of them is told."""
+
+_SAME_FACTOR = 0.02
+
+_Key = tuple[int, str]
+
+
+class PutTogether:
+    """A source of several ranks as one of a single rank.
+
+    Entries are those of the lowest rank that has the tensor, as rank 0; `tensor` gives the whole once `expect` was told
+    the counterpart.
+
+    Args:
+        source: Of several ranks.
+        whole: The other side.
+    """
+
+    def __init__(self, source: TensorSource, whole: TensorSource | None = None) -> None:
+        self._source = source
+        self._names = local_names(source, whole) if whole is not None else LocalNames()
+        self._parts: dict[_Key, list[Entry]] = {}
+        for entry in source.entries:
+            if (entry.rank, entry.step, entry.site) not in self._names.of_stages:
+                name = self._names.of(entry.rank, entry.site)
+                self._parts.setdefault((entry.step, name), []).append(entry)
+        self.entries: tuple[Entry, ...] = tuple(
+            dataclasses.replace(parts[0], rank=0, site=site) for (_, site), parts in self._parts.items()
+        )
+        self._expected: dict[_Key, tuple[TensorSource, Entry]] = {}
+        self._arranged: dict[_Key, str] = {}
+        self._ways: dict[_Key, Assembly] = {}
+        self._rejected: set[_Key] = set()
+        self._layouts: dict[int, DataLayout | None] = {}
+        self._factors: dict[int, int] = {}
+        self._styles: Counter[str] = Counter()
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return self._source.path
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """That of the source."""
+        return self._source.metadata
+
+    @property
+    def complete(self) -> bool:
+        """Whether the source is."""
+        return self._source.complete
+
+    @property
+    def skipped(self) -> Sequence[Skipped]:
+        """What the source has skipped."""
+        return self._source.skipped
+
+    @property
+    def arrangements(self) -> Mapping[str, int]:
+        """How the tensors that were read were put together -> how many, most frequent first."""
+        found = Counter(self._arranged.values())
+        if self._names.offsets:
+            moved = sum(1 for parts in self._parts.values() for part in parts if self._is_renumbered(part))
+            found["under the numbers of the whole, which a rank counts from its own first module"] = moved
+        if self._names.of_stages:
+            found["inputs and results of stages, judged as those of their modules"] = len(self._names.of_stages)
+        return dict(found.most_common())
+
+    def _is_renumbered(self, part: Entry) -> bool:
+        return self._names.of(part.rank, part.site) != part.site
+
+    def expect(self, entry: Entry, source: TensorSource, counterpart: Entry) -> None:
+        """Note that the whole of `entry` is judged against `counterpart`, of `source`."""
+        self._expected[_key(entry)] = source, counterpart
+
+    def why_not(self, entry: Entry) -> str | None:
+        """Return why the whole of `entry` cannot be told from its parts; None where it can."""
+        parts = self._parts[_key(entry)]
+        if len(parts) == 1:
+            return None
+        is_distributed = is_spread(parts)
+        if is_distributed:
+            of_meshes = meshes(parts)
+            if (reason := next(filter(None, map(why_not_assembled, of_meshes)), None)) is not None:
+                return reason
+            if len(of_meshes) == 1:
+                return None
+        if _key(entry) not in self._expected:
+            return f"how the parts of {len(parts)} ranks belong together is not known where a map changes the layout"
+        whole = self._expected[_key(entry)][1].shape
+        if is_distributed:
+            shapes = [part.sharding.shape for part in parts if part.sharding is not None]
+        else:
+            shapes = [part.shape for part in parts]
+        count = len(of_meshes) if is_distributed else len(parts)
+        if _can_be_arranged(shapes, count, whole, entry.site):
+            return None
+        named = ", ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+        return f"the parts of {len(parts)} ranks, {named}, do not make up {list(whole)}"
+
+    def tensor(self, entry: Entry) -> Tensor:
+        """Return the whole of one of `entries`.
+
+        Of copies that are not the same, it is the one that differs most from the counterpart. Gradients of activations
+        are those of a mean over the rows of all ranks.
+        """
+        key = _key(entry)
+        assembly, reference = self.assembly(entry)
+        how = assembly.how if len(self._parts[key]) > 1 else "of one rank"
+        if is_spread(self._parts[key]) and len(self._parts[key]) > 1:
+            is_one = len(self._meshes(key)) == 1
+            how = how.replace("in every rank", "distributed tensors") if is_one else f"distributed tensors, {how}"
+        whole = assembly.whole(reference) if reference is not None else assembly.parts[0].tensor
+        factor = self._factor_of(entry, assembly)
+        if factor != 1:
+            how += f", divided by {factor}: gradients of a mean over the rows of each rank"
+            whole = whole / factor
+        self._arranged[key] = how
+        return whole
+
+    def assembly(self, entry: Entry) -> tuple[Assembly, Tensor | None]:
+        """Return the parts of one of `entries` in their places, and the counterpart of the whole where it is known."""
+        key = _key(entry)
+        expected = self._expected.get(key)
+        reference = None if expected is None else expected[0].tensor(expected[1])
+        parts = self._joined(key)
+        known = self._ways.get(key)
+        if known is not None:
+            found = dataclasses.replace(known, parts=parts)
+        elif reference is None or len(self._parts[key]) == 1:
+            ndim = parts[0].tensor.dim()
+            way = Arrangement(tuple(parts[0].tensor.shape), ((None,) * ndim,) * len(parts), ((),) * len(parts), ())
+            found = Assembly(parts, way)
+            if reference is not None and len(parts) > 1:
+                found = self._settled(key, found, reference)
+        else:
+            found = self._settled(key, Assembly(parts, self._way(key, parts, reference)), reference)
+        self._ways[key] = dataclasses.replace(found, parts=())
+        return found, reference
+
+    def local_parts(self, entry: Entry) -> list[tuple[int, Tensor, Entry]]:
+        """Return rank, values and entry of what each process recorded of one of `entries`."""
+        return [(part.rank, self._source.tensor(part), part) for part in self._parts[_key(entry)]]
+
+    def errors(self, entry: Entry, reference: Tensor) -> dict[int, float] | None:
+        """Return how far what each rank has is from its place in `reference`; None where ranks add up to it."""
+        assembly, _ = self.assembly(entry)
+        if assembly.kind != COPIES:
+            return None
+        factor = self._factor_of(entry, assembly)
+        found: dict[int, float] = {}
+        for i, part in enumerate(assembly.parts):
+            there, tensor = assembly.place(i, reference), part.tensor / factor if factor != 1 else part.tensor
+            if len(part.ranks) == 1:
+                found[part.ranks[0]] = error_of(tensor, there)
+                continue
+            local: list[Local] = [
+                (one.rank, tensor_of, one.sharding)
+                for rank, tensor_of, one in self.local_parts(entry)
+                if rank in part.ranks and one.sharding is not None
+            ]
+            by = owners(local)
+            if by is None or tensor.shape != there.shape:
+                return None
+            found |= {rank: error_of(tensor[by == rank], there[by == rank]) for rank in part.ranks}
+        return found
+
+    def num_rows(self, step: int) -> dict[int, int]:
+        """Return how many rows each rank was given of the first input of a step."""
+        of_inputs = (parts for (at, site), parts in self._parts.items() if at == step and site.startswith(".:in"))
+        return {part.rank: part.shape[0] for part in next(of_inputs, ()) if part.shape}
+
+    def reject(self, entry: Entry) -> None:
+        """Note that shares of a sum or mean were never added up: each part is to be the whole."""
+        key = _key(entry)
+        self._rejected.add(key)
+        self._ways.pop(key, None)
+
+    def layout(self, step: int) -> DataLayout | None:
+        """Return who was given what of the inputs of a step; None where they do not tell."""
+        if step not in self._layouts:
+            self._layouts[step] = None  # while it is being told, nothing is known
+            self._layouts[step] = self._told_layout(step)
+        return self._layouts[step]
+
+    def _told_layout(self, step: int) -> DataLayout | None:
+        inputs = []
+        for (at, site), parts in self._parts.items():
+            if at != step or not site.startswith(".:in") or (at, site) not in self._expected or len(parts) < 2:
+                continue
+            source, counterpart = self._expected[at, site]
+            found = [part for part in self._joined((at, site)) if part.tensor.dim() == len(counterpart.shape)]
+            given = {rank: part.tensor for part in found for rank in part.ranks}
+            inputs.append((source.tensor(counterpart), given))
+        found_layout = data_layout(inputs)
+        if found_layout is None:
+            return None
+        # Other stages of a pipeline have the same rows in the same order.
+        first = sorted(found_layout.groups)
+        of_rank, groups = dict(found_layout.of_rank), dict(found_layout.groups)
+        others = sorted(
+            {part.rank for (at, _), parts in self._parts.items() if at == step for part in parts} - set(first)
+        )
+        if first and len(others) % len(first) == 0:
+            for i, rank in enumerate(others):
+                of_rank[rank], groups[rank] = of_rank[first[i % len(first)]], groups[first[i % len(first)]]
+        return DataLayout(found_layout.sizes, of_rank, groups)
+
+    def _joined(self, key: _Key) -> tuple[Part, ...]:
+        """Return the parts, distributed tensors put together."""
+        entries = self._parts[key]
+        if not is_spread(entries) or any(why_not_assembled(mesh) for mesh in self._meshes(key)):
+            return tuple(Part((entry.rank,), self._source.tensor(entry)) for entry in entries)
+        found: list[Part] = []
+        for mesh in self._meshes(key):
+            local: list[Local] = [
+                (entry.rank, self._source.tensor(entry), entry.sharding) for entry in mesh if entry.sharding is not None
+            ]
+            found += assembled(local)
+        return tuple(found)
+
+    def _meshes(self, key: _Key) -> list[list[Entry]]:
+        entries = self._parts[key]
+        if entries[0].sharding is not None and entries[0].sharding.ranks:
+            return meshes(entries)
+        layout = self.layout(key[0])
+        return meshes(entries, layout.groups if layout is not None else None)
+
+    def _way(self, key: _Key, parts: Sequence[Part], reference: Tensor) -> Arrangement:
+        shapes = {tuple(part.tensor.shape) for part in parts}
+        whole = tuple(reference.shape)
+        if len(shapes) > 1 and (found := uneven(parts, whole)) is not None:
+            return found
+        shape = tuple(parts[0].tensor.shape)
+        made = shape_of_whole(shape, whole, is_cache=key[1].endswith(CACHES)) if len(shapes) == 1 else None
+        layout = None if is_of_parameter(key[1]) else self.layout(key[0])
+        if made is not None:
+            way = choose(parts, arrangements(parts, made, layout), reference, self._styles)
+            if way is not None:
+                self._styles[way.style] += bool(way.style)
+                return way
+        return Arrangement(shape, ((None,) * len(shape),) * len(parts), ((),) * len(parts), ())
+
+    def _settled(self, key: _Key, assembly: Assembly, reference: Tensor) -> Assembly:
+        layout = self.layout(key[0])
+        found = settled(
+            assembly,
+            reference,
+            has_own_data=None if layout is None else layout.num_groups > 1,
+            is_of_parameter=is_of_parameter(key[1]),
+            is_updated=is_of_parameter(key[1]) and not key[1].endswith(":grad"),
+        )
+        return dataclasses.replace(found, kind=COPIES, is_open=False) if key in self._rejected else found
+
+    def _factor_of(self, entry: Entry, assembly: Assembly) -> int:
+        """Return how many times the whole's the gradients of an activation are."""
+        if not is_of_activation(entry.site) or not self._has_own_rows(entry.step, assembly):
+            return 1
+        if entry.step not in self._factors:
+            self._factors[entry.step] = self._told_factor(entry.step)
+        return self._factors[entry.step]
+
+    def _told_factor(self, step: int) -> int:
+        """Return the number of ranks with data of their own, if that is the factor of the gradients; else 1.
+
+        Where the loss of each is a mean over its own rows, and gradients of parameters are averaged, all gradients of
+        activations are that many times those of a mean over all rows. Those of the parameters prove the average.
+        """
+        layout = self.layout(step)
+        keys = [key for key in self._expected if key[0] == step and is_of_activation(key[1]) and key in self._parts]
+        found: list[float] = []
+        counts: Counter[int] = Counter()
+        for key in keys[:: max(1, len(keys) // _NUM_FACTORS)]:
+            assembly, reference = self.assembly(self._parts_as_entry(key))
+            if reference is None or not self._has_own_rows(step, assembly) or assembly.differ:
+                continue
+            counts[assembly.way.whole[0] // assembly.parts[0].tensor.shape[0]] += 1
+            factors = [factor_of(part.tensor, assembly.place(i, reference)) for i, part in enumerate(assembly.parts)]
+            found += [factor for factor in factors if factor is not None]
+        if not found:
+            return 1
+        middle = statistics.median(found)
+        count = counts.most_common(1)[0][0] if layout is None else layout.num_groups
+        return count if abs(middle - count) <= _SAME_FACTOR * count else 1
+
+    def _has_own_rows(self, step: int, assembly: Assembly) -> bool:
+        """Whether the parts are those of different rows; the first dimension, where the inputs do not tell."""
+        return bool(assembly.way.by_data) if self.layout(step) is not None else 0 in assembly.way.dims
+
+    def _parts_as_entry(self, key: _Key) -> Entry:
+        return dataclasses.replace(self._parts[key][0], rank=0, site=key[1])
+
+
+def _can_be_arranged(shapes: Sequence[tuple[int, ...]], count: int, whole: tuple[int, ...], site: str) -> bool:
+    if len(set(shapes)) > 1:
+        sizes = [Part((i,), _Shape(shape)) for i, shape in enumerate(shapes)]  # type: ignore[arg-type]
+        return uneven(sizes, whole) is not None
+    made = shape_of_whole(shapes[0], whole, is_cache=site.endswith(CACHES))
+    if made is None:
+        return True  # a shape that has nothing to do with parts is a shape that differs
+    num_places = 1
+    for part, size in zip(shapes[0], made, strict=True):
+        num_places *= size // part if part else 1
+    return count % num_places == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """What `uneven` asks of a tensor."""
+
+    shape: tuple[int, ...]
+
+
+def _key(entry: Entry) -> _Key:
+    return entry.step, entry.site

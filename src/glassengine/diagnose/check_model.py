@@ -1,0 +1,395 @@
+"""`glass check`: climb the ladder model -> program -> (passes) -> engine -> release on the same inputs and tokens.
+
+Every rung is judged against one float64 reference, the baseline's exported program, in one sweep (see `judge`). The
+untouched model is a side like any other, so a mistake in the export itself shows as the model leaving the program.
+An encoder-decoder is two programs, and climbs twice (see `two_programs`); so does a model of images and text (see
+`image_programs`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial, reduce
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from glassengine import environment
+from glassengine.backends.registry import get_backend
+from glassengine.compare.matching.maps import load_map
+from glassengine.diagnose.ladder.accumulated import judge_alike
+from glassengine.diagnose.ladder.bisect_release import bisect_release
+from glassengine.diagnose.ladder.encoder_decoder import beside_source, joined, start_both
+from glassengine.diagnose.ladder.image_text import start_with_images
+from glassengine.diagnose.ladder.op_by_op import RUNG, explain
+from glassengine.diagnose.ladder.other_model import add_model, start_stage
+from glassengine.diagnose.ladder.rungs import (
+    Climb,
+    Progress,
+    add_built,
+    add_engine,
+    add_op_by_op,
+    add_record,
+    arguments_of,
+    start,
+)
+from glassengine.diagnose.ladder.step_by_step import numbered, staged
+from glassengine.diagnose.quantization.check import check_quantized_checkpoint, is_quantized_candidate
+from glassengine.diagnose.quantization.module import check_quantized_module, quantized_in_memory
+from glassengine.diagnose.quantization.port import check_quantized_file, is_quantized_file
+from glassengine.diagnose.reproduction.files import require_free
+from glassengine.diagnose.reproduction.reproduce import with_reproduction
+from glassengine.engine.run.engine import Engine, load
+from glassengine.errors import IncomparableError, UnknownNameError, UsageError
+from glassengine.judge.cases import (
+    Case,
+    beside_tokens,
+    in_one_forward,
+    read_inputs,
+    tokens_in_one_forward,
+)
+from glassengine.judge.sides.recorded import PARTIAL, RecordedTensors, case_of, recorded_inputs, require_one_rank
+from glassengine.judge.sides.recorded import RUNG as RECORD
+from glassengine.judge.sides.sides import EngineSide, ModuleSide
+from glassengine.judge.sides.source import SourceSide
+from glassengine.judge.threads import threads_for
+from glassengine.judge.verdict.conclude import conclude
+from glassengine.judge.verdict.drift import Drift, is_less_precise
+from glassengine.judge.verdict.evidence import EvidenceBox
+from glassengine.judge.verdict.run import run_cases
+from glassengine.judge.verdict.score import Score
+from glassengine.judge.verdict.severity import Severity
+from glassengine.numerics.ops import ACCUMULATIONS, Accumulation
+from glassengine.numerics.verdict import unit_roundoff
+from glassengine.program import load_model
+from glassengine.program.kinds.image_text import IMAGE_TOKEN, PIXELS, WITHOUT_IMAGES, without_derived
+from glassengine.recording.formats.files import KINDS
+from glassengine.recording.read.source import open_source
+from glassengine.results import Comparison, Skipped
+from glassengine.sites import patterns_of
+
+logger = logging.getLogger("glassengine")
+
+
+def check(
+    baseline: str | Path | nn.Module,
+    *,
+    candidate: str | Path | nn.Module | None = None,
+    map: str | Path | None = None,
+    backend: str | None = None,
+    dtype: str = "auto",
+    inputs: str | None = None,
+    steps: int = 3,
+    passes: Sequence[str] = (),
+    all_rungs: bool = False,
+    bisect_outputs: bool = False,
+    fail_on: Literal["suspicious", "wrong"] = "wrong",
+    min_coverage: float = 0.9,
+    drift: bool = False,
+    min_snr: float | None = None,
+    accumulation: str | None = None,
+    reproduction: str | Path | None = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    trust_engine: bool = False,
+    revision: str | None = None,
+    adapter: str | Path | None = None,
+    progress: Progress = lambda text: None,
+) -> Comparison:
+    """Judge a candidate against a baseline and say which op, on which rung, introduced an error first.
+
+    Args:
+        baseline: MODEL: Hugging Face directory or id, `file.py:factory`, `package.module:factory`, or a module object.
+        candidate: Another model, a factory, an engine directory, or a record of tensors (see `compare`); None builds
+            the baseline's own engine and release engine and climbs the ladder. A quantised checkpoint beside an
+            unquantised baseline is judged weight by weight: what quantisation costs, and what is a mistake.
+        map: Which names of the program belong to which of a record, as for `compare`.
+        backend: Back-end of the engines that are built.
+        dtype: As in `build`; of both sides, unless the candidate is an engine.
+        inputs: A text file with one prompt per line, or what `load_inputs` reads; None takes built-in prompts. A causal
+            language model that is given more than tokens (images, say) is judged as a plain module, without a decode
+            loop; that is listed among what was skipped.
+        steps: Decode steps after the prefill.
+        passes: User passes on the program, each a rung of its own.
+        all_rungs: Climb op-by-op too: every op compiled alone. Without it only what the engine got wrong is.
+        bisect_outputs: Build no engine with all debug outputs; where the release engine is wrong, add a few at a time.
+        fail_on: The mildest verdict that makes the result not ok.
+        min_coverage: Least share of the baseline's float-valued sites that must have been judged.
+        drift: Say in a table which module loses how much of the signal; always done where the candidate is less precise
+            than the baseline.
+        min_snr: Least signal-to-noise ratio of each result, in dB.
+        accumulation: "float32", "tf32", "bfloat16" or "float16": how the candidate sums its products, where it is less
+            than float32; None takes what `torch.set_float32_matmul_precision` says.
+        reproduction: Directory for a test of the first divergence that needs neither the models nor Glass Engine; what
+            an earlier one left in it is put away. Nothing is written where there is no divergence.
+        attn_implementation: As in transformers, for models that are loaded by transformers.
+        trust_remote_code: Allow code that comes with a checkpoint to run.
+        trust_engine: Load native code of an engine that was built elsewhere, as for `load`.
+        revision: Of a hub id.
+        adapter: As for `build`, of the baseline.
+        progress: Called with a sentence when a stage begins.
+
+    Raises:
+        UsageError: The request cannot be carried out.
+        BackendError: A back-end is missing or failed.
+        IncomparableError: The two sides have nothing in common to judge.
+    """
+    passes = patterns_of(passes, "passes")
+    if reproduction is not None:
+        require_free(Path(reproduction))
+    options: dict[str, Any] = {
+        "attn_implementation": attn_implementation,
+        "trust_remote_code": trust_remote_code,
+        "revision": revision,
+    }
+    engine = load(str(candidate), trust=trust_engine) if _is_engine(candidate) else None
+    record = open_source(str(candidate)) if engine is None and _is_record(candidate) else None
+    if record is not None:
+        require_one_rank(record)  # before anything is loaded
+    if map is not None and record is None:
+        raise UsageError("--map is for a record of tensors", got=f"the candidate {candidate}")
+    if candidate is not None and engine is None and (all_rungs or bisect_outputs):
+        raise UsageError("--all-rungs and --bisect-outputs are for engines", got=f"the model {candidate}")
+    if candidate is not None and engine is None and (backend or passes):
+        raise UsageError(
+            "--backend and --pass build an engine of BASELINE", hint="leave them out beside --candidate MODEL"
+        )
+    told: dict[str, Any] = {"fail_on": fail_on, "min_snr": min_snr, "steps": steps, "progress": progress}
+    if is_quantized_candidate(baseline, candidate):
+        if reproduction is not None or accumulation is not None:
+            raise UsageError("--reproduction and --accum are for ops", got=f"the quantised checkpoint {candidate}")
+        more_told: dict[str, Any] = {"dtype": dtype, "adapter": adapter, "inputs": inputs}
+        return check_quantized_checkpoint(baseline, str(candidate), **more_told, **told, **options)
+    if backend is not None:
+        get_backend(backend)  # one that cannot be used is said before anything is loaded
+    progress("loading the baseline")
+    wanted = engine.manifest.dtype if engine and dtype == "auto" else dtype
+    model = load_model(baseline, dtype=wanted, adapter=adapter, **options)
+    given = read_inputs(inputs) if record is None or inputs is not None else recorded_inputs(record, model)
+    # An engine is judged on the very programs that it generates with; a port need not have such.
+    alone = candidate is not None and (engine is None or engine.manifest.kind == "module")
+    if model.decoding == "images" and (alone or (engine is not None and not engine.manifest.has_encoder)):
+        why = "with images a port is judged in one forward, of --inputs" if engine is None else "the engine takes none"
+        model.metadata[WITHOUT_IMAGES], alone = why, True
+    if alone:
+        model = replace(model, decoding="")
+    if model.decoding == "recurrent":
+        model = replace(model, kind="causal_lm")
+    if model.decoding == "images" and given is not None and not isinstance(given, str):
+        given = [without_derived(step, model.metadata[IMAGE_TOKEN]) for step in given]
+    is_double = model.decoding == "encoder_decoder"
+    more = beside_tokens(given) if model.kind == "causal_lm" else beside_source(model, given) if is_double else []
+    if model.decoding == "images":
+        more = [name for name in more if name != PIXELS]
+    if more:
+        model, given = replace(model, kind="module", decoding=""), in_one_forward(given)
+    without_decoding = f"given {', '.join(more)} beside tokens, the model is judged as a plain module" if more else None
+    other = None
+    if candidate is not None and engine is None and record is None:
+        progress("loading the candidate")
+        other = replace(load_model(candidate, dtype=dtype, **options), decoding="")
+        if model.kind == "causal_lm" and other.kind == "module":
+            given = tokens_in_one_forward(model, other.module, given)
+            model, without_decoding = replace(model, kind="module"), "the candidate is a plain module"
+        elif model.kind == "module" and other.kind == "causal_lm":
+            given, other = in_one_forward(given), replace(other, kind="module")
+    held = quantized_in_memory(model, other)
+    if other is not None and (held is not None or (is_quantized_file(other) and not is_quantized_file(model))):
+        if reproduction is not None or accumulation is not None:
+            raise UsageError("--reproduction and --accum are for floats", got=f"the quantized {candidate}")
+        if held is not None:
+            return check_quantized_module(model, other, held, given, **told)
+        told_again = partial(check, inputs=inputs, min_coverage=min_coverage, **told, **options)
+        return check_quantized_file(baseline, model, other, given, told_again)
+    parts = _parts(engine, 2 if model.has_encoder else 1)
+    of_stages: Sequence[Any] = (None,) * len(parts)
+    with ExitStack() as stack:
+        stack.enter_context(threads_for(model.module))
+        case = case_of(record, model.kind) if record is not None and inputs is None else None
+        if model.decoding == "encoder_decoder":
+            climbs: Sequence[Climb] = start_both(model, given, steps, stack, progress)
+        elif model.decoding == "images":
+            climbs = start_with_images(model, given, steps, stack, progress)
+            parts = parts[-len(climbs) :]
+        elif other is not None and model.kind == "module":
+            of_stages = staged(model, other, arguments_of(model, given), progress)
+            climbs = [start_stage(stage, stack, progress) for stage in of_stages]
+            parts = [None] * len(climbs)
+        else:
+            climbs = [start(model, given, steps, stack, progress, case)]
+        if model.kind == "causal_lm" and (reason := model.metadata.get(WITHOUT_IMAGES)):
+            climbs[0].skipped.append(Skipped("images", "both", f"judged from text alone: {reason}"))
+        if without_decoding is not None:
+            climbs[0].skipped.append(Skipped("decode steps", "both", f"{without_decoding}, without a decode loop"))
+        results = []
+        for climb, part, stage in zip(climbs, parts, of_stages[-len(climbs) :], strict=True):
+            climb.accumulation = _accumulation(accumulation)
+            coarsest = None
+            if part is not None:
+                coarsest = getattr(torch, part.manifest.dtype)
+                add_engine(climb, part, progress, only_release=bisect_outputs)
+            elif record is not None:
+                tensors = RecordedTensors(record, climb.program, load_map(map) if map else None)
+                coarsest = add_record(climb, tensors)
+            elif other is not None:
+                coarsest = add_model(climb, other, stage, progress)
+            else:
+                # Passes are those of the last program, as when an engine is built.
+                own_passes = passes if climb is climbs[-1] else ()
+                add_built(climb, backend, own_passes, progress, all_rungs=all_rungs, only_release=bisect_outputs)
+            if reproduction is not None:
+                for score in climb.scores:
+                    score.evidence = EvidenceBox(climb.program)
+            if drift or is_less_precise(coarsest, str(climb.program.metadata.get("dtype"))):
+                for score in climb.scores[1:]:
+                    score.drift = Drift()
+            progress(f"judging {len(climb.cases)} case{'s' if len(climb.cases) > 1 else ''}")
+            _judge(climb, climb.model, climb.scores, coarsest, _severity_counter(climb, progress))
+            alike = judge_alike(climb, partial(_judge_again, climb, coarsest), progress)
+            if bisect_outputs:
+                built_by = engine.manifest.backend if engine is not None else backend
+                again = partial(_judge, climb, coarsest=coarsest, on_step=lambda *_: None)
+                bisect_release(climb, built_by, again, progress)
+            _explain(climb, engine.manifest.backend if engine is not None else backend, coarsest, progress)
+            if record is not None:
+                climb.skipped += [Skipped(name, "candidate", PARTIAL, rung=RECORD) for name in sorted(tensors.partial)]
+            result = conclude(
+                climb.program,
+                climb.scores,
+                climb.skipped,
+                climb.severity,
+                climb.weights,
+                baseline=model.spec,
+                candidate=_described(climb, candidate),
+                fail_on=fail_on,
+                min_coverage=min_coverage,
+                min_snr=min_snr,
+                environment=environment.describe(),
+                cases=climb.cases,
+                accumulated=alike,
+            )
+            results.append(result if stage is None else numbered(result, stage.numbers))
+        result = reduce(joined, results)
+        if reproduction is None or result.first_divergence is None:
+            return result
+        progress("writing a reproduction")
+        at = next(number for number, one in enumerate(results) if result.first_divergence in one.origins)
+        return with_reproduction(result, Path(reproduction), climbs[at].scores, climbs[at].program)
+
+
+def _parts(engine: Engine | None, number: int) -> list[Engine | None]:
+    """Return the engines of the programs that are climbed: one, or encoder (or vision) and decoder."""
+    if engine is None:
+        return [None] * number
+    parts: list[Engine | None] = [engine.encoder, engine] if engine.manifest.has_encoder else [engine]
+    if len(parts) != number:
+        raise IncomparableError(
+            "the engine was built from another kind of model",
+            got="encoder and decoder" if len(parts) == 2 else "one program",
+            expected="encoder and decoder" if number == 2 else "one program",
+        )
+    return parts
+
+
+def _judge(
+    climb: Climb,
+    model: ModuleSide | SourceSide,
+    scores: Sequence[Score],
+    coarsest: torch.dtype | None,
+    on_step: Callable[[Case, int, Mapping[str, float]], None],
+) -> None:
+    run_cases(
+        climb.program,
+        climb.cases,
+        model,
+        scores,
+        coarsest=coarsest,
+        accumulation=replace(climb.accumulation, kernels=climb.kernels),
+        on_step=on_step,
+    )
+
+
+def _judge_again(climb: Climb, coarsest: torch.dtype | None, scores: Sequence[Score]) -> None:
+    _judge(climb, climb.model, scores, coarsest, lambda *_: None)
+
+
+def _explain(climb: Climb, backend: str | None, coarsest: torch.dtype | None, progress: Progress) -> None:
+    """Compile alone what the engine got wrong, unless every op was compiled alone already."""
+    engine = next((score for score in climb.scores if score.side.rung == "engine"), None)
+    if engine is None or not engine.divergences:
+        return
+    alone = next((score for score in climb.scores if score.side.rung == RUNG), None)
+    if alone is None:
+        add_op_by_op(climb, backend, progress)
+        alone = next((score for score in climb.scores if score.side.rung == RUNG), None)
+        if alone is None:
+            return
+        # The tokens are those of the untouched model again.
+        model = climb.chooser()
+        _judge(climb, model, [Score(model, climb.program), alone], coarsest, lambda *_: None)
+    explain(engine, alone)
+
+
+def _accumulation(name: str | None) -> Accumulation:
+    if name is None:
+        name = {"high": "tf32", "medium": "bfloat16"}.get(torch.get_float32_matmul_precision(), "float32")
+    if name not in ACCUMULATIONS:
+        raise UnknownNameError("accumulation", name, list(ACCUMULATIONS), hint="--accum tf32")
+    return ACCUMULATIONS[name]
+
+
+def _severity_counter(climb: Climb, progress: Progress) -> Callable[[Case, int, Mapping[str, float]], None]:
+    """Compare the last logits of each side with those of the rung before it, and say how many steps are judged."""
+    judged, total = 0, sum(case.num_steps for case in climb.cases)
+
+    def count(case: Case, step: int, floors: Mapping[str, float]) -> None:
+        nonlocal judged
+        judged += 1
+        progress(f"judging: {judged} of {total} steps")
+        if climb.program.kind != "causal_lm":
+            return
+        assert climb.model.logits is not None
+        node = climb.program.output_nodes["logits"]
+        model = climb.model.logits[:, -1]
+        size = model.double()
+        noise = max(
+            floors.get(node, 0.0) * float(size.square().mean().sqrt()),
+            unit_roundoff(model.dtype) * float(size.abs().max()),
+        )
+        before = model
+        for score in climb.scores[1:]:
+            found = score.side.observed(node)
+            if not found:
+                continue
+            logits = found[-1].tensor[:, -1]
+            against = before if score.side.rung == "release" else model
+            climb.severity.setdefault(score.side.rung, Severity()).add(
+                against, logits, noise, f"{case.name}, step {step}"
+            )
+            before = logits
+
+    return count
+
+
+def _is_engine(candidate: Any) -> bool:
+    return isinstance(candidate, (str, Path)) and (Path(candidate) / "engine.json").is_file()
+
+
+def _is_record(candidate: Any) -> bool:
+    if not isinstance(candidate, (str, Path)) or not Path(candidate).exists():
+        return False
+    path = Path(candidate)
+    return not (path / "config.json").is_file() if path.is_dir() else path.suffix.lower() in (*KINDS, ".json")
+
+
+def _described(climb: Climb, candidate: str | Path | nn.Module | None) -> str:
+    if candidate is not None:
+        return type(candidate).__name__ if isinstance(candidate, nn.Module) else str(candidate)
+    side = next(score.side for score in climb.scores if isinstance(score.side, EngineSide))
+    manifest = side.engine.manifest
+    return f"{manifest.backend} engine, {manifest.dtype}"

@@ -1,0 +1,1 @@
+"""Engines of one model side by side."""

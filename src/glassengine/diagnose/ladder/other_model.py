@@ -1,0 +1,103 @@
+"""Another model as candidate: op by op through its own export, and untouched at module outputs."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from glassengine.backends.calibration import kernels_of
+from glassengine.diagnose.ladder.rungs import Climb, Progress, nodes, replay_of, skip_unpaired, start
+from glassengine.diagnose.ladder.step_by_step import Stage, program_of, specialized
+from glassengine.errors import UsageError
+from glassengine.judge.pairing.programs import pair_programs
+from glassengine.judge.pairing.stored_weights import compare_weights, weights_of
+from glassengine.judge.pairing.weights import compare_paired_weights
+from glassengine.judge.replay.segment import SegmentReplay
+from glassengine.judge.sides.arranged import Arranged
+from glassengine.judge.sides.sides import ModuleSide, ProgramSide
+from glassengine.judge.sides.source import RUNTIME
+from glassengine.judge.sides.untouched import UntouchedCandidate, own_names
+from glassengine.program import LoadedModel
+from glassengine.results import Skipped, WeightsComparison
+
+
+def start_stage(stage: Stage, stack: ExitStack, progress: Progress) -> Climb:
+    """Return the climb of a stage, with its first side: the untouched baseline."""
+    climb = start(stage.baseline, stage.steps, 0, stack, progress, arguments=stage.ours_of, exported=stage.ours)
+    climb.skipped += specialized(stage)
+    return climb
+
+
+def add_model(
+    climb: Climb,
+    other: LoadedModel,
+    stage: Stage | None,
+    progress: Progress,
+) -> torch.dtype:
+    """Another model or port: op by op through its own export, and untouched at module outputs.
+
+    Args:
+        climb: With the baseline.
+        other: The other model.
+        stage: What of it is run; None for a model that generates.
+        progress: Called with a sentence when a stage begins.
+    """
+    candidate = other if stage is None else stage.candidate
+    arguments, exported = (None, None) if stage is None else (stage.theirs_of, stage.theirs)
+    observable: dict[str, Any] = {}
+    if exported is None:
+        progress("exporting the candidate")
+        exported = program_of(candidate)
+    if isinstance(exported, UsageError):
+        reason = f"no op-level rung: {exported.what} ({exported.got})"
+        climb.skipped.append(Skipped("*", "candidate", reason, rung="candidate"))
+        climb.weights = _weights_by_name(climb, candidate)
+    else:
+        program = exported
+        if arguments is not None:
+            # The inputs of both have one name, by which they are given and paired.
+            renamed = tuple(replace(port, name=arguments.ours(port.name)) for port in program.inputs)
+            program = replace(program, inputs=renamed)
+        progress("pairing the two programs")
+        by_node = pair_programs(climb.program, program, climb.cases)
+        climb.weights = compare_paired_weights(climb.program, program, nodes(by_node))
+        same = candidate.dtype == climb.baseline.dtype
+        options: dict[str, Any] = {
+            "compiled": not same,
+            "dtype": None if same else getattr(torch, candidate.dtype),
+        }
+        replay = replay_of(climb, by_node, **options)
+        climb.pairs, arranged = by_node, Arranged(climb.program, by_node)
+        climb.add(ProgramSide(program, by_node, rung="candidate", replay=replay, arranged=arranged))
+        skip_unpaired(climb, program, by_node, "candidate")
+        observable = {"names": own_names(program, by_node), "arranged": arranged}
+    coarsest: torch.dtype = getattr(torch, candidate.dtype)
+    runs_onnx = candidate.stored is not None and candidate.stored.onnx is not None
+    accumulation = climb.of_runtime(kernels_of(RUNTIME)) if runs_onnx else climb.accumulation
+    segments = SegmentReplay(climb.program, coarsest=coarsest, accumulation=accumulation)
+    beside = climb.model if isinstance(climb.model, ModuleSide) else None
+    untouched_side = UntouchedCandidate(
+        candidate.module,
+        climb.program,
+        rung="candidate, untouched",
+        replay=segments,
+        beside=beside,
+        arguments=arguments,
+        state=candidate.state,
+        **observable,
+    )
+    climb.add(untouched_side)
+    return coarsest
+
+
+def _weights_by_name(climb: Climb, candidate: LoadedModel) -> WeightsComparison | None:
+    """Compare weights by name where a candidate has all names of the baseline: fewer may coincide by chance."""
+    known = weights_of(climb.program)
+    own = dict(candidate.module.state_dict(keep_vars=True)) | dict(candidate.module.named_buffers())
+    if not known.keys() <= own.keys():
+        return None
+    # A program has no weights that it does not use, and a tied one under one name: what only one side names is no news.
+    return compare_weights(known, {name: tensor for name, tensor in own.items() if name in known})

@@ -1,0 +1,1 @@
+"""Quantized candidates beside unquantized baselines."""

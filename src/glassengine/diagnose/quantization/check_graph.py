@@ -1,0 +1,201 @@
+"""`glass check` of a quantized ONNX file: drift by node, mistakes by op and by weight, results by their signal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from glassengine import environment
+from glassengine.diagnose.quantization.graph import Op, QuantizedFile, QuantizedRun
+from glassengine.errors import IncomparableError
+from glassengine.judge.cases import Case
+from glassengine.judge.end_to_end import EndToEnd
+from glassengine.judge.replay.region import covered
+from glassengine.judge.verdict.fineness import fineness_of
+from glassengine.judge.verdict.standing import decide
+from glassengine.numerics.metrics.drift import shared
+from glassengine.numerics.quantization.weight_error import WeightError
+from glassengine.program import LoadedModel
+from glassengine.program.export.export import named_inputs
+from glassengine.program.representation.program import Program
+from glassengine.program.representation.signature import named_results
+from glassengine.results import (
+    FLAGGED,
+    CaseInputs,
+    Comparison,
+    Divergence,
+    Hint,
+    Pair,
+    Rung,
+    Skipped,
+    Verdict,
+    counts_of,
+    worst,
+)
+
+RUNG = "quantized"
+Limits = tuple[str, float, float | None]
+
+_BY_GRID = "step of the quantization"
+
+
+def check_quantized_graph(
+    baseline: LoadedModel,
+    candidate: LoadedModel,
+    cases: Sequence[Case],
+    limits: Limits,
+    progress: Callable[[str], None],
+) -> Comparison:
+    """Run both files on all cases, and judge each op of the quantized one in its own precision.
+
+    Args:
+        baseline: An ONNX file of floats.
+        candidate: What it was quantized to.
+        cases: Of plain modules.
+        limits: `fail_on`, `min_coverage` and `min_snr` of `check`.
+        progress: Called with a sentence when a stage begins.
+
+    Raises:
+        IncomparableError: No value of the quantized file has the name of one of the baseline's.
+    """
+    program, theirs = baseline.stored, candidate.stored
+    assert program is not None and theirs is not None
+    run = QuantizedRun(program, QuantizedFile(theirs))
+    ends = EndToEnd(program, RUNG)
+    total, judged = sum(case.num_steps for case in cases), 0
+    for case in cases:
+        for number, step in enumerate(case.steps):
+            judged += 1
+            progress(f"judging: {judged} of {total} steps")
+            where = (case.name, number)
+            named = named_inputs(step)
+            values = candidate.module.values(named)  # type: ignore[operator]
+            run.step(named, values, where)
+            ours = named_results(baseline.module(**named))
+            ends.compare_signals({name: values[name] for name in theirs.output_nodes if name in values}, ours, where)
+    if not run.ops:
+        raise IncomparableError(
+            "no value of the quantized file has the name of one of the baseline's",
+            got=", ".join(list(theirs.output_nodes)[:3]),
+            expected=", ".join(site.name for site in list(program.sites)[:3]),
+        )
+    progress("judging the quantized weights")
+    weights = dict(run.judged_weights())
+    return _concluded(baseline, candidate, program, run, ends, weights, cases, limits)
+
+
+def _concluded(
+    baseline: LoadedModel,
+    candidate: LoadedModel,
+    program: Program,
+    run: QuantizedRun,
+    ends: EndToEnd,
+    weights: Mapping[str, WeightError],
+    cases: Sequence[Case],
+    limits: Limits,
+) -> Comparison:
+    order = {node.name: index for index, node in enumerate(program.graph.nodes)}
+    ops = sorted((op for op in run.ops.values() if op.worst is not None), key=lambda op: order[op.node.name])
+    pairs = [_pair_of_weight(name, error) for name, error in weights.items()] + [_pair(op) for op in ops]
+    origins = [_of_weight(name, error) for name, error in weights.items() if error.mistakes]
+    origins += [_divergence(program, op) for op in ops if op.worst is not None and op.worst.verdict in FLAGGED]
+    # A weight is as early as the first op that reads it.
+    reader = {f"{name}:param": order[_first_reader(program, node)] for node, name in program.weight_names().items()}
+    origins.sort(key=lambda found: order[found.node] if found.node is not None else reader.get(found.site, 0))
+    verdict = worst(pair.verdict for pair in pairs)
+    first = next((o for level in ("wrong", "suspicious") for o in origins if o.verdict == level), None)
+    results = ends.found
+    nodes = {op.node.name for op in ops}
+    inside = {node: end for node, end in covered(program, nodes).items() if end <= nodes}
+    found = fineness_of(program, RUNG, nodes, inside)
+    agree = bool(results) and all(result.agrees for result in results)
+    share = found.op_by_op + found.in_regions + (found.in_large_regions if agree else 0.0)
+    fail_on, min_coverage, min_snr = limits
+    decision = decide(verdict, results, first, {}, share, fail_on=fail_on, min_coverage=min_coverage, min_snr=min_snr)
+    measured = [op for op in run.ops.values() if op.sums.num_tensors]
+    rows = [op.sums.row(op.site, op.candidate_site, "op", op.sums.loss) for op in measured]
+    returned = set(program.output_nodes)
+    unknown = "it reads a weight of which the file's own is not known: measured, not judged"
+    skipped = [Skipped(op.site, "candidate", unknown, rung=RUNG) for op in run.ops.values() if op.worst is None]
+    rung = Rung(RUNG, baseline.spec, candidate.spec, verdict, "judged by its own grids", len(ops), share, first)
+    described = environment.describe()
+    return Comparison(
+        baseline=baseline.spec,
+        candidate=candidate.spec,
+        ok=decision.standing == "ok",
+        verdict=worst([verdict, *(result.verdict for result in results)]),
+        first_divergence=first,
+        origins=tuple(origins),
+        counts=counts_of(pairs, unmatched_baseline=0, unmatched_candidate=0, not_recorded=0),
+        pairs=tuple(pairs),
+        skipped=tuple(skipped),
+        environment={"baseline": described, "candidate": described},
+        coverage=share,
+        rungs=(rung,),
+        not_ok_because=decision.reason,
+        too_little=decision.standing == "too little judged",
+        standing=decision.standing,
+        results=results,
+        fineness=(found,),
+        inputs=tuple(CaseInputs(case.name, case.num_steps, case.inputs) for case in cases),
+        drift=(*shared([row for row in rows if row.site not in returned]), *ends.drift_rows()),
+    )
+
+
+def _first_reader(program: Program, weight: str) -> str:
+    node = program.node(weight)
+    return next(iter(node.users), node).name
+
+
+def _pair(op: Op) -> Pair:
+    assert op.worst is not None
+    return Pair(
+        step=op.where[1],
+        site=op.site,
+        candidate_site=op.candidate_site,
+        method="name",
+        confidence=1.0,
+        verdict=op.worst.verdict,
+        judged_by=_BY_GRID,
+        rho=op.worst.rho,
+        rung=RUNG,
+        case=op.where[0],
+        reason=op.worst.reason,
+    )
+
+
+def _divergence(program: Program, op: Op) -> Divergence:
+    assert op.worst is not None
+    hints = () if op.worst.reason is None else (Hint("quantization", op.worst.reason, 0.8),)
+    sites = program.sites.by_node.get(op.node.name)
+    found = op.worst
+    return Divergence(
+        RUNG,
+        op.where[1],
+        op.site,
+        op.node.name,
+        op.candidate_site,
+        sites[0].source if sites else None,
+        found.verdict,
+        found.rho,
+        None,
+        found.rms_error,
+        None,
+        hints,
+    )
+
+
+def _verdict(error: WeightError) -> Verdict:
+    if not error.mistakes:
+        return "identical" if error.rms_steps == 0 else "rounding"
+    return "wrong"
+
+
+def _pair_of_weight(name: str, error: WeightError) -> Pair:
+    text = "; ".join(hint.text for hint in error.mistakes) or None
+    site = f"{name}:param"
+    return Pair(0, site, site, "name", 1.0, _verdict(error), _BY_GRID, rho=error.rms_steps, rung=RUNG, reason=text)
+
+
+def _of_weight(name: str, error: WeightError) -> Divergence:
+    site = f"{name}:param"
+    return Divergence(RUNG, 0, site, None, site, None, "wrong", error.rms_steps, None, None, None, error.mistakes)

@@ -1,0 +1,195 @@
+"""What a quantised weight does: at the output of its module, and at the logits, everything else being unquantised.
+
+A module runs again on the inputs it had, so that an error made before it does not count. To compare with, it also runs
+with a weight that is moved by up to half a step at random: what rounding to nearest would make.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from glassengine.errors import IncomparableError, UsageError
+from glassengine.judge.cases import beside_tokens, causal_cases, in_one_forward
+from glassengine.numerics.metrics.logits import compare_logits
+from glassengine.numerics.quantization.weight_error import WeightError
+from glassengine.program import LoadedModel, example_inputs
+
+_PATIENCE_S = 2.0
+
+Progress = Callable[[str], None]
+
+
+@dataclass
+class Weight:
+    """One quantised weight while it is looked at; `value` is in the baseline's scale."""
+
+    name: str
+    error: WeightError
+    value: Tensor
+    step: Tensor
+    is_rescaled: bool = False
+    error_power: float = 0.0
+    rounding_power: float = 0.0
+    output_power: float = 0.0
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+def forwards_of(model: LoadedModel, inputs: Any, steps: int) -> list[dict[str, Any]]:
+    """Return the keyword arguments of each forward; prompts are continued with what the baseline chooses."""
+    if model.kind != "causal_lm" or beside_tokens(inputs):
+        given = in_one_forward(inputs) if model.kind == "causal_lm" else inputs
+        if given is None:
+            given = example_inputs(model.module, model.directory)
+        if isinstance(given, str):
+            raise UsageError("prompts are for a causal language model", got=given, hint="--inputs FILE with tensors")
+        return [dict(each) for each in ([given] if isinstance(given, Mapping) else given)]
+    cases = causal_cases(model, inputs, 0)
+    # The padded batch repeats prompts that are there alone.
+    cases = [case for case in cases if case.attention_mask is not None and case.attention_mask.all()] or cases
+    forwards = []
+    for case in cases:
+        ids, mask = case.input_ids, case.attention_mask
+        assert ids is not None and mask is not None
+        for _ in range(steps):
+            chosen = model.module(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, -1:].argmax(-1)
+            ids, mask = torch.cat([ids, chosen], 1), torch.cat([mask, torch.ones_like(chosen)], 1)
+        forwards.append({"input_ids": ids, "attention_mask": mask, "use_cache": False})
+    return forwards
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a model gives: logits [N, V] of all real tokens, or the first result [N, ...] of a model without logits."""
+
+    rows: Tensor
+    are_logits: bool
+
+
+def outcome_of(module: nn.Module, forwards: Sequence[Mapping[str, Any]]) -> Outcome:
+    """Return what `module` gives in all `forwards` together, float32."""
+    made = [_rows(module(**forward), forward) for forward in forwards]
+    return Outcome(torch.cat([rows for rows, _ in made]), all(are_logits for _, are_logits in made))
+
+
+def _rows(made: Any, forward: Mapping[str, Any]) -> tuple[Tensor, bool]:
+    logits = getattr(made, "logits", None)
+    if not isinstance(logits, Tensor):
+        values = list(made.values()) if isinstance(made, Mapping) else made
+        found = values if isinstance(values, Tensor) else next(v for v in values if isinstance(v, Tensor))
+        return found.float().reshape(-1, found.shape[-1] if found.dim() else 1), False
+    mask = forward.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.shape == logits.shape[:-1]:
+        return logits.float()[mask.bool()], True
+    return logits.float().reshape(-1, logits.shape[-1]), True
+
+
+@contextmanager
+def watching(root: nn.Module, parameters: Mapping[str, nn.Parameter], weights: Sequence[Weight]) -> Iterator[None]:
+    """Run each module with a quantised weight again with it, and with one rounded to nearest, on the same inputs."""
+    generator = torch.Generator().manual_seed(0)
+    modules = dict(root.named_modules())
+    busy = False
+
+    def hook_of(parameter: nn.Parameter, weight: Weight) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            nonlocal busy
+            if busy:
+                return
+            busy = True
+            try:
+                first = _first(output).double()
+                noise = (torch.rand(parameter.shape, generator=generator) - 0.5) * weight.step.float().abs()
+                for value, part in ((weight.value, "error_power"), (parameter.data + noise, "rounding_power")):
+                    with _in_place(parameter, value):
+                        power = float((_first(module(*args, **kwargs)).double() - first).square().sum())
+                    setattr(weight, part, getattr(weight, part) + power)
+                weight.output_power += float(first.square().sum())
+            finally:
+                busy = False
+
+        return hook
+
+    handles = [
+        modules[weight.name.rpartition(".")[0]].register_forward_hook(
+            hook_of(parameters[weight.name], weight), with_kwargs=True
+        )
+        for weight in weights
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _in_place(parameter: nn.Parameter, value: Tensor) -> Iterator[None]:
+    before = parameter.data
+    parameter.data = value.to(before.dtype)
+    try:
+        yield
+    finally:
+        parameter.data = before
+
+
+def _first(output: Any) -> Tensor:
+    tensor: Tensor = output if isinstance(output, Tensor) else next(x for x in output if isinstance(x, Tensor))
+    return tensor
+
+
+def one_by_one(
+    module: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    weights: Sequence[Weight],
+    forwards: Sequence[Mapping[str, Any]],
+    expected: Outcome,
+    progress: Progress,
+) -> None:
+    """Fill in the figures of each weight: the results of the model with that one exchanged, beside `expected`."""
+    began = said = time.monotonic()
+    for index, weight in enumerate(weights):
+        now = time.monotonic()
+        if now - said > _PATIENCE_S:
+            said, left = now, (now - began) / index * (len(weights) - index)
+            progress(f"running with weight {index + 1} of {len(weights)} alone, about {left:.0f} s left")
+        with _in_place(parameters[weight.name], weight.value):
+            weight.figures = difference(expected, outcome_of(module, forwards))
+
+
+def difference(expected: Outcome, found: Outcome) -> dict[str, Any]:
+    """Return error power, SNR, and where the results are logits divergence and agreement."""
+    b, c = expected.rows, found.rows
+    if b.shape != c.shape:
+        raise IncomparableError(
+            "the results of the two sides differ in shape", got=str(list(c.shape)), expected=str(list(b.shape))
+        )
+    error, power = float((c.double() - b.double()).square().sum()), float(b.double().square().sum())
+    logits = compare_logits(b, c) if expected.are_logits else None
+    return {
+        "error": error,
+        "snr_db": snr_db(power, error),
+        "cosine": cosine(b, c),
+        "kl": logits.mean_kl if logits else None,
+        "agreement": logits.top1_agreement if logits else None,
+    }
+
+
+def cosine(b: Tensor, c: Tensor) -> float:
+    """Return the cosine of two tensors of one shape; 1 where both are zero."""
+    norms = float(b.double().norm()) * float(c.double().norm())
+    return float((b.double() * c.double()).sum()) / norms if norms else float(not bool(c.any()) and not bool(b.any()))
+
+
+def snr_db(power: float, error: float) -> float:
+    """Return the signal-to-noise ratio of two sums of squares; -inf where the error is no number."""
+    if error == 0:
+        return math.inf
+    return 10 * math.log10(power / error) if power > 0 and math.isfinite(error) else -math.inf

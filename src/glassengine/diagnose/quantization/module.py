@@ -1,0 +1,145 @@
+"""A module that was quantised in memory, beside the unquantised one: its weights by their grids, its results twice.
+
+What it returns may differ from the baseline's by what its weights cost, and no more: the baseline with the quantised
+weights in it (the twin) runs too, and what the candidate returns is as near to the twin's as its arithmetic lets it.
+
+    weights are quantised alone      within a half of what the weights cost, or rounding of the dtype
+    inputs of products too           within four times of that: integers of 8 bits for both cost about the same
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from glassengine.diagnose.ladder.rungs import arguments_of
+from glassengine.diagnose.quantization.check import check_quantized
+from glassengine.diagnose.quantization.effects import Progress, difference, forwards_of, outcome_of
+from glassengine.diagnose.quantization.result import RUNG
+from glassengine.numerics.verdict import unit_roundoff
+from glassengine.program import LoadedModel
+from glassengine.program.quantized.modules import QuantizedModule, quantized_module
+from glassengine.results import Comparison, Divergence, Hint
+
+_OF_WEIGHTS = 0.5
+_OF_INPUTS = 4.0
+_ROUNDINGS = 8.0
+
+
+def quantized_in_memory(baseline: LoadedModel, candidate: LoadedModel | None) -> QuantizedModule | None:
+    """Return the quantised weights of a candidate; None where none is one of the unquantised baseline's."""
+    if candidate is None or candidate.stored is not None or baseline.stored is not None:
+        return None
+    found = quantized_module(candidate.module)
+    if found is None or quantized_module(baseline.module) is not None:
+        return None
+    known = {name: tensor.shape for name, tensor in baseline.module.named_parameters()}
+    return found if any(known.get(name) == step.shape for name, step in found.steps.items()) else None
+
+
+@torch.no_grad()
+def check_quantized_module(
+    baseline: LoadedModel,
+    candidate: LoadedModel,
+    held: QuantizedModule,
+    given: Any,
+    *,
+    steps: int = 3,
+    fail_on: str = "wrong",
+    min_snr: float | None = None,
+    progress: Progress = lambda text: None,
+) -> Comparison:
+    """Judge a quantised module: each weight by the step of its grid, the results by what the weights explain.
+
+    Args:
+        baseline: Unquantised; its weights are exchanged for a while and put back.
+        candidate: Quantised, as it runs.
+        held: Of the candidate.
+        given: Inputs, as `check` reads them; None makes some up.
+        steps: As for `check_quantized`.
+        fail_on: As for `check`.
+        min_snr: As for `check`.
+        progress: Called with a sentence when a stage begins.
+    """
+    if baseline.kind != "causal_lm":
+        given = arguments_of(baseline, given)
+    candidate = dataclasses.replace(candidate, metadata={**candidate.metadata, "quantization": {"method": held.method}})
+    told: dict[str, Any] = {"steps": steps, "fail_on": fail_on, "min_snr": min_snr, "progress": progress}
+    with _untied(baseline.module, held.steps):
+        found = check_quantized(baseline, candidate, held.steps, given=given, weights=held.weights, **told)
+        forwards = forwards_of(baseline, given, steps)
+        expected, actual = outcome_of(baseline.module, forwards), outcome_of(candidate.module, forwards)
+        with _exchanged(baseline.module, held.weights):
+            twin = outcome_of(baseline.module, forwards)
+    cost, apart = difference(expected, twin)["error"], difference(twin, actual)["error"]
+    dtype = getattr(torch, baseline.dtype)
+    power = float(twin.rows.double().square().sum())
+    share = _OF_INPUTS if held.rounds_inputs else _OF_WEIGHTS
+    if apart <= max(share**2 * cost, (_ROUNDINGS * unit_roundoff(dtype)) ** 2 * power):
+        return found
+    return _not_explained(found, apart, cost)
+
+
+def _not_explained(found: Comparison, apart: float, cost: float) -> Comparison:
+    """Return what was found, not ok: the results differ by more than the weights explain."""
+    times = (apart / cost) ** 0.5 if cost else float("inf")
+    text = f"the results differ by {times:.3g} times what the quantised weights cost: it computes something else"
+    results = tuple(dataclasses.replace(one, verdict="wrong", reason=text) for one in found.results)
+    name = found.results[0].name if found.results else "output"
+    site = f".:out.{name}"
+    hint = Hint("not its weights", text, 0.9)
+    origin = Divergence(RUNG, 0, site, None, site, None, "wrong", None, None, None, None, (hint,))
+    (rung,) = found.rungs
+    return dataclasses.replace(
+        found,
+        ok=False,
+        verdict="wrong",
+        standing="results differ",
+        not_ok_because=found.not_ok_because or text,
+        results=results,
+        origins=(*found.origins, origin),
+        first_divergence=found.first_divergence or origin,
+        rungs=(dataclasses.replace(rung, verdict="wrong", first_divergence=rung.first_divergence or origin),),
+    )
+
+
+@contextlib.contextmanager
+def _untied(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """Give what shares its weight with another module one of its own: the candidate quantised one of the two."""
+    known = dict(module.named_parameters())
+    tied = []
+    for name in names:
+        path, _, last = name.rpartition(".")
+        with contextlib.suppress(AttributeError):
+            part = module.get_submodule(path)
+            parameter = part._parameters.get(last)
+            if name not in known and parameter is not None:
+                tied.append((part, last, parameter))
+    try:
+        for part, last, parameter in tied:
+            part._parameters[last] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
+        yield
+    finally:
+        for part, last, parameter in tied:
+            part._parameters[last] = parameter
+
+
+@contextlib.contextmanager
+def _exchanged(module: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    known = dict(module.named_parameters())
+    both: Sequence[tuple[nn.Parameter, Tensor]] = [
+        (known[name], value) for name, value in weights.items() if name in known and known[name].shape == value.shape
+    ]
+    before = [parameter.data for parameter, _ in both]
+    try:
+        for parameter, value in both:
+            parameter.data = value.to(parameter.dtype)
+        yield
+    finally:
+        for (parameter, _), data in zip(both, before, strict=True):
+            parameter.data = data

@@ -1,0 +1,204 @@
+"""A quantized ONNX file beside a model of PyTorch: judged in two steps, each by its own measure.
+
+    the graph    the file without its grids, with the model's own weights in the place of those that were rounded, is
+                 compared with the model as any port is: op by op, to rounding
+    the grids    the file is compared with that, as any quantized file is with its floats: op by op by its own grids
+
+So a wrong op is found as in a port, a wrong scale as in a quantization, and what quantization costs is drift.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from glassengine.diagnose.ladder.rungs import arguments_of
+from glassengine.diagnose.quantization.check_graph import check_quantized_graph
+from glassengine.judge.cases import module_cases
+from glassengine.program import LoadedModel
+from glassengine.program.onnx.dequantized import without_grids
+from glassengine.program.onnx.grids import is_quantized_graph
+from glassengine.results import Comparison
+
+_ALIKE = 0.3
+"""Relative distance of a weight from the one that it was quantized from: four bits a tensor leave so much."""
+_FOLDED = 0.05
+"""Relative error of the factors of rows that are estimated from a quantized weight."""
+_MOST_STEPS = 1.5
+"""A bias is so many of its steps from the one that was quantized."""
+_BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+_EPSILONS = (1e-5, 1e-3, 1e-6, 1e-4, 1e-12)
+
+Check = partial[Comparison]
+
+
+def is_quantized_file(model: LoadedModel) -> bool:
+    """Whether a model is a quantized ONNX file."""
+    return model.stored is not None and model.stored.onnx is not None and is_quantized_graph(model.stored.onnx.file)
+
+
+def check_quantized_file(
+    spec: Any, baseline: LoadedModel, candidate: LoadedModel, given: Any, check: Check
+) -> Comparison:
+    """Judge a quantized ONNX file beside a model of floats.
+
+    Args:
+        spec: What the user called the model.
+        baseline: The model: an ONNX file, or one of PyTorch.
+        candidate: The file.
+        given: Inputs that were read; None for made-up ones.
+        check: As the public one, with what the user asked for.
+
+    Raises:
+        UsageError: The file computes with integers in a way that is not known.
+    """
+    if baseline.stored is None or baseline.stored.onnx is None:
+        return _beside_a_module(spec, baseline, candidate, check)
+    asked = check.keywords
+    limits = asked["fail_on"], asked["min_coverage"], asked["min_snr"]
+    return check_quantized_graph(
+        baseline, candidate, module_cases(arguments_of(baseline, given)), limits, asked["progress"]
+    )
+
+
+def _beside_a_module(spec: Any, baseline: LoadedModel, candidate: LoadedModel, check: Check) -> Comparison:
+    import onnx
+
+    assert candidate.stored is not None and candidate.stored.onnx is not None
+    file = candidate.stored.onnx.file
+    module = baseline.module
+    parts = {f"{path}.": part for path, part in module.named_modules()}
+    epsilons = {path: float(part.eps) for path, part in parts.items() if isinstance(part, _BATCH_NORMS)}
+    model = without_grids(file, Weights(dict(module.state_dict()), epsilons))
+    with tempfile.TemporaryDirectory(prefix="glassengine-") as folder:
+        path = Path(folder) / file.path.name
+        size = sum(tensor.ByteSize() for tensor in model.graph.initializer)
+        onnx.save(model, str(path), save_as_external_data=size > 1 << 30, location=f"{path.stem}.data")
+        of_graph = check(spec, candidate=path)
+        named: dict[str, Any] = {"baseline": of_graph.baseline, "candidate": str(file.path)}
+        if of_graph.standing not in ("ok", "too little judged"):
+            note = "compared without the grids of the file, with the baseline's weights where they were rounded"
+            return replace(of_graph, **named, notes=(*of_graph.notes, note))
+        of_grids = check(path, candidate=file.path)
+    note = f"without its grids the file is the baseline's graph: {of_graph.coverage:.0%} judged; sites are the file's"
+    found = replace(of_grids, **named, notes=(*of_grids.notes, note))
+    if not of_graph.ok and of_grids.ok:
+        found = replace(
+            found, ok=False, standing=of_graph.standing, not_ok_because=of_graph.not_ok_because, too_little=True
+        )
+    return found
+
+
+@dataclass
+class Weights:
+    """Finds the weight of a model that a quantized one was made of.
+
+    Args:
+        known: The model's, by name.
+        epsilons: Of its norms, by path and a dot.
+    """
+
+    known: Mapping[str, Tensor]
+    epsilons: Mapping[str, float] = field(default_factory=dict)
+
+    def __call__(self, numbers: Tensor, steps: Tensor) -> Tensor | None:
+        """Return the model's weight for what a quantized one stands for; None where none is like it."""
+        if numbers.dim() < 2:
+            return self._bias(numbers, steps)
+        whole = self._nearest(numbers)
+        for axis in range(numbers.dim()):
+            whole = self._beside(numbers, axis) if whole is None else whole
+        return self._folded(numbers) if whole is None else whole
+
+    def _floats(self) -> Iterator[Tensor]:
+        return (tensor.double() for tensor in self.known.values() if tensor.is_floating_point() and tensor.dim() > 1)
+
+    def _nearest(self, numbers: Tensor) -> Tensor | None:
+        found = [
+            one
+            for tensor in self._floats()
+            for one in ((tensor, tensor.T) if tensor.dim() == 2 else (tensor,))
+            if one.shape == numbers.shape
+        ]
+        best = min(found, key=lambda one: float((one - numbers).norm()), default=None)
+        return best if best is not None and _is_alike(best, numbers) else None
+
+    def _beside(self, numbers: Tensor, axis: int) -> Tensor | None:
+        """Return what several weights make side by side: queries, keys and values in one product, say."""
+        parts: list[Tensor] = []
+        start, end = 0, numbers.shape[axis]
+        while start < end:
+            part = self._part(numbers.narrow(axis, start, end - start), axis)
+            if part is None:
+                return None
+            parts.append(part)
+            start += part.shape[axis]
+        return torch.cat(parts, axis)
+
+    def _part(self, numbers: Tensor, axis: int) -> Tensor | None:
+        for tensor in self._floats():
+            for one in (tensor, tensor.T) if tensor.dim() == 2 else (tensor,):
+                if one.dim() != numbers.dim() or one.shape[axis] > numbers.shape[axis]:
+                    continue
+                beside = numbers.narrow(axis, 0, one.shape[axis])
+                if one.shape == beside.shape and _is_alike(one, beside):
+                    return one
+        return None
+
+    def _folded(self, numbers: Tensor) -> Tensor | None:
+        """Return a weight into whose rows a norm behind it was folded."""
+        for tensor in self._floats():
+            if tensor.shape != numbers.shape:
+                continue
+            rows, own = tensor.flatten(1), numbers.flatten(1)
+            factors = (rows * own).sum(1) / rows.square().sum(1).clamp(min=1e-30)
+            like = [1, *[1] * (tensor.dim() - 1)]
+            like[0] = -1
+            if not _is_alike(tensor * factors.reshape(like), numbers):
+                continue
+            for norm in self._norms(len(factors)):
+                if _is_alike(norm.factors, factors, _FOLDED):
+                    return tensor * norm.factors.reshape(like)
+        return None
+
+    def _bias(self, numbers: Tensor, steps: Tensor) -> Tensor | None:
+        alone = [one.double() for one in self.known.values() if one.is_floating_point() and one.shape == numbers.shape]
+        norms = list(self._norms(len(numbers)))
+        folded = [norm.shift for norm in norms]
+        folded += [norm.shift + bias * norm.factors for norm, bias in itertools.product(norms, alone)]
+        found: Sequence[Tensor] = [*alone, *folded]
+        best = min(found, key=lambda one: float(((one - numbers) / steps).abs().max()), default=None)
+        if best is None or float(((best - numbers) / steps).abs().max()) > _MOST_STEPS:
+            return None
+        return best
+
+    def _norms(self, size: int) -> Iterator[_Norm]:
+        """Yield what the batch norms of so many channels multiply by and add."""
+        for name, variance in self.known.items():
+            path, is_norm, _ = name.rpartition("running_var")
+            mean = self.known.get(f"{path}running_mean")
+            if not is_norm or mean is None or variance.numel() != size:
+                continue
+            ones, zeros = torch.ones(size), torch.zeros(size)
+            weight, bias = self.known.get(f"{path}weight", ones), self.known.get(f"{path}bias", zeros)
+            for eps in (self.epsilons[path],) if path in self.epsilons else _EPSILONS:
+                factors = weight.double() / (variance.double() + eps).sqrt()
+                yield _Norm(factors, bias.double() - mean.double() * factors)
+
+
+@dataclass(frozen=True)
+class _Norm:
+    factors: Tensor
+    shift: Tensor
+
+
+def _is_alike(one: Tensor, numbers: Tensor, apart: float = _ALIKE) -> bool:
+    return float((one - numbers).norm()) <= apart * float(one.norm())

@@ -1,0 +1,1 @@
+"""Executions that were recorded as snapshots, replayed and judged."""

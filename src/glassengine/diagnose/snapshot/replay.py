@@ -1,0 +1,285 @@
+"""`glass replay`: run the execution of a snapshot again, without the code that it came from.
+
+Settings that change results (threads, precision of products, random states) are put back as they were recorded.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from glassengine import environment
+from glassengine.backends.protocol import Backend
+from glassengine.backends.registry import choose_backend
+from glassengine.blocks import agree
+from glassengine.diagnose.reproduction.bisect_compiler import Bisection, bisect_graph
+from glassengine.diagnose.reproduction.files import require_free
+from glassengine.diagnose.reproduction.reproduce import reproduce_bisection
+from glassengine.diagnose.snapshot.judge import judge_snapshot
+from glassengine.diagnose.snapshot.state import as_recorded, captured_graph, device_of, set_random_states
+from glassengine.errors import BackendError, UsageError, first_line
+from glassengine.executable.graph.graph import CapturedGraph
+from glassengine.executable.snapshot.nonfinite import find_origin, kinds_of
+from glassengine.executable.snapshot.reader import Snapshot
+from glassengine.judge.graphs.cut import clone
+from glassengine.judge.graphs.run import GraphRun, compile_run, without_numbers
+from glassengine.recording.layout.values import bytes_of
+from glassengine.results import Comparison, Result
+
+logger = logging.getLogger("glassengine")
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ReplayedOutput(Result):
+    """One output of a replay.
+
+    Attributes:
+        name: As in the snapshot.
+        dtype: torch dtype name, or the type of what is no tensor.
+        shape: Sizes.
+        same_bits: Whether it is what was recorded, bit by bit; None where nothing was recorded.
+        num_different: Elements that are not; None likewise.
+        max_abs_diff: Largest difference of finite elements; None likewise, and where shapes differ.
+        nonfinite: "NaN", "inf", "-inf" or several; "" where all is finite.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    same_bits: bool | None
+    num_different: int | None
+    max_abs_diff: float | None
+    nonfinite: str
+
+
+@dataclass(frozen=True)
+class Replayed(Result):
+    """What came of a replay.
+
+    Attributes:
+        snapshot: Its path.
+        executable: Name of what was executed.
+        execution: Number of the execution.
+        reason: Why the snapshot was taken: "every", "nonfinite", "error".
+        recorded_backend: What ran it then; "" where the snapshot does not say.
+        backend: What ran it now.
+        ok: Whether the outputs are what was recorded: bit by bit on the same back-end, up to rounding where they were
+            judged; that nothing is not finite, or nothing fails, where that was asked. True where there is nothing to
+            compare with and it ran.
+        outputs: Of the run.
+        error: What the run raised, one line.
+        comparison: Where it was judged op by op.
+        first_nonfinite: Where that was asked and found: op, node, module, source, kinds, num_elements, total_elements.
+        bisection: Where that was asked.
+        notes: What a reader must know: other versions, another processor, outputs that were not recorded.
+    """
+
+    snapshot: str
+    executable: str
+    execution: int
+    reason: str
+    recorded_backend: str
+    backend: str
+    ok: bool
+    outputs: tuple[ReplayedOutput, ...] = ()
+    error: str | None = None
+    comparison: Comparison | None = None
+    first_nonfinite: Mapping[str, Any] | None = None
+    bisection: Bisection | None = None
+    notes: tuple[str, ...] = ()
+    schema_version: int = 1
+
+
+def replay(
+    snapshot: str | Path,
+    *,
+    backend: str | None = None,
+    compare: bool = False,
+    first_nonfinite: bool = False,
+    bisect: bool = False,
+    reproduction: str | Path | None = None,
+    progress: Progress = lambda text: None,
+) -> Replayed:
+    """Run the execution of a snapshot again; at most one of `compare`, `first_nonfinite` and `bisect`.
+
+    Args:
+        snapshot: Directory, or packed file.
+        backend: What runs it; None for what ran it when it was recorded.
+        compare: Judge every op by its float64 result on the same inputs, as `glass check` does. That is so without
+            asking where `backend` is another one: no two have the same bits.
+        first_nonfinite: Run node by node and say which op made the first NaN or infinity.
+        bisect: Find the smallest piece of the graph that the back-end breaks, and the part of the compiler.
+        reproduction: With `bisect`: directory for a test of that piece.
+        progress: Called with a sentence when a stage begins.
+
+    Raises:
+        UsageError: The request cannot be carried out; the snapshot holds no graph or no values.
+        CorruptError: The snapshot is damaged.
+        BackendError: The back-end is missing, or cannot compile the graph.
+    """
+    if sum((compare, first_nonfinite, bisect)) > 1:
+        raise UsageError(
+            "a replay does one thing at a time", hint="one of --compare, --first-nonfinite and --bisect at a time"
+        )
+    if reproduction is not None:
+        if not bisect:
+            raise UsageError("only a bisection has something to reproduce", hint="--bisect --reproduction DIR")
+        require_free(Path(reproduction))
+    found = Snapshot.open(snapshot)
+    graph, arguments = captured_graph(found), found.arguments(device=device_of(found))
+    recorded = str(found.meta.get("backend") or "")
+    chosen, note = choose_backend(backend or recorded or None)
+    notes = [*([note] if note else []), *_differences(found)]
+    if not recorded and backend is None and not first_nonfinite:
+        notes.append(f"the snapshot does not say what ran it; this is {chosen.name}: --backend NAME for another")
+    told: dict[str, Any] = {
+        "snapshot": str(snapshot),
+        "executable": found.name,
+        "execution": found.execution,
+        "reason": found.reason,
+        "recorded_backend": recorded,
+        "backend": "eager" if first_nonfinite else chosen.name,
+    }
+    with as_recorded(found):
+        if first_nonfinite:
+            origin = _first_nonfinite(graph, arguments, progress)
+            was_there = found.reason == "nonfinite"
+            if origin is None and was_there:
+                notes.append("node by node the same graph gives finite values: the compiled code made the others")
+            ok = origin is None and not was_there
+            return Replayed(**told, ok=ok, first_nonfinite=origin, notes=tuple(notes))
+        if bisect:
+            if graph.onnx is not None:
+                raise UsageError(
+                    "the graph of an ONNX file is not bisected",
+                    got=found.name,
+                    hint="glass replay --compare judges its ops; glass check --reproduction writes a node as a file",
+                )
+            bisection, piece = bisect_graph(graph, arguments, chosen, progress, found.path)
+            if reproduction is not None and piece is not None:
+                progress("writing a reproduction")
+                bisection = reproduce_bisection(Path(reproduction), bisection, piece)
+            return Replayed(**told, ok=bisection.ok, bisection=bisection, notes=tuple(notes))
+        if compare or (recorded and chosen.name != recorded):
+            comparison = judge_snapshot(found, graph, arguments, chosen, progress)
+            return Replayed(**told, ok=comparison.ok, comparison=comparison, notes=tuple(notes))
+        outputs, error = _run_again(found, graph, arguments, chosen, progress)
+    if found.outputs is None and error is None:
+        notes.append("no outputs were recorded, so there is nothing to compare with")
+    ok = error is None and all(output.same_bits is not False for output in outputs)
+    return Replayed(**told, ok=ok, outputs=outputs, error=error, notes=tuple(notes))
+
+
+def _run_again(
+    snapshot: Snapshot, graph: CapturedGraph, arguments: Sequence[Any], backend: Backend, progress: Progress
+) -> tuple[tuple[ReplayedOutput, ...], str | None]:
+    progress(f"compiling with {backend.name}")
+    with tempfile.TemporaryDirectory(prefix="glassengine-replay-") as folder:
+        run = _compiled(snapshot, graph, arguments, backend, Path(folder))
+        given = [clone(value) if isinstance(value, torch.Tensor) else value for value in arguments]
+        set_random_states(snapshot)
+        progress("running")
+        try:
+            results = run(given)
+        except Exception as error:
+            if isinstance(error, BackendError) and error.got:
+                return (), error.got
+            return (), f"{type(error).__name__}: {error}"
+    # What the graph wrote to comes last, under the name of the input.
+    written = {entry.name: value for entry, value in zip(snapshot.inputs, given, strict=True) if entry.is_mutated}
+    named = dict(zip(snapshot.output_names, results, strict=False)) | written
+    recorded = {entry.name: entry for entry in snapshot.outputs or ()}
+    outputs = []
+    for name, value in named.items():
+        is_known = name in recorded and recorded[name].left_out is None
+        outputs.append(_output(name, value, snapshot.output(name) if is_known else None, is_known))
+    return tuple(outputs), None
+
+
+def _compiled(
+    snapshot: Snapshot, graph: CapturedGraph, arguments: Sequence[Any], backend: Backend, folder: Path
+) -> GraphRun:
+    """Compile as it was; where what is left of its symbolic sizes is too little for that, for the sizes it ran with."""
+    try:
+        return compile_run(snapshot.name, graph, arguments, backend, folder, keep=True)
+    except BackendError:
+        if all(entry.is_tensor for entry in snapshot.inputs):
+            raise
+        fixed, kept = without_numbers(graph, arguments)
+        logger.warning("compiled for the sizes of this execution only: bits may differ")
+        run = compile_run(snapshot.name, fixed, kept, backend, folder)
+        return lambda values: run([value for value in values if isinstance(value, torch.Tensor)])
+
+
+def _output(name: str, value: Any, recorded: Any, is_known: bool) -> ReplayedOutput:
+    if not isinstance(value, torch.Tensor):
+        same = value == recorded if is_known else None
+        return ReplayedOutput(name, type(value).__name__, (), same, None if same is None else int(not same), None, "")
+    kinds = kinds_of(value) if value.is_floating_point() or value.is_complex() else None
+    nonfinite = str(kinds) if kinds is not None and any(kinds) else ""
+    dtype = str(value.dtype).removeprefix("torch.")
+    same, number, largest = None, None, None
+    if is_known:
+        same, number, largest = _difference(value, recorded)
+    return ReplayedOutput(name, dtype, tuple(value.shape), same, number, largest, nonfinite)
+
+
+def _difference(value: torch.Tensor, recorded: Any) -> tuple[bool, int, float | None]:
+    """Return whether two tensors have the same bits, how many elements differ, and the largest difference."""
+    if not isinstance(recorded, torch.Tensor) or value.shape != recorded.shape or value.dtype != recorded.dtype:
+        return False, value.numel(), None
+    value = value.detach().cpu()
+    if bytes(bytes_of(value)) == bytes(bytes_of(recorded.detach())):
+        return True, 0, 0.0
+    differs = ~agree(value, recorded)
+    error = (value.double() - recorded.double()).abs() if not value.is_complex() else (value - recorded).abs()
+    finite = error[error.isfinite()]
+    return False, int(differs.sum()), float(finite.max()) if finite.numel() else None
+
+
+def _first_nonfinite(graph: CapturedGraph, arguments: Sequence[Any], progress: Progress) -> dict[str, Any] | None:
+    progress("running node by node")
+    given = [clone(value) if isinstance(value, torch.Tensor) else value for value in arguments]
+    written = [spec.name for spec in graph.inputs if spec.is_mutated]
+    try:
+        finding = find_origin(graph, given, [*graph.output_names, *written])
+    except Exception as error:
+        raise UsageError(
+            "the graph cannot be run node by node",
+            got=f"{type(error).__name__}: {first_line(error)}",
+            hint="glass replay SNAPSHOT runs it as it was run",
+        ) from error
+    return None if finding.origin is None else asdict(finding.origin)
+
+
+def _differences(snapshot: Snapshot) -> list[str]:
+    """Say what is other than it was when the snapshot was taken and may change bits."""
+    then = snapshot.meta.get("environment")
+    if not isinstance(then, dict):
+        return []
+    now = environment.describe()
+    notes = []
+    for label, key in (("torch", ("versions", "torch")), ("processor", ("cpu",))):
+        old, new = (_looked_up(facts, key) for facts in (then, now))
+        if old is not None and old != new:
+            notes.append(f"{label}: {new} here, {old} when it was recorded: bits may differ")
+    flags = "GLASS_CC_FLAGS"
+    old, new = (_looked_up(facts, ("variables", flags)) for facts in (then, now))
+    if old != new:
+        notes.append(f"{flags}: {new or 'unset'} here, {old or 'unset'} when it was recorded: set it likewise")
+    return notes
+
+
+def _looked_up(facts: Any, keys: Sequence[str]) -> Any:
+    for key in keys:
+        facts = facts.get(key) if isinstance(facts, dict) else None
+    return facts if isinstance(facts, (str, type(None))) else str(pytree.tree_map(str, facts))

@@ -1,0 +1,1 @@
+"""Training runs: where two of them part."""

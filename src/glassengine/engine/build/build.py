@@ -1,0 +1,377 @@
+"""Build an engine: load, export once, resolve outputs, compile, write aside, rename, load.
+
+Nothing is compiled before every name and size in the request has been checked, and nothing is left behind when a build
+does not end well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import re
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import torch
+from torch import nn
+
+from glassengine import environment
+from glassengine.backends.protocol import Backend
+from glassengine.backends.registry import choose_backend, choose_device
+from glassengine.engine.build import outputs
+from glassengine.engine.build.agreement import require_agreement
+from glassengine.engine.build.artifacts import ArtifactWriter
+from glassengine.engine.build.describe import Settings
+from glassengine.engine.build.limits import DEFAULT_MAX_SEQ_LEN, check_dtype, check_sizes
+from glassengine.engine.build.memory import expected_peaks, weights_bytes
+from glassengine.engine.build.outputs import BuildPlan
+from glassengine.engine.build.write import requested_outputs, write_engine
+from glassengine.engine.run.engine import Engine, load
+from glassengine.engine.store import files, signing
+from glassengine.engine.store.recorded_model import directory_to_record
+from glassengine.errors import UsageError
+from glassengine.locations import local
+from glassengine.program import LoadedModel, Program, example_inputs, export_programs, load_inputs, load_model
+from glassengine.program.kinds.image_text import WITHOUT_IMAGES
+from glassengine.program.onnx.file import is_onnx
+from glassengine.sites import patterns_of
+from glassengine.writing import remove_tree
+
+logger = logging.getLogger("glassengine")
+
+Inputs = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+
+
+@overload
+def build(
+    model: str | Path | nn.Module,
+    output_dir: str | Path | None = ...,
+    *,
+    dry_run: Literal[False] = ...,
+    backend: str | None = ...,
+    device: str | None = ...,
+    dtype: str = ...,
+    add_output: Sequence[str] = ...,
+    inputs: Inputs | None = ...,
+    passes: Sequence[str] = ...,
+    max_batch_size: int = ...,
+    max_seq_len: int | None = ...,
+    overwrite: bool = ...,
+    attn_implementation: str | None = ...,
+    trust_remote_code: bool = ...,
+    revision: str | None = ...,
+    adapter: str | Path | None = ...,
+    byte_budget: int | None = ...,
+    artifacts: str | Path | None = ...,
+    sign: str | Path | None = ...,
+    progress: Callable[[str], None] = ...,
+) -> Engine: ...
+@overload
+def build(
+    model: str | Path | nn.Module,
+    output_dir: str | Path | None = ...,
+    *,
+    dry_run: Literal[True],
+    backend: str | None = ...,
+    device: str | None = ...,
+    dtype: str = ...,
+    add_output: Sequence[str] = ...,
+    inputs: Inputs | None = ...,
+    passes: Sequence[str] = ...,
+    max_batch_size: int = ...,
+    max_seq_len: int | None = ...,
+    overwrite: bool = ...,
+    attn_implementation: str | None = ...,
+    trust_remote_code: bool = ...,
+    revision: str | None = ...,
+    adapter: str | Path | None = ...,
+    byte_budget: int | None = ...,
+    artifacts: str | Path | None = ...,
+    sign: str | Path | None = ...,
+    progress: Callable[[str], None] = ...,
+) -> BuildPlan: ...
+def build(
+    model: str | Path | nn.Module,
+    output_dir: str | Path | None = None,
+    *,
+    dry_run: bool = False,
+    backend: str | None = None,
+    device: str | None = None,
+    dtype: str = "auto",
+    add_output: Sequence[str] = (),
+    inputs: Inputs | None = None,
+    passes: Sequence[str] = (),
+    max_batch_size: int = 8,
+    max_seq_len: int | None = None,
+    overwrite: bool = False,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    adapter: str | Path | None = None,
+    byte_budget: int | None = None,
+    artifacts: str | Path | None = None,
+    sign: str | Path | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Engine | BuildPlan:
+    """Build an engine and load it.
+
+    Args:
+        model: Hugging Face directory or id, `file.py:factory`, `package.module:factory`, an ONNX file, a .pt2 program,
+            or a module object.
+        output_dir: Directory to make; by default `engines/<model name>`, and a temporary directory that lives as long
+            as the result for a module object.
+        dry_run: Return what would be built, and its bytes, instead of building.
+        backend: Name of a back-end; None takes the default, or says which other one it had to take.
+        device: "cpu" or "cuda", what the engine is to run on; None takes what the back-end is for.
+        dtype: "auto" (that of the checkpoint), "float32", "bfloat16", "float16" or "float64".
+        add_output: Debug outputs, each `SITE|NODE|GLOB[=ALIAS][:DTYPE]` or `@FILE` with a JSON object of names and
+            aliases; those of TRTLLM_ADD_OUTPUT are added. An output keeps its own dtype, or is cast to DTYPE when it is
+            read. Every tap of a plain module is an output without being asked for.
+        inputs: Keyword arguments to export a plain module with (a dict, one dict per step, or what `--inputs` takes). A
+            causal language model needs none; with inputs it is built as a plain module.
+        passes: User passes `file.py:function`, in order.
+        max_batch_size: Largest batch of a session.
+        max_seq_len: Most tokens of a sequence, prompt and generated; None takes what the model's configuration states.
+        overwrite: Replace an engine that exists.
+        attn_implementation: As in transformers.
+        trust_remote_code: Allow code that comes with a checkpoint to run.
+        revision: Of a hub id.
+        adapter: Directory of a LoRA adapter, as peft saves it, to merge.
+        byte_budget: Most bytes of debug outputs in one decode step at the largest batch and length; the largest
+            outputs are left out first and listed in the manifest with the reason.
+        artifacts: Directory to write what the build goes through to, stage by stage; by default what
+            DEBUG_ARTIFACTS_DIR names, and nothing without it. Those of an encoder or a vision program lie in
+            its folder `encoder`. A dry run writes none.
+        sign: Private key of OpenSSH, or a public one whose private part an agent holds, to sign all files with.
+        progress: Called with a sentence when a stage begins.
+
+    Raises:
+        UsageError: The request cannot be carried out; nothing was written.
+        BackendError: The back-end is missing or failed; nothing was left behind.
+    """
+    add_output, passes = patterns_of(add_output, "add_output"), patterns_of(passes, "passes")
+    chosen, note = choose_backend(backend, for_onnx=is_onnx(model))
+    device = choose_device(chosen, device)
+    is_object = isinstance(model, nn.Module)
+    target = local(output_dir) if output_dir is not None else None if is_object else default_directory(str(model))
+    local(artifacts or environment.debug_artifacts_dir() or ".")
+    if target is not None and not dry_run:
+        files.check_target(target, overwrite=overwrite)
+    key = None if sign is None else signing.check_key(sign)
+    progress("loading the model")
+    loaded = load_model(
+        model,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+        revision=revision,
+        weights=not dry_run,
+        adapter=adapter,
+    )
+    if loaded.stored is not None and inputs is not None:
+        raise UsageError(
+            f"{loaded.spec} is a program already, whose sizes are what they are",
+            got="--inputs",
+            hint="leave them out; glass run ENGINE --inputs FILE runs it on them",
+        )
+    steps = load_inputs(inputs) if isinstance(inputs, str) else inputs
+    if steps is not None:
+        loaded = dataclasses.replace(loaded, kind="module", decoding="")
+    elif not loaded.generates and loaded.stored is None:
+        steps = example_inputs(loaded.module, loaded.directory)
+    check_dtype(chosen, loaded.dtype)
+    # Reading an engine must not run code: only plain checkpoints are ever loaded again.
+    checkpoint = directory_to_record(loaded.directory, revision)
+    settings = Settings(
+        backend=chosen.name,
+        device=device,
+        add_output=add_output,
+        implicit_outputs=True,
+        max_batch_size=max_batch_size,
+        max_seq_len=check_sizes(loaded, max_batch_size, max_seq_len),
+        overwrite=overwrite,
+        byte_budget=byte_budget,
+        passes=passes,
+        model={"spec": loaded.spec, "directory": checkpoint, "revision": revision, **loaded.metadata},
+        reloadable=checkpoint is not None and not trust_remote_code and not passes,
+        notes=(note,) if note else (),
+        sign=key,
+    )
+    if note:
+        logger.warning("%s", note)
+    where = Path(artifacts) if artifacts is not None else environment.debug_artifacts_dir()
+    if where is not None and target is not None and where.absolute().is_relative_to(target.absolute()):
+        raise UsageError(
+            "artifacts cannot lie in the engine", got=str(where), hint="another directory: --artifacts DIR"
+        )
+    writer = encoder_writer = None
+    with contextlib.ExitStack() as writing:
+        if where is not None and not dry_run:
+            about = _about(loaded, chosen, passes)
+            writer = ArtifactWriter(where, about)
+            writing.enter_context(writer)
+            if loaded.has_encoder:
+                encoder_writer = ArtifactWriter(where / files.ENCODER, {**about, "kind": "module", "passes": []})
+                writing.enter_context(encoder_writer)
+        progress(f"exporting {loaded.spec}")
+        *encoders, program = export_programs(
+            loaded,
+            inputs=steps,
+            passes=passes,
+            on_stage=writer.stage if writer else None,
+            on_encoder_stage=encoder_writer.stage if encoder_writer else None,
+        )
+        encoder = encoders[0] if encoders else None
+        if program.kind == "causal_lm" and (reason := loaded.metadata.get(WITHOUT_IMAGES)):
+            settings = _without_images(settings, reason)
+        if dry_run:
+            return plan_build(program, target or Path(tempfile.gettempdir()), settings, encoder=encoder)
+        if program.kind == "causal_lm" and encoder is None and loaded.stored is None and not passes:
+            require_agreement(loaded, program, settings.max_seq_len)
+        more: dict[str, Any] = {"encoder": encoder, "encoder_artifacts": encoder_writer, "progress": progress}
+        if target is not None:
+            return _build(program, target, settings, loaded, writer, **more)
+        temporary = Path(tempfile.mkdtemp(prefix="glassengine-"))
+        try:
+            where = temporary / type(loaded.module).__name__
+            engine = _build(program, where, settings, loaded, writer, **more)
+        except BaseException:
+            remove_tree(temporary)
+            raise
+        weakref.finalize(engine, remove_tree, temporary)
+        return engine
+
+
+def build_program(
+    program: Program,
+    directory: str | Path,
+    *,
+    backend: str | None = None,
+    outputs: Sequence[str] = (),
+    model: LoadedModel | None = None,
+    max_batch_size: int = 8,
+    max_seq_len: int | None = None,
+    overwrite: bool = False,
+    byte_budget: int | None = None,
+) -> Engine:
+    """Build an engine from a program that is already exported, and load it.
+
+    Args:
+        program: With weights.
+        directory: Directory to make.
+        backend: As in `build`.
+        outputs: Debug outputs: node names, sites or patterns, each with an optional `=ALIAS`; these and no others.
+        model: Where the program came from, for tokenizer and configuration.
+        max_batch_size: As in `build`.
+        max_seq_len: As in `build`.
+        overwrite: Replace an engine that exists.
+        byte_budget: As in `build`.
+
+    Raises:
+        UsageError: As `build`.
+        BackendError: As `build`.
+    """
+    chosen, note = choose_backend(backend, for_onnx=program.onnx is not None)
+    check_dtype(chosen, str(program.metadata.get("dtype")))
+    limit = program.metadata.get("max_position_embeddings")
+    settings = Settings(
+        backend=chosen.name,
+        device=choose_device(chosen, None),
+        add_output=outputs,
+        max_batch_size=max_batch_size,
+        max_seq_len=max_seq_len or limit or DEFAULT_MAX_SEQ_LEN,
+        overwrite=overwrite,
+        byte_budget=byte_budget,
+        model={"spec": str(program.metadata.get("model")), **program.metadata},
+        notes=(note,) if note else (),
+    )
+    engine = _build(program, Path(directory), settings, model)
+    # Reading it back would take seconds, and the caller holds it anyway.
+    engine.program = program
+    return engine
+
+
+def default_directory(spec: str) -> Path:
+    """Return `engines/<model name>` for a model that was named, not given as an object."""
+    path = Path(spec)
+    name = path.resolve().name if path.exists() else re.sub(r"[^\w./-]", "-", spec.replace(".py:", "-")).strip("/.")
+    return Path("engines") / name
+
+
+def plan_build(program: Program, target: Path, settings: Settings, *, encoder: Program | None = None) -> BuildPlan:
+    """Return what `build` would make of `program`, and of the encoder that belongs to it."""
+    programs = [program] if encoder is None else [encoder, program]
+    chosen, _ = choose_backend(settings.backend)
+    requested = requested_outputs(program, settings)
+    batch, length = settings.max_batch_size, settings.max_seq_len or 1
+    decided, added, left_out = outputs.plan(
+        program, requested, sizes={"batch": batch, "cache": length}, byte_budget=settings.byte_budget
+    )
+    nodes = decided.added
+    dtype = getattr(torch, str(program.metadata.get("dtype", "float32")))
+    cache = program.layout.allocate(batch, length, dtype, "meta") if program.layout else {}
+    return BuildPlan(
+        output_dir=str(target),
+        backend=chosen.name,
+        kind=program.kind,
+        dtype=str(program.metadata.get("dtype")),
+        weights_bytes=weights_bytes(programs),
+        peak_bytes=expected_peaks(programs, chosen),
+        cache_bytes=sum(tensor.nbytes for tensor in cache.values()),
+        added_outputs=added,
+        left_out=left_out,
+        prefill_output_bytes=outputs.output_bytes(program, nodes, batch=batch, sequence=length, cache=length),
+        decode_output_bytes=outputs.output_bytes(program, nodes, batch=batch, sequence=1, cache=length),
+        notes=settings.notes,
+    )
+
+
+def _build(
+    program: Program,
+    target: Path,
+    settings: Settings,
+    model: LoadedModel | None,
+    artifacts: ArtifactWriter | None = None,
+    *,
+    encoder: Program | None = None,
+    encoder_artifacts: ArtifactWriter | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Engine:
+    with files.written_aside(target, overwrite=settings.overwrite) as aside:
+        if encoder is not None:
+            alone = dataclasses.replace(settings, add_output=(), implicit_outputs=False, passes=(), reloadable=False)
+            (aside / files.ENCODER).mkdir()
+            name = f"{target.name}/{files.ENCODER}"
+            write_engine(encoder, aside / files.ENCODER, name, alone, None, encoder_artifacts, progress=progress)
+        more: dict[str, Any] = {"has_encoder": encoder is not None, "progress": progress}
+        write_engine(program, aside, target.name, settings, model, artifacts, **more)
+        if settings.sign is not None:
+            progress("signing")
+            signing.sign_engine(aside, settings.sign)
+        made = aside.stat().st_ino
+    return files.unless_replaced(target, made, lambda: load(target, trust=True))
+
+
+def _without_images(settings: Settings, reason: str) -> Settings:
+    """Say that an engine takes no images though its model does."""
+    note = f"the engine generates from text alone: {reason}"
+    logger.warning("%s", note)
+    return dataclasses.replace(
+        settings, model={**settings.model, WITHOUT_IMAGES: reason}, notes=(*settings.notes, note)
+    )
+
+
+def _about(model: LoadedModel, backend: Backend, passes: Sequence[str]) -> dict[str, Any]:
+    """What the manifest of the artifacts says of a build before it has begun."""
+    return {
+        "model": model.spec,
+        "fingerprint": model.metadata.get("fingerprint"),
+        "kind": model.kind,
+        "dtype": model.dtype,
+        "backend": backend.name,
+        "passes": list(passes),
+    }

@@ -1,0 +1,1 @@
+"""Running an engine: sessions, generation, recording."""

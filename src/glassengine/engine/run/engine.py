@@ -1,0 +1,391 @@
+"""An engine, loaded: the public object that runs."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glassengine import spans
+from glassengine.backends.onnx_export import MODEL_FILE
+from glassengine.backends.protocol import NamingKernels
+from glassengine.backends.registry import find_backend
+from glassengine.engine.prompts.prompts import Chat, Images, Request, TokenIds, load_tokenizer
+from glassengine.engine.prompts.stream import TextCallback
+from glassengine.engine.run.checks import check_inputs, require_module, results_of
+from glassengine.engine.run.forward import Forward, forward
+from glassengine.engine.run.generate import Generation, StepCallback, generate
+from glassengine.engine.run.images import encode_images
+from glassengine.engine.run.kernels import kernel_sites
+from glassengine.engine.run.session import STEP_INPUTS, Session
+from glassengine.engine.store import files
+from glassengine.engine.store.manifest import (
+    AddedOutput,
+    Manifest,
+    check_files,
+    read_manifest,
+    require_fit,
+    require_intact,
+)
+from glassengine.engine.store.recorded_model import load_recorded
+from glassengine.engine.store.requests import as_asked
+from glassengine.engine.store.trust import require_trust
+from glassengine.errors import UsageError
+from glassengine.executable.graph.graph import captured_program
+from glassengine.executable.run.executable import Executable, load_executable
+from glassengine.program import Program
+from glassengine.program.kinds.causal_lm import USER_MODULE
+from glassengine.program.kinds.encoder_decoder import SOURCE_MASK
+from glassengine.program.kinds.image_text import FEATURES, INDEX
+from glassengine.program.onnx.file import read_onnx
+from glassengine.program.representation.outputs import PREFIX, DerivedValues
+from glassengine.program.representation.program import ONNX_GRAPH, load_graph, load_names, load_program
+from glassengine.sites import HasSites, SiteTable
+
+
+class Engine(HasSites):
+    """A loaded engine.
+
+    Attributes:
+        directory: Where it is.
+        manifest: What `engine.json` says.
+        executable: Its compiled graph.
+        sites: Names of every tensor of its program.
+        model: What the user named to take weights from that are not in the engine; None takes the checkpoint that the
+            manifest names.
+    """
+
+    model: str | Path | None = None
+    _trusted = False
+
+    def __init__(self, directory: Path, manifest: Manifest, executable: Executable, sites: SiteTable) -> None:
+        self.directory = directory
+        self.manifest = manifest
+        self.executable = executable
+        self.sites = sites
+
+    def __repr__(self) -> str:
+        return f"Engine({str(self.directory)!r}, backend={self.manifest.backend!r}, dtype={self.manifest.dtype!r})"
+
+    @functools.cached_property
+    def added_outputs(self) -> dict[str, AddedOutput]:
+        """Debug outputs by name."""
+        return {entry.name: entry for entry in self.manifest.added_outputs}
+
+    @functools.cached_property
+    def past_of(self) -> dict[str, str]:
+        """`present_*` -> `past_*`."""
+        return {present: past for past, present in self.manifest.caches.items()}
+
+    @functools.cached_property
+    def debug_names(self) -> list[str]:
+        """Every input and output of a step under the documents' names, in their order."""
+        if self.manifest.kind == "module":
+            ports = dict.fromkeys(entry.name for entry in (*self.manifest.inputs, *self.manifest.outputs))
+            return [*ports, *self.added_outputs]
+        names = ["input_ids", "logits", "position_ids", "attention_mask", "cache_position", *self.constant_inputs]
+        names += [INDEX] if self.takes_images else []
+        layers: dict[str, list[str]] = {}
+        for past in self.manifest.caches:
+            layers.setdefault(past.rpartition("_")[2], []).append(past)
+        for pasts in layers.values():
+            names += [*pasts, *(self.manifest.caches[past] for past in pasts)]
+        return [*names, *self.added_outputs]
+
+    @functools.cached_property
+    def constant_inputs(self) -> list[str]:
+        """Inputs that stay the same in every step of a session: what the encoder made, and its mask."""
+        changing = {*STEP_INPUTS, INDEX, *self.manifest.caches}
+        return [entry.name for entry in self.manifest.inputs if entry.name not in changing]
+
+    @functools.cached_property
+    def takes_images(self) -> bool:
+        """Whether it generates from images beside text."""
+        return FEATURES in self.constant_inputs
+
+    @functools.cached_property
+    def encoder(self) -> Engine | None:
+        """The engine of what runs before the first step, an encoder or the vision program; None without one."""
+        return load(self.directory / files.ENCODER, trust=self._trusted) if self.manifest.has_encoder else None
+
+    def encode(self, **inputs: Any) -> dict[str, torch.Tensor]:
+        """Run what comes before the first step; what it returns is what `session` takes as `constants`.
+
+        Args:
+            **inputs: Of the encoder: `input_ids` and `attention_mask`, or `input_features`, and the like. Of a model
+                of images and text: `pixel_values` of all images [N, C, H, W], in the order of their tokens.
+
+        Raises:
+            UsageError: The engine has no encoder, or an input does not fit.
+        """
+        if self.encoder is None:
+            raise UsageError(f"the engine {self.manifest.name!r} has no encoder", hint="engine.generate(PROMPT)")
+        if self.takes_images:
+            return {FEATURES: encode_images(self.encoder, **inputs)}
+        # The decoder was traced with tensors that lie in one piece, and reads them in every step.
+        constants = {name: tensor.contiguous() for name, tensor in self.encoder(**inputs).items()}
+        if SOURCE_MASK in self.constant_inputs:
+            constants[SOURCE_MASK] = inputs["attention_mask"]
+        return constants
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer stored in the engine, of transformers.
+
+        Raises:
+            UsageError: There is none.
+        """
+        if not self.manifest.tokenizer:
+            raise UsageError(
+                f"the engine {self.manifest.name!r} has no tokenizer", hint="give one with --tokenizer DIRECTORY"
+            )
+        return load_tokenizer(self.directory)
+
+    @functools.cached_property
+    def program(self) -> Program:
+        """The stored program with weights: from the engine, or from the checkpoint it was built from.
+
+        Whoever has just built the engine from a program may assign that one, and nothing is read.
+
+        Raises:
+            UsageError: The checkpoint is not where it was.
+            CorruptError: The checkpoint was changed since.
+        """
+        return load_program(self.directory, self._weights)
+
+    def session(
+        self,
+        batch_size: int,
+        length: int,
+        *,
+        debug: bool | Sequence[str] = False,
+        keep_steps: int = 0,
+        constants: Mapping[str, torch.Tensor] | None = None,
+    ) -> Session:
+        """Return a session for `batch_size` sequences of at most `length` tokens; see `Session`."""
+        return Session(self, batch_size, length, debug=debug, keep_steps=keep_steps, constants=constants)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | None = None,
+        *,
+        input_ids: TokenIds | None = None,
+        prompt_file: str | Path | None = None,
+        chat: Chat | None = None,
+        images: Images | None = None,
+        inputs: str | Mapping[str, Any] | None = None,
+        tokenizer: str | Path | None = None,
+        max_new_tokens: int | None = None,
+        generation_config: Any = None,
+        seed: int | None = None,
+        prefill_chunk: int | None = None,
+        debug: bool | Sequence[str] = False,
+        keep_steps: int = 0,
+        on_step: StepCallback | None = None,
+        on_text: TextCallback | None = None,
+        record: str | Path | None = None,
+        overwrite: bool = False,
+        **settings: Any,
+    ) -> Generation:
+        """Generate as `transformers.generate` does with the same settings.
+
+        Args:
+            prompts: One text or several.
+            input_ids: Token ids instead: a file (.json, .npz, .pt, .safetensors), a tensor, or one list per sequence,
+                which may differ in length.
+            prompt_file: A file of texts instead: .txt with one a line, or .json or .jsonl of strings or of objects with
+                "prompt" or "text".
+            chat: Messages instead, each {"role", "content"}: a list, several lists, or a .json or .jsonl file of them;
+                they go through the tokenizer's chat template.
+            images: Images of the prompts, in the order in which their placeholders stand in them: a file or several,
+                or images of Pillow. They and the prompts go through the model's processor.
+            inputs: Tensors for the encoder of an encoder-decoder instead (a dict, or what `--inputs` takes with one
+                step), with `decoder_input_ids` where decoding begins with more than the start token. For a model of
+                images and text `pixel_values`, beside prompts whose image tokens are written out or with `input_ids`.
+            tokenizer: Directory of a tokenizer; None takes the engine's own.
+            max_new_tokens: Most tokens to generate; None takes the settings below, else 20.
+            generation_config: A `transformers.GenerationConfig`, a dict, or a file, laid over generation_config.json of
+                the engine, which decides by itself when None (whether to sample, too).
+            seed: Of sampling, the same tokens as `torch.manual_seed(seed)` gives transformers; None draws one, which
+                the result states. Other random numbers of the process are left alone.
+            prefill_chunk: Most tokens of a piece of the prefill; None takes as many as keep the logits of a piece
+                within 512 MiB. Either way the prefill is one step to everything that looks at it.
+            debug: As in `Session`.
+            keep_steps: As in `Session`.
+            on_step: Called after each step with the session.
+            on_text: Called with each new piece of text; for a single sequence.
+            record: Directory in which to record every added output and the logits of every step.
+            overwrite: Replace a recording that exists.
+            **settings: Fields of `transformers.GenerationConfig`, laid over all others: do_sample, temperature, top_k,
+                top_p, repetition_penalty, eos_token_id, stop_strings, num_return_sequences, ...
+
+        Raises:
+            UsageError: Prompt, tokenizer or settings do not fit the engine, or the recording cannot be written.
+            UnknownNameError: No setting has this name.
+        """
+        request = Request(
+            prompts=prompts,
+            input_ids=input_ids,
+            prompt_file=prompt_file,
+            chat=chat,
+            images=images,
+            inputs=inputs,
+            tokenizer=tokenizer,
+        )
+        if max_new_tokens is not None:
+            settings["max_new_tokens"] = max_new_tokens
+        return generate(
+            self,
+            request,
+            generation_config=generation_config,
+            settings=settings,
+            seed=seed,
+            prefill_chunk=prefill_chunk,
+            debug=debug,
+            keep_steps=keep_steps,
+            on_step=on_step,
+            on_text=on_text,
+            record=record,
+            overwrite=overwrite,
+        )
+
+    def forward(
+        self,
+        prompts: str | Sequence[str] | None = None,
+        *,
+        input_ids: TokenIds | None = None,
+        prompt_file: str | Path | None = None,
+        inputs: str | Mapping[str, Any] | None = None,
+        tokenizer: str | Path | None = None,
+        debug: Sequence[str] = (),
+        record: str | Path | None = None,
+        overwrite: bool = False,
+    ) -> Forward:
+        """Run an engine of kind "module" once, from texts or tensors.
+
+        Args:
+            prompts: One text or several; they are one batch, padded on the right.
+            input_ids: Token ids instead, as for `generate`.
+            prompt_file: A file of texts instead, as for `generate`.
+            inputs: Keyword arguments instead: a dict, or what `--inputs` takes with one step.
+            tokenizer: Directory of a tokenizer; None takes the engine's own.
+            debug: Names or patterns of inputs and outputs to return; none returns every result and added output.
+            record: Directory in which to record every result and added output.
+            overwrite: Replace a recording that exists.
+
+        Raises:
+            UsageError: What was given does not fit the engine, or the recording cannot be written.
+            UnknownNameError: A pattern of `debug` names nothing.
+        """
+        request = None
+        if prompts is not None or input_ids is not None or prompt_file is not None:
+            if inputs is not None:
+                raise UsageError("text and tensors were both given", hint="--input-text TEXT, or --inputs FILE")
+            request = Request(prompts=prompts, input_ids=input_ids, prompt_file=prompt_file, tokenizer=tokenizer)
+        return forward(self, request, inputs, debug=debug, record=record, overwrite=overwrite)
+
+    def __call__(self, **inputs: Any) -> dict[str, torch.Tensor]:
+        """Run an engine of kind "module" once.
+
+        Args:
+            **inputs: The arguments it was built with; tensors may be nested in lists and dicts.
+
+        Returns:
+            Results and debug outputs (taps included) by name; tensors owned by the caller.
+
+        Raises:
+            UsageError: An input does not fit; the message is a table of all of them.
+        """
+        require_module(self.manifest)
+        tensors = check_inputs(self.manifest, inputs)
+        # A module that writes into an argument does so in a copy, which is then among the results.
+        tensors |= {name: tensors[name].clone() for name in self.manifest.caches}
+        with torch.no_grad():
+            outputs = self.executable.run(tensors)
+            results = results_of(self.manifest, outputs, tensors, self.past_of)
+            tensors |= {past: results[present] for past, present in self.manifest.caches.items()}
+            derived = None
+            for entry in self.manifest.added_outputs:
+                if entry.derived is None:
+                    value = outputs[PREFIX + entry.node]
+                else:
+                    derived = derived or self.derive(tensors, outputs)
+                    value = derived[entry.node].clone()
+                results[entry.name] = as_asked(value, entry.cast)
+        return results
+
+    def derive(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> DerivedValues:
+        """Return the values of nodes that are computed on reading, for one step; caches as they are after it."""
+        needs_weights = any(entry.derived == "depends on weights alone" for entry in self.manifest.added_outputs)
+        return DerivedValues(self.program if needs_weights else self._graph, inputs, outputs)
+
+    @functools.cached_property
+    def _graph(self) -> Program:
+        """The stored program without weights, for values that need none."""
+        if "program" in vars(self):
+            return self.program
+        exported = load_graph(self.directory)
+        return load_program(self.directory, {**exported.state_dict, **exported.constants})
+
+    @functools.cached_property
+    def _weights(self) -> dict[str, torch.Tensor]:
+        stored = files.load_weights(self.directory / files.WEIGHTS)
+        if self.manifest.weights == "all":
+            return stored
+        if (self.directory / ONNX_GRAPH).is_file():
+            return read_onnx(self.directory / files.MAIN / MODEL_FILE).weights()
+        tensors = load_recorded(self.manifest.model, self.manifest.dtype, self.model, self.directory)
+        prefix = f"{USER_MODULE}." if self.manifest.kind == "causal_lm" else ""
+        return {prefix + name: tensor for name, tensor in tensors.items()} | stored
+
+
+def load(
+    directory: str | Path, *, verify: bool = False, trust: bool = False, model: str | Path | None = None
+) -> Engine:
+    """Load an engine.
+
+    Args:
+        directory: What `build` made.
+        verify: Hash files of every size, not only small ones.
+        trust: Load native code although this user did not build it on this machine. It can do whatever the user can.
+        model: Where to take weights from that are not in the engine, as `build` takes it; None takes the checkpoint
+            that the engine names, which must be a directory with a configuration and weights in safetensors.
+
+    Raises:
+        UsageError: There is no such directory, or it brings native code that is not trusted.
+        CorruptError: It is damaged, half written, edited, or of a newer schema.
+        BackendError: It was built for another processor or other versions; says which.
+    """
+    path = Path(directory)
+    if not path.is_dir():
+        model = str(path) if path.is_file() and path.suffix in (".onnx", ".pt2") else "MODEL"
+        raise UsageError("unknown engine directory", got=str(path), hint=f"glass build {model} -o DIRECTORY")
+    manifest, intact, ours = read_manifest(path)
+    files.require_own_folders(path)
+    backend = find_backend(manifest.backend)
+    require_fit(manifest, portable=backend.capabilities.portable)
+    names = load_names(path)
+    require_intact(manifest, intact, names)
+    is_native = backend.capabilities.native_code
+    check_files(manifest, path, verify=verify, always=(f"{files.MAIN}/",) if is_native else ())
+    if is_native:
+        listed = {path / entry.path for entry in manifest.files}
+        require_trust(manifest.name, manifest.backend, path / files.MAIN, listed, ours=ours, trust=trust)
+    weights = files.load_weights(path / files.WEIGHTS) if manifest.shares_weights else None
+    name = f"{manifest.name}/{files.MAIN}"
+    executable = load_executable(name, lambda main: backend.load(main, weights), path / files.MAIN)
+    engine = Engine(path, manifest, executable, names["sites"])
+    engine.model, engine._trusted = model, trust
+    # An executable that held its engine would keep it, and its temporary directory, alive.
+    owner = weakref.proxy(engine)
+    executable.graph = lambda: captured_program(owner.program)
+    executable.backend = manifest.backend
+    if isinstance(backend, NamingKernels):
+        kernels = backend.kernels
+        sites = names["sites"]
+        spans.name_kernels(executable.name, lambda: kernel_sites(kernels, path / files.MAIN, sites))
+    return engine

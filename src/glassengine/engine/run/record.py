@@ -1,0 +1,133 @@
+"""Record an engine: every added output and result of every step, by site."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from glassengine import environment
+from glassengine.engine.run.session import Session
+from glassengine.recording.background import BackgroundWriter
+from glassengine.sites import Site
+
+if TYPE_CHECKING:
+    from glassengine.engine.run.engine import Engine
+
+
+class Recorder:
+    """Writes the steps of an engine; a context manager.
+
+    Args:
+        path: Directory of the recording.
+        engine: The engine.
+        results: Names of the results to record beside the added outputs.
+        rows: Token ids of the prompts, without padding; none where tensors were given.
+        padding: "left" or "right", where prompts of one batch are padded.
+        overwrite: Replace a recording that exists.
+
+    Raises:
+        UsageError: The recording cannot be written, or exists.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        engine: Engine,
+        results: Sequence[str],
+        rows: Sequence[Sequence[int]],
+        *,
+        padding: str,
+        overwrite: bool,
+    ) -> None:
+        manifest = engine.manifest
+        nodes = {entry.name: str(entry.node) for entry in manifest.outputs}
+        named = {
+            name: result_site(engine.sites.by_node[nodes[name]])
+            for name in results
+            if nodes[name] in engine.sites.by_node
+        }
+        by_name = {entry.name: engine.sites.get(entry.site) for entry in manifest.added_outputs}
+        # One site may have been asked for under two names.
+        sites = {site.name: (name, site) for name, site in by_name.items() if site is not None}
+        self._sites = {**sites, **{site.name: (name, site) for name, site in named.items()}}
+        metadata = {
+            "kind": "engine",
+            "model": dict(manifest.model),
+            "model_fingerprint": manifest.model.get("fingerprint"),
+            "engine": manifest.name,
+            "backend": manifest.backend,
+            "dtype": manifest.dtype,
+            "device": manifest.device,
+            "versions": environment.versions(),
+            "cpu": environment.cpu_name(),
+            "command_line": environment.without_secrets(sys.argv),
+            "prompt_lengths": [len(row) for row in rows],
+            "padding": padding,
+            "sources": {name: site.source for name, (_, site) in self._sites.items() if site.source},
+            "aliases": {name: site for site, (name, _) in self._sites.items() if name != site}
+            | {entry.name: entry.site for entry in manifest.added_outputs if entry.name != entry.site},
+            "left_out": dict(manifest.left_out),
+        }
+        self._writer = BackgroundWriter(path, metadata=metadata, overwrite=overwrite)
+
+    @property
+    def names(self) -> list[str]:
+        """What `write_step` must be given, as the engine calls it."""
+        return [name for name, _ in self._sites.values()]
+
+    def write_step(
+        self, step: int, values: Mapping[str, torch.Tensor], *, token_ids: Sequence[Sequence[int]] = ()
+    ) -> None:
+        """Record one step.
+
+        Args:
+            step: Its number.
+            values: Tensors by the engine's names.
+            token_ids: Of each sequence in this step.
+        """
+        for site_name, (name, site) in self._sites.items():
+            self._writer.write(site_name, step, values[name], axes=site.axes, node=site.node)
+        self._writer.commit(step, token_ids=token_ids)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._writer.close(None if error is None else f"stopped by {type(error).__name__}")
+
+
+class SessionRecorder(Recorder):
+    """Called after each step of `session`, with its logits and added outputs.
+
+    Args:
+        path: As for `Recorder`.
+        session: Before its prefill.
+        rows: As for `Recorder`.
+        overwrite: As for `Recorder`.
+
+    Raises:
+        UsageError: As `Recorder`.
+    """
+
+    def __init__(self, path: str | Path, session: Session, rows: Sequence[Sequence[int]], *, overwrite: bool) -> None:
+        super().__init__(path, session.engine, ["logits"], rows, padding="left", overwrite=overwrite)
+        self._prompts = [list(row) for row in rows]
+
+    def __call__(self, session: Session) -> None:
+        """Record the step that just ran."""
+        is_prompt = not session.step and not session.one_token
+        tokens = self._prompts if is_prompt else session.read(["input_ids"])["input_ids"][:, :1].tolist()
+        self.write_step(session.step, session.read(self.names), token_ids=tokens)
+
+
+def result_site(sites: Sequence[Site]) -> Site:
+    """The name of a result that a recording of the model itself would use: the output of a module."""
+    modules = [site for site in sites if site.kind == "module" and ":" not in site.name]
+    return modules[0] if modules else sites[0]

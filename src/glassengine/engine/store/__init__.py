@@ -1,0 +1,1 @@
+"""An engine on disk: its manifest, its files, who built and signed it."""

@@ -1,0 +1,352 @@
+"""`engine.json`: everything that must hold for an engine to run, and where each tensor of it comes from.
+
+`load` refuses in this order, so that the most telling reason is given: not JSON or a newer schema, a machine that the
+engine was not built for, contradictions with the stored program, edits (checksum), missing or changed files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import platform
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from glassengine import environment
+from glassengine.engine.store.recorded_model import RecordedModel
+from glassengine.engine.store.trust import is_ours, seal
+from glassengine.errors import BackendError, CorruptError
+from glassengine.reading.documents import converted, parsed
+from glassengine.reading.files import open_regular, read_bytes
+from glassengine.results import Result
+
+FILE = "engine.json"
+FORMAT = "glassengine engine"
+SCHEMA_VERSION = 1
+MAX_BYTES = 32 << 20
+
+_REBUILD = "build it again with: glass build MODEL -o DIRECTORY --overwrite"
+
+HASHED_AT_LOAD_BYTES = 16 << 20
+"""Files up to this size are hashed at every load, larger ones only when asked to verify."""
+
+# Instruction sets that a compiler may use; other flags (virtualisation, mitigations) say nothing about code.
+_INSTRUCTIONS = re.compile(
+    r"(avx|sse|ssse|amx|fma|f16c|bmi|popcnt|movbe|gfni|vaes|vpcl|adx|asimd|sve|bf16|i8mm|fphp|neon)"
+)
+
+
+@dataclass(frozen=True)
+class TensorEntry(Result):
+    """One input or output of the executable, in the order it takes or returns them. Sizes are ints or names."""
+
+    name: str
+    node: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class AddedOutput(Result):
+    """One debug output.
+
+    Attributes:
+        name: What it is called in `debug_buffers`: alias or site.
+        site: Its site.
+        node: FX node behind it.
+        derived: Where its value comes from when it is computed on reading; None when the executable returns it.
+        dtype: torch dtype name, after the cast where one was asked for.
+        shape: Sizes, ints or names.
+        axes: Position of "batch", "sequence" and "cache".
+        source: "file:line: code".
+        cast_from: dtype that it is computed in where a cast on reading was asked for, else None.
+    """
+
+    name: str
+    site: str
+    node: str
+    derived: str | None
+    dtype: str
+    shape: tuple[int | str, ...]
+    axes: dict[str, int]
+    source: str | None
+    cast_from: str | None = None
+
+    @property
+    def cast(self) -> str | None:
+        """The dtype to cast it to when it is read, or None."""
+        return None if self.cast_from is None else self.dtype
+
+
+@dataclass(frozen=True)
+class FileEntry(Result):
+    """One file of the engine; `path` is relative and has forward slashes."""
+
+    path: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest(Result):
+    """The content of `engine.json`.
+
+    Attributes:
+        name: Name of the engine, that of its directory when built.
+        glassengine: Version that built it.
+        backend: Back-end that built it and runs it.
+        kv: "mutated" or "functional", as the back-end's capability.
+        portable: Whether it runs on another processor.
+        requires: Package -> version that must be the same where it runs.
+        versions: All versions at build time, for the reader.
+        machine: Processor architecture, e.g. "x86_64".
+        cpu: Marketing name of the processor.
+        cpu_flags: Instruction sets that a processor must have; empty where the system did not tell.
+        kind: "causal_lm" or "module".
+        dtype: Floating dtype of the parameters.
+        graph_level: Decomposition level at which nodes are named.
+        max_batch_size: Largest batch; None for a module.
+        max_seq_len: Most tokens of one sequence, prompt and generated; None for a module.
+        vocab_size: Number of logits; None for a module.
+        kv_layout: (heads, key size, value size) per layer.
+        caches: `past_*` input -> `present_*` output.
+        inputs: Inputs in order.
+        outputs: Results by name, updated caches included.
+        ranges: Dynamic size -> (smallest, largest or None), for a module.
+        fixed_inputs: Arguments that are no tensors and were built in, as JSON values.
+        added_outputs: Debug outputs in the order asked for.
+        left_out: Debug output that did not fit the byte budget -> reason.
+        passes: User passes, in order.
+        model: spec, directory, dtype, fingerprint and how it was loaded.
+        weights: What weights.safetensors holds: "all", or "constants" when the rest is in the checkpoint.
+        shares_weights: Whether the executable reads them from there instead of keeping its own.
+        tokenizer: Whether the directory holds a tokenizer.
+        files: Every other file of the directory.
+        command_line: As given, secrets removed.
+        git: Commit checked out where the build ran.
+        notes: What the build said aloud, e.g. that another back-end was taken.
+        has_encoder: Whether the directory `encoder` holds the engine of an encoder, which runs before the first step.
+        device: What it was built for, "cpu" or "cuda": where its caches lie.
+    """
+
+    name: str
+    glassengine: str
+    backend: str
+    kv: str
+    portable: bool
+    requires: dict[str, str]
+    versions: dict[str, str | None]
+    machine: str
+    cpu: str
+    cpu_flags: tuple[str, ...]
+    kind: str
+    dtype: str
+    graph_level: str
+    max_batch_size: int | None
+    max_seq_len: int | None
+    vocab_size: int | None
+    kv_layout: tuple[tuple[int, int, int], ...]
+    caches: dict[str, str]
+    inputs: tuple[TensorEntry, ...]
+    outputs: tuple[TensorEntry, ...]
+    ranges: dict[str, tuple[int, int | None]]
+    fixed_inputs: dict[str, Any]
+    added_outputs: tuple[AddedOutput, ...]
+    left_out: dict[str, str]
+    passes: tuple[str, ...]
+    model: dict[str, Any]
+    weights: str
+    shares_weights: bool
+    tokenizer: bool
+    files: tuple[FileEntry, ...]
+    command_line: tuple[str, ...]
+    git: str | None
+    notes: tuple[str, ...] = ()
+    has_encoder: bool = False
+    device: str = "cpu"
+    schema_version: int = SCHEMA_VERSION
+    format: str = FORMAT
+
+
+class _Written(msgspec.Struct):
+    format: Literal["glassengine engine"]
+
+
+def write_manifest(manifest: Manifest, directory: Path) -> None:
+    """Write `engine.json` into `directory`."""
+    data = manifest.to_dict()
+    checksum = checksum_of(data)
+    data |= {"checksum": checksum, "seal": seal(checksum)}
+    (directory / FILE).write_text(json.dumps(data, indent=1), encoding="utf-8")
+
+
+class ReadManifest(NamedTuple):
+    """A manifest from disk: whether it is as it was written, and whether this user built it on this machine.
+
+    An edited one is returned all the same, so that `require_fit` can name what does not fit any more.
+    """
+
+    manifest: Manifest
+    intact: bool
+    ours: bool
+
+
+def read_manifest(directory: Path) -> ReadManifest:
+    """Read `engine.json`.
+
+    Raises:
+        CorruptError: It is missing, damaged, or of a newer schema.
+    """
+    path = directory / FILE
+    if not os.path.lexists(path):
+        raise CorruptError(
+            f"{directory} is not an engine", got=f"no {FILE} in it", hint="glass build MODEL -o DIRECTORY"
+        )
+    try:
+        raw = read_bytes(path, most=MAX_BYTES, inside=directory)
+        parsed(raw, _Written, path, what=FILE, version=SCHEMA_VERSION, nonfinite=True)
+        data = parsed(raw, dict[str, Any], path, what=FILE, nonfinite=True)
+        checksum, proof = data.pop("checksum", None), data.pop("seal", None)
+        manifest = converted(data, Manifest, path, what=FILE)
+        converted(manifest.model, RecordedModel, path, what=FILE)
+    except CorruptError as error:
+        raise CorruptError(error.what, got=error.got, expected=error.expected, hint=error.hint or _REBUILD) from error
+    found = checksum_of(data)
+    return ReadManifest(manifest, checksum == found, is_ours(found, proof))
+
+
+def require_fit(manifest: Manifest, *, portable: bool) -> None:
+    """Refuse an engine that was not built for this machine.
+
+    Args:
+        manifest: Its manifest.
+        portable: Whether the back-end says that its files run on any processor.
+
+    Raises:
+        BackendError: It was built for another processor or other versions; says which.
+    """
+    reasons = _refusals(manifest, portable=portable)
+    if reasons:
+        raise BackendError(
+            f"the engine {manifest.name!r} was not built for this machine",
+            got="; ".join(reasons),
+            hint=f"build it here: glass build {manifest.model.get('spec', 'MODEL')} -o DIRECTORY --overwrite",
+        )
+
+
+def require_intact(manifest: Manifest, intact: bool, program: Mapping[str, Any]) -> None:
+    """Refuse a manifest that was edited.
+
+    Args:
+        manifest: The manifest.
+        intact: What `read_manifest` returned.
+        program: The content of `program.json`.
+
+    Raises:
+        CorruptError: Says what contradicts the stored program, where that is known.
+    """
+    claims = {"kind": manifest.kind, "dtype": manifest.dtype, "caches": manifest.caches}
+    stored = {"kind": program["kind"], "dtype": program["metadata"].get("dtype"), "caches": program["caches"]}
+    wrong = [key for key in claims if claims[key] != stored[key]]
+    if wrong:
+        raise CorruptError(
+            f"{FILE} of the engine {manifest.name!r} contradicts its program",
+            got=", ".join(f"{key} {claims[key]}" for key in wrong),
+            expected=", ".join(f"{key} {stored[key]}" for key in wrong),
+            hint=_REBUILD,
+        )
+    if not intact:
+        raise CorruptError(
+            f"{FILE} of the engine {manifest.name!r} was changed after it was written",
+            got="another checksum",
+            hint=_REBUILD,
+        )
+
+
+def _refusals(manifest: Manifest, *, portable: bool) -> list[str]:
+    reasons = []
+    here = environment.versions()
+    for package, version in manifest.requires.items():
+        if here.get(package) != version:
+            reasons.append(f"built with {package} {version}, here is {here.get(package) or 'none'}")
+    if portable:
+        return reasons
+    if manifest.machine != platform.machine():
+        reasons.append(f"built for {manifest.machine}, this machine is {platform.machine()}")
+    missing = sorted(set(manifest.cpu_flags) - environment.cpu_flags())
+    if missing:
+        reasons.append(
+            f"built on {manifest.cpu} with instructions that {environment.cpu_name()} lacks: {' '.join(missing)}"
+        )
+    return reasons
+
+
+def instruction_flags() -> tuple[str, ...]:
+    """Return the instruction sets of this processor, sorted."""
+    return tuple(sorted(flag for flag in environment.cpu_flags() if _INSTRUCTIONS.match(flag)))
+
+
+def list_files(directory: Path) -> tuple[FileEntry, ...]:
+    """Return every file below `directory` except the manifest, with size and hash, sorted by path."""
+    found = []
+    for path in sorted(directory.rglob("*")):
+        if path.is_file() and path.name != FILE:
+            relative = path.relative_to(directory).as_posix()
+            found.append(FileEntry(relative, path.stat().st_size, hash_file(path)))
+    return tuple(found)
+
+
+def check_files(manifest: Manifest, directory: Path, *, verify: bool, always: Iterable[str] = ()) -> None:
+    """Refuse an engine whose files are missing or changed.
+
+    Args:
+        manifest: Its manifest.
+        directory: Where it is.
+        verify: Hash files of every size, not only small ones.
+        always: Beginnings of the paths of files that are hashed whatever their size.
+
+    Raises:
+        CorruptError: Names the file and what is wrong with it.
+    """
+    for entry in manifest.files:
+        problem = None
+        try:
+            with open_regular(directory / entry.path, inside=directory) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != entry.size:
+                    problem = f"{size:,} bytes instead of {entry.size:,}"
+                elif verify or size <= HASHED_AT_LOAD_BYTES or entry.path.startswith(tuple(always)):
+                    problem = None if _hash(file) == entry.sha256 else "another checksum"
+        except CorruptError as error:
+            is_missing = not os.path.lexists(directory / entry.path.replace("\0", ""))
+            problem = "it is missing" if is_missing else error.what
+        except OSError as error:
+            problem = str(error.strerror)
+        if problem:
+            raise CorruptError(
+                f"the engine {manifest.name!r} is damaged",
+                got=f"{entry.path}: {problem}",
+                hint=_REBUILD,
+            )
+
+
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a file, read in pieces."""
+    with open_regular(path, inside=path.parent) as file:
+        return _hash(file)
+
+
+def _hash(file: io.BufferedReader) -> str:
+    return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def checksum_of(data: Mapping[str, Any]) -> str:
+    """Return the checksum of a manifest."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

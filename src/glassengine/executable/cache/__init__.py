@@ -1,0 +1,1 @@
+"""The persistent cache of compiled graphs."""

@@ -1,0 +1,1 @@
+"""The captured graph that an executable is compiled from."""

@@ -1,0 +1,1 @@
+"""Counters, times, steps and compilations of this process."""

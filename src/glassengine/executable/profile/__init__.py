@@ -1,0 +1,1 @@
+"""Profiles: taken, served, and read."""

@@ -1,0 +1,1 @@
+"""Executables: the only place where a compiled graph is compiled or run, and who may observe it."""

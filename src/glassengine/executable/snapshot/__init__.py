@@ -1,0 +1,1 @@
+"""Snapshots: one execution of one executable, written and read."""

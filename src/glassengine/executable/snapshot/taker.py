@@ -1,0 +1,282 @@
+"""Takes the snapshots that a policy asks for: the observer of executions that has them written.
+
+Inputs are written, or kept, before the run, because a run may overwrite them. A snapshot that could not be written, or
+that a limit forbids, is counted and said once; it never ends the user's program. A value that is not finite does: after
+its snapshot `NonFiniteError` is raised, in every execution that makes one.
+"""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import threading
+import traceback
+import weakref
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from glassengine import environment
+from glassengine.executable.graph.graph import CapturedGraph
+from glassengine.executable.metrics.steps import current_step
+from glassengine.executable.snapshot import callback as snapshot_callback
+from glassengine.executable.snapshot.keeper import Keeper, rng_states, set_rng_states
+from glassengine.executable.snapshot.nonfinite import Finding, Kinds, NonFiniteError, find_origin, kinds_of, probe
+from glassengine.executable.snapshot.policy import Policy
+from glassengine.executable.snapshot.store import SnapshotStore
+from glassengine.executable.snapshot.writer import Taken
+
+if TYPE_CHECKING:
+    from glassengine.executable.run.observers import Execution
+
+logger = logging.getLogger("glassengine")
+
+_MAX_ERROR_CHARACTERS = 8000
+
+
+@dataclass
+class _Pending:
+    """An execution that runs.
+
+    Attributes:
+        words: What a snapshot of it is to hold, as far as it is one of every execution.
+        path: Where that is, where its inputs are written already.
+        kept: Inputs for the case that it goes wrong; None where nobody waits for that.
+        rng: State of the random number generators before it, where inputs are kept.
+    """
+
+    words: frozenset[str] = frozenset()
+    path: Path | None = None
+    kept: Mapping[str, Any] | None = None
+    rng: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class SnapshotTaker:
+    """Takes the snapshots of one policy.
+
+    Attributes:
+        policy: What is asked for.
+        store: What was written and left out.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.store = SnapshotStore(policy)
+        self._keeper = Keeper(policy.keep_inputs)
+        self._pending: weakref.WeakKeyDictionary[Execution, _Pending] = weakref.WeakKeyDictionary()
+        self._masks: dict[tuple[int, str], Kinds] = {}
+        self._lock = threading.Lock()
+        self._wrong: Path | None = None
+        self._went_wrong = False
+
+    def before(self, execution: Execution) -> None:
+        """Write or keep the inputs."""
+        policy = self.policy
+        if policy.ranks is not None and process_index() not in policy.ranks:
+            return
+        if policy.first_device_only and (execution.device_index or environment.local_rank()):
+            return
+        pending = _Pending()
+        if "every" in policy.on:
+            pending.words = self._words(execution)
+            if "inputs" in pending.words:
+                pending.rng = rng_states(execution.inputs)
+                taken = _taken(execution, "every", inputs=execution.inputs, rng=pending.rng)
+                pending.path = self.store.write(taken)
+        if "nonfinite" in policy.on or "error" in policy.on:
+            pending.kept = self._keeper.keep(execution)
+            pending.rng = pending.rng or rng_states(execution.inputs)
+        if pending.words or pending.kept is not None:
+            self._pending[execution] = pending
+
+    def after(self, execution: Execution) -> None:
+        """Write the outputs, and look whether they are finite.
+
+        Raises:
+            NonFiniteError: They are not.
+        """
+        pending = self._pending.pop(execution, None)
+        if pending is None:
+            return
+        if pending.path is not None and "outputs" in pending.words:
+            self.store.add(pending.path, outputs=dict(_results(execution)))
+        elif pending.words == {"outputs"}:
+            self.store.write(_taken(execution, "every", outputs=dict(_results(execution))))
+        if pending.kept is None:
+            return
+        if "nonfinite" in self.policy.on:
+            self._require_finite(execution, pending)
+        self._keeper.release(execution, pending.kept)
+
+    def failed(self, execution: Execution, error: BaseException) -> None:
+        """Write the inputs of a run that raised; one that the user interrupted did nothing wrong."""
+        pending = self._pending.pop(execution, None)
+        if pending is None or pending.kept is None or "error" not in self.policy.on:
+            return
+        if not isinstance(error, Exception):
+            return
+        text = "".join(traceback.format_exception(error))[-_MAX_ERROR_CHARACTERS:]
+        path = self._write_wrong(execution, pending, "error", {"error": text})
+        if path is not None:
+            logger.error("execution %d of %s failed; its snapshot is %s", *_named(execution), path)
+            error.add_note(f"snapshot: {path}")
+
+    def _words(self, execution: Execution) -> frozenset[str]:
+        if snapshot_callback.is_default():
+            return frozenset(self.policy.contents.split())
+        return snapshot_callback.ask(execution.executable.name, execution.device_index, execution.number)
+
+    def _require_finite(self, execution: Execution, pending: _Pending) -> None:
+        found = {name: kinds for name, tensor in probe(_results(execution)) if any(kinds := kinds_of(tensor))}
+        found = {name: kinds for name, kinds in found.items() if not self._is_mask(execution, name, kinds)}
+        if not found:
+            return
+        finding = None
+        if not any(kinds.nan for kinds in found.values()):
+            finding = self._examine(execution, pending, found)
+            if _is_explained(finding, found, pending):
+                self._masks |= {(execution.executable.number, name): kinds for name, kinds in found.items()}
+                return
+        # The snapshot comes first: whatever happens while the op is looked for, the evidence is safe.
+        path = self._write_wrong(execution, pending, "nonfinite", {})
+        finding = finding or self._examine(execution, pending, found)
+        raise self._stopped(execution, found, finding, path)
+
+    def _is_mask(self, execution: Execution, name: str, kinds: Kinds) -> bool:
+        """Whether an output has no other infinities than those that were found to be those of a mask."""
+        known = self._masks.get((execution.executable.number, name))
+        return known is not None and not any(now and not then for now, then in zip(kinds, known, strict=True))
+
+    def _examine(self, execution: Execution, pending: _Pending, found: Mapping[str, Kinds]) -> Finding | None:
+        """Run the graph node by node; None where that is not possible."""
+        before = rng_states(execution.inputs)
+        try:
+            graph = execution.executable.captured()
+            if graph is None or pending.kept is None:
+                return None
+            set_rng_states(pending.rng)
+            return find_origin(graph, _arguments(graph, pending.kept), found)
+        except Exception:
+            logger.debug("the graph of %s cannot be run node by node", execution.executable.name, exc_info=True)
+            return None
+        finally:
+            set_rng_states(before)
+
+    def _stopped(
+        self, execution: Execution, found: Mapping[str, Kinds], finding: Finding | None, path: Path | None
+    ) -> NonFiniteError:
+        origin = finding.origin if finding is not None else None
+        if path is not None and origin is not None:
+            self.store.add(path, outputs={}, facts={"origin": asdict(origin)})
+        names = [f"{kinds} in {name}" for name, kinds in list(found.items())[:3]]
+        if len(found) > len(names):
+            names.append(f"and {len(found) - len(names)} more")
+        cause = "the op cannot be told: the graph cannot be run node by node here" if finding is None else str(finding)
+        number, name = _named(execution)
+        where = path or self._wrong
+        hint = "no snapshot could be written; the log says why"
+        if where is not None:
+            hint = f"glass replay {shlex.quote(str(where))} --first-nonfinite"
+            hint += "" if path is not None else " (the first execution that went wrong)"
+        error = NonFiniteError(
+            f"execution {number} of {name!r} made values that are not finite: {', '.join(names)}",
+            got=cause,
+            hint=hint,
+        )
+        error.snapshot, error.origin = where, origin
+        return error
+
+    def _write_wrong(
+        self, execution: Execution, pending: _Pending, reason: str, facts: Mapping[str, Any]
+    ) -> Path | None:
+        """Write the one snapshot of what went wrong, or complete the one that is there of this execution."""
+        with self._lock:
+            if self._went_wrong:
+                return None
+            self._went_wrong = True
+        if pending.path is None:
+            outputs = dict(_results(execution)) if reason == "nonfinite" else None
+            self._wrong = self.store.write(_taken(execution, reason, pending, outputs=outputs, facts=facts))
+        else:
+            is_missing = reason == "nonfinite" and "outputs" not in pending.words
+            missing = dict(_results(execution)) if is_missing else {}
+            self.store.add(pending.path, outputs=missing, facts={"reason": reason, **facts})
+            self._wrong = pending.path
+        return self._wrong
+
+
+def process_index() -> int:
+    """Return the rank of this process, as torch.distributed or else the environment has it."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return environment.rank()
+
+
+def _taken(
+    execution: Execution,
+    reason: str,
+    pending: _Pending | None = None,
+    *,
+    inputs: Mapping[str, Any] | None = None,
+    outputs: Mapping[str, Any] | None = None,
+    rng: Mapping[str, Tensor] | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> Taken:
+    executable = execution.executable
+    graph, problem = None, "the executable does not know its graph"
+    try:
+        graph = executable.captured()
+    except Exception as error:  # e.g. the weights of an engine, in a checkpoint that is gone
+        problem = f"its graph cannot be read: {type(error).__name__}: {error}"
+    return Taken(
+        executable.name,
+        executable.number,
+        execution.device_index,
+        execution.number,
+        graph,
+        reason,
+        process_index(),
+        pending.kept if pending is not None else inputs,
+        outputs,
+        pending.rng if pending is not None else rng or {},
+        {"backend": executable.backend, "step": current_step(), **(facts or {})},
+        problem,
+    )
+
+
+def _named(execution: Execution) -> tuple[int, str]:
+    return execution.number, execution.executable.name
+
+
+def _results(execution: Execution) -> list[tuple[str, Any]]:
+    """Return what a run computed: its outputs, and the inputs that a graph of torch.compile wrote to."""
+    graph = execution.executable.graph
+    found = list(execution.outputs.items())
+    if isinstance(graph, CapturedGraph) and graph.kind != "engine":
+        found += [(spec.name, execution.inputs[spec.name]) for spec in graph.inputs if spec.is_mutated]
+    return found
+
+
+def _arguments(graph: CapturedGraph, kept: Mapping[str, Any]) -> list[Any]:
+    """Return the inputs of a graph in order, on their devices; what it writes to as copies: a snapshot may follow."""
+    found = []
+    for spec in graph.inputs:
+        value = kept[spec.name] if spec.name in kept else graph.weights[spec.name]
+        if isinstance(value, Tensor):
+            value = value.detach().to(spec.device)
+            value = value.clone() if spec.is_mutated else value
+        found.append(value)
+    return found
+
+
+def _is_explained(finding: Finding | None, found: Mapping[str, Kinds], pending: _Pending) -> bool:
+    """Whether infinities are those of masks: the graph says so, or, where none is known, an input has them as well."""
+    if finding is not None:
+        return finding.origin is None and finding.is_reproduced
+    if any(kinds.positive for kinds in found.values()):
+        return False
+    return any(kinds_of(tensor).negative for _, tensor in probe((pending.kept or {}).items()))

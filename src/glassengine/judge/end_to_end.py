@@ -1,0 +1,326 @@
+"""The results of both sides, end to end: what a user of the model sees, whatever lies between.
+
+Nothing inside enters: a result is judged against the float64 reference by the noise that all ops above it add up to,
+measured with the program in its own dtype, two runs with Monte-Carlo rounding, and the untouched model: another
+implementation in floating point. Elements that hang on a tie are exempt only where the candidate may really have chosen
+otherwise: where it was seen to, or where its choice was not observed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+
+from glassengine.judge.graphs.by_result import in_order
+from glassengine.numerics.metrics.drift import LITTLE_LEFT, LOST, DriftSums
+from glassengine.numerics.metrics.tolerance import is_inexact, tolerance
+from glassengine.numerics.ops import RANDOM
+from glassengine.numerics.verdict import Judgement, Reference
+from glassengine.program.representation.naming import op_name
+from glassengine.program.representation.outputs import PREFIX
+from glassengine.program.representation.program import Program
+from glassengine.program.user_code.module_state import STATE
+from glassengine.results import FLAGGED, VERDICTS, DriftRow, ResultComparison, Verdict
+
+_CHOSEN_ALIKE = "both sides chose alike where rounding might have chosen: no tie explains the difference"
+_DRAWN = "random numbers are drawn anew in every run"
+_MISSING = "the candidate returns no such result"
+
+
+@dataclass
+class EndToEnd:
+    """Keeps, for each result of the baseline, the worst that one side made of it.
+
+    Attributes:
+        program: The baseline's.
+        rung: Of the side.
+        not_compared: Result -> why it was not.
+    """
+
+    program: Program
+    rung: str
+    not_compared: dict[str, str] = field(default_factory=dict)
+    _sums: dict[str, DriftSums] = field(default_factory=dict)
+    _found: dict[str, ResultComparison] = field(default_factory=dict)
+    _drawn: frozenset[str] | None = None
+    _seen: set[str] = field(default_factory=set)
+
+    @property
+    def found(self) -> tuple[ResultComparison, ...]:
+        """One entry for each result that was compared, in the order of the baseline's."""
+        return tuple(self._found[name] for name in results_of(self.program) if name in self._found)
+
+    def drift_rows(self) -> tuple[DriftRow, ...]:
+        """Return a row of the table of drift for each result."""
+        return tuple(self._sums[one.name].row(one.name, one.candidate_name, "result") for one in self.found)
+
+    def compare(
+        self,
+        node: str,
+        reference: Reference,
+        theirs: Mapping[str, torch.Tensor],
+        ours: Mapping[str, torch.Tensor],
+        *,
+        where: tuple[str, int],
+        may_tie: bool,
+    ) -> None:
+        """Compare the results that `node` is.
+
+        Args:
+            node: Of the baseline's program.
+            reference: Of its value in this step.
+            theirs: Results of the side in this step.
+            ours: Those of the untouched baseline.
+            where: Case and step.
+            may_tie: Whether the side chose otherwise at a tie in this case, or may have where nobody saw it.
+        """
+        for name in results_of(self.program):
+            if self.program.output_nodes[name] != node:
+                continue
+            self._seen.add(name)
+            own, method = self._counterpart(name, theirs, ours)
+            if own is None:
+                self.not_compared[name] = _MISSING
+            elif node in self._random():
+                self.not_compared[name] = _DRAWN
+            else:
+                baseline = ours.get(name, reference.native)
+                if baseline.shape != reference.native.shape:
+                    baseline = reference.native
+                judged = _judged(reference, theirs[own], may_tie)
+                if baseline is theirs[own] and judged[0].verdict in FLAGGED:
+                    baseline = reference.exact.to(baseline.dtype)  # it does not leave itself, but its program
+                self._add(name, own, method, judged, reference.valid, baseline, theirs[own], where)
+
+    def compare_signals(
+        self, theirs: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor], where: tuple[str, int]
+    ) -> None:
+        """Compare results of a quantized candidate: by what is left of the signal.
+
+        Args:
+            theirs: Results of the candidate in this step.
+            ours: Those of the untouched baseline.
+            where: Case and step.
+        """
+        for name in results_of(self.program):
+            own, method = self._counterpart(name, theirs, ours)
+            if own is None or name not in ours:
+                self.not_compared[name] = _MISSING
+            else:
+                judged = by_signal(ours[name], theirs[own]), 0.0
+                self._add(name, own, method, judged, None, ours[name], theirs[own], where, judged_by="signal")
+
+    def end_step(
+        self, theirs: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor], where: tuple[str, int]
+    ) -> None:
+        """Compare the results that no op makes: inputs and weights that are passed on."""
+        for name in results_of(self.program):
+            own, method = self._counterpart(name, theirs, ours)
+            if name in self._seen or name not in ours or own is None:
+                continue
+            judged = _passed_on(ours[name], theirs[own]), 0.0
+            self._add(name, own, method, judged, None, ours[name], theirs[own], where)
+        self._seen = set()
+
+    def _counterpart(
+        self, name: str, theirs: Mapping[str, torch.Tensor], ours: Mapping[str, torch.Tensor]
+    ) -> tuple[str | None, str]:
+        """Return the side's name for a result; by place and kind where names differ."""
+        if name in theirs:
+            return name, "name"
+        names = results_of(self.program)
+        left = {one: ours[one] if one in ours else self._fake(one) for one in names if one not in theirs}
+        others = {one: made for one, made in theirs.items() if one not in names}
+        found = in_order(left, others).get(name) if others else None
+        return found, "position" if found is not None else ""
+
+    def _fake(self, name: str) -> object:
+        """The result of the baseline as its program knows it."""
+        return self.program.node(self.program.output_nodes[name]).meta.get("val")
+
+    def _random(self) -> frozenset[str]:
+        """Nodes that hang on random numbers."""
+        if self._drawn is None:
+            found: set[str] = set()
+            for node in self.program.graph.nodes:
+                if op_name(node) in RANDOM or any(source.name in found for source in node.all_input_nodes):
+                    found.add(node.name)
+            self._drawn = frozenset(found)
+        return self._drawn
+
+    def _add(
+        self,
+        name: str,
+        own: str,
+        method: str,
+        judged: tuple[Judgement, float],
+        valid: torch.Tensor | None,
+        baseline: torch.Tensor,
+        value: torch.Tensor,
+        where: tuple[str, int],
+        *,
+        judged_by: Literal["noise floor", "signal"] = "noise floor",
+    ) -> None:
+        judgement, exempt = judged
+        figures = _figures(baseline, value, valid)
+        self._sums.setdefault(name, DriftSums()).add(baseline, value, valid)
+        made = ResultComparison(
+            name=name,
+            candidate_name=own,
+            rung=self.rung,
+            method=method,
+            verdict=judgement.verdict,
+            reason=judgement.reason,
+            case=where[0],
+            step=where[1],
+            num_steps=1,
+            shape=tuple(baseline.shape),
+            dtype=_name(baseline),
+            candidate_dtype=_name(value),
+            max_abs_diff=figures.max_abs_diff,
+            largest=figures.largest,
+            ulp=figures.ulp,
+            snr_db=figures.snr_db,
+            cosine_similarity=figures.cosine,
+            rho=judgement.rho,
+            exempt=exempt,
+            judged_by=judged_by,
+        )
+        before = self._found.get(name)
+        self._found[name] = made if before is None else _worse(before, made)
+
+
+def _worse(one: ResultComparison, other: ResultComparison) -> ResultComparison:
+    """Return the worse of two steps of a result, with the extremes of both."""
+
+    def key(found: ResultComparison) -> tuple[float, ...]:
+        rho = math.inf if found.rho is None and found.verdict in FLAGGED else found.rho or 0.0
+        return (VERDICTS.index(found.verdict), rho, found.max_abs_diff or 0.0)
+
+    worse = max((one, other), key=key)
+    return replace(
+        worse,
+        num_steps=one.num_steps + other.num_steps,
+        snr_db=_least(one.snr_db, other.snr_db),
+        cosine_similarity=_least(one.cosine_similarity, other.cosine_similarity),
+        exempt=(one.exempt * one.num_steps + other.exempt * other.num_steps) / (one.num_steps + other.num_steps),
+    )
+
+
+def _least(one: float | None, other: float | None) -> float | None:
+    return min((value for value in (one, other) if value is not None), default=None)
+
+
+def results_of(program: Program) -> list[str]:
+    """Return the names of a program's results in order: neither caches nor what is remembered, nor added outputs."""
+    caches = set(program.caches.values())
+    return [name for name in program.output_nodes if name not in caches and not name.startswith((PREFIX, STATE))]
+
+
+def with_model(reference: Reference, ours: torch.Tensor | None) -> Reference:
+    """Return the reference with the untouched model as one more run behind the floor, where that itself is right."""
+    if ours is None or not ours.is_floating_point() or not reference.exact.is_floating_point():
+        return reference
+    is_right = ours.shape == reference.exact.shape and reference.judge(ours).verdict not in FLAGGED
+    return reference.with_run(ours) if is_right else reference
+
+
+def _judged(reference: Reference, value: torch.Tensor, may_tie: bool) -> tuple[Judgement, float]:
+    """Return the judgement of a result, and the share of it that had to be exempt."""
+    judgement = reference.judge(value)
+    exempt = reference.share_of_ties
+    if not exempt or (judgement.verdict in FLAGGED and not judgement.is_empty):
+        return judgement, exempt
+    whole = reference.without_ties().judge(value)
+    if whole.verdict not in FLAGGED:
+        return whole, 0.0  # nothing has to be excused
+    if may_tie:
+        return judgement, exempt
+    return replace(whole, reason=whole.reason or _CHOSEN_ALIKE), 0.0
+
+
+def by_signal(baseline: torch.Tensor, value: torch.Tensor) -> Judgement:
+    """Judge a result of a quantized candidate: a changed shape is wrong, and so is more noise than half of the signal.
+
+    Whole numbers (chosen tokens) may be others where scores are close; those that differ are counted by the figures.
+    """
+    if baseline.shape != value.shape:
+        return Judgement("wrong", None, None, f"shape {tuple(value.shape)}, baseline {tuple(baseline.shape)}")
+    if torch.equal(baseline, value):
+        return Judgement("identical", 0.0, 0.0)
+    if not (baseline.is_floating_point() and value.is_floating_point()):
+        return Judgement("suspicious", None, None, f"{int((baseline != value).sum())} of {value.numel()} differ")
+    if not bool(value.isfinite().all()) and bool(baseline.isfinite().all()):
+        return Judgement("wrong", None, None, "values that are not finite")
+    sums = DriftSums()
+    sums.add(baseline, value)
+    lost = sums.noise / sums.signal if sums.signal else math.inf if sums.noise else 0.0
+    verdict: Verdict = "wrong" if lost > LOST else "suspicious" if lost > LITTLE_LEFT else "rounding"
+    return Judgement(verdict, None, math.sqrt(sums.noise / max(1, value.numel())))
+
+
+def _passed_on(baseline: torch.Tensor, value: torch.Tensor) -> Judgement:
+    """Judge a result that no op makes: the same, but for the rounding of a coarser dtype."""
+    if baseline.shape != value.shape:
+        shapes = f"shape {tuple(value.shape)}, baseline {tuple(baseline.shape)}"
+        return Judgement("wrong", None, None, shapes)
+    if torch.equal(baseline, value.to(baseline.dtype)):
+        return Judgement("identical", 0.0, 0.0)
+    names = _name(baseline), _name(value)
+    verdict: Verdict = "wrong"
+    if all(map(is_inexact, names)):
+        allowed = tolerance(*names)
+        near = torch.allclose(value.to(baseline.dtype), baseline, allowed.rtol, allowed.atol, equal_nan=True)
+        verdict = "rounding" if near else "wrong"
+    return Judgement(verdict, None, None, "no op makes it: it is passed on")
+
+
+@dataclass(frozen=True)
+class _Figures:
+    max_abs_diff: float | None = None
+    largest: float | None = None
+    ulp: float | None = None
+    snr_db: float | None = None
+    cosine: float | None = None
+
+
+def _figures(baseline: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None) -> _Figures:
+    """Return how far two results are apart, over the elements that count."""
+    if baseline.shape != value.shape or baseline.is_complex() or value.is_complex():
+        return _Figures()
+    b, c = baseline.double(), value.double()
+    counted = torch.ones_like(b, dtype=torch.bool) if valid is None else valid.expand(b.shape)
+    same = (b == c) | (b.isnan() & c.isnan()) | ~counted
+    if bool((~same & ~(b.isfinite() & c.isfinite())).any()):
+        return _Figures(math.inf, None, None, -math.inf, None)
+    counted = counted & b.isfinite() & c.isfinite()
+    b, c = torch.where(counted, b, 0.0), torch.where(counted, c, 0.0)
+    if not b.numel():
+        return _Figures(0.0, 0.0, 0.0, math.inf, 1.0)
+    error, largest = c - b, float(b.abs().max())
+    worst = float(error.abs().max())
+    if not (baseline.is_floating_point() and value.is_floating_point()):
+        return _Figures(worst, largest)
+    noise, signal = float(error.square().sum()), float(b.square().sum())
+    norms = math.sqrt(signal) * float(c.norm())
+    return _Figures(
+        worst,
+        largest,
+        worst / _unit(largest, baseline, value) if largest else None,
+        math.inf if not noise else 10 * math.log10(signal / noise) if signal else -math.inf,
+        1.0 if not noise else float((b * c).sum()) / norms if norms else 0.0,
+    )
+
+
+def _unit(largest: float, *sides: torch.Tensor) -> float:
+    """Return a unit in the last place of `largest` in the coarser dtype of the two."""
+    eps = max(torch.finfo(side.dtype).eps for side in sides)
+    return float(eps * 2.0 ** math.floor(math.log2(largest)))
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,74 @@
+"""Rows of attention that see no key at all: what comes out of them is nobody's mistake.
+
+A query of padding before which there is nothing but padding has scores that a mask hides, every one. One implementation
+gives all keys the same share, another none, a third NaN, and rounding alone picks one of the hidden numbers: the noise
+of such rows is as large as the values, and what is measured over them and real rows together would hide any mistake in
+the real ones. So neither these rows count nor whatever hangs on them, unless that is all there is of a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from glassengine.judge.exclusions.hidden_values import MASK_OF_ATTENTION, MAXIMA, SOFTMAX
+from glassengine.judge.exclusions.undefined_casts import Undefined
+from glassengine.numerics.mask_values import HIDDEN
+from glassengine.numerics.ops import ATTENTION
+from glassengine.program.representation.naming import op_name
+from glassengine.results import ExemptionReason
+
+
+class HiddenRows(Undefined):
+    """What hangs on rows of attention that see no key.
+
+    Args:
+        hidden: Says where the scores of a softmax hold a number that hides; None takes every number of that size.
+    """
+
+    kind: ExemptionReason = "masked rows"
+    reason = "rows of attention that see no key, and what hangs on them"
+
+    def __init__(self, hidden: Callable[[Node], torch.Tensor | None] | None = None) -> None:
+        super().__init__()
+        self._hidden = hidden
+
+    def begin(self, node: Node, value: torch.Tensor, value_of: Callable[[Node], Any]) -> torch.Tensor | None:
+        """Return the rows that see no key."""
+        name = op_name(node)
+        if name in SOFTMAX:
+            source, dim = node.all_input_nodes[0], node.args[1] if len(node.args) > 1 else node.kwargs["dim"]
+            return self._sees_nothing(source, value_of(source), dim if isinstance(dim, int) else -1)
+        if name in MAXIMA:
+            dims: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+            scores = value_of(node.all_input_nodes[0])
+            along = list(range(scores.dim())) if dims is None or dims == [] else dims
+            return self._sees_nothing(node.all_input_nodes[0], scores, along, keep=value.dim() == scores.dim())
+        if name == ATTENTION:
+            own = node.args[MASK_OF_ATTENTION] if len(node.args) > MASK_OF_ATTENTION else node.kwargs.get("attn_mask")
+            return self._sees_nothing(own, value_of(own), -1) if isinstance(own, Node) else None
+        return None
+
+    def of(self, node: str) -> torch.Tensor | None:
+        """Return what does not count, as everywhere; None also where nothing would be left that counts."""
+        found = super().of(node)
+        return None if found is None or bool(found.all()) else found
+
+    def _sees_nothing(
+        self, node: Node, scores: torch.Tensor, dim: int | list[int], *, keep: bool = True
+    ) -> torch.Tensor | None:
+        """Return which rows along `dim` hold hidden places only; None where no row does."""
+        if not scores.dim() or not scores.numel():
+            return None
+        if scores.dtype is torch.bool:
+            seen = scores
+        else:
+            known = None if self._hidden is None else self._hidden(node)
+            if self._hidden is not None and known is None:
+                return None
+            seen = scores > HIDDEN if known is None else ~known
+        none: torch.Tensor = ~seen.any(dim, keepdim=keep)
+        return none if bool(none.any()) else None

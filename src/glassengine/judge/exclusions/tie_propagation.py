@@ -1,0 +1,263 @@
+"""What hangs on a tie: elements that are something else, legally, where an op chooses among values that are close.
+
+A choice (of experts, of the larger of two values, of a bucket) is made once more, otherwise wherever rounding could
+turn it over; what comes of the other choice is computed beside the reference. Elements that differ hang on the tie, and
+nobody is judged by them: of a mixture of experts one token, and later what attends to it. Where the other choice is
+dropped again, or comes to the same (two experts in another order), nothing hangs on it any more. Two values are close
+that errors could bring together which, as errors of values, would be called rounding.
+
+What two flips may undo (how many tokens an expert gets, and where they are when sorted by expert) cannot be told from
+one other choice: it hangs on the tie as a whole, and so does all below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from glassengine.blocks import agree
+from glassengine.judge.exclusions.ties import COMPARISONS, RANKINGS, chosen_along
+from glassengine.numerics.ops import CASTS, LARGEST, MOVES, POINTWISE, RANDOM, STEPS, UNDEFINED
+from glassengine.numerics.verdict import SUSPICIOUS, unit_roundoff
+from glassengine.program.representation.naming import op_name
+
+_SAME = 2.0**-10
+"""Of a unit roundoff: a difference that is no difference."""
+
+_LOGIC = {"bitwise_and", "bitwise_or", "bitwise_not", "logical_and", "logical_or", "logical_not"}
+_REORDERING = {"index_copy", "index_put", "repeat_interleave"}
+_IN_PLACE = (MOVES | POINTWISE | STEPS | CASTS | COMPARISONS | _LOGIC) - LARGEST - _REORDERING
+"""Each element of a result of these hangs on integers and bools in its own place, or is the one that they name."""
+
+_OF_TWO = (torch.ops.aten.min.other, torch.ops.aten.max.other)
+"""Likewise; they share their names with what looks for the smallest of many."""
+
+_CHOICES = RANKINGS | COMPARISONS | {"quantize"}
+
+_WHOLE = object()
+"""In the place of another value: nothing is known of it."""
+
+
+class TiesFollowed:
+    """The ties of one step, followed in graph order through the float64 lane.
+
+    Args:
+        again: Computes a node once more in float64: takes it, and the other values of nodes that it reads.
+    """
+
+    def __init__(self, again: Callable[[Node, Mapping[Node, Any]], Any]) -> None:
+        self._again = again
+        self.others: dict[Node, Any] = {}
+
+    def visit(self, node: Node, env: Mapping[Node, Sequence[Any]]) -> None:
+        """Follow the ties through a computed node.
+
+        Args:
+            node: It.
+            env: Values of the nodes computed so far, this one among them: exact, in the program's dtype, and noisy.
+        """
+        name = op_name(node)
+        if name in RANDOM | UNDEFINED:
+            return
+        exact, *runs = env[node]
+        other = self._below(node, name, env) if any(s in self.others for s in node.all_input_nodes) else exact
+        if other is exact and isinstance(exact, Tensor) and exact.is_floating_point():
+            return
+        if other is not _WHOLE:
+            other = _chosen_otherwise(node, name, env, other, self.others)
+            other = pytree.tree_map(_unstable, other, exact, *runs) if _is_alike(other, exact, *runs) else _WHOLE
+        if other is _WHOLE or any(pytree.tree_leaves(pytree.tree_map(_differs_at_all, other, exact))):
+            self.others[node] = other
+
+    def of(self, node: Node, exact: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Return a bool mask of the elements of `exact`, the value of `node`, that hang on a tie; None where none does.
+
+        Args:
+            node: It.
+            exact: Its value.
+            dtype: In which it is rounded.
+        """
+        other = self.others.get(node)
+        if other is None:
+            return None
+        if other is _WHOLE:
+            return torch.ones_like(exact, dtype=torch.bool)
+        found = _differs(other, exact, _SAME * unit_roundoff(dtype) if exact.is_floating_point() else 0.0)
+        if bool(found.any()):
+            return found
+        del self.others[node]
+        return None
+
+    def settle(self, node: Node) -> None:
+        """Take note that nothing hangs on `node`: its value is known, or nobody reads it any more."""
+        self.others.pop(node, None)
+
+    def _below(self, node: Node, name: str, env: Mapping[Node, Sequence[Any]]) -> Any:
+        for source in node.all_input_nodes:
+            if self.others.get(source) is _WHOLE:
+                return _WHOLE
+            leaves = [leaf for leaf in pytree.tree_leaves(self.others.get(source)) if isinstance(leaf, Tensor)]
+            is_in_place = name in _IN_PLACE or node.target in _OF_TWO
+            if not is_in_place and any(not leaf.is_floating_point() for leaf in leaves):
+                return _WHOLE
+        try:
+            return self._again(node, self.others)
+        except (RuntimeError, IndexError, ValueError):  # a number that is no index
+            return _WHOLE
+
+
+def settled_sources(node: Node, env: Mapping[Node, Sequence[Any]]) -> dict[str, Tensor]:
+    """Return, of the floating values that a choice compares, those in which rounding has no part; NaN for others."""
+    if op_name(node) not in _CHOICES:
+        return {}
+    found = {}
+    for source in node.all_input_nodes:
+        values = env[source]
+        if _is_float(values[0]):
+            found[source.name] = torch.where(_spread(values) == 0, values[0].double(), torch.nan)
+    return found
+
+
+def _chosen_otherwise(
+    node: Node, name: str, env: Mapping[Node, Sequence[Any]], other: Any, others: Mapping[Node, Any]
+) -> Any:
+    """Return `other`, the result of `node`, with other choices wherever rounding could turn them over."""
+    sources = [arg for arg in node.args if isinstance(arg, Node)]
+    if not sources or not isinstance(env[sources[0]][0], Tensor):
+        return other
+    values = env[sources[0]]
+    if name in RANKINGS and _is_float(values[0]) and values[0].dim():
+        # Of several ties above, one may be turned over and another not: the choice is any.
+        u = unit_roundoff(sources[0].meta["val"].dtype)
+        hangs = _differs(others[sources[0]], values[0], _SAME * u) if sources[0] in others else None
+        return _ranked_otherwise(node, name, values, other, hangs)
+    if name in COMPARISONS:
+        sides = [env[arg] if isinstance(arg, Node) else [arg] * len(values) for arg in node.args[:2]]
+        if not all(_is_float(side[0]) for side in sides if isinstance(side[0], Tensor)):
+            return other
+        gaps = [a - b for a, b in zip(*sides, strict=True)]
+        noise = _spread(gaps)
+        # Where no run is elsewhere, rounding has no part in it (0 where nothing is seen); where one is, its noise may
+        # be small by luck.
+        margin = SUSPICIOUS * torch.where(noise > 0, _noise(gaps, -1) if gaps[0].dim() else noise, 0.0)
+        return other ^ ((gaps[0].abs() <= margin) & (margin > 0) & (other == env[node][0]))
+    is_integer = isinstance(other, Tensor) and not _is_float(other) and other.dtype is not torch.bool
+    if name in CASTS and is_integer and _is_float(values[0]):
+        return _cast_otherwise(sources[0], values, other, env[node][0])
+    return other
+
+
+def _cast_otherwise(source: Node, values: Sequence[Tensor], other: Tensor, exact: Tensor) -> Tensor:
+    spread = _spread(values)
+    if not bool(spread.any()):
+        return other
+    rounding = unit_roundoff(source.meta["val"].dtype) * values[0].abs().nan_to_num(0.0, 0.0, 0.0)
+    margin = SUSPICIOUS * torch.where(spread > 0, torch.maximum(spread, rounding), 0.0)
+    low, high = ((values[0] + way * margin).trunc() for way in (-1, 1))
+    turned = torch.where(low == values[0].trunc(), high, low).nan_to_num(0.0, 0.0, 0.0).to(other.dtype)
+    return torch.where((low < high) & (other == exact), turned, other)
+
+
+def _ranked_otherwise(node: Node, name: str, values: Sequence[Tensor], other: Any, hangs: Tensor | None) -> Any:
+    """Turn each run of close values by one rank, so that every rank of it has another element.
+
+    Values of which one hangs on a tie (`hangs`) are taken for close, all that are compared with it.
+    """
+    exact = values[0]
+    at = chosen_along(node)
+    indices = other[1] if isinstance(other, (tuple, list)) else other
+    if not isinstance(at, int) or not isinstance(indices, Tensor) or _is_float(indices) or exact.shape[at] < 2:
+        return other  # of all elements at once, say: runs that differ are seen all the same
+    order = exact.sort(dim=at, descending=_is_descending(node, name), stable=True)
+    size, noise = exact.shape[at], _noise(values, at)
+    # Two runs may happen to agree with the exact one in a row, so that its noise is too small.
+    noise = torch.maximum(noise, order.values.abs() * _relative(values)).nan_to_num(0.0, 0.0, 0.0)
+    margin = SUSPICIOUS * (noise.narrow(at, 0, size - 1) + noise.narrow(at, 1, size - 1))
+    # Between two values in which rounding has no part there is no tie.
+    moves = (_spread(values) > 0).gather(at, order.indices)
+    margin = torch.where(moves.narrow(at, 0, size - 1) | moves.narrow(at, 1, size - 1), margin, 0.0)
+    close = (order.values.diff(dim=at).abs() <= margin) & (margin > 0)
+    if hangs is not None:
+        close = close | hangs.any(at, keepdim=True)
+    ranks = torch.arange(size).reshape([size if i == at % exact.dim() else 1 for i in range(exact.dim())])
+    edge = torch.zeros_like(close.narrow(at, 0, 1))
+    first = torch.where(torch.cat([edge, close], at), 0, ranks).cummax(at).values
+    turned = order.indices.gather(at, torch.where(torch.cat([close, edge], at), ranks + 1, first))
+    is_kept = indices.dim() == exact.dim()
+    number = indices.shape[at] if is_kept else 1
+    is_turned = torch.cat([edge, close], at) | torch.cat([close, edge], at)
+    turned, is_turned = turned.narrow(at, 0, number), is_turned.narrow(at, 0, number)
+    if not is_kept:
+        turned, is_turned = turned.squeeze(at), is_turned.squeeze(at)
+    chosen = torch.where(is_turned, turned, indices)
+    if not isinstance(other, (tuple, list)):
+        return chosen
+    found = exact.gather(at, chosen if is_kept else chosen.unsqueeze(at))
+    taken = torch.where(is_turned, found if is_kept else found.squeeze(at), other[0])
+    return type(other)((taken, chosen))
+
+
+def _is_descending(node: Node, name: str) -> bool:
+    if name == "topk":
+        largest: Any = node.kwargs.get("largest", node.args[3] if len(node.args) > 3 else True)
+        return bool(largest)
+    if name in ("sort", "argsort"):
+        descending: Any = node.kwargs.get("descending", node.args[2] if len(node.args) > 2 else False)
+        return bool(descending)
+    return name in ("argmax", "max")
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _noise(values: Sequence[Tensor], dim: int) -> Tensor:
+    """What rounding does to values that are compared along `dim`: the root of the mean square over it."""
+    return _spread(values).square().mean(dim, keepdim=True).sqrt()
+
+
+def _relative(values: Sequence[Tensor]) -> float:
+    """What rounding does to values, all in all, relative to their size."""
+    size = values[0].square().mean().sqrt()
+    return float((_spread(values).square().mean().sqrt() / size).nan_to_num(0.0, 0.0, 0.0))
+
+
+def _spread(values: Sequence[Tensor]) -> Tensor:
+    """The largest distance of a run from the exact values; 0 where that is no number."""
+    spread: Tensor = torch.zeros_like(values[0])
+    for run in values[1:]:
+        if run is not values[0] and run.shape == spread.shape:
+            spread = torch.maximum(spread, (run - values[0]).abs().nan_to_num(0.0, 0.0, 0.0))
+    return spread
+
+
+def _unstable(other: Any, exact: Any, *runs: Any) -> Any:
+    """Integers and bools that some run has otherwise are unstable, whatever made them."""
+    if isinstance(other, Tensor) and not other.is_floating_point():
+        for run in runs:
+            other = torch.where((run != exact) & (other == exact), run, other)
+    return other
+
+
+def _is_alike(*results: Any) -> bool:
+    leaves = [pytree.tree_leaves(result) for result in results]
+    if len({len(one) for one in leaves}) != 1:
+        return False
+    shapes = {tuple(leaf.shape if isinstance(leaf, Tensor) else None for leaf in one) for one in leaves}
+    return len(shapes) == 1
+
+
+def _differs_at_all(other: Any, exact: Any) -> bool:
+    if not isinstance(other, Tensor):
+        return bool(other != exact)
+    return other is not exact and bool(_differs(other, exact, 0.0).any())
+
+
+def _differs(other: Tensor, exact: Tensor, share: float) -> Tensor:
+    same = agree(other, exact)
+    return ~same & ~((other - exact).abs() <= share * exact.abs()) if share else ~same

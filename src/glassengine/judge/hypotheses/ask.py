@@ -1,0 +1,315 @@
+"""From a flagged tensor to a question: the baseline's piece on the candidate's values, and what is known of both."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from glassengine.judge.graphs.between import passes_on, region_of
+from glassengine.judge.graphs.cut import Piece, cut
+from glassengine.judge.hypotheses.explain import differences, explanation
+from glassengine.judge.hypotheses.hypothesis import constants_of
+from glassengine.judge.hypotheses.inside import Inside, inside_of
+from glassengine.judge.hypotheses.question import Question, noise_of
+from glassengine.judge.hypotheses.trial import FAILS, Trial
+from glassengine.numerics.verdict import unit_roundoff
+from glassengine.program.representation.program import Program
+from glassengine.results import Hint
+
+_USER = "user."
+_DEPTHS = (0, 1, 2, 4)
+"""How many ops above the flagged one are asked with it: where a tensor is observed need not be where it is made."""
+_MOST_OPS = 80
+_MOST_OTHERS = 64
+_LARGEST_OTHER = 1 << 24
+"""Elements of what else could have been read: the matrix of a large vocabulary in float64 is a gigabyte."""
+
+
+@dataclass
+class Asked:
+    """What is known of both sides where a tensor was flagged.
+
+    Attributes:
+        program: The baseline's.
+        values: What the candidate was given and made in this step, by node of `program`.
+        candidate: The candidate's program; None where it has none.
+        counterparts: Node of `program` -> node of `candidate`.
+        flagged: Nodes of `program` that were flagged in this step: they may be no counterparts at all.
+    """
+
+    program: Program
+    values: Mapping[str, Any]
+    candidate: Program | None = None
+    counterparts: Mapping[str, str] = field(default_factory=dict)
+    flagged: Collection[str] = ()
+    place: str | None = None
+    """Node in which the mistake of the last `hints` was made: one that nobody observed, inside of the region."""
+
+    @torch.no_grad()
+    def hints(self, node: Node, actual: torch.Tensor, valid: torch.Tensor | None) -> list[Hint]:
+        """Return what explains a tensor: the kind of mistake with which the baseline's ops make it.
+
+        Args:
+            node: Of the baseline.
+            actual: What the candidate made in its place.
+            valid: Mask of the elements that count; None for all.
+        """
+        asked: set[frozenset[str]] = set()
+        for depth, besides in [(0, ()), *((depth, self.flagged) for depth in _DEPTHS)]:
+            piece = self._piece(node, depth, besides)
+            if piece is None or len(piece.ops) > _MOST_OPS:
+                continue
+            names = frozenset(op.name for op in piece.ops)
+            if names in asked:
+                continue
+            asked.add(names)
+            question = self.question(node, piece, actual, valid)
+            found = None if question is None else explanation(question)
+            if found is not None and question is not None:
+                hint, hypothesis = found
+                self.place = self._place(question.trial, hypothesis.edits)
+                return [hint]
+        return []
+
+    def _place(self, trial: Trial, edited: Collection[Node]) -> str | None:
+        """Return the op that a mistake is in; None for the last of the piece, and where the candidate's are known."""
+        if len(edited) != 1:
+            return None
+        (place,) = edited
+        if place.op == "placeholder":
+            readers = [op for op in trial.ops if place in op.all_input_nodes]
+            if len(readers) != 1:
+                return None
+            (place,) = readers
+        if place is trial.end or place.name in self._known:
+            return None
+        # What else reads it would be wrong as well, and nothing says so.
+        inside = {op.name for op in trial.ops}
+        own = next((node for node in self.program.graph.nodes if node.name == place.name), None)
+        is_read_elsewhere = own is not None and any(user.name not in inside for user in own.users)
+        return None if is_read_elsewhere else place.name
+
+    @torch.no_grad()
+    def differences(self, node: Node, actual: torch.Tensor, valid: torch.Tensor | None) -> list[Hint]:
+        """Return what of the candidate's op is not the baseline's, and changes the result; arguments as for `hints`."""
+        piece = self.piece(node)
+        if piece is None or len(piece.ops) > _MOST_OPS:
+            return []
+        question = self.question(node, piece, actual, valid)
+        return [] if question is None else differences(question)
+
+    def counterpart(self, node: Node) -> Node | None:
+        """Return the candidate's own node for one of the baseline's."""
+        if self.candidate is None:
+            return None
+        return {other.name: other for other in self.candidate.graph.nodes}.get(self.counterparts.get(node.name, ""))
+
+    def inside(self, node: Node) -> Inside | None:
+        """Return where the graphs inside of a branch, a loop or a recurrence part; None where they do not."""
+        there = self.counterpart(node)
+        if self.candidate is None or there is None:
+            return None
+        ports = {port.name: port.node for port in self.program.inputs}
+        ours = {port.node: ports[port.name] for port in self.candidate.inputs if port.name in ports}
+        ours |= {theirs: name for name, theirs in self.counterparts.items()}
+        weights = self.candidate.weights()
+
+        def theirs(source: Node) -> Any:
+            return weights[source.name] if source.name in weights else self.values[ours[source.name]]
+
+        tensors = [value for value in self._known.values() if isinstance(value, torch.Tensor)]
+        dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+        return inside_of(node, there, (lambda source: self._known[source.name], theirs), dtypes)
+
+    def piece(self, node: Node) -> Piece | None:
+        """Return what makes a node from what the candidate was observed to make; None where that is not known."""
+        return self._piece(node, 0, ())
+
+    def question(self, node: Node, piece: Piece, actual: torch.Tensor, valid: torch.Tensor | None) -> Question | None:
+        """Return the question of a piece; None where it does not run on the candidate's values, or makes the same."""
+        try:
+            trial = Trial(piece)
+        except FAILS:
+            return None
+        right = trial.right
+        if not isinstance(right, torch.Tensor):
+            return None
+        if valid is not None and valid.shape != actual.shape:
+            valid = None
+        theirs = self._theirs(node)
+        held = self._held(theirs)
+        weights = {} if self.candidate is None else {n: self.candidate.weights()[node] for node, n in held.items()}
+        names = {name: full.removeprefix(_USER) for name, full in self.program.weight_names().items()}
+        found = Question(
+            trial,
+            actual.double() if actual.is_floating_point() else actual,
+            valid,
+            noise_of(piece, right, actual),
+            self._labels(node, trial),
+            frozenset(n.name for n in trial.inputs if n.name in self.program.weights()),
+            self._others(node, trial),
+            theirs,
+            [*constants_of(theirs), *(float(t) for t in weights.values() if t.dim() == 0)],
+            weights,
+            {n.name: names[n.name] for n in trial.inputs if n.name in names},
+            {names[name]: tensor for name, tensor in self.program.weights().items()},
+            {other.name: other for other in self.program.graph.nodes},
+            self._is_another(node),
+            _native(piece, actual),
+            held,
+            self._read(trial, theirs),
+        )
+        return found if found.left(right) > 0 else None
+
+    def _piece(self, node: Node, depth: int, besides: Collection[str]) -> Piece | None:
+        known = self._known
+        above = {node}
+        layer = {node}
+        for _ in range(depth):
+            layer = {source for op in layer for source in op.all_input_nodes if source.op == "call_function"}
+            above |= layer
+        return cut([node], known, known.keys() - {op.name for op in above} - set(besides))
+
+    @property
+    def _known(self) -> dict[str, Any]:
+        return {**self.program.weights(), **self.values}
+
+    def _theirs(self, node: Node) -> list[Node]:
+        if self.candidate is None:
+            return []
+        own = {other.name: other for other in self.candidate.graph.nodes}
+        target = own.get(self.counterparts.get(node.name, ""))
+        return [] if target is None else region_of(target, set(self.counterparts.values()))[0]
+
+    def _is_another(self, node: Node) -> bool:
+        """Whether the candidate's tensor passes on what is the counterpart of another op that `node` is not made of."""
+        if self.candidate is None:
+            return False
+        own = {other.name: other for other in self.candidate.graph.nodes}
+        target = own.get(self.counterparts.get(node.name, ""))
+        if target is None:
+            return False
+        ours = {theirs: name for name, theirs in self.counterparts.items() if name not in self.flagged}
+        while passes_on(target) and target.args and isinstance(target.args[0], Node):
+            target = target.args[0]
+            if target.name in ours:
+                return ours[target.name] not in {source.name for source in _above(node)}
+        return False
+
+    def _read(self, trial: Trial, theirs: list[Node]) -> frozenset[str]:
+        sources = {source.name for op in theirs for source in op.all_input_nodes}
+        return frozenset(n.name for n in trial.inputs if self.counterparts.get(n.name) in sources)
+
+    def _held(self, theirs: list[Node]) -> dict[str, str]:
+        """Return the weights that ops of the candidate read: node -> name."""
+        if self.candidate is None:
+            return {}
+        names, weights = self.candidate.weight_names(), self.candidate.weights()
+        read = {source.name for op in theirs for source in op.all_input_nodes if source.name in weights}
+        return {name: names.get(name, name).removeprefix(_USER) for name in sorted(read)}
+
+    def _labels(self, node: Node, trial: Trial) -> dict[str, str]:
+        site = self._site(node.name)
+        inside = {op.name: self._site(op.name) for op in [*trial.inputs, *trial.ops]}
+        names = self.program.weight_names()
+        return {name: _of_weight(label) if name in names else _short(label, site) for name, label in inside.items()}
+
+    def _site(self, name: str) -> str:
+        names = self.program.weight_names()
+        if name in names:
+            return names[name].removeprefix(_USER)
+        sites = self.program.sites.by_node.get(name, ())
+        ops = [site.name for site in sites if site.kind == "op"]
+        return ops[0] if ops else sites[0].name if sites else name
+
+    def _others(self, node: Node, trial: Trial) -> dict[str, torch.Tensor]:
+        """Return what else could have been read: what was made before, nearest first, and weights of the same shape."""
+        shapes = {tuple(value.shape) for n in trial.inputs if isinstance(value := trial.values[n], torch.Tensor)}
+        shapes.add(tuple(trial.right.shape))
+        site = self._site(node.name)
+        inside = {n.name for n in trial.inputs}
+        found: dict[str, torch.Tensor] = {}
+        for name, value in self._nearest(node):
+            if name in inside or not isinstance(value, torch.Tensor) or tuple(value.shape) not in shapes:
+                continue
+            if len(found) == _MOST_OTHERS:
+                break
+            if value.numel() > _LARGEST_OTHER:
+                continue
+            found[_short(self._site(name), site)] = (
+                value.detach().double() if value.is_floating_point() else value.detach()
+            )
+        return found
+
+    def _nearest(self, node: Node) -> Iterator[tuple[str, Any]]:
+        order = {other.name: place for place, other in enumerate(self.program.graph.nodes)}
+        here = order[node.name]
+        first = {
+            other.name: min((order[user.name] for user in other.users), default=0)
+            for other in self.program.graph.nodes
+            if other.op == "placeholder"
+        }
+        known = self._known
+        places = {name: first.get(name, order.get(name, 0)) for name in known}
+        for name in sorted(known, key=lambda n: abs(places[n] - here)):
+            if name in first or order.get(name, here) < here:
+                yield name, known[name]
+
+
+def _above(node: Node) -> set[Node]:
+    found: set[Node] = set()
+    waiting = [node]
+    while waiting:
+        for source in waiting.pop().all_input_nodes:
+            if source not in found:
+                found.add(source)
+                waiting.append(source)
+    return found
+
+
+def _native(piece: Piece, actual: torch.Tensor) -> torch.Tensor | None:
+    """Return what a piece makes in the dtype of the model, where it casts to a finer one; None where it does not."""
+    own = actual.dtype
+    if not own.is_floating_point or unit_roundoff(own) <= unit_roundoff(torch.float32):
+        return None
+    values: dict[Node, Any] = {}
+    is_cast = False
+
+    def coarse(value: Any) -> Any:
+        is_finer = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != own
+        return value.to(own) if is_finer else own if value in (torch.float32, torch.float64) else value
+
+    try:
+        for place, tensor in zip(piece.module.graph.find_nodes(op="placeholder"), piece.arguments(), strict=True):
+            values[place] = tensor
+        for op in piece.ops:
+            args, kwargs = torch.fx.node.map_arg((op.args, dict(op.kwargs)), values.__getitem__)
+            is_cast = is_cast or torch.float32 in (*args, *kwargs.values())
+            called: Any = op.target
+            values[op] = pytree.tree_map(
+                coarse, called(*pytree.tree_map(coarse, args), **pytree.tree_map(coarse, kwargs))
+            )
+        (end,) = piece.module.graph.output_node().all_input_nodes
+    except FAILS:
+        return None
+    made = values[end]
+    return made.double() if is_cast and isinstance(made, torch.Tensor) else None
+
+
+def _of_weight(name: str) -> str:
+    """Leave out all but the module that has the weight."""
+    return ".".join(name.split(".")[-2:])
+
+
+def _short(name: str, site: str) -> str:
+    """Leave out the module of the flagged op, where another one is inside of it too."""
+    path = site.rpartition("/")[0]
+    for start in (f"{path}/", f"{path}."):
+        if path and name.startswith(start):
+            return name.removeprefix(start)
+    return name

@@ -1,0 +1,93 @@
+"""Hints of one divergence: a mistake that was tried and fits, else what differs in programs and values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from glassengine.judge.hypotheses.of_sides import asked_of
+from glassengine.judge.hypotheses.probed_trees import trees_differ
+from glassengine.judge.hypotheses.product_errors import is_summed_coarsely
+from glassengine.judge.replay.replayed import called
+from glassengine.numerics.metrics.hints import tensor_hints
+from glassengine.numerics.verdict import Reference
+from glassengine.program.onnx.control import never_run
+from glassengine.program.onnx.fallback import thresholds_of
+from glassengine.program.representation.program import Program
+from glassengine.results import Hint
+from glassengine.sites import Site
+
+_MOST_ASKED = 8
+"""Divergences of one side that are explained, the earliest ones."""
+_MOST_PRODUCTS = 16
+"""Products of one side whose errors are looked at, the earliest ones."""
+
+
+class Guesses:
+    """What is guessed of the divergences of one side.
+
+    Args:
+        program: The baseline's.
+        side: Under judgement.
+    """
+
+    def __init__(self, program: Program, side: Any) -> None:
+        self._program = program
+        self._side = side
+        self._num_asked = 0
+        self._looked: set[str] = set()
+        self._num_products = 0
+        self.place: Site | None = None
+        """Op of a region, not its end, whose mistake makes what the side made: that of the last divergence."""
+
+    def of(self, node: Node, tensor: torch.Tensor, reference: Reference, flagged: Sequence[str]) -> list[Hint]:
+        """Return what kind of mistake it is: one that makes what the side made, or else what only looks like it.
+
+        Args:
+            node: Of the baseline.
+            tensor: What the side made.
+            reference: Of the node.
+            flagged: Nodes that were flagged before in this step.
+        """
+        asked = asked_of(self._program, self._side, flagged)
+        self.place = None
+        found: list[Hint] = []
+        if asked is not None and self._num_asked < _MOST_ASKED:
+            self._num_asked += 1
+            inside = asked.inside(node)
+            if inside is not None:
+                return [Hint("inside", inside.text, 1.0)]
+            found = asked.hints(node, tensor, reference.valid)
+            self.place = next(iter(self._program.sites.by_node.get(asked.place or "", ())), None)
+            found = found or asked.differences(node, tensor, reference.valid)
+        return found or tensor_hints(reference.exact, tensor, reference.valid)
+
+    def not_reached(self, node: Node) -> str | None:
+        """Return what is different in a branch of `node` that no input took, or in its trees; None where nothing is."""
+        op = called(node)[0]
+        has_trees = thresholds_of(op.target) is not None
+        if node.name in self._looked or not (has_trees or never_run(op.target)):
+            return None
+        self._looked.add(node.name)
+        asked = asked_of(self._program, self._side, ())
+        if has_trees:
+            there = None if asked is None else asked.counterpart(node)
+            return None if there is None else trees_differ(op, called(there)[0])
+        found = None if asked is None else asked.inside(node)
+        return None if found is None or found.is_taken else found.text
+
+    def is_summed_coarsely(self, node: Node, tensor: torch.Tensor) -> bool | None:
+        """Return whether the error of a product is that of coarse sums; None where nobody can tell."""
+        asked = asked_of(self._program, self._side, ())
+        if asked is None or self._num_products == _MOST_PRODUCTS:
+            return None
+        self._num_products += 1
+        return is_summed_coarsely(asked, node, tensor)
+
+    def differences(self, node: Node, tensor: torch.Tensor, reference: Reference) -> list[Hint]:
+        """Return what of the side's own op is not the baseline's, and changes the result: arguments, weights."""
+        asked = asked_of(self._program, self._side, ())
+        return [] if asked is None else asked.differences(node, tensor, reference.valid)

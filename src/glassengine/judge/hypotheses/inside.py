@@ -1,0 +1,309 @@
+"""Inside of a branch, a loop or a function of both sides: which op of it makes something else from the same inputs.
+
+A function of an ONNX file is judged by its results. Where these are wrong, and where the two sides differ in a branch
+that no input took, both are interpreted once more in float64, on the same inputs, and what their ops make is compared:
+an op of the baseline is wrong if no op of the candidate makes what it makes, and none makes what anything below it
+makes. So a body that is written with other ops, and right, is no difference.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from glassengine.errors import BackendError
+from glassengine.judge.replay.replayed import called
+from glassengine.numerics.float64 import retarget, target_of
+from glassengine.numerics.verdict import unit_roundoff
+from glassengine.program.onnx.function import Composite
+from glassengine.program.onnx.trace import LABEL, NAME, Step, Tracer
+from glassengine.program.representation.naming import op_name
+
+_ROUNDINGS = 8.0
+"""Two values are one, computed in different ways, if they are apart by so many roundings of the coarser weights."""
+_EXACT = 2.0**-40
+"""The same where nothing was rounded: both sides run in float64, and their weights are what they are."""
+_FAILS = (BackendError, RuntimeError, IndexError, ValueError, TypeError)
+_OTHERWISE = "its ops make the same, and its results are put together in another way"
+_MOST_SHOWN = 4
+"""Elements of a tensor that is shown with its numbers."""
+
+Call = tuple[Composite, tuple[Any, ...], dict[str, Any]]
+"""A function and what it is given."""
+Known = Callable[[Node], Any]
+"""Gives the value of a node; raises KeyError where there is none."""
+
+
+def inside_of(ours: Node, theirs: Node, known: tuple[Known, Known], dtypes: Collection[torch.dtype]) -> Inside | None:
+    """Return where the functions part that two nodes are results of; None where these are none, or do not part.
+
+    Args:
+        ours: Of the baseline.
+        theirs: Its counterpart.
+        known: Gives values of the baseline's program, and of the candidate's.
+        dtypes: Floating dtypes of both.
+    """
+    ops = called(ours)[0], called(theirs)[0]
+    if not all(isinstance(op.target, Composite) for op in ops) or ops[0].target != ops[1].target:
+        return None
+    try:
+        of_ours, of_theirs = (_call(op, value) for op, value in zip(ops, known, strict=True))
+    except (KeyError, *_FAILS):
+        return None
+    return where_they_part(of_ours, of_theirs, dtypes)
+
+
+def _call(op: Node, known: Known) -> Call:
+    def value(node: Node) -> Any:
+        try:
+            return known(node)
+        except KeyError:
+            if node.op != "call_function":
+                raise
+        args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), value)
+        return target_of(node)(*args, **kwargs)
+
+    assert isinstance(op.target, Composite)
+    args, kwargs = torch.fx.node.map_arg((op.args, dict(op.kwargs)), value)
+    return op.target, args, kwargs
+
+
+@dataclass(frozen=True)
+class Inside:
+    """Where two functions part.
+
+    Attributes:
+        text: What is different, in words.
+        is_taken: Whether the input led there.
+        ours: The op of the baseline, by operator and name; None where its ops are not named.
+    """
+
+    text: str
+    is_taken: bool
+    ours: str | None
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A function that ran: its ops, and its results."""
+
+    steps: Sequence[Step]
+    results: tuple[Tensor, ...]
+    is_whole: bool
+
+    def makers(self) -> dict[int, int]:
+        """Return tensor (by identity) -> place of the step that made it."""
+        return {id(tensor): place for place, step in enumerate(self.steps) for tensor in step.made}
+
+
+@torch.no_grad()
+def where_they_part(ours: Call, theirs: Call, dtypes: Collection[torch.dtype]) -> Inside | None:
+    """Return the first op inside that makes something else; None where there is none, or it does not run.
+
+    Args:
+        ours: The baseline's.
+        theirs: The candidate's.
+        dtypes: Floating dtypes of both.
+    """
+    left, right = _traced(ours), _traced(theirs)
+    if left is None or right is None or not left.steps:
+        return None
+    found = _apart(left, right, ours, _ROUNDINGS * max(map(unit_roundoff, dtypes), default=_EXACT))
+    if found is None:
+        # Less than the rounding of a weight says nothing by itself, but where something is known to be wrong.
+        found = _apart(left, right, ours, _EXACT)
+        return found if found is not None and found.is_taken else None
+    return found
+
+
+def _apart(left: _Run, right: _Run, ours: Call, apart: float) -> Inside | None:
+    same = _Pairs(left, right, apart)
+    if _are_named_alike(left, right):
+        # One file is the other one, edited: each op has its counterpart in its place.
+        for number, (a, b) in enumerate(zip(left.steps, right.steps, strict=True)):
+            if not _all_same(a.made, b.made, apart):
+                return _described(left, right, number, number, same, ours, a.is_taken)
+        return None if _all_same(left.results, right.results, apart) else Inside(_OTHERWISE, True, None)
+    for is_taken in (True, False):
+        place = same.first(left, same.of_left, is_taken)
+        if place is not None:
+            return _described(left, right, place, same.first(right, same.of_right, is_taken), same, ours, is_taken)
+    if not _all_same(left.results, right.results, apart):
+        return Inside(_of_results(left, right, same), True, None)
+    return None
+
+
+def _are_named_alike(left: _Run, right: _Run) -> bool:
+    names = [[step.label.partition(" ")[2] or step.node.name for step in run.steps] for run in (left, right)]
+    return names[0] == names[1] and any(LABEL in step.node.meta for step in left.steps)
+
+
+def _traced(call: Call) -> _Run | None:
+    target, args, kwargs = call
+    tracer = Tracer()
+    try:
+        exact_args, exact_kwargs = pytree.tree_map(retarget, (args, kwargs))
+        found = target.rounded(tracer)(*exact_args, **exact_kwargs)
+    except _FAILS:
+        return None
+    results = tuple(leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor))
+    return _Run(tracer.steps, results, tracer.is_whole)
+
+
+class _Pairs:
+    """Which steps of two runs make the same.
+
+    Attributes:
+        of_left: Place of a step of the left run -> places of steps of the right one that make what it makes.
+        of_right: The other way round.
+    """
+
+    def __init__(self, left: _Run, right: _Run, apart: float) -> None:
+        self.apart = apart
+        self.of_left: dict[int, list[int]] = {}
+        self.of_right: dict[int, list[int]] = {}
+        known: dict[tuple[Any, ...], list[int]] = {}
+        for place, step in enumerate(right.steps):
+            known.setdefault(_kind(step.made), []).append(place)
+        sizes = {place: _size(step.made) for place, step in enumerate(right.steps)}
+        for place, step in enumerate(left.steps):
+            size = _size(step.made)
+            for other in known.get(_kind(step.made), ()):
+                is_like = abs(sizes[other] - size) <= 2 * apart * max(size, sizes[other])
+                theirs = right.steps[other]
+                if is_like and step.is_taken == theirs.is_taken and _all_same(step.made, theirs.made, apart):
+                    self.of_left.setdefault(place, []).append(other)
+                    self.of_right.setdefault(other, []).append(place)
+
+    def first(self, run: _Run, paired: dict[int, list[int]], is_taken: bool) -> int | None:
+        """Return the place of the first step of whose results nothing has a counterpart, nor what is made of them."""
+        made_by = run.makers()
+        meets: set[int] = set()
+        for place in reversed(range(len(run.steps))):
+            step = run.steps[place]
+            if place in meets or (place in paired and _is_telling(step.made)):
+                meets.update(made_by[id(tensor)] for tensor in step.read if id(tensor) in made_by)
+                meets.add(place)
+        return next(
+            (
+                place
+                for place, step in enumerate(run.steps)
+                if place not in paired and place not in meets and step.made and step.is_taken == is_taken
+            ),
+            None,
+        )
+
+
+def _described(
+    left: _Run, right: _Run, place: int, other: int | None, same: _Pairs, call: Call, is_taken: bool
+) -> Inside:
+    step = left.steps[place]
+    is_named = LABEL in step.node.meta
+    label = step.label if is_named else op_name(step.node)
+    theirs = None if other is None else right.steps[other]
+    if theirs is None:
+        said = _of_results(left, right, same)
+    elif step.node.target != theirs.node.target:
+        there = theirs.label if is_named else op_name(theirs.node)
+        said = f"{label} here, {there} in the candidate"
+    else:
+        said = f"{label}: {_of_arguments(step, theirs) or 'makes something else from the same inputs'}"
+    branch = "" if is_taken else " in the branch that no input takes"
+    return Inside(f"inside of {call[0].__name__}{branch}: {said}", is_taken, label if is_named else None)
+
+
+def _of_results(left: _Run, right: _Run, same: _Pairs) -> str:
+    """Say how two runs differ whose ops make the same."""
+    ours, theirs = (Counter(step.node for step in run.steps if step.is_taken) for run in (left, right))
+    if ours and theirs and max(ours.values()) != max(theirs.values()) and left.is_whole and right.is_whole:
+        return f"it goes round {max(ours.values())} times here, {max(theirs.values())} times in the candidate"
+    kinds = [Counter(op_name(node) for node in found) for found in (ours, theirs)]
+    for name in kinds[0].keys() | kinds[1].keys():
+        if not kinds[1][name] or not kinds[0][name]:
+            return f"{name} is only {'here' if kinds[0][name] else 'in the candidate'}"
+    return _OTHERWISE
+
+
+def _of_arguments(ours: Step, theirs: Step) -> str | None:
+    """Say which argument of two calls of one op is another: a number, an attribute, a weight of the body."""
+    found = []
+    read = (list(_leaves(ours)), list(_leaves(theirs)))
+    if len(read[0]) != len(read[1]):
+        return "it has other inputs or attributes in the candidate"
+    tensors = zip(ours.read, theirs.read, strict=False)
+    for (name, a), (_, b) in zip(*read, strict=True):
+        if isinstance(a, Node) != isinstance(b, Node):
+            return "it has other inputs in the candidate"
+        if not isinstance(a, Node):
+            if a != b:
+                found.append(f"{name}: {a} here, {b} in the candidate")
+            continue
+        x, y = next(tensors, (None, None))
+        if x is None or y is None or (x.shape == y.shape and _is_same(x, y, _EXACT)):
+            continue
+        what = str(a.meta.get(NAME, name))
+        if x.numel() <= _MOST_SHOWN and y.numel() <= _MOST_SHOWN:
+            here, there = _numbers(x, y)
+            found.append(f"{what}: {here} here, {there} in the candidate")
+        else:
+            found.append(f"{what} is another in the candidate")
+    return "; ".join(found) or None
+
+
+def _leaves(step: Step) -> list[tuple[str, Any]]:
+    """Return name and value of each argument as the graph has it; what has none, by its place."""
+    flat, _ = pytree.tree_flatten_with_path((step.node.args, dict(step.node.kwargs)))
+    found = []
+    for path, leaf in flat:
+        keys = [str(getattr(key, "key", getattr(key, "idx", ""))) for key in path]
+        name = keys[1] if keys[0] == "1" else f"input {keys[1]}"
+        if leaf is not None and not isinstance(leaf, torch.dtype):
+            found.append((name, leaf))
+    return found
+
+
+def _numbers(*tensors: Tensor) -> list[str]:
+    """Return tensors with as many digits as tell them apart."""
+    found: list[str] = []
+    for digits in (5, 7, 9, 17):
+        values = [
+            ", ".join(f"{value:.{digits}g}" for value in tensor.double().flatten().tolist()) for tensor in tensors
+        ]
+        found = [text if tensor.numel() == 1 else f"[{text}]" for text, tensor in zip(values, tensors, strict=True)]
+        if len(set(found)) == len(found):
+            break
+    return found
+
+
+def _kind(made: Sequence[Tensor]) -> tuple[Any, ...]:
+    return tuple((tuple(tensor.shape), tensor.is_floating_point()) for tensor in made)
+
+
+def _size(made: Sequence[Tensor]) -> float:
+    return sum(float(tensor.double().abs().nan_to_num(0.0, 0.0, 0.0).sum()) for tensor in made)
+
+
+def _all_same(ours: Sequence[Tensor], theirs: Sequence[Tensor], apart: float) -> bool:
+    return len(ours) == len(theirs) and all(_is_same(a, b, apart) for a, b in zip(ours, theirs, strict=True))
+
+
+def _is_same(ours: Tensor, theirs: Tensor, apart: float) -> bool:
+    if ours.shape != theirs.shape:
+        return False
+    if not ours.is_floating_point() or not theirs.is_floating_point():
+        return torch.equal(ours.double(), theirs.double())
+    a, b = ours.double(), theirs.double()
+    size = float(a.abs().nan_to_num(0.0, 0.0, 0.0).max()) if a.numel() else 0.0
+    return torch.allclose(a, b, rtol=apart, atol=apart * size, equal_nan=True)
+
+
+def _is_telling(made: Sequence[Tensor]) -> bool:
+    """Whether values are so many, and so different, that two ops make them by chance only if they mean the same."""
+    return any(tensor.is_floating_point() and torch.unique(tensor).numel() > 2 for tensor in made)

@@ -1,0 +1,1 @@
+"""Which ops of two programs belong together, by the values that they compute."""

@@ -1,0 +1,246 @@
+"""Pair the ops of two programs that are written differently, by what they compute.
+
+    probe       the candidate runs two steps; all its tensors are at hand
+    predict     node by node, the baseline's op in float64 on the candidate's own inputs of that op
+    find        the tensor of the candidate that is the prediction up to rounding, in whatever arrangement; of several,
+                what the same op makes of the same. What it comes from cannot be made of it, and what is below follows
+                from it no worse than from the prediction
+    look ahead  nothing is: the candidate does not have this tensor (it is written with other ops), or has it wrong. If
+                on every way to the results the two have a tensor in common again, it is right as far as it matters
+    go on       where they have none, a tensor is wrong: which one, what comes next tells (see `gone_wrong`)
+
+A node without a counterpart keeps its prediction, so that what is below it is predicted from the last tensors that both
+sides have: a region, judged where it ends (see `regions`). Results of the programs are counterparts by name or order,
+whatever they hold. Names are evidence of nothing: of two tensors that are equal otherwise, the one in the same place is
+taken.
+
+Predictions are compared loosely, as far as rounding within a region goes; the verdict has a finer measure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Node
+
+from glassengine.judge.graphs.between import next_below, origin_of, passes_on, sibling_of
+from glassengine.judge.graphs.by_name import SitePair
+from glassengine.judge.pairing.candidate_tensors import Seen, Values, shapes_of
+from glassengine.judge.pairing.gone_wrong import Search
+from glassengine.judge.pairing.known import Known
+from glassengine.judge.pairing.predictions import Unknown
+from glassengine.judge.pairing.probe import ProbeStep
+from glassengine.numerics.ops import CASTS, RANDOM, UNDEFINED
+from glassengine.program.representation.naming import is_tensor_node, op_name
+from glassengine.program.representation.program import Program
+
+_TELLING = 2
+"""A tensor and the prediction are told apart by an op below that follows this many times closer from one of them."""
+_AHEAD = 12
+"""How many ops below a node are asked whether they follow from it."""
+_TIGHT = 4
+"""Unit roundoffs by which tensors differ below a region that is right; a mistake that drowns leaves more."""
+_MOST_LOOKS = 24
+"""How often what is ahead is looked at anew, once after each tensor that is wrong."""
+
+
+class Counterparts:
+    """The pairs of two programs, found on steps of the candidate.
+
+    Args:
+        baseline: With weights.
+        candidate: With weights.
+        steps: What the candidate was given and made.
+    """
+
+    def __init__(self, baseline: Program, candidate: Program, steps: Sequence[ProbeStep]) -> None:
+        self._baseline = baseline
+        self._known = Known(baseline, candidate, steps)
+        self._search = Search(self._known)
+        self._places: dict[str, int] = {}
+        self._wrong: dict[str, Seen] = {}
+
+    @torch.no_grad()
+    def find(self) -> dict[str, SitePair]:
+        """Return the pairs, by node of the baseline."""
+        nodes: list[Node] = [
+            node for node in self._baseline.graph.nodes if node.op != "output" and "_assert" not in str(node.target)
+        ]
+        self._places = {node.name: place for place, node in enumerate(nodes)}
+        start, looks = 0, 0
+        while start < len(nodes):
+            # What comes after is a look ahead: it stands if nothing before it turns out to be wrong.
+            passed = [place for place in range(start, len(nodes)) if not self._visit(nodes[place])]
+            looks += 1
+            start = self._first_wrong(nodes, passed, is_last=looks >= _MOST_LOOKS)
+        return self._known.pairs
+
+    def _first_wrong(self, nodes: Sequence[Node], passed: Sequence[int], *, is_last: bool) -> int:
+        """Settle the first node that the candidate has wrong, take back what is below; return where to go on."""
+        explained = self._explained()
+        for place in passed:
+            node = nodes[place]
+            if not self._is_number(node) or node.name in self._known.found:
+                continue
+            predicted = self._known.predictions.values[node.name]
+            apart = explained.get(node.name)
+            is_asked = not passes_on(origin_of(node, self._known.found))
+            if passes_on(node) and (apart is not None or is_asked):
+                # What makes its values was asked before.
+                continue
+            found = self._search.wrong(node, predicted, self._known.proposal(node), meets=apart is not None)
+            if apart is not None and apart <= _TIGHT:
+                # It drowns: what is below is right as it is.
+                for other, seen in found:
+                    self._known.settle(other, seen)
+                continue
+            if found and not is_last:
+                start = min(self._places[other.name] for other, _ in found)
+                for later in nodes[start:]:
+                    self._known.take_back(later)
+                self._known.tensors.taken = {seen.name for seen in self._known.found.values()}
+                self._wrong |= {other.name: seen for other, seen in found}
+                return start
+            for other, seen in found:
+                self._known.settle(other, seen)
+        return len(nodes)
+
+    def _is_number(self, node: Node) -> bool:
+        """Whether a node computes floating numbers that could be predicted."""
+        known = self._known.predictions.values.get(node.name)
+        is_op = node.op == "call_function" and is_tensor_node(node)
+        return is_op and known is not None and all(value.is_floating_point() for value in known)
+
+    def _explained(self) -> dict[str, float]:
+        """Return the nodes on whose every way to a result there is a tensor that both sides have.
+
+        Node -> how far apart these tensors are, in unit roundoffs.
+        """
+        explained: dict[str, float] = {}
+        for node in reversed(self._baseline.graph.nodes):
+            if node.op == "output" or node.name in self._known.results:
+                continue
+            users = [user.name for user in node.users if "_assert" not in str(user.target)]
+            meets = [self._known.agreeing.get(user, explained.get(user)) for user in users]
+            known = [distance for distance in meets if distance is not None]
+            if len(known) == len(meets):
+                explained[node.name] = max(known, default=0.0)
+        return explained
+
+    def _visit(self, node: Node) -> bool:
+        """Predict a node and pair it by its value; return whether it needs, or has, no counterpart by another way."""
+        known = self._known.predictions
+        try:
+            predicted = known.predict(node, {})
+        except Unknown:
+            same = self._known.same_op(node) or self._known.proposal(node)
+            if same is not None:
+                self._known.settle(node, same)
+            return True
+        known.values[node.name] = predicted
+        if node.op != "call_function" or not is_tensor_node(node):
+            return True
+        self._known.roundoff(node)
+        if node.name in self._wrong:
+            self._known.settle(node, self._wrong[node.name])
+            return True
+        counterpart = self._counterpart(node, predicted)
+        if counterpart is None:
+            return False
+        distance = self._apart(node, counterpart, predicted)
+        if distance is not None:
+            self._known.agreeing[node.name] = distance
+        self._known.settle(node, counterpart)
+        return True
+
+    def _apart(self, node: Node, seen: Seen, predicted: Values) -> float | None:
+        """Return how far a tensor is from a prediction, in unit roundoffs; None where that is no rounding."""
+        if shapes_of(self._known.tensors.values(seen)) != shapes_of(predicted):
+            return None
+        distance = self._known.tensors.distance(seen, predicted)
+        if not all(value.is_floating_point() for value in [*predicted, *self._known.tensors.values(seen)]):
+            return None if distance else 0.0
+        is_rounding = distance <= self._known.allowed(node, seen.name)
+        return distance / self._known.unit(node, seen.name) if is_rounding else None
+
+    def _counterpart(self, node: Node, predicted: Values) -> Seen | None:
+        if op_name(node) in RANDOM | UNDEFINED:
+            return self._known.same_op(node) or self._known.proposal(node)
+        result = self._known.results.get(node.name)
+        if result is not None and result in self._known.tensors.nodes:
+            return Seen(result)
+        if not all(value.is_floating_point() for value in predicted):
+            return self._same_choice(node, predicted)
+        return self._closest(node, predicted)
+
+    def _same_choice(self, node: Node, predicted: Values) -> Seen | None:
+        """Return the counterpart of integers or a mask: too alike for their values alone to say which is which."""
+        names = {name: seen.name for name, seen in self._known.found.items()}
+        same, proposed = self._known.same_op(node), self._known.proposal(node)
+        sibling = sibling_of(node, names, self._known.tensors.nodes)
+        is_arranged = any(
+            self._known.found[source.name].how is not None
+            for source in node.all_input_nodes
+            if source.name in self._known.found
+        )
+        if is_arranged:
+            # A choice among tensors of other dimensions has others, too: in its own it says nothing.
+            same = self._known.same_op(node, predicted)
+        for known in (same, proposed, Seen(sibling) if sibling is not None else None):
+            is_free = known is not None and known.name not in self._known.tensors.taken
+            if is_free and known is not None and self._known.tensors.distance(known, predicted) == 0:
+                return known
+        return same
+
+    def _closest(self, node: Node, predicted: Values) -> Seen | None:
+        """Return the tensor that is the prediction up to rounding, and that what is below `node` follows from."""
+        close = self._known.close(node, predicted)
+        found = next((seen for seen in close if self._is_followed(node, predicted, seen)), None)
+        if found is None:
+            return None
+        theirs = self._known.tensors.nodes[found.name]
+        source = theirs.args[0] if op_name(theirs) in CASTS else None
+        # What is rounded in one place and goes on unrounded in another is the unrounded tensor.
+        goes_on = isinstance(source, Node) and any(op_name(user) not in CASTS for user in source.users)
+        unrounded = next((seen for seen in close if isinstance(source, Node) and seen.name == source.name), None)
+        return unrounded if goes_on and unrounded is not None else found
+
+    def _is_followed(self, node: Node, predicted: Values, seen: Seen) -> bool:
+        """Whether what is below `node` follows from the tensor no worse than from the prediction.
+
+        A tensor that is near the prediction by chance (a residual stream that a layer hardly changes) is told by this.
+        """
+        if self._known.reads_the_same(node, seen.name):
+            return True
+        predictions: dict[str, Values] = {node.name: predicted}
+        replaced: dict[str, Values] = {node.name: self._known.tensors.values(seen)}
+        made_of = self._known.tensors.ancestors[seen.name]
+        for below in next_below(node, self._known.order, _AHEAD):
+            without = self._nearest(below, predictions, 1 << self._known.tensors.order[seen.name])
+            of_it = self._nearest(below, replaced, made_of)
+            if without * _TELLING < of_it:
+                return False
+            if of_it * _TELLING < without:
+                return True
+        return True
+
+    def _nearest(self, node: Node, env: dict[str, Values], besides: int) -> float:
+        """Return how near any tensor is to what `node` makes of `env`, its own roundoff at least."""
+        try:
+            predicted = self._known.predictions.value(node, env)
+        except Unknown:
+            return math.inf
+        if not is_tensor_node(node) or not all(value.is_floating_point() for value in predicted):
+            return math.inf
+        return min(
+            (
+                max(
+                    self._known.tensors.distance(seen, predicted, beside_padding=False),
+                    self._known.tensors.unit(seen.name),
+                )
+                for seen in self._known.tensors.alike(predicted, besides)
+            ),
+            default=math.inf,
+        )

@@ -1,0 +1,304 @@
+"""The tensors of a candidate's program on the steps of a probe, found by values, in whatever arrangement."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Node
+
+from glassengine.judge.pairing.probe import ProbeStep
+from glassengine.numerics.arrangements import Arrangement, Size, arrangements
+from glassengine.numerics.verdict import unit_roundoff
+from glassengine.program.representation.naming import is_tensor_node
+from glassengine.program.representation.program import Program
+
+Values = list[Any]
+"""What one node made in each step."""
+
+_MOST_DIMENSIONS = 6
+_ANOTHER = 0.5
+"""A tensor is in a less likely arrangement where that is nearer by this factor; a wrong one is near in several."""
+_MOST_LIKELY = 2
+"""Arrangements in which a tensor is tried that is wrong, and so in none of them what was predicted."""
+_SLACK = 1.01
+"""Beyond what the distance of two tensors allows their means to differ: these are rounded, too."""
+
+
+class Seen(NamedTuple):
+    """A tensor of the candidate, in the arrangement of the baseline."""
+
+    name: str
+    how: Arrangement | None = None
+
+
+class _Sums(NamedTuple):
+    """What no arrangement changes: root mean square, mean of the absolute values, mean, how many there are."""
+
+    size: float
+    absolute: float
+    mean: float
+    number: int
+
+
+class CandidateTensors:
+    """What a candidate's program made.
+
+    Args:
+        program: Its program.
+        steps: What it was given and made.
+
+    Attributes:
+        nodes: Name -> node that makes a tensor in every step.
+        order: Name -> place in the graph, of every node.
+        ancestors: Name -> the node itself and what it is made of, as the bits of their places.
+        all_nodes: Name -> node.
+        inputs: Name of an input -> its node.
+        by_shape: Shapes in the steps -> names.
+        by_number: Numbers of elements in the steps -> names.
+        taken: Names that are somebody's counterpart; `alike` leaves them out.
+    """
+
+    def __init__(self, program: Program, steps: Sequence[ProbeStep]) -> None:
+        self._steps = steps
+        self._num_unpadded = sum(step.real is None for step in steps)
+        everywhere = [node for node in program.graph.nodes if all(node.name in step.values for step in steps)]
+        self.nodes: dict[str, Node] = {node.name: node for node in everywhere if is_tensor_node(node)}
+        self.all_nodes: dict[str, Node] = {node.name: node for node in program.graph.nodes}
+        self.inputs = {port.name: self.all_nodes[port.node] for port in program.inputs}
+        self.order = {node.name: place for place, node in enumerate(program.graph.nodes)}
+        self.ancestors = ancestors_of(program)
+        self.by_shape: dict[tuple[Any, ...], list[str]] = {}
+        for name in self.nodes:
+            self.by_shape.setdefault(shapes_of(self.values(Seen(name))), []).append(name)
+        self._shapes = {name: shapes_of(self.values(Seen(name))) for name in self.nodes}
+        self._hows: dict[tuple[Any, Any], list[Arrangement | None]] = {}
+        self.by_number: dict[tuple[int, ...], list[str]] = {}
+        for name in self.nodes:
+            self.by_number.setdefault(numbers_of(self.values(Seen(name))), []).append(name)
+        self.taken: set[str] = set()
+        self._sums: dict[str, list[_Sums]] = {}
+
+    def values(self, seen: Seen) -> Values:
+        """Return what a node made in each step, arranged."""
+        made = [step.values[seen.name] for step in self._steps]
+        return made if seen.how is None else [seen.how.apply(value) for value in made]
+
+    def unit(self, name: str) -> float:
+        """Return the unit roundoff of a tensor."""
+        return unit_roundoff(self.nodes[name].meta["val"].dtype)
+
+    def of_number(self, predicted: Values) -> Sequence[str]:
+        """Return the tensors of as many elements."""
+        return self.by_number.get(numbers_of(predicted), ())
+
+    def alike(self, predicted: Values, besides: int) -> Iterator[Seen]:
+        """Yield the floating tensors of the same shape and, roughly, size, but those at the places `besides`."""
+        sums = [_sums(value) for value in predicted]
+        for name in self.by_shape.get(shapes_of(predicted), ()):
+            if self._is_free(name, besides):
+                both = list(zip(sums, self._sums_of(name), strict=True))[: self._num_unpadded]
+                if all(abs(a.size - b.size) <= 0.2 * max(a.size, b.size) for a, b in both):
+                    yield Seen(name)
+
+    def close(
+        self, predicted: Values, allowed: Callable[[str], float], besides: int, *, beside_padding: bool = True
+    ) -> Iterator[tuple[float, Seen]]:
+        """Yield (distance, tensor) of the floating tensors that are near a prediction, in any arrangement.
+
+        Args:
+            predicted: In each step.
+            allowed: Largest distance of a tensor.
+            besides: Places that are left out.
+            beside_padding: As for `distance`.
+        """
+        sums = [_sums(value) for value in predicted]
+        shapes = shapes_of(predicted)
+        for name in self.by_number.get(numbers_of(predicted), ()):
+            if not self._is_free(name, besides):
+                continue
+            most = allowed(name)
+            theirs = self._sums_of(name)
+            both = list(zip(sums, theirs, strict=True))[: self._num_unpadded]
+            if not all(_may_be_near(a, b, most) for a, b in both):
+                continue
+            for seen in self._arranged(name, shapes):
+                distance = self.distance(seen, predicted, beside_padding=beside_padding)
+                if distance <= most:
+                    yield distance, seen
+                    break
+
+    def near(self, predicted: Values, most: float, known: Sequence[Arrangement]) -> list[Seen]:
+        """Return the free floating tensors within `most` of a prediction, in likely arrangements, the nearest first.
+
+        Args:
+            predicted: In each step.
+            most: Relative distance.
+            known: As for `arranged`.
+        """
+        sums = [_sums(value) for value in predicted]
+        ranked: list[tuple[float, int, Seen]] = []
+        for name in self.by_number.get(numbers_of(predicted), ()):
+            both = list(zip(sums, self._sums_of(name), strict=True))[: self._num_unpadded]
+            if self._is_free(name, 0) and all(_may_be_near(a, b, most) for a, b in both):
+                found = self.arranged(name, predicted, known)
+                ranked += [(self.distance(s, predicted, beside_padding=False), self.order[name], s) for s in found]
+        return [seen for distance, _, seen in sorted(ranked, key=lambda item: item[:2]) if distance <= most]
+
+    def arranged(self, name: str, predicted: Values, known: Sequence[Arrangement]) -> Iterator[Seen]:
+        """Yield a tensor in the arrangements that one of this shape most likely has, whatever its values.
+
+        Args:
+            name: Of the tensor.
+            predicted: What it stands in the place of.
+            known: Arrangements of other tensors, the likely ones first.
+        """
+        ours, theirs = shapes_of(predicted), self._shapes[name]
+        if None in ours or None in theirs:
+            return
+        fitting = [how for how in known if all(how.fits(a, b) for a, b in zip(theirs, ours, strict=True))]
+        likely = [Seen(name, None if how.is_trivial else how) for how in fitting]
+        if ours == theirs:
+            likely.insert(0, Seen(name))
+        yield from itertools.islice(dict.fromkeys([*likely, *self._arranged(name, ours)]), _MOST_LIKELY)
+
+    def likeliest(self, name: str, predicted: Values, known: Sequence[Arrangement]) -> Seen | None:
+        """Return a tensor in its most likely arrangement, or one that is clearly nearer; arguments as of `arranged`."""
+        best: tuple[float, Seen] | None = None
+        for seen in self.arranged(name, predicted, known):
+            if shapes_of(self.values(seen)) == shapes_of(predicted):
+                distance = self.distance(seen, predicted)
+                best = (distance, seen) if best is None or distance < best[0] * _ANOTHER else best
+        return None if best is None else best[1]
+
+    def distance(self, seen: Seen, predicted: Values, *, beside_padding: bool = True) -> float:
+        """Return the largest distance of any step: rms(tensor - predicted) / rms(predicted), infinite across masks.
+
+        What stands in padding counts for nothing; without `beside_padding` steps that have some do not count at all.
+        """
+        each = list(zip(self.values(seen), predicted, (step.real for step in self._steps), strict=True))
+        each = each if beside_padding else each[: self._num_unpadded]
+        return max(_distance(*_real(theirs, ours, real)) for theirs, ours, real in each)
+
+    def _is_free(self, name: str, besides: int) -> bool:
+        if name in self.taken or not self.nodes[name].meta["val"].is_floating_point():
+            return False
+        return not besides >> self.order[name] & 1
+
+    def _arranged(self, name: str, shapes: tuple[Any, ...]) -> Iterator[Seen]:
+        theirs = self._shapes[name]
+        if (theirs, shapes) not in self._hows:
+            self._hows[theirs, shapes] = _hows(theirs, shapes)
+        for how in self._hows[theirs, shapes]:
+            yield Seen(name, how)
+
+    def _sums_of(self, name: str) -> list[_Sums]:
+        if name not in self._sums:
+            self._sums[name] = [_sums(value) for value in self.values(Seen(name))]
+        return self._sums[name]
+
+
+def shapes_of(values: Values) -> tuple[Any, ...]:
+    """Return the shape in each step, None for what is no tensor."""
+    return tuple(tuple(value.shape) if isinstance(value, torch.Tensor) else None for value in values)
+
+
+def numbers_of(values: Values) -> tuple[int, ...]:
+    """Return the number of elements in each step."""
+    return tuple(value.numel() if isinstance(value, torch.Tensor) else -1 for value in values)
+
+
+def is_telling(values: Values) -> bool:
+    """Whether tensors have two different numbers: one number is made in too many ways to say anything."""
+    return any(isinstance(v, torch.Tensor) and v.numel() > 1 and bool((v != v.flatten()[0]).any()) for v in values)
+
+
+def _hows(theirs: tuple[Any, ...], shapes: tuple[Any, ...]) -> list[Arrangement | None]:
+    """Return the arrangements, None for none, that make tensors of one shape such of another one."""
+    found: list[Arrangement | None] = [None] if theirs == shapes else []
+    if None in theirs or None in shapes or max(map(len, (theirs[0], shapes[0]))) > _MOST_DIMENSIONS:
+        return found
+    if len(set(map(len, theirs))) > 1 or len(set(map(len, shapes))) > 1:
+        return found
+    if sum(size > 1 for size in theirs[0]) < 2 and theirs == shapes:
+        return found
+    for how in arrangements(_by_dimension(theirs), _by_dimension(shapes)):
+        if not how.is_trivial and all(how.fits(a, b) for a, b in zip(theirs, shapes, strict=True)):
+            found.append(how)
+    return found
+
+
+def _by_dimension(shapes: Sequence[Sequence[int]]) -> list[Size]:
+    return list(zip(*shapes, strict=True))
+
+
+def _may_be_near(ours: _Sums, theirs: _Sums, most: float) -> bool:
+    """Whether two tensors can be so near: the distance bounds that of every mean."""
+    if math.isinf(most):
+        return True
+    allowed = most * ours.size * _SLACK + 1e-30
+    return all(abs(a - b) <= allowed for a, b in zip(ours[:3], theirs[:3], strict=True))
+
+
+def ancestors_of(program: Program) -> dict[str, int]:
+    """Return for each node itself and what it is made of, as the bits of their places in the graph."""
+    made_of: dict[str, int] = {}
+    for place, node in enumerate(program.graph.nodes):
+        made_of[node.name] = 1 << place
+        for source in node.all_input_nodes:
+            made_of[node.name] |= made_of[source.name]
+    return made_of
+
+
+def _special(value: torch.Tensor) -> torch.Tensor:
+    """Where a value is no number but a mask."""
+    return ~(value.abs() < 1e4) if value.dtype is torch.float16 else ~(value.abs() < 1e30)
+
+
+def _size(value: torch.Tensor) -> float:
+    """Root mean square of the numbers in a tensor."""
+    return _sums(value).size
+
+
+def _sums(value: torch.Tensor) -> _Sums:
+    if not value.numel():
+        return _Sums(0.0, 0.0, 0.0, 0)
+    wide = value.double()
+    masked = _special(wide)
+    if bool(masked.any()):
+        wide = torch.where(masked, 0.0, wide)
+    return _Sums(
+        float(torch.linalg.vector_norm(wide)) / math.sqrt(value.numel()),
+        float(wide.abs().mean()),
+        float(wide.mean()),
+        value.numel(),
+    )
+
+
+def _real(theirs: torch.Tensor, ours: torch.Tensor, real: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two tensors of one shape with zeros in padding, along every axis as long as the text."""
+    if real is None or theirs.shape != ours.shape or not theirs.dim() or theirs.shape[0] != real.shape[0]:
+        return theirs, ours
+    for axis in range(1, theirs.dim()):
+        if theirs.shape[axis] == real.shape[1]:
+            kept = real.reshape(real.shape[0], *(real.shape[1] if i == axis else 1 for i in range(1, theirs.dim())))
+            zero = theirs.new_zeros(()), ours.new_zeros(())
+            theirs, ours = torch.where(kept, theirs, zero[0]), torch.where(kept, ours, zero[1])
+    return theirs, ours
+
+
+def _distance(candidate: torch.Tensor, predicted: torch.Tensor) -> float:
+    """Return rms(candidate - predicted) / rms(predicted); infinite where masks differ."""
+    if not predicted.is_floating_point() or not candidate.is_floating_point():
+        same = candidate.shape == predicted.shape and bool((candidate == predicted).all())
+        return 0.0 if same else float("inf")
+    theirs, ours = candidate.double(), predicted.double()
+    masked = _special(ours)
+    if not torch.equal(masked, _special(theirs)):
+        return float("inf")
+    error = _size(torch.where(masked, 0.0, theirs - ours))
+    size = _size(ours)
+    return error / size if size else (0.0 if error == 0 else float("inf"))

@@ -1,0 +1,1 @@
+"""What an op should have made of the inputs that the candidate really had."""

@@ -1,0 +1,139 @@
+"""An op on inputs that are computed once more from what they were made of, up to a few ops back.
+
+Fused code computes a value once for its readers and once more for the dump, each time with kernels and roundings of its
+own. What it feeds to an op may therefore differ from what was dumped, by as much as the ops in between may round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from glassengine.errors import BackendError
+from glassengine.numerics.bounds import rounding_bound
+from glassengine.numerics.float64 import retarget, target_of
+from glassengine.numerics.ops import CASTS, MOVES, POINTWISE, SUMS, U_ACCUMULATE, Operation, Roundoff
+from glassengine.program.representation.naming import op_name
+
+_AVERAGES = frozenset({"mean", "sum"})
+"""Of a normalisation that is written out, which runtimes fuse."""
+_COMPUTED_AGAIN = POINTWISE | MOVES | CASTS | _AVERAGES
+MOST_DEPTH = 3
+_CANCELLED = 4.0
+"""From so many times the rounding bound of the op on, what its inputs were off by is more than its own rounding."""
+_TYPICAL = 1 / 8
+"""Of the bound of a sum, whose terms kernels add in several lanes."""
+
+
+class NoCounterpart(Exception):
+    """An input of the op was not observed on the candidate's side."""
+
+
+class ComputedAgain:
+    """Computes ops on the candidate's values with inputs of theirs computed again.
+
+    Args:
+        observed: The candidate's values by baseline node.
+        value_of: Returns the value that the candidate has for a node; raises `NoCounterpart` where it has none.
+        roundoff: Of an op and the candidate's result of it.
+    """
+
+    def __init__(
+        self,
+        observed: Mapping[str, Any],
+        value_of: Callable[[Node], Any],
+        roundoff: Callable[[Node, torch.Tensor], Roundoff],
+    ) -> None:
+        self._observed = observed
+        self._value_of = value_of
+        self._roundoff = roundoff
+
+    def operation(self, op: Node, call: Callable[..., Any], depth: int) -> tuple[Operation, torch.Tensor] | None:
+        """Return the op on inputs computed again, and how far from it their rounding may lead.
+
+        Args:
+            op: The op.
+            call: What computes its result.
+            depth: How many ops back; 0 for inputs as they were observed, which may have been rounded otherwise.
+        """
+        inner: dict[str, torch.Tensor] = {}
+        try:
+            made = self._made(op, call, depth, inner, {})
+            carried = torch.zeros_like(made.exact)
+            for name, bound in inner.items():
+                moved = [self._made(op, call, depth, None, {name: sign * bound}) for sign in (1.0, -1.0)]
+                effects = [(part.exact - made.exact).abs() for part in moved]
+                carried = carried + torch.stack(effects).amax(0).nan_to_num(0.0, 0.0, 0.0)
+            own = rounding_bound(made, Roundoff(U_ACCUMULATE)) if inner else None
+        except (NoCounterpart, BackendError, RuntimeError, IndexError, ValueError):
+            return None  # what the candidate made an input of does not fit the input
+        if own is None:
+            return None
+        # Only where terms cancel: elsewhere the op's own bound has room for what its inputs were off by.
+        return made, torch.where(carried > _CANCELLED * own, carried, 0.0)
+
+    def _made(
+        self,
+        op: Node,
+        call: Callable[..., Any],
+        depth: int,
+        inner: dict[str, torch.Tensor] | None,
+        moved: Mapping[str, torch.Tensor],
+    ) -> Operation:
+        read = {source: self._read(source, depth, inner, moved) for source in op.all_input_nodes}
+        args, kwargs = torch.fx.node.map_arg((op.args, dict(op.kwargs)), read.__getitem__)
+        args, kwargs = pytree.tree_map(retarget, (args, kwargs))
+        return Operation(op_name(op), call, args, kwargs, call(*args, **kwargs))
+
+    def _read(
+        self, node: Node, depth: int, inner: dict[str, torch.Tensor] | None, moved: Mapping[str, torch.Tensor]
+    ) -> Any:
+        """Return what a kernel may have read for `node`: computed again up to `depth` ops back, or as it was observed.
+
+        Args:
+            node: Yields the value.
+            depth: How many ops back.
+            inner: Filled with the rounding bound of each value that a kernel may have rounded otherwise.
+            moved: Node -> what to add to its value.
+        """
+        value = self._value_of(node)
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        if node.name not in self._observed or not is_float or node.op != "call_function":
+            return value
+        name = op_name(node)
+        moves = name in MOVES
+        if not moves and not (depth > 0 and name in _COMPUTED_AGAIN):
+            if inner is not None and name not in CASTS:
+                self._note(node, self._called(node, self._value_of), inner)
+            return value.double() + moved[node.name] if node.name in moved else value
+        made = self._called(node, lambda source: self._read(source, depth - (not moves), inner, moved))
+        if made is None or made.exact.shape != value.shape:
+            return value
+        if inner is not None and not moves and name not in CASTS:
+            self._note(node, made, inner)
+        return made.exact + moved[node.name] if node.name in moved else made.exact
+
+    def _called(self, node: Node, read: Callable[[Node], Any]) -> Operation | None:
+        """Return the op of a node on what `read` gives; None where it cannot be computed."""
+        try:
+            args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), read)
+            args, kwargs = pytree.tree_map(retarget, (args, kwargs))
+            exact = target_of(node)(*args, **kwargs)
+        except (NoCounterpart, BackendError, RuntimeError, IndexError, ValueError):
+            return None
+        is_float = isinstance(exact, torch.Tensor) and exact.is_floating_point()
+        return Operation(op_name(node), target_of(node), args, kwargs, exact) if is_float else None
+
+    def _note(self, node: Node, operation: Operation | None, inner: dict[str, torch.Tensor]) -> None:
+        """Note how far a kernel may have rounded a value otherwise, in registers: it is not stored in between."""
+        if operation is None or operation.exact.shape != self._observed[node.name].shape:
+            return
+        stored = self._roundoff(node, self._observed[node.name])
+        u, u_sums = min(stored.u, U_ACCUMULATE), stored.u_sums
+        bound = rounding_bound(operation, Roundoff(u, tiny=stored.tiny, u_sums=u_sums, kernel=stored.kernel))
+        if bound is not None:
+            inner[node.name] = bound * _TYPICAL if op_name(node) in SUMS else bound

@@ -1,0 +1,114 @@
+"""Values that are made of weights alone: compilers fold them, and nobody sees how they were rounded.
+
+An op that reads such a value is replayed on what the program makes of the weights; the candidate's own was made by
+another kernel and differs from it by rounding, which a copy, say, hands on and does not make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from glassengine.judge.replay.reference import NUM_NOISE_RUNS
+from glassengine.numerics.bounds import rounding_bound
+from glassengine.numerics.float64 import retarget, target_of
+from glassengine.numerics.ops import Operation, Roundoff
+from glassengine.numerics.verdict import Judgement, Reference, unit_roundoff
+from glassengine.program.representation.naming import op_name
+from glassengine.program.representation.outputs import weight_only_nodes
+from glassengine.program.representation.program import Program
+
+_SPREAD = 2.0
+"""Rounding of another kernel, as a multiple of that of the program's own: the order of a sum, an approximation."""
+
+
+class Folded:
+    """What a program makes of its weights alone, and what another kernel may make of them.
+
+    Args:
+        program: With weights.
+        generator: Of the noise.
+    """
+
+    def __init__(self, program: Program, generator: torch.Generator) -> None:
+        self._nodes = {node.name for node in weight_only_nodes(program)}
+        self._values: dict[str, Any] = dict(program.weights())
+        self._generator = generator
+
+    def judge(
+        self,
+        op: Node,
+        call: Callable[..., Any],
+        value: Callable[[Node], Any],
+        candidate: torch.Tensor,
+        native: torch.Tensor,
+        valid: torch.Tensor | None,
+        roundoff: Roundoff,
+    ) -> tuple[Judgement, torch.Tensor] | None:
+        """Return the judgement of an op on such inputs, and its float64 result on them; None where it has none.
+
+        Args:
+            op: The op.
+            call: What computes it.
+            value: Returns an input, as the candidate has it or as the program makes it in its own dtype.
+            candidate: What the candidate made.
+            native: What the op makes in the candidate's dtype.
+            valid: Elements that count; None for all.
+            roundoff: Of the op.
+        """
+        own = {source.name: value(source) for source in op.all_input_nodes}
+        exact = self._rounded(op, own)
+        if not exact:
+            return None
+        right = _operation(op, call, own, exact)
+        others = _made_otherwise(exact, own, self._generator)
+        runs = [_operation(op, call, own, other).exact for other in others]
+        reference = Reference(right.exact, native, runs, dtype=candidate.dtype, valid=valid)
+        return reference.judge_introduced(candidate, rounding_bound(right, roundoff)), right.exact
+
+    def _rounded(self, op: Node, native: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Return those inputs of `op` that were rounded while they were made, in float64."""
+        found = {}
+        for source in op.all_input_nodes:
+            value = native[source.name]
+            if source.op != "call_function" or source.name not in self._nodes or not isinstance(value, torch.Tensor):
+                continue
+            if value.is_floating_point() and not torch.equal(exact := self._exact(source), value.double()):
+                found[source.name] = exact
+        return found
+
+    def _exact(self, node: Node) -> Any:
+        """Return a value in float64; a weight as it is."""
+        if node.name not in self._values:
+            args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), self._exact)
+            args, kwargs = pytree.tree_map(retarget, (args, kwargs))
+            self._values[node.name] = target_of(node)(*args, **kwargs)
+        return self._values[node.name]
+
+
+def _operation(
+    op: Node, call: Callable[..., Any], native: Mapping[str, Any], inputs: Mapping[str, torch.Tensor]
+) -> Operation:
+    args, kwargs = torch.fx.node.map_arg(
+        (op.args, dict(op.kwargs)), lambda source: inputs.get(source.name, native[source.name])
+    )
+    args, kwargs = pytree.tree_map(retarget, (args, kwargs))
+    return Operation(op_name(op), call, args, kwargs, call(*args, **kwargs))
+
+
+def _made_otherwise(
+    exact: Mapping[str, torch.Tensor], native: Mapping[str, Any], generator: torch.Generator
+) -> list[dict[str, torch.Tensor]]:
+    spreads = {}
+    for name, value in exact.items():
+        own = float((native[name].double() - value).square().mean().sqrt())
+        least = unit_roundoff(native[name].dtype) * float(value.square().mean().sqrt())
+        spreads[name] = _SPREAD * max(own, least)
+    return [
+        {name: value + spreads[name] * torch.randn(value.shape, generator=generator) for name, value in exact.items()}
+        for _ in range(NUM_NOISE_RUNS)
+    ]

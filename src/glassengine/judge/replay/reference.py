@@ -1,0 +1,329 @@
+"""The noise floor: one program in float64, in its own dtype, and twice with Monte-Carlo rounding, in lockstep.
+
+All lanes advance node by node, so that only live values are held and a node's weights are in float64 only while it is
+computed. After each node the observer gets a `Reference` that can judge any other implementation of that tensor.
+float64 is real: dtypes written into the graph (`.to(float32)`, `softmax(dtype=...)`) are retargeted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from glassengine.checksums import crc32
+from glassengine.judge.exclusions.exactness import Exactness, keeps_whole_numbers
+from glassengine.judge.exclusions.hidden_rows import HiddenRows
+from glassengine.judge.exclusions.hidden_values import HiddenValues
+from glassengine.judge.exclusions.tie_propagation import TiesFollowed, settled_sources
+from glassengine.judge.exclusions.undefined_casts import Undefined, UndefinedCasts
+from glassengine.judge.replay.composites import rounded_inside
+from glassengine.numerics.exemptions import PADDING, TIES, UNWRITTEN
+from glassengine.numerics.float64 import double, retarget, target_of, unwritten_nodes
+from glassengine.numerics.known import Known
+from glassengine.numerics.noise import disturbed, noisy, rounded, rounds
+from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
+from glassengine.numerics.product_noise import ExactProduct, is_product
+from glassengine.numerics.verdict import Reference, smallest_precise, unit_roundoff
+from glassengine.program.onnx.function import Composite
+from glassengine.program.representation.naming import is_tensor_node, op_name
+from glassengine.program.representation.program import Program
+from glassengine.results import ExemptionReason
+
+NUM_NOISE_RUNS = 2
+
+Observer = Callable[[Node, Reference], None]
+
+
+class ReferenceRun:
+    """Runs the lanes of one program over the steps of one case, each lane with its own cache.
+
+    Args:
+        program: The program, with weights.
+        coarsest: Dtype of the coarsest candidate; None for the program's own. Noise is that of the coarser of the two,
+            and weights are disturbed by its rounding when it is coarser than theirs.
+        accumulation: How the candidates' products are summed.
+        seed: Of the noise.
+        relative_floors: Site memory shared between cases: node -> largest relative floor seen, of the outputs of the
+            program and of what anybody judged.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        coarsest: torch.dtype | None = None,
+        accumulation: Accumulation = FLOAT32_SUMS,
+        seed: int = 0,
+        relative_floors: dict[str, float] | None = None,
+    ) -> None:
+        self._program = program
+        self._coarsest = coarsest
+        self._accumulation = accumulation
+        self._seed = seed
+        self._steps = 0
+        self.relative_floors = {} if relative_floors is None else relative_floors
+        self._weights = program.weights()
+        self._in_double = {
+            node: pytree.tree_map(retarget, (tuple(node.args), dict(node.kwargs))) for node in program.graph.nodes
+        }
+        self._last_use = last_uses(program)
+        self._unwritten = unwritten_nodes(program.graph)
+        self._exactness = Exactness(self._weights, coarsest, accumulation)
+        self._hidden = HiddenValues(program.graph, self._exactness)
+        self._outputs = set(program.graph.output_node().all_input_nodes)
+        # Lane 0 is exact, lane 1 the program's own dtype, the rest are noisy.
+        self._caches: list[dict[str, torch.Tensor]] = [{} for _ in range(2 + NUM_NOISE_RUNS)]
+        self._tied_caches: dict[str, Any] = {}
+
+    def step(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        observe: Observer,
+        valid: Callable[[Node, torch.Tensor], torch.Tensor | None],
+    ) -> None:
+        """Advance all lanes by one step; caches given in `inputs` are used in the first step only.
+
+        Args:
+            inputs: Tensors by input name.
+            observe: Called with (node, reference) for every tensor the graph computes, in graph order.
+            valid: Gives the mask of elements that are no padding, for a node and its value.
+        """
+        for node, reference in self.walk(inputs, valid):
+            observe(node, reference)
+
+    def walk(
+        self, inputs: Mapping[str, torch.Tensor], valid: Callable[[Node, torch.Tensor], torch.Tensor | None]
+    ) -> Generator[tuple[Node, Reference], torch.Tensor | None, None]:
+        """Advance all lanes by one step and yield (node, reference) for every tensor, as `step` calls `observe`.
+
+        A tensor that is sent back takes the place of the value in every lane: teacher forcing.
+        """
+        generators = [_generator(self._seed, self._steps, lane) for lane in self._lanes]
+        env: dict[Node, list[Any]] = {}
+        undefined: list[Undefined] = [UndefinedCasts()]
+        if self._program.layout is None:  # else the masks of the inputs say which rows are padding
+            undefined.append(HiddenRows(self._hidden.places))
+        self._exactness.begin_step()
+        self._hidden.begin_step()
+        ties = TiesFollowed(partial(self._again, env))
+        names = {port.node: port.name for port in self._program.inputs}
+        for node in self._program.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = self._placeholder(node, names, inputs)
+                if names.get(node.name) in self._tied_caches:
+                    ties.others[node] = self._tied_caches[names[node.name]]
+                if not self._steps or names.get(node.name) not in self._program.caches:
+                    self._exactness.take(node, env[node][1])
+                self._hidden.visit(node, env[node][0], env)
+            elif node.op == "get_attr":
+                env[node] = [getattr(self._program.exported.graph_module, str(node.target))] * len(self._lanes)
+                self._exactness.take(node, env[node][1])
+                self._hidden.visit(node, env[node][0], env)
+            elif node.op == "call_function" and "_assert" not in str(node.target):
+                env[node] = self._evaluate(node, env, generators)
+                self._hidden.visit(node, env[node][0], env)
+                for one in undefined:
+                    one.visit(node, env[node][1], lambda source: env[source][1])
+                ties.visit(node, env)
+                if is_tensor_node(node):
+                    exact = env[node][0]
+                    real = valid(node, exact)
+                    exempt: dict[ExemptionReason, torch.Tensor] = {} if real is None else {PADDING: ~real}
+                    if node.name in self._unwritten and exact.is_floating_point():
+                        exempt[UNWRITTEN] = exact.isnan()
+                    exempt |= {one.kind: mask for one in undefined if (mask := one.of(node.name)) is not None}
+                    tied = ties.of(node, exact, self._dtype(node, exact))
+                    forced = yield node, self._reference(node, env, exempt, tied)
+                    if forced is not None:
+                        ties.settle(node)
+                        self._exactness.forced(node, forced, exact)
+                        own = env[node][1].dtype
+                        env[node] = [forced.to(own) if lane == 1 else double(forced) for lane in self._lanes]
+            for dead in self._last_use.get(node, ()):
+                env.pop(dead, None)
+                ties.settle(dead)
+                self._hidden.settle(dead)
+        by_name = {node.name: node for node in env}
+        presents = {past: by_name[self._program.output_nodes[name]] for past, name in self._program.caches.items()}
+        for past, node in presents.items():
+            for lane in self._lanes:
+                self._caches[lane][past] = env[node][lane]
+        self._tied_caches = {past: ties.others[node] for past, node in presents.items() if node in ties.others}
+        self._steps += 1
+
+    @property
+    def _lanes(self) -> range:
+        return range(len(self._caches))
+
+    def _placeholder(self, node: Node, names: Mapping[str, str], inputs: Mapping[str, torch.Tensor]) -> list[Any]:
+        if node.name in self._weights:
+            return [self._weights[node.name]] * len(self._lanes)
+        name = names.get(node.name)
+        if name is None:
+            return [None] * len(self._lanes)
+        if self._steps and name in self._program.caches:
+            return [self._caches[lane][name] for lane in self._lanes]
+        return [inputs[name] if lane == 1 else double(inputs[name]) for lane in self._lanes]
+
+    def _evaluate(self, node: Node, env: Mapping[Node, list[Any]], generators: list[torch.Generator]) -> list[Any]:
+        target = target_of(node)
+        doubles: dict[Node, Any] = {}
+
+        def argument(source: Node, lane: int) -> Any:
+            value = env[source][lane]
+            if lane == 1:
+                return value
+            if isinstance(value, (int, float, torch.SymInt)):
+                return value
+            if not isinstance(value, torch.Tensor):
+                return pytree.tree_map(retarget, value)
+            if source.name not in self._weights or not value.is_floating_point():
+                return double(value)
+            if source not in doubles:
+                doubles[source] = value.double()
+            return self._disturbed(source, doubles[source], value.dtype, lane)
+
+        results: list[Any] = []
+        product: ExactProduct | None = None
+        exact_arguments: tuple[Any, Any] = ((), {})
+        is_rounded = rounds(node)
+        for lane in self._lanes:
+            if lane == 2 and self._exactness.finds(node, *exact_arguments, *results):
+                return [*results, *([results[0]] * (len(self._lanes) - 2))]
+            written = (node.args, node.kwargs) if lane == 1 else self._in_double[node]
+            args, kwargs = torch.fx.node.map_arg(written, partial(argument, lane=lane))
+            if lane == 1:
+                results.append(target(*args, **kwargs))
+                continue
+            if lane == 0:
+                exact_arguments = args, kwargs
+            if lane > 1 and product is not None:
+                dtype = self._dtype(node, results[0])
+                u = unit_roundoff(dtype)
+                summed = product.sums(args, kwargs, u, generators[lane], self._accumulation)
+                if summed is not None:
+                    results.append(rounded(results[0], u, generators[lane], summed, smallest_precise(dtype)))
+                    continue
+            if lane > 1 and isinstance(node.target, Composite):
+                results.append(self._rounded_inside(node, args, kwargs, generators[lane]))
+                continue
+            value = target(*args, **kwargs)
+            if lane == 0 and self._is_of_whole_numbers(node, args, kwargs, value):
+                is_rounded = False
+            is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+            if lane == 0 and is_rounded and is_float and is_product(node):
+                product = ExactProduct(node, value, args, kwargs, self._stored(node))
+            if lane > 1 and is_rounded:
+                disturb = partial(self._noisy, node, args=args, kwargs=kwargs, generator=generators[lane])
+                value = disturb(value) if isinstance(value, torch.Tensor) else pytree.tree_map(disturb, value)
+            results.append(value)
+        return results
+
+    def _is_of_whole_numbers(self, node: Node, args: Any, kwargs: Any, value: Any) -> bool:
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return False
+        kept = node.meta.get("val")
+        own = kept.dtype if isinstance(kept, torch.Tensor) else value.dtype
+        return keeps_whole_numbers(node, args, kwargs, value, self._exactness.unit(op_name(node), own))
+
+    def _again(self, env: Mapping[Node, list[Any]], node: Node, others: Mapping[Node, Any]) -> Any:
+        """Compute the exact lane of a node once more, from other values of what it reads."""
+        written = self._in_double[node]
+        args, kwargs = torch.fx.node.map_arg(
+            written, lambda source: others[source] if source in others else pytree.tree_map(retarget, env[source][0])
+        )
+        return target_of(node)(*args, **kwargs)
+
+    def _stored(self, node: Node) -> dict[int, torch.Tensor]:
+        """Weights among the arguments of `node` as they are stored, by position."""
+        leaves = enumerate(pytree.tree_leaves(node.args))
+        return {
+            i: self._weights[leaf.name] for i, leaf in leaves if isinstance(leaf, Node) and leaf.name in self._weights
+        }
+
+    def _noisy(
+        self, node: Node, value: Any, *, args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator
+    ) -> Any:
+        """One result of an op with rounding; an op may have several."""
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return value
+        dtype = self._dtype(node, value)
+        u, tiny = unit_roundoff(dtype), smallest_precise(dtype)
+        return noisy(node, value, args, kwargs, u, generator, self._accumulation, tiny)
+
+    def _rounded_inside(
+        self, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator
+    ) -> Any:
+        """The results of a function that is made of ops, each of which rounds."""
+        assert isinstance(node.target, Composite)
+        floats = [value for value in pytree.tree_leaves(node.meta["val"]) if value.is_floating_point()]
+        dtype = self._dtype(node, floats[0]) if floats else torch.float32
+        u, tiny = unit_roundoff(dtype), smallest_precise(dtype)
+        return rounded_inside(node.target, u, generator, self._accumulation, tiny)(*args, **kwargs)
+
+    def _disturbed(self, source: Node, value: torch.Tensor, dtype: torch.dtype, lane: int) -> torch.Tensor:
+        """Weights of a noisy lane carry the rounding of a coarser candidate's weights, the same in every step."""
+        if lane < 2 or self._coarsest is None or torch.finfo(self._coarsest).eps <= torch.finfo(dtype).eps:
+            return value
+        generator = _generator(self._seed, source.name, lane)
+        return disturbed(value, unit_roundoff(self._coarsest), generator, smallest_precise(self._coarsest))
+
+    def _dtype(self, node: Node, value: torch.Tensor) -> torch.dtype:
+        """Floating dtype in which the candidates round `value`, a result of this node."""
+        kept = node.meta["val"]
+        results = [kept] if isinstance(kept, torch.Tensor) else list(kept)
+        # Of several results the first that rounds: a quantised tensor comes with its scale.
+        own: torch.dtype = next((one.dtype for one in results if one.is_floating_point()), results[0].dtype)
+        if self._coarsest is None or not value.is_floating_point():
+            return own
+        return max((own, self._coarsest), key=lambda dtype: torch.finfo(dtype).eps)
+
+    def _reference(
+        self,
+        node: Node,
+        env: Mapping[Node, list[Any]],
+        exempt: dict[ExemptionReason, torch.Tensor],
+        tied: torch.Tensor | None,
+    ) -> Reference:
+        lanes = env[node]
+        valid: torch.Tensor | None = None
+        for mask in exempt.values():
+            valid = ~mask if valid is None else valid & ~mask
+        if tied is not None:
+            exempt = {**exempt, TIES: tied}
+        reference = Reference(
+            lanes[0],
+            lanes[1],
+            lanes[2:],
+            dtype=self._dtype(node, lanes[0]),
+            valid=valid,
+            tied=tied,
+            known=Known(exempt, self._hidden.of(node), node in self._exactness, settled_sources(node, env)),
+            relative_floor=self.relative_floors.get(node.name, 0.0),
+            remember=partial(self.relative_floors.__setitem__, node.name),
+        )
+        if node in self._outputs:
+            reference.measure_floor()
+        return reference
+
+
+def _generator(*key: object) -> torch.Generator:
+    """Noise of one place; the same in every process, unlike `hash` of a string."""
+    return torch.Generator().manual_seed(crc32(repr(key).encode()))
+
+
+def last_uses(program: Program) -> dict[Node, list[Node]]:
+    """Map each node to the values that nobody needs after it; outputs live to the end."""
+    table: dict[Node, list[Node]] = {}
+    seen: set[Node] = set(program.graph.output_node().all_input_nodes)
+    for node in reversed(program.graph.nodes):
+        for source in node.all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                table.setdefault(node, []).append(source)
+    return table

@@ -1,0 +1,160 @@
+"""Segments: of a side that is observed at module outputs only, what did the ops between two of them introduce?
+
+The reference (float64, the program's own dtype, Monte-Carlo rounding) runs once more for the side alone, teacher
+forced: wherever the side was observed, its value is judged, and then takes the place of the reference's. So an error
+counts once, in the segment that made it, and the floor is that of one segment instead of all depth so far.
+
+Where a choice inside a segment is a tie (two experts that rounding cannot tell apart), what hangs on it is left out, as
+everywhere (`ties_followed`); all else is judged. Random numbers inside of it leave the segment unjudged, and so does a
+tensor that the side has in another shape, in this step or in the one that filled a cache: what it made of that is not
+known. There the accumulated floor decides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Generator, Mapping
+
+import torch
+from torch.fx import Node
+
+from glassengine.judge.replay.reference import ReferenceRun
+from glassengine.judge.replay.replayed import Replayed
+from glassengine.numerics.known import NOTHING, Known
+from glassengine.numerics.ops import FLOAT32_SUMS, RANDOM, Accumulation
+from glassengine.numerics.verdict import Reference
+from glassengine.program.representation.naming import op_name
+from glassengine.program.representation.program import Program
+
+Valid = Callable[[Node, torch.Tensor], torch.Tensor | None]
+
+
+class SegmentReplay:
+    """Judges one side, step by step and node by node in the order of the graph.
+
+    Args:
+        program: The baseline program, with weights.
+        coarsest: Dtype of the side, where it is coarser than the program's.
+        accumulation: How the side's products are summed.
+
+    Attributes:
+        values: What the side was given and, up to the present node, made in this step, by node of `program`.
+    """
+
+    method = "segment"
+
+    def __init__(
+        self, program: Program, *, coarsest: torch.dtype | None = None, accumulation: Accumulation = FLOAT32_SUMS
+    ) -> None:
+        self._program = program
+        self._coarsest, self._accumulation = coarsest, accumulation
+        self._floors: dict[str, float] = {}
+        nodes = {node.name: node for node in program.graph.nodes}
+        inputs = {port.name: port.node for port in program.inputs}
+        self._presents = [
+            (inputs[past], nodes[program.output_nodes[present]]) for past, present in program.caches.items()
+        ]
+        self._ports = {port.name: port.node for port in program.inputs}
+        self.values: dict[str, torch.Tensor] = {}
+        self.begin()
+
+    def accumulate(self, how: Accumulation) -> None:
+        """Take products to be summed so from the next case on; kernels stay those of the side's runtime."""
+        self._accumulation = dataclasses.replace(how, kernels=self._accumulation.kernels)
+
+    def begin(self) -> None:
+        """Start a case, with an empty cache."""
+        self._run = ReferenceRun(
+            self._program, coarsest=self._coarsest, accumulation=self._accumulation, relative_floors=self._floors
+        )
+        self._walk: Generator[tuple[Node, Reference], torch.Tensor | None, None] | None = None
+        self._unknown: dict[str, bool] = {}
+        self._has_run = False
+
+    def begin_step(
+        self, inputs: Mapping[str, torch.Tensor], observed: Callable[[str], torch.Tensor | None], valid: Valid
+    ) -> None:
+        """Take over a step of the side.
+
+        Args:
+            inputs: By name; caches as they were before the first step.
+            observed: Gives the side's value of a node, or None.
+            valid: As for `ReferenceRun.step`.
+        """
+        self._finish()
+        self._unknown = {past: self._is_unknown(node) for past, node in self._presents if self._has_run}
+        self._has_run = True
+        self._walk = self._run.walk(inputs, valid)
+        self.values = {self._ports[name]: tensor for name, tensor in inputs.items() if name in self._ports}
+        self._observed = observed
+        self._current: tuple[Node, Reference] | None = None
+
+    @torch.no_grad()
+    def judge(
+        self, node: Node, candidate: torch.Tensor, valid: torch.Tensor | None, known: Known = NOTHING
+    ) -> Replayed | None:
+        """Judge what the segment that ends in `node` introduced; None where it stands on what nobody knows.
+
+        `valid` and `known` are those of the accumulated reference; the segment's own say the same.
+        """
+        while self._current is None or self._current[0] is not node:
+            if not self._advance():
+                return None
+        reference = self._current[1]
+        value = _completed(candidate, reference)
+        if value is None or self._is_unknown(node):
+            return None
+        return Replayed(reference.judge(value), reference.exact, reference.known.exempt)
+
+    def _advance(self) -> bool:
+        """Go on to the next tensor; the side's value of the present one takes the place of the reference's."""
+        assert self._walk is not None
+        forced = None
+        if self._current is not None:
+            node, reference = self._current
+            value = self._observed(node.name)
+            forced = None if value is None else _completed(value, reference)
+            is_lost = value is not None and forced is None
+            if forced is not None:
+                self.values[node.name] = forced
+            # What was observed is what comes after is computed from: no random numbers above it matter any more.
+            self._unknown[node.name] = forced is None and (is_lost or self._is_unknown(node))
+        try:
+            self._current = next(self._walk) if self._current is None else self._walk.send(forced)
+        except StopIteration:
+            self._walk, self._current = None, None
+            return False
+        node, reference = self._current
+        if op_name(node) in RANDOM:
+            self._unknown[node.name] = True
+        return True
+
+    def _finish(self) -> None:
+        """Run the rest of a step that nobody asked for: the caches are in it."""
+        with torch.no_grad():
+            while self._walk is not None and self._advance():
+                pass
+
+    def _is_unknown(self, node: Node) -> bool:
+        found = self._unknown.get(node.name)
+        if found is None:
+            found = any(self._is_unknown(source) for source in node.all_input_nodes)
+            self._unknown[node.name] = found
+        return found
+
+
+def _completed(value: torch.Tensor, reference: Reference) -> torch.Tensor | None:
+    """Return `value` in the shape of the reference: a growing cache is shorter than the static one."""
+    wanted = reference.native.shape
+    if value.shape == wanted:
+        return value
+    if (
+        value.dim() != len(wanted)
+        or value.dim() < 3
+        or value.shape[:-2] + value.shape[-1:] != wanted[:-2] + wanted[-1:]
+    ):
+        return None
+    if value.shape[-2] > wanted[-2]:
+        return None
+    rest = reference.native.narrow(-2, value.shape[-2], wanted[-2] - value.shape[-2]).to(value.dtype)
+    return torch.cat([value, rest], -2)

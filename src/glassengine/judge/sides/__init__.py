@@ -1,0 +1,1 @@
+"""Implementations under judgement, and how their tensors correspond to those of the baseline."""

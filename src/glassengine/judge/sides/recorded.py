@@ -1,0 +1,281 @@
+"""A record as candidate of a check: what another program wrote down, judged without running it.
+
+Tensors pair by the names of sites and nodes of the baseline's program, or by a map. A record with op sites is judged op
+by op, one of modules by segments. What it was run on comes from the record: the baseline is given the same tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from glassengine.capture.known_tokens import prompt_lengths
+from glassengine.compare.matching import layouts
+from glassengine.compare.matching.maps import Rule, TensorMap
+from glassengine.compare.matching.rules import pair_names
+from glassengine.errors import IncomparableError, UsageError
+from glassengine.judge.cases import Case, StepInputs
+from glassengine.judge.replay.op import Replay
+from glassengine.judge.sides.sides import Level, ModuleSide, Observed, by_node, empty_caches
+from glassengine.program import LoadedModel
+from glassengine.program.export.export import named_inputs
+from glassengine.program.representation.program import Program
+from glassengine.recording.read.source import TensorSource
+from glassengine.sites import Site, other_spellings
+
+RUNG = "record"
+PARTIAL = "the record has it for some positions only"
+
+
+class RecordedTensors:
+    """The tensors of a record by the names of a program.
+
+    `partial` are the sites that were found with fewer positions than the program has.
+
+    Args:
+        source: The record.
+        program: The baseline's.
+        rules: How else its tensors are called; layout operations of the candidate's side are allowed.
+
+    Raises:
+        IncomparableError: Nothing in it has a name that the program knows.
+        UsageError: A rule changes the baseline's layout: what is replayed has the program's own; or the record is of
+            several ranks.
+    """
+
+    def __init__(self, source: TensorSource, program: Program, rules: TensorMap | None = None) -> None:
+        require_one_rank(source)
+        self.source = source
+        self.partial: set[str] = set()
+        names = dict.fromkeys(entry.site for entry in source.entries)
+        self._by_name: dict[str, tuple[tuple[str, ...], Rule | None]] = {name: ((name,), None) for name in names}
+        if rules is not None:
+            if any(rule.baseline_ops for rule in rules.rules):
+                raise UsageError(
+                    "a map for a check has no baseline_ops", got="baseline_ops", expected="candidate_ops that undo them"
+                )
+            ours = dict.fromkeys(name for site in program.sites for name in (site.name, *site.aliases))
+            pairs, _ = pair_names(rules.rules, ours, names)
+            self._by_name |= {pair.baseline: (pair.candidates, pair.rule) for pair in pairs}
+        self._places = {(entry.site, entry.step): entry for entry in source.entries if entry.rank == 0}
+        self.kinds = {site.kind for site in program.sites if self.names(site)}
+        if not self.kinds:
+            raise IncomparableError(
+                "nothing in the record has a name that the baseline's program knows",
+                got=", ".join(list(names)[:4]),
+                expected="sites or nodes, as `glass sites MODEL` prints them",
+                hint="say which names belong together: --map FILE",
+            )
+
+    def names(self, site: Site) -> tuple[tuple[str, ...], Rule | None] | None:
+        """Return what the record calls a site; by its own name first, then by that of its node."""
+        return next(
+            (
+                self._by_name[name]
+                for name in (site.name, site.node, *other_spellings(site.name))
+                if name in self._by_name
+            ),
+            None,
+        )
+
+    def read(self, site: Site, step: int, inputs: StepInputs | Mapping[str, Any]) -> Observed | None:
+        """Return the value of a site in a step, None where there is none, or not of every position."""
+        found = self._read(site, step)
+        if found is None or not isinstance(inputs, StepInputs):
+            return found
+        value = _by_rows(found.tensor, site, inputs)
+        at, cache = site.axes.get("sequence"), site.axes.get("cache")
+        if at is not None and at < value.dim() and value.shape[at] != inputs.input_ids.shape[1]:
+            # `generate` of transformers asks for the logits of the last position alone.
+            self.partial.add(site.name)
+            return None
+        length = inputs.attention_mask.shape[1]
+        if cache is not None and cache < value.dim() and value.shape[cache] > length:
+            value = value.narrow(cache, 0, length)
+        return Observed(value, found.site, found.method)
+
+    def _read(self, site: Site, step: int) -> Observed | None:
+        found = self.names(site)
+        if found is None:
+            return None
+        names, rule = found
+        entries = [self._places.get((name, step)) for name in names]
+        if any(entry is None for entry in entries):
+            return None
+        parts = [self.source.tensor(entry) for entry in entries if entry is not None]
+        if rule is None:
+            return Observed(parts[0], names[0], "name")
+
+        def lookup(name: str) -> Tensor:
+            return self.source.tensor(self._places[name, step])
+
+        parts = [layouts.apply(rule.candidate_ops, part, lookup=lookup) for part in parts]
+        value = parts[0] if rule.concat_dim is None else torch.cat(parts, rule.concat_dim)
+        return Observed(value, " + ".join(names), "map")
+
+
+def _by_rows(value: Tensor, site: Site, inputs: StepInputs) -> Tensor:
+    """Return a tensor [batch, sequence, ...] of one that has the tokens of all rows behind one another.
+
+    Serving engines compute without padding; what is returned has zeros there, which are not judged.
+    """
+    is_flat = value.dim() == len(site.shape) - 1 and (site.axes.get("batch"), site.axes.get("sequence")) == (0, 1)
+    mask = inputs.token_mask
+    if not is_flat or value.shape[0] != int(mask.sum()):
+        return value
+    rows = value.new_zeros((*mask.shape, *value.shape[1:]))
+    rows[mask] = value
+    return rows
+
+
+def require_one_rank(source: TensorSource) -> None:
+    """Raise a `UsageError` where a record is of several ranks."""
+    ranks = sorted({entry.rank for entry in source.entries})
+    if len(ranks) > 1:
+        raise UsageError(
+            "a record of several ranks is not judged with the model: each has a part of what the model computes",
+            got=f"{source.path}: ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}",
+            expected="a record of one process",
+            hint="record the model in one process, and: glass compare THAT_RECORD THIS_ONE",
+        )
+
+
+@dataclass
+class RecordedModules(ModuleSide):
+    """A record of module outputs and taps."""
+
+    tensors: RecordedTensors = field(kw_only=True)
+
+    def _run(self, inputs: StepInputs | Mapping[str, Any]) -> None:
+        for site in self.program.sites:
+            if site.kind == "op" or ":in" in site.name:
+                continue
+            found = self.tensors.read(site, self._steps, inputs)
+            if found is not None:
+                self._values[f"node:{site.node}" if site.kind == "kv" else site.name] = found.tensor
+
+    def results(self) -> Mapping[str, Tensor]:
+        """Return the results that were recorded."""
+        return by_node(self, self.program)
+
+
+@dataclass
+class RecordedOps:
+    """A record of op sites."""
+
+    tensors: RecordedTensors
+    program: Program
+    replay: Replay
+    rung: str = RUNG
+    guarantee: str = "judged op by op"
+    level: Level = "op"
+    _values: dict[str, Observed] = field(default_factory=dict)
+    _caches: dict[str, Tensor] = field(default_factory=dict)
+    _step: int = -1
+
+    def begin(self, case: Case) -> None:
+        """Start with the first step and an empty cache."""
+        self._step, self._caches = -1, {}
+
+    def step(self, inputs: StepInputs | Mapping[str, Any]) -> None:
+        """Read the next step."""
+        self._step += 1
+        named = inputs.named() if isinstance(inputs, StepInputs) else named_inputs(inputs)
+        if self.program.layout is not None and self._step == 0:
+            self._caches = empty_caches(self.program, named)
+        self._values = {}
+        for site in self.program.sites:
+            if site.node in self._values or ":in" in site.name:
+                continue
+            found = self.tensors.read(site, self._step, inputs)
+            if found is not None:
+                self._values[site.node] = found
+        self.replay.begin_step({**named, **self._caches}, {n: found.tensor for n, found in self._values.items()})
+        presents = {past: self.program.output_nodes[present] for past, present in self.program.caches.items()}
+        self._caches = {past: self._values[node].tensor for past, node in presents.items() if node in self._values}
+
+    def observed(self, node: str) -> list[Observed]:
+        """Return what was recorded of `node`."""
+        return [self._values[node]] if node in self._values else []
+
+    def results(self) -> Mapping[str, Tensor]:
+        """Return the results that were recorded."""
+        return by_node(self, self.program)
+
+
+def module_side(tensors: RecordedTensors, program: Program, **options: Any) -> RecordedModules:
+    """Return the side of a record without op sites."""
+    return RecordedModules(nn.Identity(), program, tensors=tensors, rung=RUNG, **options)
+
+
+def case_of(source: TensorSource, kind: str) -> Case | None:
+    """Return what a record was made with, for a model of a kind; None where a plain module's record does not say.
+
+    Raises:
+        IncomparableError: A language model's record does not say it: on other tokens everything is another.
+    """
+    case = recorded_case(source)
+    if case is None and kind == "causal_lm":
+        raise IncomparableError(
+            "the record does not say on which tokens it was made",
+            got=f"{source.path}: no token ids of rows that can be told apart",
+            expected="a recording of a model that is given input_ids [batch, sequence], or those of one row",
+            hint="say them: --inputs FILE",
+        )
+    return case
+
+
+def recorded_inputs(source: TensorSource, model: LoadedModel) -> list[dict[str, Any]] | None:
+    """Return what a plain module was given in each step of a record; None where the record does not say all of it."""
+    if model.kind != "module":
+        return None
+    if model.stored is not None:
+        names = {port.name: True for port in model.stored.inputs}
+    else:
+        known = inspect.signature(model.module.forward).parameters.values()
+        names = {one.name: one.default is one.empty for one in known if one.kind is one.POSITIONAL_OR_KEYWORD}
+    places = {(entry.site, entry.step): entry for entry in source.entries if entry.rank == 0}
+    found = []
+    for step in sorted({entry.step for entry in source.entries}):
+        given: dict[str, Any] = {}
+        for place, (name, is_required) in enumerate(names.items()):
+            entry = places.get((f".:in.{name}", step)) or places.get((f".:in[{place}]", step))
+            if entry is not None:
+                given[name] = source.tensor(entry)
+            elif is_required:
+                return None
+        found.append(given)
+    return found if all(found) and found else None
+
+
+def recorded_case(source: TensorSource) -> Case | None:
+    """Return the prompts and tokens that a record of a language model was made with; None where it does not say.
+
+    Raises:
+        IncomparableError: The tokens of its steps cannot be told.
+    """
+    rows = source.metadata.get("token_ids")
+    steps = sorted({entry.step for entry in source.entries})
+    lengths = prompt_lengths(source)
+    if not rows or not lengths or len(rows) != len(lengths):
+        return None
+    if steps != list(range(len(steps))) or any(len(r) < n + len(steps) - 1 for r, n in zip(rows, lengths, strict=True)):
+        raise IncomparableError(
+            "the tokens of the record's steps cannot be told",
+            got=f"steps {steps[:8]}, rows of {[len(row) for row in rows]} tokens, prompts of {lengths}",
+            expected="all steps from the prefill on",
+        )
+    longest = max(lengths)
+    ids = torch.zeros((len(rows), longest), dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        ids[index, longest - length :] = torch.tensor(row[:length])
+        mask[index, longest - length :] = 1
+    following = [row[length : length + len(steps) - 1] for row, length in zip(rows, lengths, strict=True)]
+    tokens = torch.tensor(following)
+    return Case("recorded", len(steps), input_ids=ids, attention_mask=mask, tokens=tokens, origin="recorded")

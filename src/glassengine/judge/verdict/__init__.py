@@ -1,0 +1,1 @@
+"""From tensors to a verdict: scores, origins, evidence, and the conclusion."""

@@ -1,0 +1,357 @@
+"""From scores to one answer: verdict, first divergence, rungs, coverage, ok."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from glassengine.errors import IncomparableError
+from glassengine.judge.cases import Case
+from glassengine.judge.graphs.between import origin_of
+from glassengine.judge.replay.region import covered
+from glassengine.judge.replay.replayed import called
+from glassengine.judge.sides.sides import EngineSide, ModuleSide, ProgramSide
+from glassengine.judge.verdict.drift import table
+from glassengine.judge.verdict.fineness import coverage, fineness, region_nodes
+from glassengine.judge.verdict.repeated import grouped
+from glassengine.judge.verdict.score import Score, float_nodes
+from glassengine.judge.verdict.severity import Severity
+from glassengine.judge.verdict.standing import Decision, decide, softened
+from glassengine.judge.verdict.written import left_out, written_differently
+from glassengine.numerics.ops import RANDOM, UNDEFINED
+from glassengine.program.onnx.control import never_run
+from glassengine.program.onnx.fallback import is_of_runtime_alone
+from glassengine.program.representation.naming import is_tensor_node, op_name
+from glassengine.program.representation.program import Program
+from glassengine.results import (
+    FLAGGED,
+    VERDICTS,
+    CaseInputs,
+    Comparison,
+    Divergence,
+    Hint,
+    Pair,
+    Rung,
+    Skipped,
+    Verdict,
+    WeightsComparison,
+    WrittenDifferently,
+    counts_of,
+    worst,
+)
+from glassengine.sites import Site
+
+_TOO_LITTLE = "only"
+_EXPLAINS = 0.8
+"""Score of a hint that was tried, and makes what the candidate made."""
+_LAYERS = frozenset({"conv1d", "conv2d", "conv3d", "convolution", "linear"})
+"""Ops into whose weights compilers fold what follows."""
+
+
+def conclude(
+    program: Program,
+    scores: Sequence[Score],
+    skipped: Sequence[Skipped],
+    severity: Mapping[str, Severity],
+    weights: WeightsComparison | None = None,
+    *,
+    baseline: str,
+    candidate: str,
+    fail_on: str,
+    min_coverage: float,
+    min_snr: float | None = None,
+    environment: Mapping[str, Any],
+    cases: Sequence[Case] = (),
+    accumulated: str | None = None,
+) -> Comparison:
+    """Return the comparison; see design section 6 for `ok`.
+
+    Raises:
+        IncomparableError: Nothing was compared.
+    """
+    order = {node.name: index for index, node in enumerate(program.graph.nodes)}
+    rungs: list[Rung] = []
+    origins: list[Divergence] = []
+    soft = softened(scores, program)
+    verdicts = {rung: worst(pair.verdict for pair in found) for rung, found in soft.pairs.items()}
+    for score in scores:
+        found = sorted(soft.divergences[score.side.rung], key=lambda d: (d.step, order[d.node or ""]))
+        found = [_with_observer_effect(divergence, verdicts) for divergence in found]
+        found = [_with_ops_left_out(score, program, divergence) for divergence in found]
+        found = [as_written(score, program, divergence) for divergence in found]
+        origins += found
+        rungs.append(_rung(score, program, found, severity.get(score.side.rung), verdicts[score.side.rung]))
+    origins = grouped(origins, program)
+    pairs = tuple(pair for score in scores for pair in [*soft.pairs[score.side.rung], *_within_regions(score, program)])
+    if not pairs:
+        raise IncomparableError("nothing was compared", expected="sites that both sides have")
+    verdict = worst(pair.verdict for pair in pairs)
+    main = next((s for s in scores if s.side.level == "op" and not s.side.rung.startswith("pass ")), scores[-1])
+    if weights is not None and set(weights.different) - _folded(main, program):
+        # No tensor of these inputs may depend on it (the embedding of another token), but it is there.
+        verdict = worst([verdict, "suspicious"])
+    if accumulated is not None:
+        verdict = worst([verdict, "suspicious"])
+    results = tuple(result for score in scores for result in score.results.found)
+    agree = bool(results) and all(result.agrees for result in results)
+    judged = coverage(main, program, results_agree=agree)
+    if isinstance(main.side, EngineSide) and main.side.level == "result":
+        # Nobody looked at the ops: results alone are a small share of what there is.
+        ops = float_nodes(program, ("op",))
+        judged = len(ops & main.judged_nodes) / len(ops) if ops else 1.0
+    first = _first(origins, order, [score.side.rung for score in scores])
+    limits: dict[str, Any] = {"fail_on": fail_on, "min_coverage": min_coverage, "min_snr": min_snr}
+    decision = decide(verdict, results, first, severity, judged, **limits)
+    if accumulated is not None and first is None and decision.standing == "weights differ":
+        decision = Decision("differs inside", accumulated)
+    left_out = [item for score in scores for item in score.left_out.values()]
+    all_skipped = [
+        *skipped,
+        *left_out,
+        *_results_left_out(scores),
+        *_unobserved(main, program, [*skipped, *left_out]),
+        *_reordered(scores, program),
+        *_without_value(program),
+        *_never_run(program),
+        *_of_runtime_alone(program),
+    ]
+    return Comparison(
+        baseline=baseline,
+        candidate=candidate,
+        ok=decision.standing == "ok",
+        verdict=worst([verdict, *(result.verdict for result in results)]),
+        first_divergence=first,
+        origins=tuple(origins),
+        counts=counts_of(
+            pairs,
+            unmatched_baseline=sum(s.side == "baseline" for s in all_skipped),
+            unmatched_candidate=sum(s.side == "candidate" and s.rung == "candidate" for s in all_skipped),
+            not_recorded=sum(s.rung == "engine" for s in all_skipped),
+        ),
+        pairs=pairs,
+        skipped=tuple(all_skipped),
+        environment={"baseline": environment, "candidate": environment},
+        coverage=judged,
+        rungs=tuple(rungs),
+        severity={rung: value.to_dict() for rung, value in severity.items()},
+        not_ok_because=decision.reason,
+        too_little=decision.standing == "too little judged",
+        standing=decision.standing,
+        results=results,
+        drift=table(program, [(score.drift, score.results) for score in scores if score.drift is not None]),
+        # The one that the verdict rests on comes first.
+        fineness=tuple(fineness(score, program) for score in [main, *(s for s in scores if s is not main)]),
+        inputs=tuple(CaseInputs(case.name, case.num_steps, case.inputs) for case in cases),
+        weights=weights,
+        written_differently=tuple(_written_differently(program, scores)),
+        exemptions=main.ledger.exemptions(),
+        num_elements=main.ledger.num_elements,
+        notes=() if accumulated is None else (accumulated,),
+        generates=program.kind == "causal_lm",
+    )
+
+
+def _folded(score: Score, program: Program) -> set[str]:
+    """Weights of layers that the side has only together with what is below them (a batch norm), judged as one."""
+    inside = covered(program, score.judged_nodes)
+    names = program.weight_names()
+    return {
+        names[node.name]
+        for node in program.graph.nodes
+        if node.name in names and node.users and all(u.name in inside and op_name(u) in _LAYERS for u in node.users)
+    }
+
+
+def _results_left_out(scores: Sequence[Score]) -> list[Skipped]:
+    return [
+        Skipped(name, "both", f"not compared end to end: {why}", rung=score.side.rung)
+        for score in scores
+        for name, why in score.results.not_compared.items()
+    ]
+
+
+def _rung(
+    score: Score, program: Program, divergences: Sequence[Divergence], severity: Severity | None, verdict: Verdict
+) -> Rung:
+    side = score.side
+    names = {
+        "program": ("the untouched model", "its exported program"),
+        "source": ("program", "the file as it is, node by node"),
+        "op-by-op": ("program", "every op compiled alone"),
+        "engine": ("program", "engine with debug outputs"),
+        "bisection": ("program", "release engine with a few outputs"),
+        "release": ("program", "release engine"),
+        "candidate": ("program", "the candidate's program"),
+        "record": ("program", "what was recorded"),
+        "candidate, untouched": ("program", "the untouched candidate"),
+    }
+    ours, theirs = names.get(side.rung, ("program", f"program after {side.rung}"))
+    note = None
+    if side.rung == "release" and severity is not None:
+        note = f"bitwise equal to the engine in {severity.num_bitwise} of {severity.num_tokens} rows of logits"
+        if severity.first_change:
+            note += f"; changed token: {severity.first_change}"
+    return Rung(
+        name=side.rung,
+        baseline=ours,
+        candidate=theirs,
+        verdict=verdict,
+        guarantee=side.guarantee,
+        num_judged=len(score.pairs),
+        coverage=coverage(score, program, results_agree=all(result.agrees for result in score.results.found)),
+        first_divergence=divergences[0] if divergences else None,
+        note=note,
+    )
+
+
+def _with_observer_effect(divergence: Divergence, verdicts: Mapping[str, str]) -> Divergence:
+    """Say so when an error is there only with, or only without, debug outputs."""
+    other = {"release": "engine", "engine": "release"}.get(divergence.rung or "")
+    if divergence.verdict != "wrong" or verdicts.get(other or "") not in ("identical", "rounding"):
+        return divergence
+    with_outputs = divergence.rung == "engine"
+    which = "with" if with_outputs else "without"
+    text = f"only the engine {which} debug outputs is wrong: adding outputs changes the answer"
+    return dataclasses.replace(divergence, hints=(Hint("observer", text, 1.0), *divergence.hints))
+
+
+def _with_ops_left_out(score: Score, program: Program, divergence: Divergence) -> Divergence:
+    """Say which ops one side has, and the other has not, between the last tensors that agree and this one."""
+    found = left_out(program, score.side, divergence.node or "")
+    if found is None:
+        return divergence
+    is_explained = any(hint.score >= _EXPLAINS for hint in divergence.hints)
+    if found.is_one_sided:
+        # The two ops are no counterparts then, and how they are written says nothing.
+        others = tuple(hint for hint in divergence.hints if hint.score >= _EXPLAINS)
+        divergence = dataclasses.replace(divergence, hints=(Hint("other", found.text, 1.0), *others))
+        # None of these ops is there, and the region is named by its end.
+        own = program.sites.by_node.get(divergence.node or "", ())
+        if own and divergence.site not in {site.name for site in own}:
+            divergence = dataclasses.replace(divergence, site=own[0].name, source=own[0].source)
+        return divergence
+    # A right port may have other ops as well: where it is known what is wrong, they say nothing.
+    hints = divergence.hints if is_explained else (Hint("other", found.text, 0.6), *divergence.hints)
+    return dataclasses.replace(divergence, hints=hints)
+
+
+def as_written(score: Score, program: Program, divergence: Divergence) -> Divergence:
+    """Name the op that computes, on both sides, and the line of the candidate's own."""
+    named = _at_what_computes(score, program, divergence)
+    return dataclasses.replace(named, candidate_source=_source_there(score, named))
+
+
+def _at_what_computes(score: Score, program: Program, divergence: Divergence) -> Divergence:
+    """Name the ops that compute where a region ends in views: what a view passes on, it did not make."""
+    side = score.side
+    if not isinstance(side, ProgramSide) or divergence.node is None or divergence.node not in side.pairs:
+        return divergence
+    counterpart = side.pairs[divergence.node].candidate.node
+    own = _origin(program, divergence.node, side.pairs)
+    there = _origin(side.program, counterpart, {pair.candidate.node for pair in side.pairs.values()})
+    is_its_end = divergence.site in {site.name for site in program.sites.by_node.get(divergence.node, ())}
+    if own is not None and own.node != divergence.node and is_its_end:
+        divergence = dataclasses.replace(divergence, site=own.name, source=own.source)
+    if there is not None and there.node != counterpart:
+        divergence = dataclasses.replace(divergence, candidate_site=there.name)
+    return divergence
+
+
+def _origin(program: Program, name: str, known: Collection[str]) -> Site | None:
+    node = origin_of(next(node for node in program.graph.nodes if node.name == name), known)
+    return next((site for site in program.sites.by_node.get(node.name, ()) if site.kind == "op"), None)
+
+
+def _source_there(score: Score, divergence: Divergence) -> str | None:
+    """Return the line of the candidate's own program that made its tensor, where it has one."""
+    side = score.side
+    own = side.program if isinstance(side, ProgramSide) else side.engine if isinstance(side, EngineSide) else None
+    site = None if own is None else own.sites.get(divergence.candidate_site)
+    return None if site is None else site.source
+
+
+def _within_regions(score: Score, program: Program) -> Iterator[Pair]:
+    """A pair for each op that the candidate writes differently, with the verdict of the region that it is in."""
+    inside = region_nodes(score, program) if score.side.level == "op" else {}
+    found: dict[str, list[Pair]] = {}
+    for pair in score.pairs:
+        found.setdefault(pair.site, []).append(pair)
+    names = {node: sites[0].name for node, sites in program.sites.by_node.items()}
+    for node in sorted(float_nodes(program, ("op",)) & inside.keys()):
+        runs: dict[tuple[str | None, int], list[Pair]] = {}
+        for end in inside[node]:
+            for pair in found.get(names[end], ()):
+                runs.setdefault((pair.case, pair.step), []).append(pair)
+        for ends in runs.values():
+            last = max(ends, key=lambda pair: VERDICTS.index(pair.verdict))
+            reason = f"written with other ops: judged with the region that ends in {last.site}"
+            yield dataclasses.replace(last, site=names[node], method="region", figures=None, reason=reason)
+
+
+def _first(origins: Sequence[Divergence], order: Mapping[str, int], rungs: Sequence[str]) -> Divergence | None:
+    """The earliest wrong origin by rung, step and graph order; the earliest suspicious one when none is wrong."""
+    for level in reversed(FLAGGED):
+        found = [d for d in origins if d.verdict == level]
+        if found:
+            return min(found, key=lambda d: (rungs.index(d.rung or ""), d.step, order[d.node or ""]))
+    return None
+
+
+def _reordered(scores: Sequence[Score], program: Program) -> list[Skipped]:
+    reason = "inside of experts: the program computes them in another order"
+    return [
+        Skipped(site.name, "both", reason, rung=score.side.rung)
+        for score in scores
+        if isinstance(score.side, ModuleSide) and score.side.reordered
+        for site in program.sites
+        if site.kind == "module" and ":in" not in site.name and site.name.startswith(score.side.reordered)
+    ]
+
+
+def _written_differently(program: Program, scores: Sequence[Score]) -> Iterator[WrittenDifferently]:
+    for score in scores:
+        verdicts: dict[str, Verdict] = {}
+        for pair in score.pairs:
+            verdicts[pair.site] = worst([verdicts.get(pair.site, "identical"), pair.verdict])
+        for node, (own, how) in written_differently(program, score.side).items():
+            site = program.sites.by_node[node][0].name
+            if site in verdicts:
+                yield WrittenDifferently(site, own, how, verdicts[site], score.side.rung)
+
+
+def _without_value(program: Program) -> list[Skipped]:
+    reasons = dict.fromkeys(RANDOM, "random: every run draws anew") | dict.fromkeys(UNDEFINED, "memory not yet written")
+    nodes = [node for node in program.graph.nodes if op_name(node) in reasons and is_tensor_node(node)]
+    return [Skipped(program.sites.by_node[node.name][0].name, "both", reasons[op_name(node)]) for node in nodes]
+
+
+def _of_runtime_alone(program: Program) -> list[Skipped]:
+    """Operators of a runtime of its own: what is compared with it is not judged by anybody else."""
+    nodes = [node for node in program.graph.nodes if is_of_runtime_alone(called(node)[0].target)]
+    sites = [sites[0].name for node in nodes if (sites := program.sites.by_node.get(node.name))]
+    return [Skipped(site, "both", "compared with ONNX Runtime, which alone says what it computes") for site in sites]
+
+
+def _never_run(program: Program) -> list[Skipped]:
+    """Branches and loops of an ONNX file that no input led into."""
+    ops = {called(node)[0]: node for node in program.graph.nodes if program.sites.by_node.get(node.name)}
+    return [
+        Skipped(program.sites.by_node[node.name][0].name, "both", f"no input led into its {name}")
+        for op, node in ops.items()
+        for name in never_run(op.target)
+    ]
+
+
+def _unobserved(score: Score, program: Program, skipped: Sequence[Skipped]) -> list[Skipped]:
+    """Float sites that nobody judged and nobody explained yet."""
+    if not isinstance(score.side, (EngineSide, ProgramSide)):
+        return []
+    known = {item.site for item in skipped}
+    missing = float_nodes(program, ("op",)) - score.judged_nodes - region_nodes(score, program).keys()
+    sites = [program.sites.by_node[node][0].name for node in missing]
+    return [
+        Skipped(s, "candidate", "the candidate has no such tensor", rung=score.side.rung)
+        for s in sorted(sites)
+        if s not in known
+    ]

@@ -1,0 +1,226 @@
+"""What a reproduction of a divergence needs, kept while the tensors of the step are at hand.
+
+A divergence is described by two pieces: the baseline's op on the values that the candidate fed to its own (in float64:
+what should have come out), and what the candidate computes from these values, as far as its graph is known. A module
+that was only looked at from outside has neither, there the result alone is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from glassengine.judge.graphs.cut import Piece, clone, cut
+from glassengine.judge.sides.arranged import Arranged
+from glassengine.judge.sides.sides import EngineSide, Observed, ProgramSide, Side
+from glassengine.judge.sides.source import RUNTIME, SourceSide
+from glassengine.numerics.verdict import INTRODUCED_WRONG, SUSPICIOUS, Reference, unit_roundoff
+from glassengine.program.representation.program import Program
+
+NUM_KEPT = 8
+"""Divergences of one side whose tensors are kept, the earliest ones; a model with a wrong input has hundreds."""
+
+_DEPTH = 8
+"""Ops before the guilty one whose values are kept, for a region that is wrong only when it is compiled as one."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Tensors of one divergence; everything that a later step could change is copied.
+
+    Attributes:
+        node: Of the baseline program.
+        step: In which it diverged.
+        exact: The baseline's op on the candidate's inputs, None where these were not observed.
+        actual: What the candidate made.
+        expected: What float64 makes of it.
+        allowed: How far from `expected` rounding may lead, element by element.
+        program: The candidate's own program, None where it has none.
+        target: The candidate's counterpart of `node` in it.
+        values: Values around `target`, by node of `program`.
+        backend: What runs `program`: None for torch in eager mode.
+    """
+
+    node: str
+    step: int
+    exact: Piece | None
+    actual: torch.Tensor
+    expected: torch.Tensor
+    allowed: torch.Tensor
+    program: Program | None = None
+    target: Node | None = None
+    values: Mapping[str, Any] | None = None
+    backend: str | None = None
+
+    def candidate(self, depth: int = 1) -> Piece | None:
+        """Return what the candidate computes: from values observed `depth` ops before the guilty one or earlier."""
+        if self.target is None or self.values is None or self.program is None:
+            return None
+        near = {node.name for node in _ancestors(self.target, depth - 1)}
+        return cut([self.target], self.values, self.values.keys() - near)
+
+
+class EvidenceBox:
+    """Keeps evidence for the earliest divergences of one side.
+
+    Args:
+        program: The baseline program.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._order = {node.name: index for index, node in enumerate(program.graph.nodes)}
+        self._kept: dict[str, Evidence] = {}
+
+    def emptied(self) -> EvidenceBox:
+        """Return a box for the same program that keeps nothing yet."""
+        return EvidenceBox(self._program)
+
+    def get(self, node: str, step: int) -> Evidence | None:
+        """Return what was kept of a divergence."""
+        found = self._kept.get(node)
+        return found if found is not None and found.step == step else None
+
+    @torch.no_grad()
+    def keep(self, side: Side, node: Node, observed: Observed, reference: Reference, step: int) -> None:
+        """Keep what a reproduction of this divergence needs, unless there are enough earlier ones."""
+        place = (step, self._order[node.name])
+        later = sorted((e.step, self._order[e.node]) for e in self._kept.values())[NUM_KEPT - 1 :]
+        if later and place > later[0]:
+            return
+        self._kept[node.name] = _gather(self._program, side, node, observed, reference, step)
+        for name in sorted(self._kept, key=lambda n: (self._kept[n].step, self._order[n]))[NUM_KEPT:]:
+            del self._kept[name]
+
+
+def _gather(program: Program, side: Side, node: Node, observed: Observed, reference: Reference, step: int) -> Evidence:
+    actual = clone(observed.tensor)
+    if not isinstance(side, (EngineSide, ProgramSide, SourceSide)) or side.replay is None:
+        return _of_result_alone(node, actual, reference, step)
+    values = {**program.weights(), **side.replay.values}
+    exact = cut([node], values, values.keys() - {node.name})
+    if exact is None:
+        return _of_result_alone(node, actual, reference, step)
+    exact = _copied(exact, program.weights())
+    try:
+        expected = exact.exact()[0]
+    except (RuntimeError, IndexError, ValueError):
+        # What the candidate feeds to its op does not fit the baseline's.
+        return _of_result_alone(node, actual, reference, step)
+    if expected.shape != actual.shape:
+        return _of_result_alone(node, actual, reference, step)
+    allowed = _allowed(exact, expected, actual, side.replay.allowed(node, observed.tensor))
+    if reference.valid is not None:
+        allowed = torch.where(reference.valid, allowed, math.inf)
+    own, target, theirs = candidate_of(program, side, node, side.replay.values)
+    return Evidence(
+        node.name,
+        step,
+        exact,
+        actual,
+        expected,
+        allowed,
+        own,
+        target,
+        theirs,
+        side.engine.manifest.backend if isinstance(side, EngineSide) else RUNTIME if own.onnx is not None else None,
+    )
+
+
+def _of_result_alone(node: Node, actual: torch.Tensor, reference: Reference, step: int) -> Evidence:
+    """Evidence without a graph: the result, and the accumulated floor it was judged by."""
+    expected = reference.exact
+    if actual.shape != expected.shape:
+        allowed = torch.zeros(expected.shape, dtype=torch.float64)
+    else:
+        size = SUSPICIOUS * reference.relative_floor * _rms(expected)
+        allowed = torch.full(expected.shape, size if expected.is_floating_point() else 0.0, dtype=torch.float64)
+    if reference.valid is not None and allowed.shape == reference.valid.shape:
+        allowed = torch.where(reference.valid, allowed, math.inf)
+    return Evidence(node.name, step, None, actual, expected.clone(), allowed)
+
+
+def candidate_of(
+    program: Program, side: EngineSide | ProgramSide | SourceSide, node: Node, values: Mapping[str, Any]
+) -> tuple[Program, Node | None, dict[str, Any]]:
+    """Return the candidate's program, its counterpart of `node`, and the values around that by its own nodes."""
+    if isinstance(side, SourceSide):
+        own = program
+        counterparts = {name: name for name in values}
+    elif isinstance(side, ProgramSide):
+        own = side.program
+        counterparts = {name: pair.candidate.node for name, pair in side.pairs.items()}
+    else:
+        own = side.engine.program
+        sites = {site.name: site.node for site in own.sites}
+        counterparts = {name: sites[site] for name, (_, site, _) in side.nodes.items() if site in sites}
+    ours = {port.name: port.node for port in program.inputs}
+    counterparts |= {ours[port.name]: port.node for port in own.inputs if port.name in ours}
+    nodes = {other.name: other for other in own.graph.nodes}
+    target = nodes.get(counterparts.get(node.name, ""))
+    arranged = Arranged() if isinstance(side, SourceSide) else side.arranged
+    if target is None or arranged.is_arranged(node.name):
+        return own, None, {}
+    observed = {
+        counterparts[name]: value
+        for name, value in values.items()
+        if name in counterparts and not arranged.is_arranged(name)
+    }
+    near = {other.name for other in _ancestors(target, _DEPTH)}
+    kept = {name: clone(value) for name, value in observed.items() if name in near and isinstance(value, torch.Tensor)}
+    return own, target, {**own.weights(), **kept}
+
+
+def _ancestors(node: Node, depth: int) -> set[Node]:
+    """Return the nodes up to `depth` steps above `node`."""
+    found: set[Node] = set()
+    layer = {node}
+    for _ in range(depth):
+        layer = {source for other in layer for source in other.all_input_nodes} - found
+        found |= layer
+    return found
+
+
+def _copied(piece: Piece, weights: Mapping[str, torch.Tensor]) -> Piece:
+    inputs = {name: tensor if name in weights else clone(tensor) for name, tensor in piece.inputs.items()}
+    return Piece(piece.module, inputs, piece.outputs)
+
+
+def _allowed(exact: Piece, expected: torch.Tensor, actual: torch.Tensor, bound: torch.Tensor | None) -> torch.Tensor:
+    """Return the rounding bound that the candidate was judged by; the floor where there is none, or it is not exceeded.
+
+    Args:
+        exact: The op on the candidate's inputs.
+        expected: Its float64 result.
+        actual: What the candidate made.
+        bound: Of the judge.
+    """
+    if not (expected.is_floating_point() and actual.is_floating_point()):
+        return torch.zeros(expected.shape, dtype=torch.float64)
+    error = (actual.double() - expected).abs()
+    if bound is not None and not bool((error <= bound).all()):
+        return bound.expand(expected.shape).clone()
+    u = unit_roundoff(actual.dtype)
+    # Of weights that the candidate holds in a coarser dtype.
+    finest = min((unit_roundoff(t.dtype) for t in exact.inputs.values() if t.is_floating_point()), default=u)
+    u_w = u if finest < u else 0.0
+    floor = max(_native_error(exact, expected), (u + u_w) * _rms(expected) / math.sqrt(3))
+    return torch.full(expected.shape, INTRODUCED_WRONG * floor, dtype=torch.float64)
+
+
+def _native_error(exact: Piece, expected: torch.Tensor) -> float:
+    """Return the RMS error of the op in the dtypes of its inputs; 0 where these do not mix."""
+    try:
+        return _rms(exact.run()[0].double() - expected)
+    except RuntimeError:
+        return 0.0
+
+
+def _rms(tensor: torch.Tensor) -> float:
+    finite = torch.where(tensor.isfinite(), tensor, 0).double()
+    return float(finite.square().mean().sqrt()) if tensor.numel() else 0.0

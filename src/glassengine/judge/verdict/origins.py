@@ -1,0 +1,151 @@
+"""Introduced or inherited: which flagged ops are origins, and which merely carry an error on.
+
+An error is inherited when an unbroken chain of flagged tensors leads to it. A tensor that is judged and clean breaks
+the chain; one that could not be observed passes it on; the cache carries it into later steps. An op that a replay found
+clean is no origin: its error comes from whatever origin is above it, however long the chain, or from the rounding of
+many ops together. The verdict of an origin is the worst of its chain: where a small mistake first shows, it may still
+be only suspicious.
+
+A tie (see `replay`) is no error, but everything below it may legally be something else: there only replay counts. So it
+is where rows of padding, which two kernels may fill differently, flow into a tensor of which nobody knows the rows
+that count (tokens sorted by expert, a mean over all positions).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from torch.fx import Node
+
+from glassengine.numerics.verdict import TIE
+from glassengine.program.representation.program import Program
+from glassengine.results import Verdict, worst
+
+BELOW_TIE = "below a tie or padding: other values are legal here"
+
+
+@dataclass
+class Origin:
+    """One op that introduced an error, in the step where it first did."""
+
+    step: int
+    node: str
+    verdict: Verdict
+    num_inherited: int = 0
+
+
+@dataclass(frozen=True)
+class Visited:
+    """What a tensor turned out to be: final verdict, whether the error is inherited, why the verdict changed."""
+
+    verdict: Verdict | None
+    inherited: bool = False
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class _Trail:
+    """What leads to a tensor: origins by an unbroken chain, origins by any path, ties, and padding that differs."""
+
+    blame: frozenset[str] = frozenset()
+    above: frozenset[str] = frozenset()
+    is_tied: bool = False
+    padding_differs: bool = False
+
+    def __or__(self, other: _Trail) -> _Trail:
+        return _Trail(
+            self.blame | other.blame,
+            self.above | other.above,
+            self.is_tied or other.is_tied,
+            self.padding_differs or other.padding_differs,
+        )
+
+
+@dataclass
+class OriginTracker:
+    """Follows flagged tensors of one side through the steps of one case."""
+
+    program: Program
+    origins: dict[str, Origin] = field(default_factory=dict)
+    _trails: dict[str, _Trail] = field(default_factory=dict)
+    _cache_trails: dict[str, _Trail] = field(default_factory=dict)
+
+    def begin_step(self) -> None:
+        """Carry over what the caches hold."""
+        inputs = {port.name: port.node for port in self.program.inputs}
+        self._cache_trails = {
+            inputs[past]: self._trails.get(self.program.output_nodes[present], _Trail())
+            for past, present in self.program.caches.items()
+        }
+        self._trails = {}
+
+    def visit(
+        self,
+        node: Node,
+        step: int,
+        verdict: Verdict | None,
+        *,
+        introduced: bool | None = None,
+        tied: bool = False,
+        is_choice: bool = False,
+        is_broken: bool = False,
+        masked: bool = True,
+        padding_differs: bool = False,
+    ) -> Visited:
+        """Record a tensor node; called for every one, in graph order.
+
+        Args:
+            node: The node.
+            step: Of the case.
+            verdict: None when it was not observed.
+            introduced: Whether a replay found that the op itself made the error; None when only the graph can tell.
+            tied: Whether the op chose otherwise among values that rounding cannot tell apart.
+            is_choice: Whether the values are integers or bools: another one comes of a tie, where no op made an error.
+            is_broken: Whether there are NaN or infinities: they come from whatever origin is above, where one is.
+            masked: Whether padding was left out of the verdict, or there is none.
+            padding_differs: Whether what was left out is not the reference's.
+        """
+        trail = _Trail(is_tied=tied)
+        for source in node.all_input_nodes:
+            trail |= self._trail_of(source)
+        if trail.padding_differs and not masked:
+            trail = replace(trail, is_tied=True)
+        if is_broken and not trail.blame:
+            trail = replace(trail, blame=trail.above)
+        visited, blame = self._judged(node, step, verdict, introduced, trail)
+        if is_choice and introduced is False and not visited.inherited and visited.verdict != verdict:
+            visited, trail = Visited("rounding", reason=TIE), replace(trail, is_tied=True)
+        self._trails[node.name] = _Trail(blame, trail.above | blame, trail.is_tied, padding_differs)
+        return visited
+
+    def _judged(
+        self, node: Node, step: int, verdict: Verdict | None, introduced: bool | None, trail: _Trail
+    ) -> tuple[Visited, frozenset[str]]:
+        if verdict is None:
+            return Visited(None), trail.blame
+        if verdict not in ("suspicious", "wrong"):
+            return Visited(verdict), frozenset()
+        if not introduced and trail.is_tied:
+            return Visited("rounding", reason=BELOW_TIE), frozenset()
+        if introduced or (introduced is None and not trail.blame):
+            origin = self.origins.setdefault(node.name, Origin(step, node.name, verdict))
+            origin.verdict = worst([origin.verdict, verdict])
+            return Visited(verdict), frozenset({node.name})
+        carried = trail.blame or trail.above
+        if not carried:
+            many = "no op introduced an error, but the rounding of many is larger than expected"
+            return Visited("suspicious" if verdict == "wrong" else "rounding", reason=many), frozenset()
+        for name in carried:
+            origin = self.origins[name]
+            origin.verdict = worst([origin.verdict, verdict])
+            origin.num_inherited += 1
+        return Visited(verdict, inherited=True), carried
+
+    def _trail_of(self, source: Node) -> _Trail:
+        """Trail of an input; nodes that are no tensors (the list that a split returns) pass on that of their own."""
+        if source.name not in self._trails:
+            found = self._cache_trails.get(source.name, _Trail())
+            for earlier in source.all_input_nodes:
+                found |= self._trail_of(earlier)
+            self._trails[source.name] = found
+        return self._trails[source.name]

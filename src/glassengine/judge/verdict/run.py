@@ -1,0 +1,106 @@
+"""Run all sides of a check in lockstep with the reference and keep the score of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from glassengine.judge.cases import Case, StepInputs
+from glassengine.judge.end_to_end import results_of, with_model
+from glassengine.judge.exclusions.padding import valid_mask
+from glassengine.judge.replay.reference import ReferenceRun
+from glassengine.judge.sides.sides import ModuleSide, empty_caches
+from glassengine.judge.sides.source import SourceSide
+from glassengine.judge.verdict.score import Score
+from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
+from glassengine.numerics.verdict import Reference
+from glassengine.program.export.export import named_inputs
+from glassengine.program.representation.program import Program
+
+Made = Mapping[str, torch.Tensor]
+"""Results of the untouched model in a step, by name."""
+
+
+def run_cases(
+    program: Program,
+    cases: Sequence[Case],
+    model: ModuleSide | SourceSide,
+    scores: Sequence[Score],
+    *,
+    coarsest: torch.dtype | None,
+    accumulation: Accumulation = FLOAT32_SUMS,
+    on_step: Callable[[Case, int, Mapping[str, float]], None],
+) -> None:
+    """Run every case on the reference and on all sides, and judge every tensor of every step.
+
+    Args:
+        program: The baseline program.
+        cases: What to run.
+        model: The untouched baseline; its greedy choice is the next token of everybody.
+        scores: One per side, `model`'s among them.
+        coarsest: Dtype of the coarsest side.
+        accumulation: How the sides' products are summed.
+        on_step: Called after each step with the relative noise floor of each node so far.
+    """
+    floors: dict[str, float] = {}
+    results: dict[str, list[str]] = {}
+    for name in results_of(program):
+        results.setdefault(program.output_nodes[name], []).append(name)
+    for case in cases:
+        reference = ReferenceRun(program, coarsest=coarsest, accumulation=accumulation, relative_floors=floors)
+        for score in scores:
+            score.begin(case)
+        inputs: Any = StepInputs.first(case) if case.input_ids is not None else case.steps[0]
+        for step in range(case.num_steps):
+            if step:
+                inputs = _next(case, step, inputs, model)
+            num_seen = int(inputs.cache_position[-1]) + 1 if isinstance(inputs, StepInputs) else 0
+            for score in scores:
+                score.begin_step(num_seen)
+                score.side.step(inputs)
+            made = scores[0].side.results() if scores[0].side is model else {}
+            named = inputs.named() if isinstance(inputs, StepInputs) else named_inputs(inputs)
+            if program.layout is not None and step == 0:
+                named |= empty_caches(program, named)
+
+            def observe(node: Node, value: Reference, step: int = step, case: Case = case, made: Made = made) -> None:
+                tied = False
+                for score in scores:
+                    tied |= score.visit(node, value, case, step, tied=tied)
+                if node.name in results:
+                    own = next((made[name] for name in results[node.name] if name in made), None)
+                    _compare_results(scores, node.name, (value, with_model(value, own)), made, (case.name, step))
+
+            def valid(node: Node, value: torch.Tensor, inputs: Any = inputs) -> torch.Tensor | None:
+                if not isinstance(inputs, StepInputs):
+                    return None
+                return valid_mask(program.sites.by_node[node.name][0], value, inputs)
+
+            with torch.no_grad():
+                reference.step(named, observe, valid)
+            for score in scores:
+                score.results.end_step(score.side.results(), made, (case.name, step))
+                score.end_step(named)
+            on_step(case, step, floors)
+        for score in scores:
+            score.end_case()
+
+
+def _compare_results(
+    scores: Sequence[Score], node: str, references: tuple[Reference, Reference], made: Made, where: tuple[str, int]
+) -> None:
+    """Compare the results of all sides; the untouched model, the first of them, is no part of its own floor."""
+    for score in scores:
+        known = references[score is not scores[0]]
+        theirs = score.side.results()
+        score.results.compare(node, known, theirs, made, where=where, may_tie=score.may_tie)
+
+
+def _next(case: Case, step: int, inputs: Any, model: ModuleSide | SourceSide) -> Any:
+    if not isinstance(inputs, StepInputs):
+        return case.steps[step]
+    assert model.logits is not None
+    return inputs.following(model.logits[:, -1].argmax(-1))

@@ -1,0 +1,399 @@
+"""What one side did over all cases: judges its tensors, one by one, against reference and replay."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch.fx import Node
+
+from glassengine.judge.cases import Case
+from glassengine.judge.end_to_end import EndToEnd
+from glassengine.judge.exclusions.completed import completed
+from glassengine.judge.exclusions.exemptions import TEXTS, exempt_by_replay
+from glassengine.judge.exclusions.walled_off import walled_off
+from glassengine.judge.hypotheses.guesses import Guesses
+from glassengine.judge.replay.op import Replay
+from glassengine.judge.replay.segment import SegmentReplay
+from glassengine.judge.replay.unread import differing, unread, unread_nodes
+from glassengine.judge.sides.sides import Observed, Side
+from glassengine.judge.verdict.drift import Drift
+from glassengine.judge.verdict.evidence import EvidenceBox
+from glassengine.judge.verdict.origins import BELOW_TIE, OriginTracker
+from glassengine.judge.verdict.written_out import ROUNDED_IN_STEPS, is_same_in_float64
+from glassengine.numerics.exemptions import BELOW, DRAWN, PADDING, UNREAD, UNWRITTEN, Ledger, Masks
+from glassengine.numerics.metrics.measure import measure
+from glassengine.numerics.metrics.tolerance import tolerance
+from glassengine.numerics.noise import FROM_MEMORY
+from glassengine.numerics.ops import RANDOM, UNDEFINED
+from glassengine.numerics.verdict import TIE, TIED, Judgement, Reference, is_finite
+from glassengine.program.representation.naming import is_tensor_node, op_name
+from glassengine.program.representation.outputs import weight_only_nodes
+from glassengine.program.representation.program import Program
+from glassengine.results import FLAGGED, VERDICTS, Divergence, ExemptionReason, Figures, Pair, Skipped, worst
+
+_COMPENSATED = 3.0
+UNREAD_ELEMENTS = "elements differ that no result reads"
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """A tensor, its judgement, and whether its op introduced the error (None: only the graph can tell).
+
+    `inherited` is the RMS of what the op's inputs carried in and `local` the judgement of the op alone, where it was
+    replayed.
+    """
+
+    tensor: torch.Tensor
+    judgement: Judgement
+    introduced: bool | None
+    inherited: float | None = None
+    local: Judgement | None = None
+    is_clean: bool = False
+    contradicts: bool = False
+    exempt: Masks = field(default_factory=dict)
+    differing: torch.Tensor | None = None
+
+
+@dataclass
+class Score:
+    """What one side did over all cases.
+
+    Attributes:
+        empty_nodes: Nodes of which every element was left out in some step.
+        left_out: What was not judged, or not all of it, by site and reason; the first step counts.
+        ledger: Counts elements that did not count.
+        drift: What is lost where, if anybody wants to know.
+        sums: Of each product that introduced an error, whether coarse sums are why; None where its values do not tell.
+        may_tie: Whether in this case the side chose otherwise at a tie, or may have where it was not observed.
+    """
+
+    side: Side
+    program: Program
+    pairs: list[Pair] = field(default_factory=list)
+    divergences: dict[str, Divergence] = field(default_factory=dict)
+    judged_nodes: set[str] = field(default_factory=set)
+    empty_nodes: set[str] = field(default_factory=set)
+    left_out: dict[tuple[str, str], Skipped] = field(default_factory=dict)
+    ledger: Ledger = field(default_factory=Ledger)
+    evidence: EvidenceBox | None = None
+    may_tie: bool = False
+    drift: Drift | None = None
+    sums: dict[str, bool | None] = field(default_factory=dict)
+    _tracker: OriginTracker | None = None
+    _num_seen: int = 0
+    _clean: set[str] = field(default_factory=set)
+    _contradicting: set[str] = field(default_factory=set)
+    _flagged: list[Node] = field(default_factory=list)
+    _first_of_step: int = 0
+    _differing: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def begin(self, case: Case) -> None:
+        """Start a case: neither caches nor blame outlive one."""
+        self.side.begin(case)
+        self._tracker = OriginTracker(self.program)
+        self.may_tie = False
+
+    @cached_property
+    def results(self) -> EndToEnd:
+        """The results of the side, end to end."""
+        return EndToEnd(self.program, self.side.rung)
+
+    def visit(self, node: Node, reference: Reference, case: Case, step: int, *, tied: bool) -> bool:
+        """Judge this side's values of `node`; the worst one counts for what comes after.
+
+        Args:
+            node: Of the baseline program.
+            reference: Of its value in this step.
+            case: What runs.
+            step: Of the case.
+            tied: Whether other sides, or rounding alone, chose otherwise here; counts where this side was not observed.
+
+        Returns:
+            Whether there is a tie here.
+        """
+        assert self._tracker is not None
+        if op_name(node) in RANDOM:
+            # Drawn anew by every side, and the reference knows nothing of what follows: there only replay counts.
+            self._tracker.visit(node, step, None, tied=True)
+            self._exempt_whole(node, reference, DRAWN)
+            return True
+        if op_name(node) in UNDEFINED:
+            self._tracker.visit(node, step, None)
+            self._exempt_whole(node, reference, UNWRITTEN)
+            return tied
+        found = [(observed, self._judge(node, observed, reference)) for observed in self.side.observed(node.name)]
+        if not found:
+            self.may_tie |= reference.unstable is not None
+            self._tracker.visit(node, step, None, tied=tied)
+            return tied
+        observed, judged = max(found, key=lambda item: VERDICTS.index(item[1].judgement.verdict))
+        judgement = judged.judgement
+        if judged.is_clean:
+            self._clean.add(node.name)
+        if judged.contradicts:
+            self._contradicting.add(node.name)
+        # What hangs on a tie that the reference knows, it leaves out itself.
+        is_tied = judgement.is_tie and not reference.is_tie(judged.tensor)
+        self.may_tie |= judgement.is_tie
+        visited = self._tracker.visit(
+            node,
+            step,
+            judgement.verdict,
+            introduced=judged.introduced,
+            tied=is_tied,
+            # Between exact values there is nothing to choose.
+            is_choice=not judged.tensor.is_floating_point() and not reference.known.is_exact,
+            is_broken=judged.tensor.is_floating_point() and not is_finite(judged.tensor),
+            masked=PADDING in reference.known.exempt,
+            padding_differs=_padding_differs(judged.tensor, reference),
+        )
+        assert visited.verdict is not None
+        if visited.verdict == "rounding" and judged.local is not None:
+            judgement = judged.local
+        self._leave_out(node, observed, judgement, reference, step)
+        site = self._site(node, observed)
+        is_below = visited.verdict == "rounding" and visited.reason == BELOW_TIE
+        self.ledger.add(site, judged.tensor.numel(), judged.exempt, whole=BELOW if is_below else None)
+        if judgement.is_empty:
+            return is_tied
+        self.judged_nodes.add(node.name)
+        flagged = visited.verdict in FLAGGED
+        self.pairs.append(
+            Pair(
+                step=step,
+                site=site,
+                candidate_site=observed.site,
+                method=observed.method,
+                confidence=1.0 if observed.method == "name+fingerprint" else 0.9,
+                verdict=visited.verdict,
+                judged_by="noise floor" if judged.introduced is None or self._replay is None else self._replay.method,
+                figures=_figures(reference.native, judged.tensor) if flagged else None,
+                rho=judgement.rho,
+                beta=judgement.beta,
+                rung=self.side.rung,
+                case=case.name,
+                inherited=visited.inherited,
+                reason=visited.reason or judgement.reason,
+            )
+        )
+        if flagged:
+            self._flagged.append(node)
+        if node.name in self._tracker.origins and flagged and not visited.inherited:
+            if self.evidence is not None and node.name not in self.divergences:
+                self.evidence.keep(self.side, node, observed, reference, step)
+            if node.name not in self.divergences and judged.differing is not None:
+                self._differing[node.name] = judged.differing
+            self.divergences.setdefault(node.name, self._divergence(node, observed, judged, reference, step))
+            if op_name(node) in FROM_MEMORY and self.sums.get(node.name) is None:
+                self.sums[node.name] = self._guesses.is_summed_coarsely(node, judged.tensor)
+        return is_tied or visited.reason == TIE
+
+    def _exempt_whole(self, node: Node, reference: Reference, reason: ExemptionReason) -> None:
+        """Count a tensor that says nothing, where this side has it."""
+        if self.side.observed(node.name):
+            self.ledger.add(self.program.sites.by_node[node.name][0].name, reference.exact.numel(), {}, whole=reason)
+
+    def _judge(self, node: Node, observed: Observed, reference: Reference) -> _Judged:
+        """Judge one observed value: by replay where the op's inputs were observed, else by the accumulated floor."""
+        tensor = completed(observed.tensor, reference, self.program, node, self._num_seen)
+        accumulated = reference.judge(tensor)
+        is_clean = accumulated.verdict not in FLAGGED
+        replay = self._replay
+        replayed = None if replay is None else replay.judge(node, observed.tensor, reference.valid, reference.known)
+        if self.drift is not None:
+            predicted = None if replayed is None else replayed.predicted
+            self.drift.add(node.name, observed.site, reference, tensor, predicted)
+        exempt = reference.known.exempt
+        if replayed is None:
+            return _Judged(tensor, accumulated, None, is_clean=is_clean, exempt=exempt)
+        local = replayed.judgement
+        if local.is_empty and accumulated.verdict not in FLAGGED:
+            return _Judged(tensor, accumulated, None, is_clean=is_clean, exempt=exempt)
+        if local.verdict in FLAGGED and _is_compensated(local, accumulated, reference, tensor):
+            return _Judged(tensor, accumulated, None, is_clean=is_clean, contradicts=is_clean, exempt=exempt)
+        exempt = exempt_by_replay(replayed.exempt, exempt, local.is_tie, tensor, replayed.predicted)
+        inherited = _inherited(replayed.predicted, reference)
+        if local.verdict in FLAGGED and is_same_in_float64(self.program, self.side, node, replayed.predicted):
+            local = dataclasses.replace(local, verdict="rounding", reason=ROUNDED_IN_STEPS)
+        other = self._guesses.not_reached(node) if local.verdict not in FLAGGED else None
+        if other is not None:
+            local = Judgement("wrong", None, None, other)
+        if local.verdict not in FLAGGED:
+            is_carried = accumulated.verdict in FLAGGED and not local.is_tie
+            judgement = accumulated if is_carried else local
+            return _Judged(tensor, judgement, False, inherited, local, is_clean, exempt=exempt)
+        if local.verdict == "suspicious" and self._guesses.differences(node, tensor, reference):
+            # Two kinds of evidence: too large for rounding, and other arguments or weights than the baseline's.
+            local = dataclasses.replace(
+                local, verdict="wrong", reason="written differently, and too large for rounding"
+            )
+        worse = VERDICTS.index(local.verdict) >= VERDICTS.index(accumulated.verdict)
+        apart = differing(observed.tensor, replayed.predicted)
+        judgement = local if worse else accumulated
+        return _Judged(tensor, judgement, True, inherited, is_clean=is_clean, exempt=exempt, differing=apart)
+
+    @cached_property
+    def _guesses(self) -> Guesses:
+        return Guesses(self.program, self.side)
+
+    @property
+    def _replay(self) -> Replay | SegmentReplay | None:
+        found: Replay | SegmentReplay | None = getattr(self.side, "replay", None)
+        return found
+
+    def _site(self, node: Node, observed: Observed) -> str:
+        """The op's site; a module's own where only modules were observed and this one is not what the op made."""
+        sites = self.program.sites.by_node[node.name]
+        own = [site.name for site in sites if site.name == observed.site and site.kind in ("module", "tap")]
+        return own[0] if own and self._several(node) else sites[0].name
+
+    def _several(self, node: Node) -> bool:
+        return len(self.side.observed(node.name)) > 1
+
+    def _leave_out(self, node: Node, observed: Observed, judgement: Judgement, reference: Reference, step: int) -> None:
+        """List a tensor that is not judged, or not all of it, but for padding and ties that the pair tells of."""
+        left_out = [TEXTS[reason] for reason in reference.known.exempt if reason in TEXTS]
+        reasons = [f"in part: {reason}" for reason in left_out]
+        if judgement.is_empty:
+            self.empty_nodes.add(node.name)
+            is_padding = reference.valid is not None and not bool(reference.valid.any())
+            reasons = [f"all of it: {r}" for r in left_out or ["padding" if is_padding else TIED]]
+        for reason in reasons:
+            site = self._site(node, observed)
+            self.left_out.setdefault((site, reason), Skipped(site, "both", reason, step=step, rung=self.side.rung))
+
+    def end_case(self) -> None:
+        """Give every divergence the worst verdict of what it caused."""
+        assert self._tracker is not None
+        self._unpair()
+        for name, origin in self._tracker.origins.items():
+            if name in self.divergences:
+                found = self.divergences[name]
+                self.divergences[name] = dataclasses.replace(found, verdict=worst([found.verdict, origin.verdict]))
+
+    def _unpair(self) -> None:
+        """Take back the pairs of the step that were none (see `walled_off`)."""
+        dropped: set[str] = set()
+        if getattr(self.side, "pairs", None):
+            for node in self._flagged:
+                dropped |= walled_off(node, self._contradicting, self._clean) or set()
+        if dropped:
+            self._drop(dropped)
+        self._clean, self._contradicting, self._flagged = set(), set(), []
+        self._first_of_step = len(self.pairs)
+
+    def end_step(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        """Leave out what no result reads of the tensors that are wrong by themselves in this step of these `inputs`."""
+        known = unread(self.program, inputs, self._differing) if self._differing else set()
+        own = {node.name for node in self._flagged} & self.divergences.keys()
+        for name in known:
+            del self.divergences[name]
+            self.ledger.leave_out(UNREAD, self.program.sites.by_node[name][0].name, int(self._differing[name].sum()))
+        if own and own <= known:  # what is inherited, from them
+            for at, pair in enumerate(self.pairs[self._first_of_step :], self._first_of_step):
+                if pair.verdict in FLAGGED:
+                    self.pairs[at] = dataclasses.replace(pair, verdict="rounding", reason=UNREAD_ELEMENTS)
+        else:
+            self._drop(known)
+        self._differing = {}
+
+    def _drop(self, nodes: set[str]) -> None:
+        sites = {site.name for node in nodes for site in self.program.sites.by_node.get(node, ())}
+        kept = [p for p in self.pairs[self._first_of_step :] if p.site not in sites or p.verdict not in FLAGGED]
+        self.pairs[self._first_of_step :] = kept
+        judged = {pair.site for pair in self.pairs}
+        for node in nodes & self.judged_nodes:
+            if not any(site.name in judged for site in self.program.sites.by_node[node]):
+                self.judged_nodes.discard(node)
+        for node in nodes:
+            self.divergences.pop(node, None)
+
+    def begin_step(self, num_seen: int) -> None:
+        """Start a step in which `num_seen` slots of the cache are in use."""
+        assert self._tracker is not None
+        self._unpair()
+        self._num_seen = num_seen
+        self._tracker.begin_step()
+
+    def _divergence(
+        self, node: Node, observed: Observed, judged: _Judged, reference: Reference, step: int
+    ) -> Divergence:
+        judgement = judged.judgement
+        hints = self._guesses.of(node, judged.tensor, reference, [other.name for other in self._flagged])
+        place = self._guesses.place
+        site = place or self.program.sites.by_node[node.name][0]
+        return Divergence(
+            rung=self.side.rung,
+            step=step,
+            site=self._site(node, observed) if place is None else place.name,
+            node=node.name,
+            candidate_site=observed.site,
+            source=site.source,
+            verdict=judgement.verdict,
+            rho=judgement.rho,
+            beta=judgement.beta,
+            introduced=judgement.rms_error,
+            inherited=judged.inherited,
+            hints=tuple(sorted(hints, key=lambda hint: -hint.score)),
+        )
+
+
+def _figures(baseline: torch.Tensor, candidate: torch.Tensor) -> Figures | None:
+    if baseline.shape != candidate.shape:
+        return None
+    names = [str(tensor.dtype).removeprefix("torch.") for tensor in (baseline, candidate)]
+    allowed = tolerance(*names)
+    return measure(baseline, candidate, rtol=allowed.rtol, atol=allowed.atol)
+
+
+def _is_compensated(local: Judgement, accumulated: Judgement, reference: Reference, tensor: torch.Tensor) -> bool:
+    """Whether the op was only fed and written another way (a scale moved into its input, say).
+
+    An error that the op really introduced is in its result; here the result is closer to the baseline than that.
+    """
+    # Where everything hangs on a tie, no error was counted; a candidate that chose as the baseline did has none.
+    of_result = reference.distance(tensor) if reference.is_silent else accumulated.rms_error
+    if local.rms_error is None or of_result is None:
+        return False
+    return local.rms_error > _COMPENSATED * of_result
+
+
+def _padding_differs(tensor: torch.Tensor, reference: Reference) -> bool:
+    # What else is left out is followed to where it ends: nothing hangs on it that counts.
+    padding = reference.known.exempt.get(PADDING)
+    if padding is None or tensor.shape != reference.exact.shape:
+        return False
+    return bool(((tensor != reference.native) & padding).any())
+
+
+def _inherited(predicted: torch.Tensor, reference: Reference) -> float | None:
+    if predicted.shape != reference.exact.shape or not predicted.is_floating_point():
+        return None
+    square = (predicted - reference.exact).square_()
+    if not is_finite(square):
+        square.nan_to_num_(0.0, 0.0, 0.0)
+    return float(square.mean().sqrt()) if square.numel() else 0.0
+
+
+def float_nodes(program: Program, kinds: Sequence[str], *, without: tuple[str, ...] = ()) -> set[str]:
+    """What coverage is counted over: nodes of floating dtype with a site of one of `kinds`.
+
+    Module inputs are left out (they are outputs of something else), so are names that start with one of `without`,
+    nodes that depend on weights alone (they are taken from the weights, see `program.outputs`), random numbers, memory
+    that nothing has written, and what no result reads: the last states of a recurrence, say.
+    """
+    constant = {node.name for node in weight_only_nodes(program)}
+    counted = [s for s in program.sites if s.kind in kinds and ":in" not in s.name and not s.name.startswith(without)]
+    named = {site.node for site in counted} - constant - unread_nodes(program)
+    return {
+        node.name
+        for node in program.graph.nodes
+        if node.name in named
+        and is_tensor_node(node)
+        and node.meta["val"].is_floating_point()
+        and op_name(node) not in RANDOM | UNDEFINED
+    }

@@ -1,0 +1,154 @@
+"""What the program of a candidate says of an op: it may be written differently, and yet make no other values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Node
+
+from glassengine.judge.graphs.between import origin_of, passes_on, region_of
+from glassengine.judge.graphs.by_name import difference
+from glassengine.judge.hypotheses.hypothesis import literals_of, shown
+from glassengine.judge.sides.sides import EngineSide, ProgramSide
+from glassengine.numerics.ops import CASTS
+from glassengine.program.representation.naming import op_name
+from glassengine.program.representation.outputs import weight_only_nodes
+from glassengine.program.representation.program import Program
+
+_MOST_ONE_SIDED = 4
+_MOST = 8
+"""Ops of a region beyond which a list of them says nothing."""
+
+
+def program_of(side: Any) -> Program | None:
+    """Return the program that a side is judged by op for op; None where it has none or only results are judged."""
+    if isinstance(side, ProgramSide):
+        return side.program
+    if isinstance(side, EngineSide) and side.level == "op":
+        return side.engine.program
+    return None
+
+
+def written_differently(baseline: Program, side: Any) -> dict[str, tuple[str, str]]:
+    """Return node of `baseline` -> (the side's own site, how its op differs), for the ops that do."""
+    own = program_of(side)
+    if own is None or own is baseline:
+        return {}
+    if isinstance(side, ProgramSide):
+        ours = {node.name: node for node in baseline.graph.nodes}
+        there = {node.name: node for node in own.graph.nodes}
+        said = {
+            node: (pair.candidate.name, pair.difference or _telling(ours[node], there[pair.candidate.node]))
+            for node, pair in side.pairs.items()
+        }
+        return {node: (site, how) for node, (site, how) in said.items() if how}
+    theirs = {node.name: node for node in own.graph.nodes}
+    found = {}
+    for node in baseline.graph.nodes:
+        _, site, _ = side.nodes.get(node.name, ("", "", ""))
+        entry = own.sites.get(site)
+        how = difference(node, theirs[entry.node]) if entry is not None and entry.kind == "op" else None
+        if how is not None:
+            found[node.name] = (site, how)
+    return found
+
+
+def _telling(ours: Node, theirs: Node) -> str | None:
+    """Return how two calls of one op differ in numbers, words and flags; dimensions are spelled in many ways."""
+    if ours.target != theirs.target or passes_on(ours):
+        return None
+    said = []
+    there = {literal.name: literal.value for literal in literals_of(theirs)}
+    for literal in literals_of(ours):
+        value = there.get(literal.name, literal.value)
+        if (
+            isinstance(literal.value, (float, str, bool))
+            and type(value) is type(literal.value)
+            and value != literal.value
+        ):
+            said.append(f"{literal.name}: {shown(literal.value)} here, {shown(value)} in the candidate")
+    return "; ".join(said) or None
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Which ops only one side has; `is_one_sided` where the other one has all the rest of them, and nothing else."""
+
+    text: str
+    is_one_sided: bool
+
+
+def left_out(baseline: Program, side: Any, name: str) -> LeftOut | None:
+    """Return which ops only one side has where the node `name` of `baseline` is made, None where both have the same.
+
+    Both sides are looked at from what is made of them up to the tensors that both have.
+    """
+    own = program_of(side)
+    if own is None or own is baseline:
+        return None
+    nodes = [{node.name: node for node in program.graph.nodes} for program in (baseline, own)]
+    found = _counterparts(side)
+    target = nodes[1].get(found.get(name, ""))
+    if target is None:
+        return None
+    above, ends = region_of(nodes[0][name], found)
+    constants = [{node.name for node in weight_only_nodes(program)} for program in (baseline, own)]
+    # What one side keeps as a buffer, the other may compute.
+    ours = _names([node for node in above if node.name == name or node.name not in constants[0]])
+    # What goes in has taken the place of what comes out.
+    is_its_input = target.name in {found[end.name] for end in ends}
+    region, their_ends = ([], []) if is_its_input else region_of(target, set(found.values()))
+    made = origin_of(target, set(found.values()))
+    theirs = _names([node for node in region if node in (target, made) or node.name not in constants[1]])
+    if _is_another(nodes[0][name], ours, theirs, {found[end]: end for end in found}, their_ends):
+        return None
+    if Counter(ours) == Counter(theirs) or len(ours) == len(theirs) == 1 or max(len(ours), len(theirs)) > _MOST:
+        return None
+    text = f"the baseline has {_listed(ours)} here, the candidate {_listed(theirs)}"
+    missing, more = Counter(ours) - Counter(theirs), Counter(theirs) - Counter(ours)
+    is_one_sided = not (missing and more)
+    if is_one_sided and sum((missing or more).values()) > _MOST_ONE_SIDED:
+        return None  # two tensors that have little to do with each other
+    return LeftOut(text, is_one_sided)
+
+
+def _is_another(
+    node: Node, ours: Sequence[str], theirs: Sequence[str], partners: Mapping[str, str], ends: Sequence[Node]
+) -> bool:
+    """Whether a side that has no op here has one elsewhere: the pair is not one, and nothing is left out."""
+    if not ours:
+        return list(theirs) == [op_name(origin_of(node))]
+    if theirs or not ends:
+        return False
+    above = {node.name}
+    waiting = [node]
+    while waiting:
+        sources = [source for source in waiting.pop().all_input_nodes if source.name not in above]
+        above.update(source.name for source in sources)
+        waiting += sources
+    return not any(partners[end.name] in above for end in ends)
+
+
+def _counterparts(side: ProgramSide | EngineSide) -> Mapping[str, str]:
+    """Return node of the baseline -> node of the side's own program."""
+    if isinstance(side, EngineSide) or side.counterparts:
+        return side.counterparts
+    return {node: pair.candidate.node for node, pair in side.pairs.items()}
+
+
+def _names(ops: Sequence[Node]) -> list[str]:
+    """Return what makes values: no views, no copies."""
+    names = []
+    for node in ops:
+        if op_name(node) in CASTS:
+            names.append(f"to {str(node.meta['val'].dtype).removeprefix('torch.')}")
+        elif not passes_on(node) and op_name(node) != "getitem":
+            names.append(op_name(node))
+    return names
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "nothing"

@@ -1,0 +1,1 @@
+"""How far one tensor is from another."""

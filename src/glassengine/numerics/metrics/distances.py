@@ -1,0 +1,181 @@
+"""How far apart, in finer detail than figures: distances in representable values, sizes of errors, slices, patterns.
+
+Pure functions of two tensors of one shape, each one pass in blocks; nothing here is computed unless asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from glassengine.blocks import blocks, error_stream, widen
+from glassengine.blocks.pieces import one_thread
+from glassengine.numerics.mask_values import sentinel
+from glassengine.results import ErrorHistogram, PatternMismatches, SliceMaxima, UlpDistance
+
+__all__ = ["error_histogram", "pattern_mismatches", "slice_maxima", "ulp_distance"]
+
+# Longer axes are summarised in steps, so that the result stays small.
+_MAX_SLICES = 1 << 16
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_POWERS = 2 ** np.arange(64, dtype=np.uint64)
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def ulp_distance(baseline: Tensor, candidate: Tensor) -> UlpDistance:
+    """Return the distances in units in the last place: 1 between neighbouring values of the dtype.
+
+    Args:
+        baseline: Any floating dtype.
+        candidate: The same dtype and shape.
+
+    Raises:
+        ValueError: The shapes differ, or the dtypes are not one floating dtype.
+    """
+    if baseline.dtype != candidate.dtype or not baseline.dtype.is_floating_point:
+        raise ValueError(f"distances in ulp need one floating dtype: {baseline.dtype} and {candidate.dtype}")
+    histogram = np.zeros(65, dtype=np.int64)
+    num_finite = num_mismatched = largest = 0
+    worst = None
+    for start, (b, c) in blocks(baseline, candidate):
+        x, y = widen(b).numpy(), widen(c).numpy()
+        finite = np.isfinite(x) & np.isfinite(y)
+        agree = (x == y) | (np.isnan(x) & np.isnan(y))
+        num_finite += int(np.count_nonzero(finite))
+        num_mismatched += int(np.count_nonzero(~finite & ~agree))
+        keys_b, keys_c = _keys(b), _keys(c)
+        # Wraps around as unsigned numbers do: the distance of two 64-bit keys may not fit into 63 bits.
+        distance = np.maximum(keys_b, keys_c).view(np.uint64) - np.minimum(keys_b, keys_c).view(np.uint64)
+        distance[~finite] = 0
+        position = int(distance.argmax())
+        if distance[position] > largest:
+            largest, worst = int(distance[position]), start + position
+        histogram += np.bincount(np.searchsorted(_POWERS, distance[finite], side="right"), minlength=65)
+    return UlpDistance(
+        num_finite=num_finite,
+        num_nonfinite_mismatch=num_mismatched,
+        max_ulp=largest if num_finite else None,
+        worst_index=_index(worst, baseline),
+        histogram=tuple(np.trim_zeros(histogram, "b").tolist()),
+    )
+
+
+def error_histogram(baseline: Tensor, candidate: Tensor) -> ErrorHistogram:
+    """Return how many errors |c - b| lie between neighbouring powers of two.
+
+    Args:
+        baseline: Any dtype; of complex numbers the magnitude of the error counts.
+        candidate: Same shape; any dtype.
+
+    Raises:
+        ValueError: The shapes differ.
+    """
+    num_zero = num_mismatched = 0
+    counts: dict[int, int] = {}
+    for error in _errors(baseline, candidate):
+        num_zero += int(np.count_nonzero(error == 0))
+        num_mismatched += int(np.count_nonzero(error == math.inf))
+        exponents = np.frexp(error[(error > 0) & (error < math.inf)])[1] - 1
+        for exponent, count in zip(*np.unique(exponents, return_counts=True), strict=True):
+            counts[int(exponent)] = counts.get(int(exponent), 0) + int(count)
+    return ErrorHistogram(num_zero, num_mismatched, dict(sorted(counts.items())))
+
+
+@one_thread()
+def slice_maxima(baseline: Tensor, candidate: Tensor) -> tuple[SliceMaxima, ...]:
+    """Return, for every axis, the largest |c - b| of every index along it: which rows, columns, tokens are hit.
+
+    Args:
+        baseline: Any dtype with n dimensions.
+        candidate: Same shape; any dtype.
+
+    Returns:
+        n results in the order of the axes; none for a 0-d tensor.
+
+    Raises:
+        ValueError: The shapes differ.
+    """
+    shape = tuple(baseline.shape)
+    steps = [max(1, -(-size // _MAX_SLICES)) for size in shape]
+    maxima = [torch.zeros(-(-size // step), dtype=torch.float64) for size, step in zip(shape, steps, strict=True)]
+    start = 0
+    for error in _errors(baseline, candidate):
+        position = torch.arange(start, start + error.size)
+        start += error.size
+        for axis, size in enumerate(shape):
+            index = position // math.prod(shape[axis + 1 :]) % size // steps[axis]
+            maxima[axis].scatter_reduce_(0, index, torch.from_numpy(error), "amax")
+    return tuple(
+        SliceMaxima(axis, size, step, tuple(found.tolist()))
+        for axis, (size, step, found) in enumerate(zip(shape, steps, maxima, strict=True))
+    )
+
+
+def pattern_mismatches(baseline: Tensor, candidate: Tensor, *, sentinels: Sequence[float] = ()) -> PatternMismatches:
+    """Return how many elements are of another kind: of opposite sign, zero on one side, a mask sentinel on one side.
+
+    An infinity, and a number near the largest of its dtype (`mask_values.sentinel`), is a sentinel; one of each sign.
+    Elements that are NaN on some side, and sentinels, are neither zero nor have a sign.
+
+    Args:
+        baseline: Any real dtype.
+        candidate: Same shape; any real dtype.
+        sentinels: Further values that stand for "masked", as written before conversion to the dtype of a side.
+
+    Raises:
+        ValueError: The shapes differ, or a side is complex.
+    """
+    if baseline.is_complex() or candidate.is_complex():
+        raise ValueError(f"complex numbers have no sign: {baseline.dtype} and {candidate.dtype}")
+    counts = [0, 0, 0]
+    first: list[int | None] = [None, None, None]
+    for start, (b, c) in blocks(baseline, candidate):
+        x, y = widen(b).numpy(), widen(c).numpy()
+        kind_b, kind_c = _sentinel_kind(x, b.dtype, sentinels), _sentinel_kind(y, c.dtype, sentinels)
+        number = (kind_b == 0) & (kind_c == 0) & ~np.isnan(x) & ~np.isnan(y)
+        sign_b, sign_c = np.sign(x), np.sign(y)
+        for which, differs in enumerate(
+            (number & (sign_b * sign_c < 0), number & ((sign_b == 0) != (sign_c == 0)), kind_b != kind_c)
+        ):
+            if count := int(np.count_nonzero(differs)):
+                counts[which] += count
+                first[which] = start + int(differs.argmax()) if first[which] is None else first[which]
+    sign, zero, sentinel = (_index(position, baseline) for position in first)
+    return PatternMismatches(baseline.numel(), counts[0], counts[1], counts[2], sign, zero, sentinel)
+
+
+def _errors(baseline: Tensor, candidate: Tensor) -> Iterator[Array]:
+    """Yield |c - b| piece by piece, inf where exactly one side is not finite or they differ in kind."""
+    for error in error_stream(baseline, candidate, relative=False)():
+        yield error.nan_to_num_(math.inf, math.inf).numpy()
+
+
+def _keys(piece: Tensor) -> Array:
+    """Return integers in the order of the values of `piece`, one apart for neighbouring values."""
+    bits = piece.view(_INTEGERS[piece.dtype.itemsize])
+    magnitude = bits.to(torch.int64) & torch.iinfo(bits.dtype).max
+    keys = torch.where(bits < 0, -magnitude, magnitude)
+    if piece.dtype == torch.float8_e8m0fnu:  # powers of two without a sign
+        keys = bits.view(torch.uint8).to(torch.int64)
+    return cast(Array, keys.numpy())
+
+
+def _sentinel_kind(values: Array, dtype: torch.dtype, sentinels: Sequence[float]) -> Array:
+    """Return 0 for ordinary numbers, 1 and -1 for sentinels of the dtype, 2 and up for the given ones."""
+    kind = np.zeros(values.shape, dtype=np.int64)
+    if dtype.is_floating_point:
+        kind = np.where(np.abs(values) >= sentinel(dtype), np.sign(values), 0).astype(np.int64)
+    for number, given in enumerate(sentinels, 2):
+        kind[values == float(torch.tensor(given, dtype=torch.float64).to(dtype))] = number
+    return kind
+
+
+def _index(position: int | None, tensor: Tensor) -> tuple[int, ...] | None:
+    return None if position is None else tuple(int(i) for i in np.unravel_index(position, tuple(tensor.shape)))

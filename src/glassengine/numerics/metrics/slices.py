@@ -1,0 +1,129 @@
+"""How two tensors differ along every axis, in one pass over blocks: mean squares of the error, slice by slice.
+
+And the test that goes with them, that of `numerics.verdict`, on a floor that was kept with the baseline's recording:
+
+    rho = max over slices of rms_s(candidate - baseline) / floor_s
+    floor_s^2 = max( noise_s^2, noise^2, r^2 mean(B^2), r^2 mean_s(B^2), (u^2 / 3) mean(B^2) )
+
+B is the baseline, r the largest noise of its site in any step, relative to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from glassengine.blocks import BLOCK_ELEMENTS, agree
+from glassengine.numerics.mask_values import sentinel
+from glassengine.numerics.verdict import smallest_precise, unit_roundoff
+from glassengine.recording.layout.noise_floor import Floor
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Mean squares, over the whole and for every index of every axis.
+
+    Attributes:
+        error: Of candidate - baseline; infinite where an element differs in kind (NaN, infinity, mask, integer).
+        power: Of the baseline.
+        errors: For each axis float64 [size].
+        powers: Likewise.
+    """
+
+    error: float
+    power: float
+    errors: tuple[Tensor, ...]
+    powers: tuple[Tensor, ...]
+
+
+def slices(baseline: Tensor, candidate: Tensor) -> Slices:
+    """Return the mean squares of two tensors of one shape and any dtypes; never more than a block is copied."""
+    shape = baseline.shape
+    errors = [torch.zeros(size, dtype=torch.float64) for size in shape]
+    powers = [torch.zeros(size, dtype=torch.float64) for size in shape]
+    error = power = 0.0
+    exact = not (baseline.is_floating_point() or baseline.is_complex())
+    limit = sentinel(baseline.dtype, candidate.dtype)
+    for where in _blocks(tuple(shape)):
+        b, c = baseline[where], candidate[where]
+        if exact:
+            square, size = torch.where(b == c, 0.0, math.inf).double(), torch.ones(b.shape, dtype=torch.float64)
+        else:
+            square, size = _squares(b, c, limit)
+        error, power = error + float(square.sum()), power + float(size.sum())
+        for axis, index in enumerate(where):
+            others = [i for i in range(len(where)) if i != axis]
+            errors[axis][index] += square.sum(others) if others else square
+            powers[axis][index] += size.sum(others) if others else size
+    count = max(1, baseline.numel())
+    for axis, axis_size in enumerate(shape):
+        errors[axis] /= max(1, count // max(1, axis_size))
+        powers[axis] /= max(1, count // max(1, axis_size))
+    return Slices(error / count, power / count, tuple(errors), tuple(powers))
+
+
+def rho(found: Slices, floor: Floor, relative: float, dtype: torch.dtype) -> float:
+    """Return the error over the floor, in the worst slice.
+
+    Args:
+        found: The two sides.
+        floor: What rounding alone does to the baseline.
+        relative: The largest noise of this site in any step, relative to the baseline.
+        dtype: Of the baseline; the last rounding alone is part of every floor.
+    """
+    u, tiny = (unit_roundoff(dtype), smallest_precise(dtype)) if dtype.is_floating_point else (0.0, 0.0)
+    share = max(relative**2, u**2 / 3)
+    least = max(floor.whole, found.power * share, tiny**2 / 3)
+    ratio: float = _ratio(torch.tensor(found.error), torch.tensor(least))
+    for errors, powers, noise in zip(found.errors, found.powers, floor.slices, strict=True):
+        ratio = max(ratio, _ratio(errors, torch.maximum(noise, powers * share).clamp(min=least)))
+    return math.sqrt(ratio)
+
+
+def _ratio(error: Tensor, floor: Tensor) -> float:
+    # What rounding alone changes in kind (an infinite floor) says nothing about the candidate.
+    ratio = torch.where((error > 0) & floor.isfinite(), error / floor, 0.0)
+    return float(ratio.max()) if ratio.numel() else 0.0
+
+
+def _squares(b: Tensor, c: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    wide = torch.complex128 if b.is_complex() or c.is_complex() else torch.float64
+    b, c = b.to(wide), c.to(wide)
+    size = b.abs()
+    odd_b, odd_c = ~(size < limit), ~(c.abs() < limit)
+    square = (c - b).abs().square()
+    either = odd_b | odd_c
+    if bool(either.any()):
+        # Masks and what is not finite are compared as a class: finfo.min plus a score is finfo.min.
+        alike = agree(b, c)
+        # A complex number has no sign, and is no mask.
+        same = odd_b & odd_c & (alike if b.is_complex() else alike | (torch.sign(b) == torch.sign(c)))
+        square = torch.where(either, torch.where(same, 0.0, math.inf), square)
+        size = torch.where(odd_b, 0.0, size)
+    return square, size.square()
+
+
+def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
+    """Yield the indices of blocks of at most `BLOCK_ELEMENTS` elements that cover a tensor of `shape`."""
+    if math.prod(shape) == 0:
+        return
+    ranges: list[list[slice]] = []
+    inner = math.prod(shape)
+    for size in shape:
+        inner //= size
+        rows = max(1, min(size, BLOCK_ELEMENTS // max(1, inner)))
+        ranges.append([slice(first, min(first + rows, size)) for first in range(0, size, rows)])
+    yield from _product(ranges)
+
+
+def _product(ranges: list[list[slice]]) -> Iterator[tuple[slice, ...]]:
+    if not ranges:
+        yield ()
+        return
+    for first in ranges[0]:
+        for rest in _product(ranges[1:]):
+            yield (first, *rest)

@@ -1,0 +1,224 @@
+"""What rounding does to each op: which ops round at all, and how much noise a Monte-Carlo run adds.
+
+Noise is uniform in [-u, u] relative to the result (near zero absolute, and never more than the number itself), plus the
+accumulation error of sums: sqrt(K / 6) u_acc sqrt(x^2 W^2) for products over K terms (the probabilistic bound of Higham
+and Mary); without that term 5-40 % of legitimate float32 runs looked wrong in the study behind this design. u_acc is
+float32's, unless less is declared: lower accumulation must show as an error. The noise itself is worked out in float32,
+and added in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from glassengine.numerics.composite_bounds import attention_parts
+from glassengine.numerics.float64 import target_of
+from glassengine.numerics.ops import (
+    ATTENTION,
+    CASTS,
+    COUNTS,
+    FLOAT32_SUMS,
+    MOVES,
+    OF_ABSOLUTE_ERROR,
+    SUMS,
+    U_ACCUMULATE,
+    Accumulation,
+    num_terms,
+)
+from glassengine.numerics.product_noise import ExactProduct, is_product
+from glassengine.numerics.random_bytes import uniform
+from glassengine.program.representation.naming import CONVOLUTIONS, PRODUCTS, op_name
+from glassengine.program.representation.outputs import is_view
+
+FROM_MEMORY = PRODUCTS | CONVOLUTIONS | {ATTENTION}
+"""Ops whose operands are usually read from memory, so that what was dumped is what was used; see `reads_memory`."""
+_UNDERFLOW = 2.0**-60
+"""Errors near zero that are smaller than this are none for any model: those of all dtypes with eight exponent bits."""
+_MANY = 64
+"""Terms: of fewer than these the probabilistic bound allows any error."""
+_LARGEST_ARGUMENT = 1e4
+"""Where functions are saturated, or beyond what a sweep covers."""
+_ROOTS = frozenset({"var", "std", "norm", "linalg_vector_norm", "logsumexp"})
+
+
+def rounds(node: Node) -> bool:
+    """Whether the op of `node` rounds its result."""
+    if is_view(node) or op_name(node) in MOVES | COUNTS:
+        return False
+    if op_name(node) in CASTS:
+        source = node.args[0].meta["val"].dtype  # type: ignore[union-attr]
+        target = node.meta["val"].dtype
+        floating: bool = source.is_floating_point and target.is_floating_point
+        return floating and torch.finfo(source).bits > torch.finfo(target).bits
+    return True
+
+
+def noisy(
+    node: Node,
+    value: torch.Tensor,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    u: float,
+    generator: torch.Generator,
+    accumulation: Accumulation = FLOAT32_SUMS,
+    tiny: float = 0.0,
+) -> torch.Tensor:
+    """Return `value` (float64, the exact result of `node` for `args`) with one sample of legal rounding.
+
+    Args:
+        node: The op.
+        value: Its float64 result.
+        args: The float64 arguments it was computed from.
+        kwargs: Its keyword arguments, likewise.
+        u: Unit roundoff of the dtype in which the op rounds its result.
+        generator: Source of the noise.
+        accumulation: Of products.
+        tiny: Largest error of rounding near zero in that dtype.
+    """
+    if is_product(node):
+        summed = ExactProduct(node, value, args, kwargs).sums(args, kwargs, u, generator, accumulation)
+        return rounded(value, u, generator, summed, tiny)
+    half = _half_width(value.float().abs_(), u, tiny)
+    accumulated = _accumulation(node, value, args, kwargs, u, accumulation)
+    if accumulated is not None:
+        half += accumulated.float()
+    return _added(value, half.mul_(uniform(value.shape, generator)), u)
+
+
+def rounded(
+    value: torch.Tensor, u: float, generator: torch.Generator, noise: torch.Tensor | None, tiny: float = 0.0
+) -> torch.Tensor:
+    """Return `value` (float64) with other `noise` (float32) and its own rounding."""
+    own = _half_width(value.float(), u, tiny).mul_(uniform(value.shape, generator))
+    return _added(value, own if noise is None else own.add_(noise), u)
+
+
+def disturbed(value: torch.Tensor, u: float, generator: torch.Generator, tiny: float = 0.0) -> torch.Tensor:
+    """Return `value` (float64) as rounding to a dtype may have moved it before it was used."""
+    unit = torch.rand(value.shape, generator=generator, dtype=torch.float32).double() * 2 - 1
+    return torch.where(value.isfinite(), value + _half_width(value.abs(), u, tiny) * unit, value)
+
+
+def _half_width(value: torch.Tensor, u: float, tiny: float) -> torch.Tensor:
+    """Half-width of uniform noise, up to its sign: u |x|, near zero `tiny` but at most |x|; overwrites `value`."""
+    if tiny < _UNDERFLOW:
+        return value.mul_(u)
+    size = value.abs()
+    return torch.minimum((size * u).clamp_(min=tiny), size)
+
+
+def _added(value: torch.Tensor, noise: torch.Tensor, u: float) -> torch.Tensor:
+    """`value` with noise where there can be any: what is infinite, or a mask beyond float32, has none."""
+    moved = noise.double().add_(value)
+    if math.isfinite(float(moved.sum())):
+        return moved
+    return torch.where(moved.isfinite(), moved, value)
+
+
+def _accumulation(
+    node: Node, value: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], u: float, how: Accumulation
+) -> torch.Tensor | None:
+    """Half-width of uniform noise for the internal sums of an op (broadcasts against its result), None without sums."""
+    op = op_name(node)
+    kernel = how.kernels.error(op, _dtype_of(node))
+    if kernel is not None and any(kernel.spread):
+        argument = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        fits = argument is not None and argument.shape == value.shape
+        size, of_argument = (
+            0.0 if tensor is None else tensor.abs().nan_to_num(0.0, 0.0, 0.0).clamp(max=_LARGEST_ARGUMENT)
+            for tensor in (value, argument if fits else None)
+        )
+        return kernel.noise(size, of_argument)  # type: ignore[arg-type]
+    if op in OF_ABSOLUTE_ERROR and kernel is None:
+        return torch.full_like(value, 6 * U_ACCUMULATE)
+    if op == ATTENTION:
+        return _attention(args, kwargs, max(u, how.u_operands), how.u_sums)
+    if op in SUMS or op in _ROOTS:
+        absolute: torch.Tensor = target_of(node)(*pytree.tree_map(_absolute, args), **kwargs).abs()
+        terms = num_terms(op, args, value)
+        noise = absolute * math.sqrt(min(terms, 1 << 16)) * U_ACCUMULATE
+        biased = one_after_another(op, value, args, kwargs) if terms >= _MANY else None
+        return noise if biased is None else noise + 2 * (biased - value).abs()
+    return None
+
+
+def one_after_another(
+    op: str, value: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor | None:
+    """Return a sum whose terms are added one after another in float32; None for ops that are no plain sums.
+
+    Roundings of terms that are alike (padding, a constant) go in one direction, and do not cancel as the probabilistic
+    bound has it.
+    """
+    if op not in ("sum", "mean") or not args or not isinstance(args[0], torch.Tensor):
+        return None
+    x = args[0]
+    given = next((part for part in (*args[1:2], kwargs.get("dim"), kwargs.get("axes")) if part is not None), None)
+    if isinstance(given, torch.Tensor):
+        given = given.flatten().tolist()
+    if isinstance(given, int) and not isinstance(given, bool):
+        given = [given]
+    if given is not None and not isinstance(given, (list, tuple)):
+        return None
+    dims = sorted({int(dim) % max(1, x.dim()) for dim in given or range(x.dim())})
+    if not x.is_floating_point() or not dims:
+        return None
+    rows = x.movedim(dims, list(range(x.dim() - len(dims), x.dim()))).reshape(value.numel(), -1)
+    if not rows.numel() or not bool(rows.isfinite().all()):
+        return None
+    added = np.add.accumulate(rows.float().contiguous().numpy(), axis=-1, dtype=np.float32)[:, -1]
+    total = torch.from_numpy(added).double() / (rows.shape[-1] if op == "mean" else 1)
+    return total.reshape(value.shape)
+
+
+def _dtype_of(node: Node) -> torch.dtype:
+    value = node.meta.get("val")
+    return value.dtype if isinstance(value, torch.Tensor) else torch.float32
+
+
+def _absolute(value: Any) -> Any:
+    return value.abs() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def _attention(args: tuple[Any, ...], kwargs: dict[str, Any], u: float, u_sums: float) -> torch.Tensor:
+    """Scores are sums over D, probabilities are rounded (to the input dtype by fused kernels), contexts sum over T."""
+    # The size of noise needs no float64, which takes twice the time.
+    narrow = [arg.float() if isinstance(arg, torch.Tensor) and arg.is_floating_point() else arg for arg in args]
+    query, key, value = narrow[:3]
+    size, length = query.shape[-1], key.shape[-2]
+    scale = kwargs.get("scale") or size**-0.5
+    spread = query.square().sum(-1, keepdim=True).amax().sqrt() * key.square().sum(-1).amax().sqrt()
+    score_error = size**0.5 * u_sums * scale * float(spread)
+    named = {k: v.float() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in kwargs.items()}
+    weight = torch.ops.aten.scaled_dot_product_attention.default(query, key, value.abs(), *narrow[3:], **named)
+    share = score_error + 2 * U_ACCUMULATE + length**0.5 * u_sums + u / max(1.0, length**0.5)
+    noise: torch.Tensor = weight * share
+    return noise
+
+
+def reads_memory(op: Node, shape: torch.Size) -> bool:
+    """Whether a compiler has the operands in memory: it fuses batched products of one row or column, as sums.
+
+    Args:
+        op: The op.
+        shape: Of its result as it was run: in the graph sizes may be symbols.
+    """
+    if op_name(op) not in FROM_MEMORY:
+        return False
+    values = [op.meta["val"], *(source.meta.get("val") for source in op.all_input_nodes)]
+    is_batched = op_name(op) in ("bmm", "matmul") and all(isinstance(v, torch.Tensor) and v.dim() > 2 for v in values)
+    return not (is_batched and 1 in shape[-2:])
+
+
+def other_kernel(op: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return a second implementation, where one kernel would be too little of a floor: attention written out."""
+    if op_name(op) != ATTENTION:
+        return []
+    _, _, value, _, probabilities, _ = attention_parts(args, kwargs)
+    return [(probabilities.to(value.dtype) @ value).double()]

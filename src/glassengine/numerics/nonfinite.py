@@ -1,0 +1,43 @@
+"""Values that are no numbers any more, and who made them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from glassengine.numerics.ops import ATTENTION, Operation
+from glassengine.numerics.verdict import is_finite
+
+_OF_ROWS = frozenset({ATTENTION, "softmax", "_softmax", "log_softmax", "_log_softmax", "logsumexp"})
+
+
+def is_broken(value: Any) -> bool:
+    """Return whether there is a NaN or a positive infinity (masks hold negative ones)."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not value.numel():
+        return False
+    return not bool(value.amax() < math.inf)
+
+
+def num_newly_broken(
+    operation: Operation, candidate: torch.Tensor, written: torch.Tensor | None, hidden: torch.Tensor | None = None
+) -> int:
+    """Return how many NaN and infinities the op made of finite inputs; padding counts: what comes later reads it.
+
+    A row of padding that may see nothing has a softmax of its own in every kernel, and memory that nobody has written
+    holds anything.
+
+    Args:
+        operation: On finite inputs.
+        candidate: What the candidate made of them.
+        written: Bool mask of the elements that somebody has written; None where all are.
+        hidden: Bool mask of those that hide a place, where minus infinity is as good as any number.
+    """
+    if operation.name in _OF_ROWS or is_finite(candidate):
+        return 0
+    largest = torch.finfo(candidate.dtype).max / 2
+    broken = ~candidate.isfinite() & operation.exact.isfinite() & (operation.exact.abs() < largest)
+    if hidden is not None:
+        broken = broken & ~(hidden & (candidate < 0))
+    return int((broken if written is None else broken & written).sum())

@@ -1,0 +1,154 @@
+"""A product in float64, and what rounding and disturbed factors make of it, at the price of float32.
+
+A product (of matrices, or a convolution) is linear in each of its factors. With P the exact result for a factor x:
+
+    (x + d) W = P + d W
+
+d is what rounding further up has done to x, small beside it, so that d W needs no float64: its own rounding is 2^-24
+of the noise that it stands for.
+
+The rounding of sums over K terms has a standard deviation of sqrt(K / 6) u_acc sqrt(x^2 W^2) (see `rounding`). That is
+what steps of random sign in x make of the product, Var(sum_k +-s x_k w_k) = s^2 sum_k x_k^2 w_k^2, and they go into d:
+one product in float32 gives both. A step has a fixed size, not a random one, lest a row with one huge element draws
+next to nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from glassengine.numerics.float64 import target_of
+from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation, num_terms
+from glassengine.numerics.random_bytes import uniform
+from glassengine.program.representation.naming import CONVOLUTIONS, PRODUCTS, op_name
+
+_MEAN_SIZE = math.sqrt(2 / math.pi)
+"""Of a normal variable in units of its standard deviation."""
+
+
+def is_product(node: Node) -> bool:
+    """Whether the op of `node` is a product of matrices or a convolution."""
+    return op_name(node) in PRODUCTS or op_name(node) in CONVOLUTIONS
+
+
+class ExactProduct:
+    """One product with its float64 result; draws samples of what rounding makes of it.
+
+    Args:
+        node: The op.
+        value: Its float64 result.
+        args: The float64 arguments it was computed from.
+        kwargs: Its keyword arguments, likewise.
+        narrow: Position among the leaves of `args` -> the same values in a smaller dtype, where there are any.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        value: Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        narrow: Mapping[int, Tensor] = MappingProxyType({}),
+    ) -> None:
+        op = op_name(node)
+        self._value, self._call = value, target_of(node)
+        self._kwargs = kwargs
+        self._leaves, self._spec = pytree.tree_flatten(args)
+        # The added operand of addmm and the bias of linear and convolutions are no factors.
+        added = 0 if op.startswith(("add", "badd")) else 2 if op == "linear" or op in CONVOLUTIONS else -1
+        floats = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        self._added = added if added in floats else None
+        self._factors = [i for i in floats if i != added]
+        self._terms = num_terms(op, args, value)
+        self._narrow = dict(narrow)
+
+    def sums(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        u: float,
+        generator: torch.Generator,
+        accumulation: Accumulation = FLOAT32_SUMS,
+    ) -> Tensor | None:
+        """Return a sample of (result for `args`, sums rounded) - (exact result), float32; its own rounding is missing.
+
+        None where more than one operand differs from the exact ones, or the difference is not finite.
+
+        Args:
+            args: Float64 arguments near the exact ones, or these.
+            kwargs: Likewise.
+            u: Unit roundoff of the dtype in which the op rounds its result.
+            generator: Source of the noise.
+            accumulation: How the sums are rounded.
+        """
+        leaves = pytree.tree_leaves(args)
+        moved = [i for i in self._operands if not _is_same(leaves[i], self._leaves[i])]
+        if len(moved) > 1 or (moved and moved[0] == self._added) or not self._has_options(kwargs):
+            return None
+        position = moved[0] if moved else self._factors[0]
+        factor = leaves[position]
+        step = torch.copysign(factor.float() * self._step(u, accumulation), uniform(factor.shape, generator))
+        if moved:
+            step += (factor - self._leaves[position]).float()
+        largest = _largest(step)
+        if not largest < math.inf:
+            if moved:
+                return None
+            largest = _largest(step.nan_to_num_(0.0, 0.0, 0.0))
+        if not largest:
+            return torch.zeros_like(self._value, dtype=torch.float32)
+        # In units of the largest, or squares of small gradients fall out of float32.
+        deviation: Tensor = self._linear(position, step.div_(largest)).mul_(largest)
+        return deviation
+
+    @property
+    def _operands(self) -> list[int]:
+        return self._factors if self._added is None else [*self._factors, self._added]
+
+    def _step(self, u: float, accumulation: Accumulation) -> float:
+        """Relative size of the steps in a factor: a standard deviation, while noise is given by its half-width.
+
+        The rounding of the result, u |P|, is drawn apart; half-widths a and u |P| that are added make a mean square
+        that is larger by 2 a u mean|P| than that of two draws.
+        """
+        half = math.sqrt(3.0 * self._terms / 6.0) * accumulation.u_sums + 2 * accumulation.u_operands
+        return math.sqrt(half * (half + 2 * _MEAN_SIZE * u) / 3.0)
+
+    def _linear(self, position: int, step: Tensor) -> Tensor:
+        """The product with `step` in the place of one factor, nothing added, in float32."""
+        leaves = [step if i == position else self._narrowed(i) for i in range(len(self._leaves))]
+        named = {name: None if name == "bias" else option for name, option in self._kwargs.items()}
+        result: Tensor = self._call(*pytree.tree_unflatten(leaves, self._spec), **named)
+        return result
+
+    def _narrowed(self, position: int) -> Any:
+        leaf = self._leaves[position]
+        if position == self._added:
+            return leaf.new_zeros((), dtype=torch.float32).expand(leaf.shape) if not position else None
+        if position not in self._factors:
+            return leaf
+        self._narrow[position] = self._narrow.get(position, leaf).float()
+        return self._narrow[position]
+
+    def _has_options(self, kwargs: dict[str, Any]) -> bool:
+        pairs = zip(pytree.tree_leaves(kwargs), pytree.tree_leaves(self._kwargs), strict=True)
+        return all(_is_same(one, other) for one, other in pairs if isinstance(one, Tensor))
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().amax()) if tensor.numel() else 0.0
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two live tensors are the same memory, seen alike: weights are, in all lanes."""
+    if one.data_ptr() != other.data_ptr() or one.dtype != other.dtype:
+        return False
+    return one.shape == other.shape and one.stride() == other.stride()

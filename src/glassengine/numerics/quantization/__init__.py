@@ -1,0 +1,1 @@
+"""What quantization does to a weight."""

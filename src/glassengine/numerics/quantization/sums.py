@@ -1,0 +1,91 @@
+"""Sums over the elements of a quantized weight, in one pass and in float64; see `weight_error`.
+
+b, c        the unquantised and the quantised weight, [O, I]
+e           (c - b) / step
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from glassengine.blocks import BLOCK_ELEMENTS
+
+MOST_ELEMENT = 1.5
+"""Steps beyond which an element that is not at an end counts as far away."""
+LEAST_GROUP = 16
+"""A mean over fewer elements says nothing."""
+_SPARSE = 16
+"""One of so many errors is kept, to see how they are distributed."""
+
+
+class Sums:
+    """Everything that is added up over the elements of a matrix, some rows at a time.
+
+    Attributes:
+        groups: For each block of rows [8, groups]: step, elements not at an end, elements, and the sums over them of
+            e, e^2 (not at an end), b^2, b c, c^2.
+        columns: [3, I]: sums of b^2, b c, c^2.
+        bounded: Sum of e^2, an end of the range counting half a step at most.
+        noise: Sum of (c - b)^2.
+        largest: The largest |e| not at an end.
+        num_far: How many of them are beyond `MOST_ELEMENT`.
+        num_inside: Elements not at an end.
+        num_quantised: Elements that are quantised.
+        inside: Sums of b^2, b c and step^2 / 12 (what rounding to nearest leaves) over elements not at an end.
+        sample: Some |e| not at an end.
+    """
+
+    def __init__(self, b: Tensor, c: Tensor, step: Tensor) -> None:
+        self.groups: list[Tensor] = []
+        self.columns = torch.zeros((3, b.shape[1]), dtype=torch.float64)
+        self.bounded = self.noise = self.largest = 0.0
+        self.num_far = self.num_inside = self.num_quantised = 0
+        self.inside = torch.zeros(3, dtype=torch.float64)
+        self.is_finite = True
+        samples = []
+        # Groups of inputs that were sorted by their size, as GPTQ does, lie in pieces.
+        first = step[:LEAST_GROUP].abs()
+        is_sorted = int((first.diff(dim=1) != 0).sum()) * LEAST_GROUP > first.numel()
+        at_once = max(1, BLOCK_ELEMENTS // b.shape[1])
+        for start in range(0, len(b), at_once):
+            rows = slice(start, start + at_once)
+            samples.append(self._add(b[rows].double(), c[rows].double(), step[rows].double(), is_sorted))
+        sample = torch.cat(samples)
+        self.sample = sample[:: max(1, sample.numel() // 65536)]
+        bb, bc, cc = (float(total) for total in self.columns.sum(1))
+        self.slope = bc / bb if bb > 0 else 1.0
+        self.correlation = bc / math.sqrt(bb * cc) if bb * cc > 0 else float(bb == cc)
+
+    def _add(self, b: Tensor, c: Tensor, step: Tensor, is_sorted: bool) -> Tensor:
+        """Add some rows; return some |e| not at an end."""
+        self.is_finite &= bool(torch.isfinite(c).all())
+        difference, size = c - b, step.abs()
+        e = difference / size.where(size > 0, math.inf)
+        inside = (step > 0).double()
+        self.inside += (torch.stack([b * b, b * c, step.square() / 12]) * inside).sum((1, 2))
+        at_end = e.clamp(-0.5, 0.5)
+        self.noise += float(difference.square().sum())
+        self.bounded += float(torch.where(step > 0, e, at_end).square().sum())
+        self.num_quantised += int((size > 0).sum())
+        products = torch.stack([b * b, b * c, c * c])
+        self.columns += products.sum(1)
+        errors = e[step > 0].abs()
+        if errors.numel():
+            self.largest = max(self.largest, float(errors.max()))
+            self.num_far += int((errors > MOST_ELEMENT).sum())
+            self.num_inside += errors.numel()
+        e = e * inside
+        values = torch.stack([inside, torch.ones_like(e), e, e.square(), *products], -1)
+        if is_sorted:
+            size, order = size.sort(dim=1, stable=True)
+            values = values.gather(1, order[..., None].expand(values.shape))
+        starts = torch.ones_like(size, dtype=torch.bool)
+        starts[:, 1:] = size.diff(dim=1) != 0
+        index = starts.flatten().cumsum(0) - 1
+        totals = torch.zeros((int(index[-1]) + 1, values.shape[-1]), dtype=torch.float64)
+        totals.index_add_(0, index, values.flatten(0, 1))
+        self.groups.append(torch.cat([size[starts][None], totals.T]))
+        return errors[::_SPARSE].float()

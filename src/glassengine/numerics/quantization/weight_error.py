@@ -1,0 +1,232 @@
+"""Is the difference of a quantised weight from the unquantised one quantisation, or a mistake?
+
+In units of the step of each element, e = (quantised - unquantised) / step:
+
+    rounding to nearest     |e| <= 1/2 except at the ends of the range, where values are cut off; rms 0.29
+    GPTQ and the like       errors make up for one another: rms 0.3 to 0.5, |e| up to 4, means of groups within 0.65
+                            (random matrices [128..512, 64..1024], white and correlated inputs, 3, 4 and 8 bits)
+
+    a mistake               rms(e) above 1: the numbers are not those that the step was chosen for;
+                            a group moved by more than 0.75 steps: its zero is another;
+                            a slope on the unquantised values that is not 1, of a group: its scale is another; of an
+                            input: it was scaled, and nothing undoes it;
+                            single elements beyond 1.5 steps where all others are rounded to nearest
+
+A mean or a slope of a group counts where it is 8 of its standard errors away, so that small groups raise no alarm.
+What kind of mistake it is, is tried: in another order, another weight's values, the scales of other groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from glassengine.numerics.quantization.sums import LEAST_GROUP, Sums
+from glassengine.results import Hint
+
+MOST_RMS = 1.0
+MOST_SHIFT = 0.75
+MOST_SLOPE = 0.15
+MOST_ALL = 0.12
+"""Of the slope of all groups: integers of 2 bits, cut off to have a zero in the middle, have one of 0.93."""
+_LEAST_FACTOR = 0.01
+_OF_ROUNDING = 2.0
+"""A factor of the whole weight is a mistake from so many times the relative error of rounding on."""
+_NEAREST = 0.6
+"""Where 99 % of the errors are below it, values were rounded to nearest (scales are stored rounded, too)."""
+_SIGNIFICANT = 8.0
+_RIGHT = 0.8
+"""Correlation with the right values; of 2 bit integers it is about 0.9."""
+_WRONG = 0.5
+_SAMPLE = 256
+"""Rows and columns that are looked at to find what a weight is instead."""
+
+_ORDERS = (
+    ("AWQ's packing order", (0, 2, 4, 6, 1, 3, 5, 7)),
+    ("AWQ's packing order", (0, 4, 1, 5, 2, 6, 3, 7)),
+    ("packing from the other end", (7, 6, 5, 4, 3, 2, 1, 0)),
+    ("swapped halves of each byte", (1, 0, 3, 2, 5, 4, 7, 6)),
+)
+"""How eight neighbouring integers may be permuted; AWQ's order and its inverse."""
+
+
+@dataclass(frozen=True)
+class WeightError:
+    """What a quantised weight's difference looks like.
+
+    Attributes:
+        snr_db: Of the weight.
+        rms_steps: Root mean square of the difference, in steps; an end of the range counts half a step at most.
+        max_steps: The largest, ends of the range excepted; None where everything is an end.
+        num_groups: Elements of one row with one step.
+        mistakes: What cannot be quantisation, the likeliest first; empty where all of it can.
+    """
+
+    snr_db: float
+    rms_steps: float
+    max_steps: float | None
+    num_groups: int
+    mistakes: tuple[Hint, ...]
+
+
+def judge_weight(
+    baseline: Tensor, candidate: Tensor, step: Tensor, others: Mapping[str, Tensor] | None = None
+) -> WeightError:
+    """Judge one quantised weight.
+
+    Args:
+        baseline: Unquantised, floating, at least 2 dimensions; the last one is the inputs'.
+        candidate: What the quantised weight stands for, the same shape.
+        step: Of each element, negative at the ends of the range; 0 for elements that are not quantised.
+        others: Name -> unquantised weights of the same shape, which it may be by mistake.
+    """
+    b, c, s = (x.detach().reshape(-1, x.shape[-1]) for x in (baseline, candidate, step))
+    sums = Sums(b, c, s)
+    groups = _Groups(torch.cat(sums.groups, 1), sums.slope, sums.correlation)
+    mistakes = list(groups.mistakes()) or list(_inputs(sums.columns, len(b)))
+    mistakes += _single(sums)
+    mistakes = mistakes or list(_whole(sums))
+    rms = math.sqrt(sums.bounded / max(sums.num_quantised, 1))
+    if not sums.is_finite:
+        mistakes = [Hint("not a number", "the quantised weight has values that are no numbers", 1.0)]
+        rms = math.inf
+    elif sums.correlation < _WRONG or (mistakes and sums.correlation < _RIGHT):
+        instead = _instead(b, c, others or {}, sums.correlation)
+        if instead is not None:
+            mistakes = [instead]
+        elif sums.correlation < _WRONG and groups.share < _WRONG:
+            text = f"its correlation with the unquantised weight is {sums.correlation:.2g}"
+            mistakes = [Hint("not its values", f"{text}: another order, or another weight", 0.7)]
+    if not mistakes and rms > MOST_RMS:
+        mistakes = [Hint("not its values", f"it is {rms:.3g} steps (rms) from the unquantised weight", 0.5)]
+    power = float(sums.columns[0].sum())
+    return WeightError(
+        snr_db=10 * math.log10(power / sums.noise) if sums.noise > 0 and power > 0 else math.inf,
+        rms_steps=rms,
+        max_steps=sums.largest if sums.num_inside else None,
+        num_groups=groups.number,
+        mistakes=tuple(mistakes),
+    )
+
+
+class _Groups:
+    """Means and slopes of the elements that share a row and a step.
+
+    Args:
+        sums: [8, groups], as in `Sums`.
+        slope: Of all elements.
+        correlation: Of all elements.
+    """
+
+    def __init__(self, sums: Tensor, slope: float, correlation: float) -> None:
+        self.steps, count, all_of, errors, squares, bb, bc, cc = sums
+        self.number = len(count)
+        n = count.clamp(min=1)
+        self.mean = errors / n
+        spread = (squares / n - self.mean.square()).clamp(min=0).sqrt()
+        enough = (count >= LEAST_GROUP) & (self.steps > 0)
+        self.moved = enough & (self.mean.abs() > MOST_SHIFT) & (self.mean.abs() > _SIGNIFICANT * spread / n.sqrt())
+        self.slope, error = _slopes(bb, bc, cc, all_of)
+        off = (self.slope - 1).abs()
+        enough = (all_of >= LEAST_GROUP) & (self.steps > 0)
+        self.scaled = enough & (off > MOST_SLOPE) & (off > _SIGNIFICANT * error)
+        # Also of bits too few to tell it of one group.
+        if correlation > _RIGHT and abs(slope - 1) > MOST_ALL and float(off.median()) > MOST_ALL:
+            self.scaled |= enough
+        self.share = float((self.scaled | self.moved).double().mean())
+
+    def mistakes(self) -> Iterator[Hint]:
+        """Yield what no rounding of a group explains."""
+        scaled, moved = int(self.scaled.sum()), int((self.moved & ~self.scaled).sum())
+        if scaled:
+            slopes = self.slope[self.scaled]
+            middle = float(slopes.median())
+            where = f"{scaled} of {self.number} groups"
+            if scaled > 1 and self._belong_elsewhere():
+                yield Hint("scales of other groups", f"{where} have the scale of another group", 0.9)
+            elif float((slopes / middle - 1).abs().median()) < MOST_SLOPE:
+                yield Hint("wrong scale", f"{where} are {middle:.3g} times what they should be", 0.9)
+            else:
+                yield Hint(
+                    "wrong scale", f"{where} are {float(slopes.min()):.3g} to {float(slopes.max()):.3g} times", 0.8
+                )
+        if moved:
+            found = self.mean[self.moved & ~self.scaled]
+            where = f"{moved} of {self.number} groups"
+            text = f"{where} are moved by {float(found.median()):+.3g} steps: their zero is another"
+            yield Hint("wrong zero", text, 0.9)
+
+    def _belong_elsewhere(self) -> bool:
+        """Whether the scales that the groups should have are, as a collection, the scales that there are."""
+        wanted = (self.steps / self.slope.abs().clamp(min=1e-12)).sort().values
+        apart = (wanted / self.steps.sort().values - 1).abs()
+        return float(apart.median()) < 0.05 and float((self.slope - 1).abs().median()) > 0.02
+
+
+def _slopes(bb: Tensor, bc: Tensor, cc: Tensor, number: Tensor | int) -> tuple[Tensor, Tensor]:
+    """Return slopes of c on b, and their standard errors, from sums of squares and products."""
+    power = bb.clamp(min=1e-300)
+    slope = bc / power
+    left = (cc - slope.square() * power).clamp(min=0)
+    return slope, (left / (number * power)).sqrt()
+
+
+def _inputs(columns: Tensor, number: int) -> Iterator[Hint]:
+    """Yield what no rounding of the weights of one input explains: they were scaled, and nothing undoes it."""
+    slope, error = _slopes(columns[0], columns[1], columns[2], number)
+    off = (slope - 1).abs()
+    scaled = (off > MOST_SLOPE) & (off > _SIGNIFICANT * error)
+    if number >= LEAST_GROUP and scaled.any():
+        found = slope[scaled]
+        text = f"{len(found)} of {len(slope)} inputs are {float(found.min()):.3g} to {float(found.max()):.3g} times"
+        yield Hint("scaled inputs", text, 0.6)
+
+
+def _single(sums: Sums) -> Iterator[Hint]:
+    far, number = sums.num_far, sums.num_inside
+    if far and far < 0.01 * number and float(sums.sample.quantile(0.99)) < _NEAREST:
+        text = f"{far} of {number} elements are up to {sums.largest:.3g} steps away, all others rounded"
+        yield Hint("single elements", text, 0.8)
+
+
+def _whole(sums: Sums) -> Iterator[Hint]:
+    """Yield a factor of the whole weight that is small beside a step, as those of 8 bit floating numbers are large."""
+    bb, bc, rounding = (float(total) for total in sums.inside)
+    if not bb > 0 or sums.num_inside < LEAST_GROUP**2:
+        return
+    off = abs(bc / bb - 1)
+    if sums.correlation > _RIGHT and off > max(_LEAST_FACTOR, _OF_ROUNDING * math.sqrt(rounding / bb)):
+        yield Hint("wrong scale", f"all of it is {bc / bb:.3g} times what it should be", 0.9)
+
+
+def _instead(b: Tensor, c: Tensor, others: Mapping[str, Tensor], correlation: float) -> Hint | None:
+    """Return what the values of a weight are instead of its own, if that can be told."""
+    rows, columns = (min(size, _SAMPLE) // 8 * 8 for size in b.shape)
+    small_b, small_c = b[:rows, :columns].double(), c[:rows, :columns].double()
+    for cause, order in _ORDERS:
+        for axis, name in ((1, "inputs"), (0, "outputs")):
+            index = torch.arange(small_c.shape[axis]).reshape(-1, 8)[:, list(order)].flatten()
+            if index.numel() and _correlation(small_b, small_c.index_select(axis, index)) > _RIGHT:
+                text = f"eight neighbouring {name} are in the order {order}: {cause}"
+                return Hint("packing order", text, 1.0)
+    if b.shape[0] == b.shape[1] and _correlation(small_b, c.T[:rows, :columns].double()) > _RIGHT:
+        return Hint("transposed", "it is the transposed weight", 1.0)
+    if correlation < -_RIGHT:
+        return Hint("sign", "it has the other sign", 1.0)
+    found = next((name for name, other in others.items() if _is_same(other, c)), None)
+    return None if found is None else Hint("another weight", f"it is the weight {found}", 1.0)
+
+
+def _is_same(other: Tensor, c: Tensor) -> bool:
+    rows = other.detach().reshape(-1, other.shape[-1])[:_SAMPLE, :_SAMPLE].double()
+    return _correlation(rows, c[:_SAMPLE, :_SAMPLE].double()) > _RIGHT
+
+
+def _correlation(a: Tensor, b: Tensor) -> float:
+    product = float((a * b).sum())
+    size = math.sqrt(float(a.square().sum()) * float(b.square().sum()))
+    return product / size if size > 0 else float(torch.equal(a, b))

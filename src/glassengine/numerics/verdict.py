@@ -1,0 +1,400 @@
+"""Rounding or mistake: the error of a tensor against a float64 reference, over a measured noise floor.
+
+The floor of a tensor comes from runs that differ from the reference by rounding alone (the same program in its own
+dtype, and Monte-Carlo rounding runs). The test is slice-wise, over every index of every axis, because a mistake in one
+channel or token drowns in a whole-tensor mean:
+
+    floor_s^2 = max( mean_s(D^2) over the runs, mean(D^2), r^2 mean(P^2), r^2 mean_s(P^2), (u^2 / 3) mean(P^2),
+                     tiny^2 / 3 )
+    rho       = max over slices of rms_s(candidate - P) / floor_s
+
+P is the reference, D the error of a noise run, r the largest rms(D) / rms(P) of this site so far, u the unit
+roundoff and tiny the largest error of rounding near zero (`smallest_precise`). The two terms with r keep a short slice
+(one element, in a decode step) from a floor that is small by luck; the one per slice matters where a few large elements
+hold nearly all of the power. Thresholds: 4 and 8 are those of the accumulated test in the numerics study behind this
+design (4: 0.5 % of legitimate runs exceed it somewhere, 8: none of 336).
+
+An error that one op introduced is beyond rounding where floor and rounding bound B (`bounds`) agree:
+
+    beta      = max |candidate - P| / B
+    rho_B     = rms((candidate - P) / B) / max( rms(D / B) over the runs, 0.15 )       counts where beta > 2
+    suspicious: max(rho, rho_B) > 2 and beta > 1;  wrong: max(rho, rho_B) >= 10 and beta > 1
+
+rho_B sees what drowns in rho: errors of small elements beside large ones (the other form of a gelu, in half precision).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from glassengine.blocks import agree
+from glassengine.numerics.known import NOTHING, Known
+from glassengine.numerics.mask_values import HIDDEN, is_below, kind_of, sentinel
+from glassengine.numerics.slice_means import Counted, SliceMeans, slice_means
+from glassengine.results import Verdict
+
+SUSPICIOUS = 4.0
+WRONG = 8.0
+
+# Of an error that one op introduced, where a rounding bound must agree (beta above 1).
+INTRODUCED_SUSPICIOUS = 2.0
+INTRODUCED_WRONG = 10.0
+
+UNBOUNDED_WRONG = 1000.0
+"""Of an op without a rounding bound the floor alone decides from here on, see `docs/decisions`."""
+
+# An error of small elements drowns beside large ones. It counts where it is this far beyond the bound of some element
+# and, over all of them, that much larger in units of the bound than rounding is.
+UNEVEN_BETA = 2.0
+_LEAST_SHARE = 0.15
+"""Of the bound: rounding is never taken to be less, or a lucky floor would make the bound the only judge."""
+
+TIE = "a tie: rounding cannot tell the values apart"
+
+TIED = "they hang on a tie, and other values are legal"
+
+_FLUSHED = (torch.bfloat16, torch.float32, torch.float64)
+"""Dtypes whose numbers below the smallest normal one processors may take for 0."""
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """Return the unit roundoff u of a floating dtype (half its machine epsilon)."""
+    return torch.finfo(dtype).eps / 2
+
+
+def smallest_precise(dtype: torch.dtype) -> float:
+    """Return the largest error of rounding to a floating dtype near zero: half a step, or all that may be flushed."""
+    limits = torch.finfo(dtype)
+    return limits.tiny if dtype in _FLUSHED else limits.tiny * unit_roundoff(dtype)
+
+
+def relative_from(dtype: torch.dtype) -> float:
+    """Return from which size on errors of rounding to a floating dtype are relative; below, `smallest_precise`."""
+    return smallest_precise(dtype) / unit_roundoff(dtype)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Verdict on one tensor.
+
+    Attributes:
+        verdict: The verdict.
+        rho: Error over the noise floor, in the worst slice.
+        rms_error: Of the elements that count.
+        reason: Set when something other than rho and beta decided.
+        beta: Error over the rounding bound, of the worst element; None where no bound was asked for or is known.
+        is_tie: The op chose otherwise among values that rounding cannot tell apart.
+        is_empty: No element counted: all are left out, and the tensor was not judged.
+    """
+
+    verdict: Verdict
+    rho: float | None
+    rms_error: float | None
+    reason: str | None = None
+    beta: float | None = None
+    is_tie: bool = False
+    is_empty: bool = False
+
+
+class Reference:
+    """The float64 reference of one tensor with its noise floor; judges any number of candidates.
+
+    Args:
+        exact: P, float64 (or the exact value of an integer or bool tensor).
+        native: The same tensor of the run in the program's own dtype.
+        noisy: The same tensor of the Monte-Carlo runs, float64.
+        dtype: Floating dtype in which the tensor is computed; the coarser one when the candidate's is coarser.
+        valid: Bool mask that broadcasts against the tensor, or None when every element counts.
+        tied: Bool mask in the shape of the tensor: elements of which another value is legal, as something above chose
+            among values that rounding cannot tell apart. None where there are none.
+        known: What the graph says of it; `known.exempt` are the elements that `valid` and `tied` leave out, by reason.
+        relative_floor: Largest rms(D) / rms(P) seen for this site so far; keeps short decode rows from a lucky floor.
+        remember: Told of that when the floor is measured, which is when it is first needed.
+
+    Attributes:
+        unstable: Of an integer or bool tensor: elements that are tied, or that rounding alone changes in some run; None
+            where there are none. Any value of these is a tie.
+    """
+
+    def __init__(
+        self,
+        exact: torch.Tensor,
+        native: torch.Tensor,
+        noisy: Sequence[torch.Tensor],
+        *,
+        dtype: torch.dtype,
+        valid: torch.Tensor | None,
+        tied: torch.Tensor | None = None,
+        known: Known = NOTHING,
+        relative_floor: float = 0.0,
+        remember: Callable[[float], None] | None = None,
+    ) -> None:
+        self.exact = exact
+        self.native = native
+        self._noisy = noisy
+        self.valid = valid.expand(exact.shape) if valid is not None else None
+        self._tied = tied
+        self.known = known
+        self._dtype = dtype
+        self._relative_floor = relative_floor
+        self._remember = remember
+        self._floor: list[torch.Tensor] | None = None
+        self._special: torch.Tensor | None = None
+        self.unstable: torch.Tensor | None = None
+        if not exact.is_floating_point():
+            differs = [run != exact for run in (native, *noisy) if run.shape == exact.shape]
+            differs += [] if tied is None else [tied]
+            found = torch.stack(differs).any(0) if differs else None
+            self.unstable = found if found is not None and bool(found.any()) else None
+            return
+        self._judged = self.valid if tied is None else ~tied if self.valid is None else self.valid & ~tied
+        self._limit = sentinel(dtype)
+        self._u, self._tiny = unit_roundoff(dtype), smallest_precise(dtype)
+
+    @property
+    def relative_floor(self) -> float:
+        """The largest rms(D) / rms(P) seen for this site, this tensor's among them."""
+        self.measure_floor()
+        return self._relative_floor
+
+    def measure_floor(self) -> None:
+        """Measure the floor; once, and only where somebody asks for it."""
+        exact = self.exact
+        if self._floor is not None or not exact.is_floating_point():
+            return
+        finite_power = exact.square()
+        (of_power,) = slice_means([finite_power], counted := Counted(self._judged))
+        # No element is larger than the root of the sum of squares, which is NaN where one of them is.
+        self._largest = of_power.total**0.5
+        hidden = self.known.hidden
+        if hidden is not None or (not self._largest < self._limit and not is_below(exact, self._limit)):
+            # Where the reference is a mask sentinel or not finite, values are compared as a class, not by size.
+            self._special = ~exact.isfinite() | (exact.abs() >= self._limit)
+            if hidden is not None:
+                self._special |= hidden
+            finite_power = torch.where(exact.isfinite(), finite_power, 0.0)
+            (of_power,) = slice_means([finite_power], counted := Counted(self._counted()))
+        self._counting = counted
+        of_runs = self._of_runs(counted)
+        power, whole = of_power.mean, max((means.mean for means in of_runs), default=0.0)
+        # Of numbers near zero rounding is large, which says nothing about those of other steps.
+        if power > relative_from(self._dtype) ** 2:
+            self._relative_floor = max(self._relative_floor, (whole / power) ** 0.5)
+        relative = max(self._relative_floor**2, self._u**2 / 3)
+        self._least = max(whole, power * relative, self._tiny**2 / 3)
+        self._floor = []
+        for axis, by_index in enumerate(of_power.by_axis):
+            means = [run.by_axis[axis] for run in of_runs]
+            self._floor.append(torch.stack([*means, relative * by_index]).amax(0).clamp(min=self._least))
+        if self._remember is not None:
+            self._remember(self._relative_floor)
+
+    def with_run(self, run: torch.Tensor) -> Reference:
+        """Return the reference with one more run behind its floor: another implementation that only rounds."""
+        return self._with([*self._noisy, run.double()], self._tied)
+
+    def without_ties(self) -> Reference:
+        """Return the reference by which elements that are tied count as all others do."""
+        return self._with(self._noisy, None)
+
+    def _with(self, noisy: Sequence[torch.Tensor], tied: torch.Tensor | None) -> Reference:
+        return Reference(
+            self.exact,
+            self.native,
+            noisy,
+            dtype=self._dtype,
+            valid=self.valid,
+            tied=tied,
+            relative_floor=self._relative_floor,
+            known=self.known,
+        )
+
+    @property
+    def share_of_ties(self) -> float:
+        """Share of the elements that count, padding aside, of which another value is legal below a tie."""
+        if self._tied is None or not self._tied.numel():
+            return 0.0
+        valid = torch.ones_like(self._tied) if self.valid is None else self.valid
+        return int((self._tied & valid).sum()) / max(1, int(valid.sum()))
+
+    def _of_runs(self, counted: Counted) -> list[SliceMeans]:
+        squares = [(run.double() - self.exact).square_() for run in (self.native, *self._noisy)]
+        found = slice_means(squares, counted)
+        for i, means in enumerate(found):
+            if not means.total < math.inf:
+                (found[i],) = slice_means([squares[i].nan_to_num_(0.0, 0.0, 0.0)], counted)
+        return found
+
+    def judge(self, candidate: torch.Tensor) -> Judgement:
+        """Judge one candidate tensor of any dtype on the same device by the floor alone."""
+        found = self.measured(candidate)
+        if found.rho is None or found.verdict == "identical":
+            return found
+        verdict: Verdict = "wrong" if found.rho > WRONG else "suspicious" if found.rho > SUSPICIOUS else "rounding"
+        if verdict != "rounding" or self._tied is None:
+            return dataclasses.replace(found, verdict=verdict)
+        left_out = f"{int(self._tied.sum())} of {self._tied.numel()} elements: {TIED}"
+        return dataclasses.replace(found, verdict=verdict, reason=left_out)
+
+    def is_tie(self, candidate: torch.Tensor) -> bool:
+        """Whether an integer or bool candidate differs in such elements only as are known to be tied."""
+        return not candidate.is_floating_point() and self.measured(candidate).verdict != "wrong"
+
+    def judge_introduced(self, candidate: torch.Tensor, bound: torch.Tensor | None) -> Judgement:
+        """Judge a candidate of which P is the float64 result of one op on its own inputs: floor and bound must agree.
+
+        Args:
+            candidate: Any dtype, on the same device.
+            bound: The largest legal error of each element, or None where the class of the op has none.
+        """
+        found = self.measured(candidate)
+        if found.rho is None or found.verdict == "identical":
+            return found
+        if bound is None:
+            verdict: Verdict = "suspicious" if found.rho >= INTRODUCED_WRONG else "rounding"
+            verdict = "wrong" if found.rho >= self._wrong_without_bound else verdict
+            return dataclasses.replace(found, verdict=verdict, reason="no rounding bound is known for this op")
+        share = self._share(candidate, bound)
+        beta = float(share.max()) if share.numel() else 0.0
+        rho = found.rho if beta <= UNEVEN_BETA else max(found.rho, self._uneven_rho(share, bound))
+        is_beyond = beta > 1 and rho > INTRODUCED_SUSPICIOUS
+        verdict = "rounding" if not is_beyond else "wrong" if rho >= INTRODUCED_WRONG else "suspicious"
+        return dataclasses.replace(found, verdict=verdict, rho=rho, beta=beta)
+
+    @property
+    def _wrong_without_bound(self) -> float:
+        """From which rho on the floor alone decides: three digits beyond rounding, or a tenth of the values."""
+        tenth = 0.1 / max(self._relative_floor, self._u / math.sqrt(3))
+        return max(INTRODUCED_WRONG, min(UNBOUNDED_WRONG, tenth))
+
+    def distance(self, candidate: torch.Tensor) -> float | None:
+        """Return the RMS of the error over every valid element, tied ones too; None where shapes or kinds differ."""
+        if candidate.shape != self.exact.shape or not (
+            candidate.is_floating_point() and self.exact.is_floating_point()
+        ):
+            return None
+        return _rms(candidate.double() - self.exact, self.valid)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether all elements are tied, so that no candidate is judged by any."""
+        return self._tied is not None and bool(self._tied.all())
+
+    def has_outliers(self, candidate: torch.Tensor) -> bool:
+        """Whether an element is so far from P that its error may be beyond a bound that rho does not see.
+
+        No bound is below 1.3 u |P| + 4 tiny (see `bounds`), so that without outliers beta is at most `UNEVEN_BETA`.
+        """
+        least = 1.3 * self._u * self.exact.abs() + 4 * self._tiny
+        far = (candidate.double() - self.exact).abs() > UNEVEN_BETA * least
+        counted = self._counted()
+        return bool((far if counted is None else far & counted).any())
+
+    def _share(self, value: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+        """Error over bound of each element that counts, 0 for the others."""
+        error = (value.double() - self.exact).abs()
+        share = torch.where(error > 0, error / bound, 0.0)
+        counted = self._counted()
+        return share if counted is None else torch.where(counted, share, 0.0)
+
+    def _uneven_rho(self, share: torch.Tensor, bound: torch.Tensor) -> float:
+        """Rho of the whole tensor with every element in units of its bound."""
+        counted = self._counted()
+        legal = [self._share(run, bound).nan_to_num(0.0, 0.0, 0.0) for run in (self.native, *self._noisy)]
+        floor = math.sqrt(max(_mean(own.square(), counted) for own in legal))
+        return math.sqrt(_mean(share.square(), counted)) / max(floor, _LEAST_SHARE)
+
+    def measured(self, candidate: torch.Tensor) -> Judgement:
+        """Return rho and the error; the verdict is final where rho is None or the values are identical."""
+        exact = self.exact
+        if candidate.shape != exact.shape:
+            shapes = f"shape {tuple(candidate.shape)}, baseline {tuple(exact.shape)}"
+            return Judgement("wrong", None, None, shapes)
+        if not exact.is_floating_point() or not candidate.is_floating_point():
+            return self._judge_exact(candidate)
+        self.measure_floor()
+        assert self._floor is not None
+        if candidate.dtype is self.native.dtype and _equal(candidate, self.native, self.valid):
+            return Judgement("identical", 0.0, _rms(candidate.double() - exact, self._counted()))
+        value = candidate.double()
+        (means,) = slice_means([(value - exact).square_()], self._counting)
+        # No element of `value` is larger than the largest of P and the largest error together.
+        is_large = not self._largest + means.total**0.5 < self._limit
+        if is_large or self.known.hidden is not None or (self._tied is not None and not is_finite(value)):
+            mismatch = self._special_mismatch(value)
+            if mismatch:
+                return Judgement("wrong", None, None, mismatch)
+        mean = means.mean
+        ratio = mean / self._least if self._least else float("inf") if mean else 0.0
+        for floor, by_index in zip(self._floor, means.by_axis, strict=True):
+            ratios = torch.where(by_index > 0, by_index / floor, 0.0)
+            ratio = max(ratio, float(ratios.max()) if ratios.numel() else 0.0)
+        is_empty = self._judged is not None and not bool(self._judged.any())
+        return Judgement("rounding", ratio**0.5, mean**0.5, is_empty=is_empty)
+
+    def _counted(self) -> torch.Tensor | None:
+        """Elements that enter the statistics: valid, not tied and not special; None means all."""
+        if self._special is None:
+            return self._judged
+        return ~self._special if self._judged is None else self._judged & ~self._special
+
+    def _special_mismatch(self, value: torch.Tensor) -> str | None:
+        if self._special is None and is_below(value, self._limit):
+            return None
+        odd = ~value.isfinite() | (value.abs() >= self._limit)
+        special = self._special if self._special is not None else torch.zeros_like(odd)
+        differs = (odd != special) | (odd & special & (kind_of(value, self._limit) != kind_of(self.exact, self._limit)))
+        if self.known.hidden is not None:
+            differs = torch.where(self.known.hidden, ~(value <= HIDDEN), differs)
+        if self._judged is not None:
+            # No choice makes NaN of numbers.
+            is_broken = value.isnan() if self.valid is None else value.isnan() & self.valid
+            differs = differs & (self._judged | is_broken)
+        if not bool(differs.any()):
+            return None
+        index = tuple(int(i) for i in differs.nonzero()[0])
+        kind = f"{int(differs.sum())} non-finite or mask values differ"
+        return f"{kind}, first at {list(index)}: {float(value[index])} for {float(self.exact[index])}"
+
+    def _judge_exact(self, candidate: torch.Tensor) -> Judgement:
+        differs = candidate != self.exact.to(candidate.dtype)
+        if self.valid is not None:
+            differs = differs & self.valid
+        if not bool(differs.any()):
+            return Judgement("identical", 0.0, 0.0)
+        if self.unstable is not None:
+            differs = differs & ~self.unstable
+        count = int(differs.sum())
+        if not count:
+            return Judgement("rounding", None, None, TIE, is_tie=True)
+        return Judgement("wrong", None, None, f"{count} of {differs.numel()} {candidate.dtype} elements differ")
+
+
+def is_finite(value: torch.Tensor) -> bool:
+    """Whether a floating tensor holds numbers only; one pass and no mask for what does."""
+    return math.isfinite(float(value.sum())) or bool(value.isfinite().all())
+
+
+def _equal(candidate: torch.Tensor, native: torch.Tensor, valid: torch.Tensor | None) -> bool:
+    if torch.equal(candidate, native):
+        return True
+    if valid is None and is_finite(candidate):
+        return False
+    same = agree(candidate, native)
+    return bool(same.all() if valid is None else (same | ~valid).all())
+
+
+def _mean(square: torch.Tensor, counted: torch.Tensor | None) -> float:
+    if counted is None:
+        return float(square.mean()) if square.numel() else 0.0
+    number = int(counted.sum())
+    return float(torch.where(counted, square, 0.0).sum()) / number if number else 0.0
+
+
+def _rms(error: torch.Tensor, counted: torch.Tensor | None) -> float:
+    return float(_mean(error.square(), counted) ** 0.5)

@@ -1,0 +1,366 @@
+"""Export a model once: module -> functional `Program` with names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
+from torch.utils import _pytree as pytree
+
+from glassengine.errors import UsageError
+from glassengine.program.export.functional import decomposed, functional
+from glassengine.program.kinds import causal_lm, encoder_decoder, image_text
+from glassengine.program.listing.listing import OnStage, Stage
+from glassengine.program.representation.naming import Paths, build_sites, describe_shape
+from glassengine.program.representation.operand_dtypes import require_one_dtype
+from glassengine.program.representation.program import CALLED_AS, FIXED_INPUTS, SMALLEST, Port, Program
+from glassengine.program.representation.signature import (
+    quiet,
+    require_unchanged_buffers,
+    result_names,
+    tensor_results_only,
+    user_inputs,
+    with_state_as_results,
+)
+from glassengine.program.representation.small_sizes import small_sizes
+from glassengine.program.user_code.frames import helper_lines
+from glassengine.program.user_code.keywords import explicit_keywords, methods_of_classes, plain_results
+from glassengine.program.user_code.marks import collect_marks, marking
+from glassengine.program.user_code.prune import remove_dead_nodes, without_dead_weights
+from glassengine.program.user_code.raised import source_of
+from glassengine.program.user_code.specialized import real_values, without_assertions
+from glassengine.program.user_code.tracing import fast_tracing
+from glassengine.sites import port_leaves
+
+
+def export_causal_lm(
+    model: nn.Module, *, metadata: dict[str, Any] | None = None, on_stage: OnStage | None = None
+) -> Program:
+    """Export a Hugging Face causal LM (in evaluation mode) to the one program of design section 3.
+
+    Args:
+        model: The model.
+        metadata: Kept in the program.
+        on_stage: Called with the graph as it was traced, before it is made functional.
+
+    Raises:
+        UsageError: The model has no plain key/value cache, or torch.export cannot trace it.
+    """
+    has_values = place(model)
+    layout = causal_lm.probe_layout(model, has_values=has_values)
+    parameter = next(p for p in model.parameters() if p.is_floating_point())
+    wrapper = causal_lm.CausalLM(model, layout)
+    inputs, dynamic = causal_lm.example_inputs(layout, model.dtype, parameter.device)  # type: ignore[arg-type]
+    with causal_lm.exportable_experts(model):
+        return traced_program(
+            wrapper,
+            inputs,
+            dynamic,
+            kind="causal_lm",
+            prefix=causal_lm.USER_MODULE,
+            input_names=causal_lm.input_names(layout),
+            output_names=["logits"],
+            layout=layout,
+            metadata=metadata or {},
+            on_stage=on_stage,
+        )
+
+
+def export_module(
+    module: nn.Module,
+    inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    *,
+    metadata: dict[str, Any] | None = None,
+    on_stage: OnStage | None = None,
+    keeps_state: bool = False,
+) -> Program:
+    """Export any module for the given keyword arguments.
+
+    Args:
+        module: In evaluation mode.
+        inputs: A dict of keyword arguments, or one dict per step; a dimension whose size differs between steps becomes
+            dynamic, everything else is fixed.
+        metadata: Kept in the program.
+        on_stage: As in `export_causal_lm`.
+        keeps_state: Whether it may change its buffers: what they are afterwards is one more result each, by its name.
+
+    Raises:
+        UsageError: The steps do not fit together, torch.export cannot trace the module, it changes its buffers and may
+            not, or multiplies numbers of two dtypes.
+    """
+    steps = [inputs] if isinstance(inputs, Mapping) else list(inputs)
+    if not steps:
+        raise UsageError("no inputs to export with", hint="--inputs file.py:factory that returns a dict")
+    has_values = place(module)
+    example, dynamic = example_of(steps)
+    program = traced_program(
+        module,
+        example,
+        dynamic,
+        kind="module",
+        prefix="",
+        input_names=list(named_inputs(example)),
+        output_names=None,
+        layout=None,
+        metadata={**(metadata or {}), FIXED_INPUTS: fixed_inputs(example)},
+        on_stage=on_stage,
+        keeps_state=keeps_state,
+    )
+    require_one_dtype(program)
+    if has_values and (smallest := small_sizes(module, program, steps)):
+        program.metadata[SMALLEST] = smallest
+    return program
+
+
+def fixed_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that are no tensors: their values become part of the graph."""
+    tensors = {port.removeprefix(":in.").split("[")[0].split(".")[0] for port, _ in port_leaves(":in", dict(inputs))}
+    return {k: v for k, v in inputs.items() if k not in tensors and isinstance(v, (bool, int, float, str, type(None)))}
+
+
+def place(model: nn.Module) -> bool:
+    """Move a model without values off the meta device; return whether it has values.
+
+    Kernels on meta tensors choose other layouts; untouched CPU memory costs nothing and gives the same graph.
+    """
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        return True
+    model.to_empty(device="cpu")
+    model.tie_weights()  # type: ignore[operator]
+    return False
+
+
+def named_inputs(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of nested keyword arguments by input name: "x", "pair[0]", "options.scale"."""
+    return {port.removeprefix(":in").lstrip("."): leaf for port, leaf in port_leaves(":in", dict(inputs))}
+
+
+def example_of(steps: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], Any]:
+    """Return the step to trace with, and the dimensions that differ between steps."""
+    flat = [pytree.tree_flatten(dict(step)) for step in steps]
+    spec = flat[0][1]
+    if any(other != spec for _, other in flat):
+        raise UsageError("the steps of --inputs have different keys or nesting", expected="the same in every step")
+    leaves = [list(step) for step, _ in flat]
+    names = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(dict(steps[0]))[0]]
+    differing = [_differing(name, column) for name, column in zip(names, zip(*leaves, strict=True), strict=True)]
+    # A size of 1 would be taken for a constant, so a dynamic dimension is traced with another one.
+    usable = [
+        step
+        for step in leaves
+        if all(leaf.shape[i] > 1 for leaf, dims in zip(step, differing, strict=True) for i in dims or ())
+    ]
+    if not usable:
+        raise UsageError(
+            "no step of --inputs can be traced with",
+            got="in each of them a dimension that differs between steps has size 0 or 1",
+            expected="one step in which all of them are at least 2",
+        )
+    dynamic = [None if dims is None else dict.fromkeys(dims, torch.export.Dim.DYNAMIC) for dims in differing]
+    return pytree.tree_unflatten(usable[0], spec), pytree.tree_unflatten(dynamic, spec)
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous() if tensor.layout is torch.strided else tensor
+
+
+def _differing(name: str, leaves: Sequence[Any]) -> list[int] | None:
+    """Return the dimensions of one input that differ between steps; None for what is not a tensor."""
+    first = leaves[0]
+    if not isinstance(first, torch.Tensor):
+        if any(isinstance(leaf, torch.Tensor) or leaf != first for leaf in leaves):
+            raise UsageError(
+                f"input {name} differs between steps and is not a tensor",
+                got=", ".join(sorted({repr(leaf)[:40] for leaf in leaves})),
+                expected="one value, which the program keeps as a constant",
+            )
+        return None
+    kinds = {f"{leaf.dtype}, {leaf.dim()} dimensions" if isinstance(leaf, torch.Tensor) else "other" for leaf in leaves}
+    if len(kinds) > 1:
+        raise UsageError(f"input {name} is of different kinds in the steps of --inputs", got="; ".join(sorted(kinds)))
+    return [i for i, sizes in enumerate(zip(*(leaf.shape for leaf in leaves), strict=True)) if len(set(sizes)) > 1]
+
+
+def traced_program(
+    module: nn.Module,
+    inputs: dict[str, Any],
+    dynamic: Any,
+    *,
+    kind: str,
+    prefix: str,
+    input_names: list[str],
+    output_names: list[str] | None,
+    layout: causal_lm.KVLayout | None,
+    metadata: dict[str, Any],
+    on_stage: OnStage | None,
+    is_part: bool = False,
+    keeps_state: bool = False,
+    with_values: bool = False,
+) -> Program:
+    """Trace and name.
+
+    `is_part` keeps what leads to the results, for a program that is not all of `module`; `with_values` lets the
+    exporter see the values of `inputs`, for which the program then holds alone.
+    """
+    # Compiled code relies on the strides of the example, and back-ends hand their inputs on as contiguous tensors.
+    inputs = pytree.tree_map_only(torch.Tensor, _contiguous, inputs)
+    try:
+        marked = marking(getattr(module, prefix) if prefix else module)
+        seen = real_values() if with_values else nullcontext()
+        with (
+            torch.no_grad(),
+            quiet(),
+            fast_tracing(dynamic),
+            methods_of_classes(module),
+            explicit_keywords(module, inputs),
+            plain_results(module),
+            marked,
+            helper_lines(),
+            seen,
+        ):
+            exported = torch.export.export(module, (), kwargs=inputs, dynamic_shapes=dynamic, strict=False)
+        if on_stage is not None:
+            on_stage(_traced_stage(exported, input_names, output_names or result_names(exported), kind))
+        with torch.no_grad(), quiet(), fast_tracing(dynamic), real_values() if with_values else nullcontext():
+            # Values decide what a graph made with them holds; it is run, too.
+            exported = decomposed(exported) if with_values else functional(exported)
+        exported = without_assertions(exported) if with_values else exported
+        if keeps_state:
+            output_names = output_names or result_names(exported)
+            exported = with_state_as_results(exported, output_names)
+    except UsageError:
+        raise
+    except Exception as error:
+        where = source_of(error)
+        traced = getattr(module, prefix) if prefix else module
+        # What follows the first paragraph is advice to those who work on torch.
+        reason = str(error).split("\n\n")[0]
+        raise UsageError(
+            f"torch.export cannot trace {type(traced).__name__}" + (f" at {where}" if where else ""),
+            got=f"{type(error).__name__}: {reason}",
+        ) from error
+    return named_program(
+        exported,
+        module,
+        kind=kind,
+        prefix=prefix,
+        input_names=input_names,
+        output_names=output_names,
+        layout=layout,
+        metadata=metadata,
+        is_part=is_part,
+    )
+
+
+def named_program(
+    exported: ExportedProgram,
+    module: nn.Module,
+    *,
+    input_names: Sequence[str],
+    metadata: dict[str, Any],
+    kind: str = "module",
+    prefix: str = "",
+    output_names: list[str] | None = None,
+    layout: causal_lm.KVLayout | None = None,
+    is_part: bool = False,
+) -> Program:
+    """Name the tensors of a functional graph; its marks are erased.
+
+    Args:
+        exported: Of `functional`, or of `run_decompositions({})`.
+        module: What was exported; its submodules have the paths of the graph.
+        input_names: Of the tensors that are given at run time, in order.
+        metadata: Kept in the program.
+        kind: As in `Program`.
+        prefix: Attribute of `module` that holds the user's module, or "".
+        output_names: Of the results; None takes the keys of the containers that they come in.
+        layout: Of the cache.
+        is_part: Keep what leads to the results, for a program that is not all of `module`.
+
+    Raises:
+        UsageError: The module changes its buffers, or names clash.
+    """
+    exported = tensor_results_only(exported, names_of_results := output_names or result_names(exported))
+    graph = exported.graph
+    paths = Paths(module, prefix, graph)
+    marks = collect_marks(graph)
+    if is_part:
+        marks = remove_dead_nodes(graph, marks)
+        exported = without_dead_weights(exported)
+        graph = exported.graph
+    exported.graph_module.recompile()
+
+    signature = exported.graph_signature
+    require_unchanged_buffers(signature.output_specs, type(module).__name__)
+    placeholders = {node.name: node for node in graph.find_nodes(op="placeholder")}
+    user = user_inputs(exported)
+    symbols = _symbols(placeholders, user) if kind == "causal_lm" else {}
+    ports = []
+    for node_name, name in zip(user, input_names, strict=True):
+        value = placeholders[node_name].meta["val"]
+        shape, _ = describe_shape(value, symbols)
+        ports.append(Port(name, node_name, str(value.dtype).removeprefix("torch."), shape))
+
+    by_node = {port.node: port.name for port in ports}
+    mutated = {
+        by_node[spec.target]: spec.arg.name
+        for spec in signature.output_specs
+        if spec.kind is OutputKind.USER_INPUT_MUTATION and spec.target in by_node
+    }
+    results = [spec.arg.name for spec in signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
+    outputs = dict(zip(names_of_results, results, strict=True))
+    caches = {past: past.replace("past_", "present_", 1) for past in mutated}
+    if clash := outputs.keys() & caches.values():
+        raise UsageError(
+            f"{type(module).__name__} changes an input in place that has the name of a result",
+            got=", ".join(sorted(clash)),
+            hint="give the result another name",
+        )
+    outputs |= {caches[past]: node for past, node in mutated.items()}
+
+    names = {spec.arg.name: str(spec.target) for spec in signature.input_specs if spec.target is not None} | by_node
+    sites = build_sites(
+        graph,
+        marks,
+        paths,
+        names=names,
+        symbols=symbols,
+        caches={node: past.split("_")[1] for past, node in mutated.items()} if layout else {},
+    )
+    if paths.called_as:
+        metadata = {**metadata, CALLED_AS: paths.called_as}
+    return Program(exported, sites, kind, tuple(ports), outputs, caches, layout, metadata)
+
+
+def _traced_stage(exported: ExportedProgram, input_names: Sequence[str], results: Sequence[str], kind: str) -> Stage:
+    user = user_inputs(exported)
+    placeholders = {node.name: node for node in exported.graph.find_nodes(op="placeholder")}
+    symbols = _symbols(placeholders, user) if kind == "causal_lm" else {}
+    return Stage("exported", exported, dict(zip(user, input_names, strict=True)), tuple(results), {}, symbols)
+
+
+def _symbols(placeholders: Mapping[str, Any], user: Sequence[str]) -> dict[str, str]:
+    """Name the dynamic sizes of a causal LM; torch may or may not have unified them across inputs."""
+    roles: dict[str, tuple[str | None, ...]] = {
+        "input_ids": ("batch", "sequence"),
+        "attention_mask": ("batch", "cache"),
+        "cache_position": ("sequence",),
+        encoder_decoder.SOURCE_MASK: ("batch", "source"),
+        image_text.FEATURES: ("features",),
+        image_text.INDEX: ("image_tokens",),
+    }
+    table: dict[str, str] = {}
+    for name in user:
+        # The cache holds keys and values [B, H, T, D], and states [B, ...] whose other sizes never change.
+        long = "cache" if name.startswith("cache_") else "source"
+        is_cache = name.startswith(("cache_", "cross_"))
+        wanted = roles.get(name, ("batch", None, long, None) if is_cache else ("batch", "sequence"))
+        for size, role in zip(placeholders[name].meta["val"].shape, wanted, strict=False):
+            if role and not isinstance(size, int):
+                table[str(size)] = role
+    return table

@@ -1,0 +1,1 @@
+"""Stages of a program as text, and what differs between two of them."""

@@ -1,0 +1,255 @@
+"""Build artifacts, read: their manifest, and what differs between those of two builds.
+
+Stages are paired by name, nodes by structure (`graph_diff`). A stage that does to its graph what the stage of the same
+name does on the other side only inherits the differences of the stages before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from glassengine.errors import CorruptError, UsageError
+from glassengine.program.listing.difference import Change, GraphDiff, diff_graphs
+from glassengine.program.listing.listing import NodeLine, read_listing
+from glassengine.reading.documents import damaged, parsed
+from glassengine.reading.files import read_bytes
+from glassengine.results import Result
+
+MANIFEST = "manifest.json"
+FORMAT = "glassengine artifacts"
+SCHEMA_VERSION = 1
+MAX_BYTES = 64 << 20
+
+
+class _Stage(msgspec.Struct):
+    name: str
+    directory: str
+
+
+class _File(msgspec.Struct):
+    sha256: str
+
+
+class _Manifest(msgspec.Struct):
+    """The content of `manifest.json`."""
+
+    format: Literal["glassengine artifacts"]
+    schema_version: int
+    complete: bool
+    failure: str | None
+    files: dict[str, _File]
+    stages: list[_Stage]
+    options: dict[str, Any]
+    versions: dict[str, Any]
+    backend: str | None = None
+    dtype: str | None = None
+    fingerprint: str | None = None
+
+
+@dataclass(frozen=True)
+class StageComparison(Result):
+    """One stage of two builds.
+
+    Attributes:
+        name: Its name.
+        status: "identical", "inherited" (it differs as the stages before it do), "different", "baseline only" or
+            "candidate only".
+        changes: What differs: between the two graphs where the status is "different", from the stage before it where
+            only one side has the stage.
+    """
+
+    name: str
+    status: str
+    changes: tuple[Change, ...]
+
+
+@dataclass(frozen=True)
+class Difference(Result):
+    """A setting, version or file that differs; a side that lacks it is None."""
+
+    name: str
+    baseline: Any
+    candidate: Any
+
+
+@dataclass(frozen=True)
+class ArtifactComparison(Result):
+    """What differs between the artifacts of two builds.
+
+    Attributes:
+        baseline: Directory.
+        candidate: Directory.
+        ok: Both builds ended well, and nothing differs that they decided: stages, options, versions, network.
+        complete: Both builds ended well; of one that did not, only what it wrote was compared.
+        stages: Each stage of either side, in order.
+        differences: Options and versions that differ.
+        files: Files of the back-end (network, plugins, sources) that differ.
+        notes: What could not be compared, and why.
+    """
+
+    baseline: str
+    candidate: str
+    ok: bool
+    complete: bool
+    stages: tuple[StageComparison, ...]
+    differences: tuple[Difference, ...]
+    files: tuple[str, ...]
+    notes: tuple[str, ...]
+    schema_version: int = SCHEMA_VERSION
+
+
+def is_artifacts(directory: Path) -> bool:
+    """Whether `directory` holds the artifacts of a build."""
+    try:
+        read_manifest(directory)
+    except CorruptError:
+        return False
+    return True
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """Return the manifest of build artifacts.
+
+    Raises:
+        CorruptError: It is missing, damaged, no manifest of artifacts, or of a newer schema.
+    """
+    path = directory / MANIFEST
+    what, version = "the manifest of build artifacts", SCHEMA_VERSION
+    try:
+        raw = read_bytes(path, most=MAX_BYTES, inside=directory)
+        manifest = parsed(raw, _Manifest, path, what=what, version=version, nonfinite=True)
+        data = parsed(raw, dict[str, Any], path, what=what, nonfinite=True)
+        names = [*manifest.files, *(stage.directory for stage in manifest.stages)]
+        if outside := [name for name in names if not _is_inside(name)]:
+            raise damaged(what, path, f"it names files outside of its directory: {outside[0]!r}")
+    except CorruptError as error:
+        hint = error.hint or "write them with: glass build MODEL --artifacts DIR"
+        raise CorruptError(error.what, got=error.got, expected=error.expected, hint=hint) from error
+    return data
+
+
+def _is_inside(name: str) -> bool:
+    parts = name.split("/")
+    return bool(name) and "\\" not in name and "\0" not in name and not {"", ".", ".."} & set(parts)
+
+
+def compare_artifacts(baseline: str | Path, candidate: str | Path) -> ArtifactComparison:
+    """Compare the artifacts of two builds: which stages differ, in which nodes, and which options and versions.
+
+    Args:
+        baseline: What `--artifacts` wrote.
+        candidate: The same of the other build.
+
+    Raises:
+        CorruptError: A manifest or listing is missing or damaged.
+        UsageError: A build wrote no stage.
+    """
+    sides = [Path(baseline), Path(candidate)]
+    manifests = [read_manifest(side) for side in sides]
+    listings = [_listings(side, manifest) for side, manifest in zip(sides, manifests, strict=True)]
+    stages = _compare_stages(*listings)
+    differences = tuple(_differences(*manifests))
+    names = [{name for name in manifest["files"] if _is_of_backend(name)} for manifest in manifests]
+    hashes = [{name: entry["sha256"] for name, entry in manifest["files"].items()} for manifest in manifests]
+    files = tuple(sorted(name for name in names[0] & names[1] if hashes[0][name] != hashes[1][name]))
+    notes = [
+        f"{side}: the build did not end well ({manifest['failure'] or 'it was interrupted'})"
+        for side, manifest in zip(sides, manifests, strict=True)
+        if not manifest["complete"]
+    ]
+    same_stages = all(stage.status == "identical" for stage in stages)
+    # Where graphs or settings differ the back-end's files follow; by themselves they say that the back-end changed.
+    complete = all(manifest["complete"] for manifest in manifests)
+    ok = complete and same_stages and not differences and not files
+    return ArtifactComparison(str(baseline), str(candidate), ok, complete, stages, differences, files, tuple(notes))
+
+
+def _is_of_backend(name: str) -> bool:
+    return "/" not in name and name not in ("graph_module.py", "graph.txt", "builder_config.json", "index.html")
+
+
+def _listings(directory: Path, manifest: Mapping[str, Any]) -> list[tuple[str, list[NodeLine]]]:
+    """Return (name, listing) of each stage; a name that comes again is numbered."""
+    found: list[tuple[str, list[NodeLine]]] = []
+    for entry in manifest["stages"]:
+        times = sum(name.partition("#")[0] == entry["name"] for name, _ in found)
+        name = f"{entry['name']}#{times + 1}" if times else entry["name"]
+        found.append((name, read_listing(directory / entry["directory"] / "graph.json", inside=directory)))
+    if not found:
+        raise UsageError(f"{directory} holds no stages", got="a build that ended before the model was exported")
+    return found
+
+
+def _compare_stages(
+    left: Sequence[tuple[str, list[NodeLine]]], right: Sequence[tuple[str, list[NodeLine]]]
+) -> tuple[StageComparison, ...]:
+    sides = [dict(left), dict(right)]
+    own = [_own_changes(left), _own_changes(right)]
+    stages: list[StageComparison] = []
+    for name in _merged([name for name, _ in left], [name for name, _ in right]):
+        if name not in sides[0] or name not in sides[1]:
+            side = 0 if name in sides[0] else 1
+            status = ("baseline only", "candidate only")[side]
+            stages.append(StageComparison(name, status, own[side][name].changes))
+            continue
+        diff = diff_graphs(sides[0][name], sides[1][name])
+        is_first = not any(stage.status != "identical" for stage in stages)
+        if not diff.changes:
+            status = "identical"
+        elif not is_first and sorted(own[0][name].keys) == sorted(own[1][name].keys):
+            status = "inherited"
+        else:
+            status = "different"
+        stages.append(StageComparison(name, status, diff.changes if status == "different" else ()))
+    return tuple(stages)
+
+
+def _own_changes(stages: Sequence[tuple[str, list[NodeLine]]]) -> dict[str, GraphDiff]:
+    """Return stage -> what it changed in the graph of the stage before it."""
+    before: list[NodeLine] = []
+    found = {}
+    for name, lines in stages:
+        found[name] = diff_graphs(before, lines)
+        before = lines
+    return found
+
+
+def _merged(left: Sequence[str], right: Sequence[str]) -> list[str]:
+    """Return the names of both sides, each side in its own order as far as they agree."""
+    merged = list(left)
+    position = 0
+    for name in right:
+        if name in merged:
+            position = merged.index(name) + 1
+        else:
+            merged.insert(position, name)
+            position += 1
+    return merged
+
+
+def _differences(baseline: Mapping[str, Any], candidate: Mapping[str, Any]) -> list[Difference]:
+    found = []
+    for table in ("versions", "options"):
+        left, right = (_flat(manifest[table]) for manifest in (baseline, candidate))
+        for key in sorted(left.keys() | right.keys()):
+            if left.get(key) != right.get(key):
+                found.append(Difference(f"{table}.{key}", left.get(key), right.get(key)))
+    for key in ("backend", "dtype", "fingerprint"):
+        if baseline.get(key) != candidate.get(key):
+            found.append(Difference(key, baseline.get(key), candidate.get(key)))
+    return found
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -1,0 +1,1 @@
+"""Loading what a user calls MODEL: checkpoints, adapters, stored programs, ONNX files."""

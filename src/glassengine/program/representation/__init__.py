@@ -1,0 +1,1 @@
+"""A program: one graph, the names of its inputs, outputs and sites."""

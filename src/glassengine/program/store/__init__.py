@@ -1,0 +1,1 @@
+"""Stored programs: what may be read of them without running code."""

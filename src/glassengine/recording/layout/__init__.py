@@ -1,0 +1,1 @@
+"""What a recording is on disk: names, records, frames, shards and statistics."""

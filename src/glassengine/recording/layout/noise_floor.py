@@ -1,0 +1,166 @@
+"""The noise floor of a recording: what rounding alone does to each of its tensors, kept beside them.
+
+    noise_floor.safetensors   "whole", "power": float64 [N], mean squares of the noise and of the tensor itself
+                              "slices": float64, for each tensor, axis and index the mean square of the noise
+                              metadata: schema version, checksum of the index, how it was measured, and for each of the
+                              N tensors [site, step, rank, start of its slices, shape]
+
+An infinite mean square says that rounding alone changes what cannot be measured: an integer, or where a mask lies.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from glassengine.checksums import crc32
+from glassengine.errors import CorruptError, GlassError
+from glassengine.reading.documents import parsed
+from glassengine.reading.files import open_regular
+from glassengine.reading.tensors import open_safetensors
+from glassengine.recording.layout.layout import INDEX, Entry
+from glassengine.writing import aside, save_safetensors
+
+FILE = "noise_floor.safetensors"
+SCHEMA_VERSION = 1
+
+Key = tuple[str, int, int]
+"""Site, step and rank."""
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What rounding does to one tensor.
+
+    Attributes:
+        whole: Mean square of the noise.
+        power: Mean square of the tensor.
+        slices: For each axis, the mean squares of the noise within each index: float64 [size of that axis].
+    """
+
+    whole: float
+    power: float
+    slices: tuple[Tensor, ...]
+
+
+class NoiseFloor:
+    """The floors of a recording, by tensor.
+
+    Attributes:
+        how: How they were measured, in a few words.
+    """
+
+    def __init__(self, floors: Mapping[Key, Floor], how: str) -> None:
+        self.how = how
+        self._floors = floors
+        self._relative: dict[tuple[str, int], float] = {}
+        for (site, _, rank), floor in floors.items():
+            if floor.power > 0 and floor.whole < float("inf"):
+                known = self._relative.get((site, rank), 0.0)
+                self._relative[site, rank] = max(known, (floor.whole / floor.power) ** 0.5)
+
+    def of(self, entry: Entry) -> Floor | None:
+        """Return the floor of one tensor of the recording, None where it was not measured."""
+        return self._floors.get((entry.site, entry.step, entry.rank))
+
+    def relative(self, entry: Entry) -> float:
+        """Return the largest noise of this site in any step, relative to the tensor: one lucky step is no floor."""
+        return self._relative.get((entry.site, entry.rank), 0.0)
+
+
+def write_noise_floor(directory: Path, floors: Mapping[Key, Floor], how: str) -> None:
+    """Keep `floors` in the finished recording `directory`.
+
+    Raises:
+        GlassError: They cannot be written; the recording is as it was.
+    """
+    index, start = [], 0
+    for (site, step, rank), floor in floors.items():
+        shape = [len(means) for means in floor.slices]
+        index.append([site, step, rank, start, shape])
+        start += sum(shape)
+    slices = [means for floor in floors.values() for means in floor.slices]
+    tensors = {
+        "whole": torch.tensor([floor.whole for floor in floors.values()], dtype=torch.float64),
+        "power": torch.tensor([floor.power for floor in floors.values()], dtype=torch.float64),
+        "slices": torch.cat([*slices, torch.empty(0, dtype=torch.float64)]),
+    }
+    metadata = {
+        "schema_version": str(SCHEMA_VERSION),
+        "index": _checksum(directory),
+        "how": how,
+        "tensors": json.dumps(index),
+    }
+    try:
+        with aside(directory / FILE) as path:
+            save_safetensors(tensors, path, metadata)
+    except OSError as error:
+        raise GlassError(
+            "the noise floor could not be written; the recording is complete without it", got=f"{directory}: {error}"
+        ) from error
+
+
+def read_noise_floor(directory: Path) -> NoiseFloor | None:
+    """Return the noise floor that a recording carries, if it carries one.
+
+    Raises:
+        CorruptError: The file is damaged, of a newer version, or of another recording.
+    """
+    path = directory / FILE
+    if not path.is_file() or path.is_symlink():
+        return None
+    try:
+        with _opened(path) as file:
+            metadata = dict(file.metadata() or {})
+            if int(metadata["schema_version"]) > SCHEMA_VERSION:
+                raise CorruptError(
+                    "the noise floor was written by a newer version of Glass Engine",
+                    got=f"{path}: schema version {metadata['schema_version']}",
+                    expected=f"at most {SCHEMA_VERSION}",
+                    hint="update Glass Engine",
+                )
+            if metadata["index"] != _checksum(directory):
+                raise CorruptError(
+                    "the noise floor belongs to another recording",
+                    got=str(path),
+                    hint=f"remove {path}, or record again with --noise-floor",
+                )
+            whole, power, slices = (file.get_tensor(name) for name in ("whole", "power", "slices"))
+            return NoiseFloor(
+                dict(_floors(parsed(metadata["tensors"], list[Any], path), whole, power, slices)), metadata["how"]
+            )
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError, RecursionError) as error:
+        raise CorruptError("the noise floor of a recording is damaged", got=f"{path}: {error}") from error
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return open_safetensors(path, inside=path.parent)
+    except CorruptError as error:
+        raise CorruptError("the noise floor of a recording is damaged", got=error.got) from error
+
+
+def _floors(index: Any, whole: Tensor, power: Tensor, slices: Tensor) -> Iterator[tuple[Key, Floor]]:
+    if not len(index) == len(whole) == len(power) or any(t.dtype is not torch.float64 for t in (whole, power, slices)):
+        raise ValueError("its parts do not fit together")
+    for number, (site, step, rank, start, shape) in enumerate(index):
+        if start < 0 or any(size < 0 for size in shape) or start + sum(shape) > len(slices):
+            raise ValueError(f"the slices of {site!r} are not in it")
+        parts = torch.split(slices[start : start + sum(shape)], shape) if shape else ()
+        yield (site, step, rank), Floor(float(whole[number]), float(power[number]), tuple(parts))
+
+
+def _checksum(directory: Path) -> str:
+    """Return what tells one recording from another: a checksum of its index."""
+    value = 0
+    with open_regular(directory / INDEX, inside=directory) as file:
+        while block := file.read(1 << 20):
+            value = crc32(block, value)
+    return f"{value:08x}"

@@ -1,0 +1,147 @@
+"""The bytes of finished and unfinished shards, each range by itself: what is not in use any more takes no memory."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import stat
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from glassengine.errors import CorruptError
+from glassengine.reading.files import open_regular
+from glassengine.recording.layout import layout
+from glassengine.recording.layout.layout import shard_name
+
+# Smaller ranges are copied. Who cuts a file under a mapping ends the process that reads it with a signal; what has no
+# bound must be mapped all the same, for it may be larger than the memory.
+MIN_MAPPED_BYTES = 64 << 20
+_MAX_OPEN = 16
+
+# The mappings of Python's module keep a file open each, of which a process may have as few as 256.
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_MMAP, _MUNMAP = _LIBC.mmap, _LIBC.munmap
+_MMAP.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong)
+_MMAP.restype = ctypes.c_void_p
+_MUNMAP.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class ShardFiles:
+    """The shards of one recording.
+
+    Args:
+        directory: Of the recording.
+        more: Another directory with shards of the same recording, whose numbers are others.
+
+    Attributes:
+        data_bytes: Bytes of tensors in each shard, by number, when this was made.
+    """
+
+    def __init__(self, directory: Path, more: Path | None = None) -> None:
+        self._open: dict[int, int] = {}
+        self._lock = threading.Lock()
+        weakref.finalize(self, _close, self._open)
+        self._paths = {**(_find_shards(more) if more is not None else {}), **_find_shards(directory)}
+        self._starts = {number: _header_bytes(path) for number, path in self._paths.items()}
+        self.data_bytes = {number: path.stat().st_size - self._starts[number] for number, path in self._paths.items()}
+
+    def read(self, shard: int, offset: int, num_bytes: int) -> Any:
+        """Return a writable buffer with bytes of a shard; they are mapped if they are many, and copied if few.
+
+        Writing into it never changes the file. Its memory is given back when nothing refers to it any more.
+
+        Args:
+            shard: Number of the shard.
+            offset: Behind the shard's header.
+            num_bytes: At least 1.
+
+        Raises:
+            CorruptError: The file is gone or does not have these bytes.
+        """
+        start = self._starts[shard] + offset
+        # Another thread may want another shard, for which this one is closed.
+        with self._lock:
+            descriptor = self._descriptor(shard)
+            if os.fstat(descriptor).st_size < start + num_bytes:
+                raise _shorter(self._paths[shard])
+            if num_bytes >= MIN_MAPPED_BYTES:
+                return _mapped(descriptor, start, num_bytes)
+            return _copied(descriptor, start, num_bytes, self._paths[shard])
+
+    def _descriptor(self, shard: int) -> int:
+        found = self._open.get(shard)
+        if found is None:
+            path = self._paths[shard]
+            if not path.exists():
+                # Its writer, still at work when this recording was opened, has sealed it in the meantime.
+                path = path.with_name(shard_name(shard, sealed=True))
+            while len(self._open) >= _MAX_OPEN:
+                os.close(self._open.pop(next(iter(self._open))))
+            with open_regular(path, inside=path.parent) as file:
+                found = self._open[shard] = os.dup(file.fileno())
+        return found
+
+
+def _close(descriptors: dict[int, int]) -> None:
+    for descriptor in descriptors.values():
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+
+
+def _shorter(path: Path) -> CorruptError:
+    return CorruptError("a shard has become shorter", got=str(path))
+
+
+def _copied(descriptor: int, start: int, num_bytes: int, path: Path) -> Any:
+    """Return bytes in memory of their own, which nobody has filled before."""
+    buffer = np.empty(num_bytes, dtype=np.uint8)
+    view = memoryview(buffer)  # type: ignore[arg-type]  # a buffer at run time
+    done = 0
+    while done < num_bytes:
+        count = os.preadv(descriptor, [view[done:]], start + done)
+        if not count:
+            raise _shorter(path)
+        done += count
+    return buffer
+
+
+def _mapped(descriptor: int, start: int, num_bytes: int) -> Any:
+    """Return a private, writable mapping: tensors want writable memory, and the file must not change."""
+    before = start % mmap.ALLOCATIONGRANULARITY
+    size = before + num_bytes
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    address = _MMAP(None, size, access, mmap.MAP_PRIVATE, descriptor, start - before)
+    if address == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{os.strerror(number)}: {num_bytes} bytes cannot be mapped")
+    buffer = (ctypes.c_ubyte * num_bytes).from_address(address + before)
+    # Not at the end of the process: a tensor may still be read then.
+    weakref.finalize(buffer, _MUNMAP, address, size).atexit = False
+    return buffer
+
+
+def _find_shards(directory: Path) -> dict[int, Path]:
+    """Return the shards by number; of a shard that is sealed twice over a crash, the sealed file."""
+    found: dict[int, Path] = {}
+    for sealed in (False, True):
+        suffix = Path(shard_name(0, sealed=sealed)).suffix
+        for file in directory.glob(f"shard-*{suffix}"):
+            digits = file.stem.removeprefix("shard-")
+            is_ours = digits.isdecimal() and file.name == shard_name(int(digits), sealed=sealed)
+            if is_ours and stat.S_ISREG(os.lstat(file).st_mode):
+                found[int(digits)] = file
+    return found
+
+
+def _header_bytes(file: Path) -> int:
+    """Return where the data of a shard begins."""
+    with open_regular(file, inside=file.parent) as opened:
+        # Written by an earlier version, a shard that was never sealed begins with zeros.
+        return 8 + (int.from_bytes(opened.read(8), "little") or layout.HEADER_BYTES - 8)

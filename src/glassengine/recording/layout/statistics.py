@@ -1,0 +1,267 @@
+"""The statistics of one tensor: all of them when they are asked for, a few cheap ones while the model runs."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from glassengine import blocks
+from glassengine.recording.layout.layout import LightStatistics, LightTable, block_starts
+from glassengine.recording.layout.values import dtype_name
+from glassengine.results import Summary
+
+_NUMPY = (torch.float32, torch.float64)
+_NUMPY_DTYPES: dict[str, str] = {
+    **{name: name for name in ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")},
+    "bfloat16": "uint16",
+}
+MEASURED = frozenset(_NUMPY_DTYPES)
+"""torch dtype names that `light_of_bytes` and `light_of_blocks` know."""
+_room = threading.local()
+_Array = np.typing.NDArray[Any]
+# A sum of squares below it may have lost some that float32 cannot hold.
+_LEAST_SQUARES = 1e-25
+_DOT_ELEMENTS = 8192
+_PIECE_ELEMENTS = 1 << 17
+_FAST = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def summarize(tensor: Tensor, *, device: str | torch.device = "cpu") -> Summary:
+    """Return the statistics of `tensor`, computed in float64 block by block.
+
+    Complex elements are represented by their magnitude. `std` divides by n - 1 as `torch.std` does (0 for a single
+    element) and `median` is the lower median as in `torch.median`.
+
+    Args:
+        tensor: Any shape, strides and dtype that can be converted to float64.
+        device: Where the arithmetic runs; it must know float64.
+    """
+    if tensor.numel() <= blocks.BLOCK_ELEMENTS and tensor.is_cpu and torch.device(device).type == "cpu":
+        return _summarize_small(tensor)
+    stream = blocks.real_stream(tensor, device=device)
+    return summarize_stream(stream, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
+
+
+def _summarize_small(tensor: Tensor) -> Summary:
+    """Return what `summarize` does of a tensor that is one piece: a tenth of the calls."""
+    wide = blocks.widen(blocks.flat(tensor.detach().resolve_conj().resolve_neg()))
+    values = (wide.abs() if wide.is_complex() else wide).numpy()
+    num_elements, num_nan = len(values), 0
+    with np.errstate(all="ignore"):
+        total = float(values.sum())
+        if not math.isfinite(total):
+            num_nan = int(np.count_nonzero(np.isnan(values)))
+            values = values[np.isfinite(values)]
+            total = float(values.sum())
+        low = mean = median = high = std = None
+        if count := len(values):
+            low, high, mean = float(values.min()), float(values.max()), total / count
+            rank = (count - 1) // 2
+            median = low if low == high else float(np.partition(values, rank)[rank])
+            deviations = values - mean
+            std = math.sqrt(float(np.vecdot(deviations, deviations)) / max(count - 1, 1))
+    return Summary(
+        shape=tuple(tensor.shape),
+        dtype=dtype_name(tensor.dtype),
+        num_elements=num_elements,
+        min=low,
+        mean=mean,
+        median=median,
+        max=high,
+        std=std,
+        num_nan=num_nan,
+        num_inf=num_elements - count - num_nan,
+    )
+
+
+def summarize_stream(stream: blocks.Stream, *, shape: tuple[int, ...], dtype: str) -> Summary:
+    """Return the statistics of the float64 pieces of `stream`; `shape` and `dtype` are copied into the result."""
+    found = blocks.moments(stream)
+    if found.num_finite == 0:
+        low = mean = median = high = std = None
+    else:
+        low, mean, high = found.min, found.mean, found.max
+        # Selection is the expensive part, and a tensor of one value (no error anywhere) does not need it.
+        median = low if low == high else blocks.lower_median(stream, found.num_finite)
+        std = (found.m2 / max(found.num_finite - 1, 1)) ** 0.5
+    return Summary(
+        shape=shape,
+        dtype=dtype,
+        num_elements=found.num_elements,
+        min=low,
+        mean=mean,
+        median=median,
+        max=high,
+        std=std,
+        num_nan=found.num_nan,
+        num_inf=found.num_elements - found.num_finite - found.num_nan,
+    )
+
+
+def light(tensor: Tensor) -> LightStatistics:
+    """Return the statistics that are taken in place of values.
+
+    Two or three fast passes, the norm in the precision of the dtype; where something is not finite, or the
+    dtype is none of the common ones, block by block in float64. Waits for the device the tensor is on.
+
+    Args:
+        tensor: Dense; any shape, strides and dtype that can be converted to float64.
+    """
+    tensor = tensor.detach()
+    if tensor.dtype in _NUMPY and tensor.numel() > 1 and tensor.is_cpu and tensor.is_contiguous():
+        # numpy takes a third of the time that torch does. (A single element may be one that is to be negated.)
+        # Not `tensor.numpy()`: afterwards torch refuses to resize the storage, and the model may want to.
+        found = _light_of_array(np.from_dlpack(tensor).reshape(-1), dtype_name(tensor.dtype))
+        if found is not None:
+            return found
+    elif tensor.dtype in _FAST and tensor.numel():
+        low, high = torch.aminmax(tensor)
+        dtype = torch.float32 if tensor.dtype.itemsize < 4 else None
+        norm = float(torch.linalg.vector_norm(tensor, dtype=dtype))
+        if math.isfinite(norm):
+            return LightStatistics(float(low), float(high), norm, 0)
+    return _exact(tensor)
+
+
+def light_of_bytes(data: memoryview, dtype: str) -> LightStatistics:
+    """Return what `light` does of the bytes of a tensor in row-major order, on one thread.
+
+    Args:
+        data: At least one element.
+        dtype: One of `MEASURED`.
+    """
+    found = _light_of_array(np.frombuffer(data, _NUMPY_DTYPES[dtype]), dtype)
+    return found or _exact(torch.frombuffer(data, dtype=getattr(torch, dtype)))
+
+
+def _light_of_array(flat: _Array, dtype: str) -> LightStatistics | None:
+    """Return the statistics of real elements; None where squares are too large or too small to be added up."""
+    low, high, squares = math.inf, -math.inf, 0.0
+    with np.errstate(all="ignore"):
+        # In pieces that stay in a cache for all three passes.
+        for start in range(0, len(flat), _PIECE_ELEMENTS):
+            piece = _computable(flat[start : start + _PIECE_ELEMENTS], dtype)
+            squares += _sum_of_squares(piece)
+            low, high = min(low, float(piece.min())), max(high, float(piece.max()))
+    return LightStatistics(low, high, math.sqrt(squares), 0) if _is_sum(squares, low, high) else None
+
+
+def _computable(values: _Array, dtype: str) -> _Array:
+    """Return values in a dtype that holds them exactly, and whose arithmetic is fast."""
+    if dtype == "bfloat16":
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    if dtype in ("float32", "float64"):
+        return values
+    return values.astype(np.float32 if dtype == "float16" else np.float64)
+
+
+def _is_sum(squares: Any, low: Any, high: Any) -> Any:
+    """Whether sums of squares, of float32 or float64, lost nothing to overflow or underflow; element by element."""
+    return ((squares >= _LEAST_SQUARES) & (squares < math.inf)) | ((low == 0) & (high == 0))
+
+
+def _sum_of_squares(flat: _Array) -> float:
+    """Return the sum of squares of `flat` on one thread; row by row in its own dtype, the rows in float64.
+
+    BLAS gives a longer dot product to threads of its own, which then fight with those of the model for the cores.
+    """
+    even = len(flat) // _DOT_ELEMENTS * _DOT_ELEMENTS
+    rest = flat[even:]
+    total = float(np.dot(rest, rest))
+    if even:
+        rows = flat[:even].reshape(-1, _DOT_ELEMENTS)
+        total += float(np.vecdot(rows, rows).sum(dtype=np.float64))
+    return total
+
+
+def light_of_blocks(
+    data: memoryview, count: int, tensors: tuple[tuple[str, int], ...], columns: Sequence[int]
+) -> list[LightTable]:
+    """Return min, max, norm and number of non-finite elements of small tensors that lie behind one another.
+
+    Takes a few passes over all of them together.
+
+    Args:
+        data: The bytes of `count` blocks of one size, a multiple of `layout.ALIGNMENT` where there are several; in each
+            the tensors lie as `layout.block_starts` says.
+        count: How many tables are returned.
+        tensors: dtype name (one of `MEASURED`) and number of bytes (not 0) of each tensor of a block.
+        columns: Which of them the columns of a table are.
+    """
+    rows = np.empty((count, 3, len(tensors)))
+    nonfinite: list[dict[int, int]] = [{} for _ in range(count)]
+    raw = np.frombuffer(data, np.uint8).reshape(count, -1)
+    for name, mine, places in _places(tensors):
+        dtype = np.dtype(_NUMPY_DTYPES[name])
+        # Up to the end of the last one of them, which `reduceat` takes as given.
+        first, bounds = int(places[0]), (places - places[0])[:-1]
+        values = raw[:, first * dtype.itemsize : int(places[-1]) * dtype.itemsize].view(dtype)
+        with np.errstate(all="ignore"):
+            values = _computable(values, name)
+            rows[:, 0, mine] = low = np.minimum.reduceat(values, bounds, axis=1)[:, ::2]
+            rows[:, 1, mine] = high = np.maximum.reduceat(values, bounds, axis=1)[:, ::2]
+            squares = np.multiply(values, values, out=_room_like(values))
+            sums = np.add.reduceat(squares, bounds, axis=1)[:, ::2]
+            rows[:, 2, mine] = np.sqrt(sums, dtype=np.float64)
+        for block, which in np.argwhere(~_is_sum(sums, low, high)).tolist():
+            index, start = mine[which], int(places[2 * which]) * dtype.itemsize
+            flat = raw[block, start : start + tensors[index][1]]
+            exact = _exact(torch.frombuffer(flat.data, dtype=getattr(torch, name)))
+            rows[block, :, index] = (_or_nan(exact.min), _or_nan(exact.max), exact.norm)
+            nonfinite[block][index] = exact.num_nonfinite
+    chosen = rows[:, :, columns]
+    return [LightTable(table, _chosen(counts, columns)) for table, counts in zip(chosen, nonfinite, strict=True)]
+
+
+def _chosen(counts: dict[int, int], columns: Sequence[int]) -> dict[int, int]:
+    if not counts:
+        return counts
+    return {index: counts[column] for index, column in enumerate(columns) if column in counts}
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _room_like(values: _Array) -> _Array:
+    """Return room that is used again: memory that is new each time takes longer than the arithmetic."""
+    room: _Array | None = getattr(_room, "bytes", None)
+    if room is None or room.nbytes < values.nbytes:
+        room = _room.bytes = np.empty(values.nbytes, dtype=np.uint8)
+    return room[: values.nbytes].view(values.dtype).reshape(values.shape)
+
+
+@functools.lru_cache(maxsize=256)
+def _places(tensors: tuple[tuple[str, int], ...]) -> list[tuple[str, list[int], np.typing.NDArray[np.int64]]]:
+    """Return, for each dtype in a block, which tensors have it, and where each of these begins and ends, in elements.
+
+    A reduction between these places also yields something for what lies between two tensors.
+    """
+    starts, _ = block_starts([num_bytes for _, num_bytes in tensors])
+    found = []
+    for name in dict.fromkeys(name for name, _ in tensors):
+        mine = [index for index, (other, _) in enumerate(tensors) if other == name]
+        bounds = [starts[index] + end for index in mine for end in (0, tensors[index][1])]
+        found.append((name, mine, np.array(bounds, dtype=np.int64) // np.dtype(_NUMPY_DTYPES[name]).itemsize))
+    return found
+
+
+def _exact(tensor: Tensor) -> LightStatistics:
+    found = blocks.moments(blocks.real_stream(tensor))
+    if found.num_finite == 0:
+        return LightStatistics(None, None, 0.0, found.num_elements)
+    norm = math.sqrt(found.m2 + found.num_finite * found.mean * found.mean)
+    if not math.isfinite(norm):
+        # The squares are too large for float64, and so may be the norm; an index holds finite numbers only.
+        largest = max(abs(found.min), abs(found.max))
+        scaled = (torch.nan_to_num(tensor.double(), 0.0, 0.0, 0.0) / largest).square().sum().sqrt()
+        norm = min(largest * float(scaled), sys.float_info.max)
+    return LightStatistics(found.min, found.max, norm, found.num_elements - found.num_finite)

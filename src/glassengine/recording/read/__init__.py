@@ -1,0 +1,1 @@
+"""Reading recordings, and everything else that holds named tensors."""

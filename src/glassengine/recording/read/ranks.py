@@ -1,0 +1,68 @@
+"""The recordings of all processes of one run, `rank<r>/` side by side in one directory, as one source.
+
+Every tensor keeps the rank it was recorded by; `compare` puts the parts of one tensor together.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from glassengine.recording.layout.entries import Entries, LeftOuts, Mapped
+from glassengine.recording.layout.layout import MANIFEST, Entry, LeftOut
+from glassengine.recording.read.reader import Recording
+from glassengine.results import Skipped
+
+_RANK = re.compile(r"rank(\d{1,9})")
+
+
+class RankRecordings:
+    """Tensors of the recordings `rank0/`, `rank1/`, ... in one directory.
+
+    Attributes:
+        path: The directory.
+        metadata: That of the first rank; "token_ids" are the rows of all ranks, once of ranks that have the same, and
+            "num_ranks" is how many recordings there are.
+        complete: Whether each of them is, and none is missing from the first to the last.
+        entries: The tensors in order of step and rank.
+        left_out: What was seen and has no values.
+        skipped: The same in the words of a comparison.
+
+    Raises:
+        CorruptError: A recording is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._recordings = {rank: Recording.open(directory) for rank, directory in sorted(rank_directories(path))}
+        each = list(self._recordings.values())
+        self.metadata: dict[str, Any] = {**each[0].metadata, "num_ranks": len(each)}
+        rows = [recording.metadata.get("token_ids") for recording in each]
+        # Ranks that split a batch have rows of their own; those that share the work on a row have the same.
+        if all(isinstance(of_rank, list) for of_rank in rows) and any(of_rank != rows[0] for of_rank in rows):
+            distinct = [of_rank for i, of_rank in enumerate(rows) if of_rank not in rows[:i]]
+            self.metadata["token_ids"] = [row for of_rank in distinct for row in of_rank or ()]
+        is_gapless = list(self._recordings) == list(range(len(each)))
+        self.complete = is_gapless and all(recording.complete for recording in each)
+        # A recording may have been made as rank 0 of a run that its process knew nothing about.
+        self.entries = Entries.of_ranks({rank: recording.entries for rank, recording in self._recordings.items()})
+        self.left_out = LeftOuts.of_ranks({rank: recording.left_out for rank, recording in self._recordings.items()})
+        self.skipped: Sequence[Skipped] = Mapped(_skipped, self.left_out)
+
+    def tensor(self, entry: Entry) -> Tensor:
+        """Return the values of one of `entries`."""
+        return self._recordings[entry.rank].tensor(entry)
+
+
+def _skipped(item: LeftOut) -> Skipped:
+    return Skipped(item.site, "both", f"{item.reason} (rank {item.rank})", item.step)
+
+
+def rank_directories(path: Path) -> list[tuple[int, Path]]:
+    """Return rank and directory of the recordings `rank<r>/` in `path`."""
+    numbered = ((_RANK.fullmatch(item.name), item) for item in path.iterdir())
+    return [(int(found[1]), item) for found, item in numbered if found and (item / MANIFEST).is_file()]

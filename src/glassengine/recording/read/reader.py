@@ -1,0 +1,242 @@
+"""Reads a recording: the index says what there is; of the shards only what is asked for is mapped into memory.
+
+The directory may still be written to, or its writer may have been killed: what was committed is readable, and
+`complete` is false. Reading changes nothing on disk but the statistics that are kept for the next time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+import torch
+from torch import Tensor
+
+from glassengine.checksums import crc32
+from glassengine.errors import CorruptError, UnknownNameError, UsageError
+from glassengine.reading.documents import parsed
+from glassengine.reading.files import open_regular, read_bytes
+from glassengine.recording.layout import layout
+from glassengine.recording.layout.entries import Entries, Mapped
+from glassengine.recording.layout.layout import Entry, LeftOut, Location
+from glassengine.recording.layout.recovery import IndexContents, read_index
+from glassengine.recording.layout.shard_files import ShardFiles
+from glassengine.recording.layout.sketch import Sketch, sketch
+from glassengine.recording.layout.statistics import summarize
+from glassengine.recording.read.statistics_cache import StatisticsCache
+from glassengine.recording.rescue.rescue import Recovered, recovered
+from glassengine.results import Skipped, Summary
+from glassengine.sites import matches
+
+
+class Recording:
+    """A recording that is open for reading; made by `Recording.open`.
+
+    Attributes:
+        path: Its directory.
+        metadata: What the writer was told about it; "token_ids" are those of the completed steps.
+        complete: Whether it was closed regularly and every step that was begun was completed.
+        incomplete_because: Why not, else None.
+        steps: The completed steps, ascending.
+        entries: The tensors, in recorded order within ascending steps.
+        left_out: Tensors that were seen and whose values are not in it.
+        stopped: Steps that ended before they were through -> what stopped them.
+        skipped: The same as `left_out`, in the words of a comparison.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        manifest: dict[str, Any],
+        contents: IndexContents,
+        shards: ShardFiles,
+        more: Recovered | None = None,
+    ) -> None:
+        self.path = path
+        self.metadata: dict[str, Any] = manifest["metadata"]
+        if contents.token_ids:
+            self.metadata["token_ids"] = contents.token_ids
+        self.incomplete_because = _incomplete_because(manifest, contents)
+        self.complete = self.incomplete_because is None
+        self.steps: list[int] = sorted(contents.steps)
+        self.entries = contents.entries
+        self.left_out = contents.left_out
+        self.stopped = contents.stopped
+        self.skipped: Sequence[Skipped] = Mapped(_skipped, self.left_out)
+        self._shards = shards
+        self._recovered = more  # which may be gone with this
+        self._statistics = StatisticsCache(path, writable=manifest["state"] != "writing")
+        self._verified: set[tuple[int, int]] = set()
+
+    @classmethod
+    def open(cls, path: str | Path) -> Self:
+        """Open the recording directory `path`, or the only one in it.
+
+        Raises:
+            UsageError: There is no recording.
+            CorruptError: It is damaged, or written by a newer version.
+        """
+        directory = Path(path)
+        if not (directory / layout.MANIFEST).exists():
+            of_ranks = sorted(directory.glob(f"rank*/{layout.MANIFEST}"))
+            inside = [] if of_ranks else sorted(directory.glob(f"*/{layout.MANIFEST}"))
+            if len(inside) == 1:
+                return cls.open(inside[0].parent)
+            raise UsageError(
+                "there is no recording",
+                got=str(directory),
+                expected=f"a directory that holds {layout.MANIFEST}",
+                hint=f"that of one rank: {of_ranks[0].parent}" if of_ranks else None,
+            )
+        manifest = _read_manifest(directory / layout.MANIFEST)
+        # First: what a writer brings to the index meanwhile leaves its ring.
+        more = recovered(directory)
+        shards = ShardFiles(directory, more.path if more is not None else None)
+        with open_regular(directory / layout.INDEX, inside=directory) as index:
+            contents = read_index(index, shards.data_bytes)
+        if more is not None:
+            contents = more.added_to(contents, shards)
+        if manifest["state"] == "complete":
+            found = f"{len(contents.steps)} steps, {len(contents.entries)} tensors"
+            expected = f"{manifest['num_steps']} steps, {manifest['num_tensors']} tensors"
+            if contents.damage is not None or found != expected:
+                raise CorruptError(
+                    "the recording is damaged",
+                    got=f"{directory}: {contents.damage or 'the index is cut'}",
+                    expected=f"{expected}; intact: {found}",
+                    hint=f'to read what is intact, set "state" to "incomplete" in {directory / layout.MANIFEST}',
+                )
+        return cls(directory, manifest, contents, shards, more)
+
+    def entry(self, site: str, step: int, rank: int = 0) -> Entry:
+        """Return the entry of one tensor.
+
+        Raises:
+            UnknownNameError: It is not recorded; carries the nearest names of that step.
+        """
+        found = self.entries.find(site, step, rank)
+        if found is None:
+            there = [entry.site for entry in self.entries.of_step(step) if entry.rank == rank]
+            hint = None if there else f"rank {rank} has nothing in step {step}; completed steps: {self.steps}"
+            raise UnknownNameError("site", site, there, hint=hint)
+        return found
+
+    def sites(self, step: int | None = None) -> list[str]:
+        """Return the site names in recorded order, of one step or of all."""
+        return self.entries.sites(step)
+
+    def select(self, pattern: str) -> Entries:
+        """Return the entries whose site matches `pattern` (a glob or `re:`, see `sites.matches`).
+
+        Raises:
+            UnknownNameError: Nothing matches.
+        """
+        found = self.entries.where(lambda site: matches(pattern, site))
+        if not found:
+            raise UnknownNameError("site", pattern, self.sites())
+        return found
+
+    def find(self, pattern: str) -> tuple[Entries, list[LeftOut]]:
+        """Return the entries, and the tensors without values, whose site matches `pattern`.
+
+        Raises:
+            UnknownNameError: Nothing matches.
+        """
+        left_out = self.left_out.where(lambda site: matches(pattern, site))
+        entries = self.entries.where(lambda site: matches(pattern, site)) if left_out else self.select(pattern)
+        return entries, left_out
+
+    def tensor(self, entry: Entry | str, step: int | None = None, rank: int = 0) -> Tensor:
+        """Return the values of one tensor; a large one is mapped, not copied.
+
+        Writing into the result changes this process's view only, never the file. The bytes are checked against their
+        checksum the first time. What is not used any more takes no memory.
+
+        Args:
+            entry: An entry of this recording, or a site name.
+            step: With a site name: the step; may be left out when only one step has the site.
+            rank: With a site name: the rank.
+
+        Raises:
+            UnknownNameError: It is not recorded.
+            UsageError: Several steps have the site and `step` is None.
+            CorruptError: The bytes do not match their checksum.
+        """
+        if isinstance(entry, str):
+            entry = self.entry(entry, self._only_step(entry, rank) if step is None else step, rank)
+        location = entry.location
+        assert location is not None
+        _, stored, parts = layout.STORED[entry.dtype]
+        dtype = getattr(torch, entry.dtype)
+        if entry.nbytes == 0:
+            return torch.empty(entry.shape, dtype=dtype)
+        raw = torch.frombuffer(self._bytes(entry, location), dtype=torch.uint8)
+        # Through the element type of the file: a view straight to a complex dtype is not defined for all of them.
+        flat = raw.view(stored)
+        return (flat if parts == 1 else torch.view_as_complex(flat.view(-1, parts))).reshape(entry.shape)
+
+    def summary(self, entry: Entry) -> Summary:
+        """Return the statistics of one tensor, computed when they are first asked for."""
+        found = self._statistics.summary(entry)
+        if found is None:
+            found = summarize(self.tensor(entry))
+            self._statistics.put(entry, found)
+        return found
+
+    def sketch(self, entry: Entry) -> Sketch:
+        """Return the sketch of one tensor, computed when it is first asked for."""
+        found = self._statistics.sketch(entry)
+        if found is None:
+            found = sketch(self.tensor(entry))
+            self._statistics.put(entry, found)
+        return found
+
+    def _bytes(self, entry: Entry, location: Location) -> Any:
+        """Return the bytes of a tensor that has some; the first time they, or the block they are in, are verified."""
+        offset, size = location.block or (location.offset, entry.nbytes)
+        if (location.shard, offset) in self._verified:
+            return self._shards.read(location.shard, location.offset, entry.nbytes)
+        data = self._shards.read(location.shard, offset, size)
+        if crc32(data) != location.checksum:
+            raise CorruptError(
+                "recorded values are damaged",
+                got=f"{entry.site!r}, step {entry.step}, rank {entry.rank}: the checksum does not match",
+            )
+        self._verified.add((location.shard, offset))
+        return data if size == entry.nbytes else self._shards.read(location.shard, location.offset, entry.nbytes)
+
+    def _only_step(self, site: str, rank: int) -> int:
+        steps = self.entries.steps_of(site, rank)
+        if not steps:
+            raise UnknownNameError("site", site, self.sites())
+        if len(steps) > 1:
+            raise UsageError(f"several steps have the site {site!r}", got="no step", expected=list(map(str, steps)))
+        return steps[0]
+
+
+def _skipped(item: LeftOut) -> Skipped:
+    return Skipped(item.site, "both", item.reason, item.step)
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    raw = read_bytes(path, most=layout.MAX_MANIFEST_BYTES, inside=path.parent)
+    # What users write into the metadata may hold NaN.
+    told: dict[str, Any] = {"what": "the manifest of a recording", "nonfinite": True}
+    parsed(raw, _Manifest, path, version=layout.SCHEMA_VERSION, **told)
+    return parsed(raw, dict[str, Any], path, **told)
+
+
+class _Manifest(msgspec.Struct):
+    state: str
+    metadata: dict[str, Any]
+    num_steps: int
+    num_tensors: int
+
+
+def _incomplete_because(manifest: dict[str, Any], contents: IndexContents) -> str | None:
+    if manifest["state"] == "complete":
+        return None
+    reasons: Sequence[object] = (manifest.get("reason"), contents.damage, "it was never closed")
+    return str(next(reason for reason in reasons if reason))

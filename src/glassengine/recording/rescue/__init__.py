@@ -1,0 +1,1 @@
+"""Steps that only the ring of a killed process has, written into its recording."""

@@ -1,0 +1,1 @@
+"""The memory between a running model and the thread that writes."""

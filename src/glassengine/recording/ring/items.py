@@ -1,0 +1,176 @@
+"""What a running model hands to the thread that writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from glassengine.recording.layout.description import Description, group_text
+from glassengine.recording.layout.layout import LeftOut, LightStatistics, LightTable, Location
+from glassengine.recording.ring.seen import Seen
+
+
+@dataclass(slots=True)
+class Block:
+    """Small tensors of one step that lie behind one another in the ring.
+
+    With a `reason` they are only measured, and not written for that reason; `table` is what was found. `descriptions`
+    are those of the `known` tensors, the same object in every step that goes alike. `same_as` has (index, index of an
+    earlier one) of tensors that have the bytes of an earlier one. `template` is the block of an earlier step that this
+    one repeats, if it does so wholly. `location` is where it has been written.
+    """
+
+    known: tuple[Seen, ...]
+    descriptions: tuple[Description, ...]
+    same_as: tuple[tuple[int, int], ...]
+    step: int
+    rank: int
+    position: int
+    end: int
+    reason: str | None
+    template: Block | None = None
+    table: LightTable | None = None
+    location: Location | None = None
+    _text: bytes | None = None
+
+    def text(self) -> bytes:
+        """Return what the tensors are, as the index says it of a group; made once for all blocks that repeat one."""
+        if self._text is None:
+            first = self.template
+            if first is not None:
+                self._text = first.text()
+            else:
+                self._text = group_text(0, self.descriptions, self.rank, dict(self.same_as)).encode()
+        return self._text
+
+    def again(self, step: int, position: int, most: int) -> Block:
+        """Return the block of another step whose tensors, or the first `most`, are like these."""
+        if most >= len(self.known):
+            end = position + self.end - self.position
+            return Block(self.known, self.descriptions, self.same_as, step, self.rank, position, end, self.reason, self)
+        known = self.known[:most]
+        same_as = tuple(pair for pair in self.same_as if pair[0] < most)
+        equal = {index for index, _ in same_as}
+        rooms = [seen for index, seen in enumerate(known) if index not in equal]
+        end = position + sum(seen.room for seen in rooms[:-1]) + rooms[-1].nbytes
+        descriptions = self.descriptions[:most]
+        return Block(known, descriptions, same_as, step, self.rank, position, end, self.reason)
+
+    def goes_like(self, other: Block) -> bool:
+        """Return whether this block has the tensors, at the places, of another one that repeats the same one."""
+        return self.template is not None and self.template is other.template
+
+
+@dataclass(slots=True)
+class Stored:
+    """A tensor in the ring; `location` is where it has been written.
+
+    With a `reason` it is only measured, and not written for that reason; `statistics` is what was found.
+    """
+
+    seen: Seen
+    step: int
+    rank: int
+    position: int
+    reason: str | None
+    location: Location | None = None
+    statistics: LightStatistics | None = None
+
+    @property
+    def description(self) -> Description:
+        """What the tensor is."""
+        return self.seen.description
+
+    @property
+    def end(self) -> int:
+        """Where it ends in the ring."""
+        return self.position + self.seen.nbytes
+
+
+@dataclass(slots=True)
+class Copied:
+    """A tensor of an accelerator; its bytes may be read after `ready.synchronize()`. `reason` as in `Stored`.
+
+    `position` is one of the ring that stands for it; its bytes are not there. `location` and `statistics` as in
+    `Stored`.
+    """
+
+    description: Description
+    step: int
+    rank: int
+    data: Tensor
+    ready: Any
+    reason: str | None
+    position: int = 0
+    location: Location | None = None
+    statistics: LightStatistics | None = None
+
+    @property
+    def end(self) -> int:
+        """Where the next slot of the ring may begin."""
+        return self.position + 1
+
+
+@dataclass(slots=True)
+class Alias:
+    """A tensor that has the bytes, and the reason, of another one of its step."""
+
+    seen: Seen
+    step: int
+    rank: int
+    original: Stored
+
+    @property
+    def description(self) -> Description:
+        """What the tensor is."""
+        return self.seen.description
+
+
+@dataclass(slots=True)
+class Streamed:
+    """A tensor larger than a slot; its `Piece`s follow, the last one without bytes.
+
+    `position` is where its first piece may begin, and `pieces` has position and size of those that have come.
+    """
+
+    description: Description
+    step: int
+    rank: int
+    position: int = 0
+    pieces: list[tuple[int, int]] = field(default_factory=list)
+    location: Location | None = None
+
+
+@dataclass(slots=True)
+class Piece:
+    """Bytes of a streamed tensor; without bytes its end, `cut` when copying it was interrupted."""
+
+    position: int
+    num_bytes: int
+    cut: bool = False
+
+
+@dataclass(slots=True)
+class Note:
+    """What the journal has written of a part of a step, from `position` to `end` in the ring."""
+
+    step: int
+    position: int
+    end: int
+
+
+@dataclass(slots=True)
+class Commit:
+    """The end of a step; what the journal has written of it lies from `position` to `end` in the ring."""
+
+    step: int
+    token_ids: Sequence[Sequence[int]]
+    stopped: str | None
+    position: int = 0
+    end: int = 0
+
+
+Item = Stored | Copied | Alias | Block | Streamed | LeftOut | Note | Commit

@@ -1,0 +1,58 @@
+"""A step of a recording between its first tensor and its commit record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from glassengine.recording.layout.description import Description, Group
+from glassengine.recording.layout.layout import Location
+
+
+@dataclass
+class OpenStep:
+    """What was written of a step that is not committed."""
+
+    frames: list[bytes] = field(default_factory=list)
+    names: Set[tuple[str, int]] = frozenset()
+    groups: list[Group] = field(default_factory=list)
+    num_left_out: int = 0
+    # Place and bytes of a tensor -> what is stored, and the tensor itself: its storage cannot be reused meanwhile.
+    identities: dict[object, tuple[Description, Location, Tensor]] = field(default_factory=dict)
+    # Whether `names` is no other's: those of a group that is all of a step stay the group's.
+    _owns_names: bool = False
+
+    def is_new(self, names: Set[tuple[str, int]]) -> bool:
+        """Return whether the step has none of these (site, rank)."""
+        return not self.names or self.names.isdisjoint(names)
+
+    def add(self, group: Group) -> None:
+        """Note that the tensors of a group were written."""
+        self.groups.append(group)
+        if self.names:
+            self._own().update(group.names)
+        else:
+            self.names = group.names
+
+    def add_name(self, site: str, rank: int) -> None:
+        """Note that a tensor was written."""
+        self._own().add((site, rank))
+
+    def _own(self) -> set[tuple[str, int]]:
+        if not self._owns_names:
+            self.names, self._owns_names = set(self.names), True
+        assert isinstance(self.names, set)
+        return self.names
+
+
+@dataclass(slots=True)
+class EndedStep:
+    """A step whose records are to be written once its bytes are."""
+
+    number: int
+    frames: bytes
+    num_tensors: int
+    token_ids: Sequence[Sequence[int]]
+    stopped: str | None

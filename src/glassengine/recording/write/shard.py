@@ -1,0 +1,185 @@
+"""One shard being written: raw bytes behind a reserved header, sealed into a safetensors file.
+
+safetensors refuses holes and trailing bytes, so every gap that alignment leaves becomes an explicit pad entry. What is
+appended waits until `flush`, which writes it in one call of the operating system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from io import FileIO
+from pathlib import Path
+
+from glassengine.recording.layout.description import Description, Group, pad_entry
+from glassengine.recording.layout.layout import ALIGNMENT, Location, aligned, shard_name
+from glassengine.recording.write.intact import require_open, require_there
+
+_MAX_BUFFERS = 1000  # of one call of writev; the limit of Linux is 1024
+_ZEROS = bytes(ALIGNMENT)
+_SPACES = b" " * (1 << 16)
+# Braces, metadata keys, and a last pad entry.
+_HEADER_OVERHEAD = 512
+
+
+class Shard:
+    """An open `shard-NNNNN.part`. Bytes are in the file (the kernel's cache) when `flush` returns.
+
+    Attributes:
+        number: The number in its name.
+        size: Data bytes so far; pads and what waits for `flush` included, the header not.
+    """
+
+    def __init__(self, directory: Path, number: int, header_bytes: int) -> None:
+        self.number = number
+        self.size = 0
+        self._directory = directory
+        self._room = header_bytes - 8
+        self._used = _HEADER_OVERHEAD
+        self._entries: list[str] = []
+        self._aliases: list[str] = []
+        self._waiting: list[bytes | memoryview] = []
+        self._blocks: list[tuple[Group, int, int]] = []
+        self._written = (0, 0, 0, 0)
+        self._is_sealed = False
+        self._file = (directory / shard_name(number, sealed=False)).open("xb", buffering=0)
+        try:
+            # Written, not skipped: a disk that fills up later must still be able to take the header. Spaces: what the
+            # header does not need of them stays.
+            write_all(self._file, [self._room.to_bytes(8, "little"), *_spaces(self._room)])
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.close()
+                self.path.unlink()
+            raise
+
+    def has_room(self, *added: Description | Group) -> bool:
+        """Return whether the header can take an entry, or alias, of these as well."""
+        return self._used + sum(item.most_header_bytes for item in added) <= self._room
+
+    def align(self) -> int:
+        """Fill up to the next aligned offset and return it."""
+        offset = aligned(self.size)
+        if offset > self.size:
+            self._waiting.append(_ZEROS[: offset - self.size])
+            self._pad(self.size, offset)
+            self.size = offset
+        return offset
+
+    def append(self, data: memoryview) -> None:
+        """Take bytes at the current end; `data` must not change before `flush`."""
+        self._waiting.append(data)
+        self.size += data.nbytes
+
+    def add(self, description: Description, step: int, rank: int, location: Location) -> None:
+        """Give the bytes at `location`, just appended, their name in the header."""
+        offset = location.offset
+        self._name(description.header_entry(step, rank, offset, offset + description.nbytes))
+
+    def add_block(self, group: Group, step: int, location: Location) -> None:
+        """Give the bytes of a block at `location`, just appended, their names; they become text when it is sealed."""
+        self._blocks.append((group, step, location.offset))
+        self._used += group.most_header_bytes
+
+    def add_alias(self, description: Description, original: Description, step: int, rank: int, file: str) -> None:
+        """Note in the header's metadata that a tensor has the bytes of another one of its step, which are in `file`."""
+        escaped = description.header_alias(original, step, rank, file)
+        self._aliases.append(escaped)
+        self._used += len(escaped) + 1
+
+    def disown(self, offset: int) -> None:
+        """Take the bytes from `offset` to the end for padding: what should have followed them never came."""
+        if self.size > offset:
+            self._pad(offset, self.size)
+
+    def flush(self) -> None:
+        """Write what waits; where that fails, the shard is what it was after the last flush."""
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            try:
+                # Before: what is written behind a cut leaves zeros there.
+                require_open(self._file.fileno(), 8 + self._room + self._written[0], self.path)
+                write_all(self._file, waiting)
+            except OSError:
+                self.size, num_entries, num_aliases, num_blocks = self._written
+                with contextlib.suppress(OSError):
+                    self._file.seek(8 + self._room + self.size)
+                del self._entries[num_entries:]
+                del self._aliases[num_aliases:]
+                del self._blocks[num_blocks:]
+                raise
+        self._written = (self.size, len(self._entries), len(self._aliases), len(self._blocks))
+
+    @property
+    def path(self) -> Path:
+        """Where the file is."""
+        return self._directory / shard_name(self.number, sealed=self._is_sealed)
+
+    def require(self) -> None:
+        """Raise unless the file is there with all that was written.
+
+        Raises:
+            OSError: It was removed, or cut.
+        """
+        require_there(self.path, 8 + self._room + self.size)
+
+    def seal(self) -> None:
+        """Write the header and rename the file; it then is a safetensors file. What fails may be tried again."""
+        self.flush()
+        self.require()
+        if not self._file.closed:
+            self._write_header()
+        sealed = self._directory / shard_name(self.number, sealed=True)
+        self.path.rename(sealed)
+        self._is_sealed = True
+
+    def _write_header(self) -> None:
+        file = shard_name(self.number, sealed=True)
+        aliases, entries = list(self._aliases), list(self._entries)
+        for group, step, offset in self._blocks:
+            entries.append(group.header_entries(step, offset))
+            if group.originals:
+                aliases.append(group.header_aliases(step, file))
+        parts = [b'{"__metadata__":{"format":"pt","aliases":"{', ",".join(aliases).encode(), b'}"}']
+        for text in entries:
+            parts += b",", text.encode()
+        parts.append(b"}")
+        assert sum(map(len, parts)) <= self._room, "has_room underestimates the header"
+        # What a failed write left behind the last good byte would make the file unreadable.
+        os.ftruncate(self._file.fileno(), 8 + self._room + self.size)  # unlike that of the file, also after a signal
+        self._file.seek(8)
+        write_all(self._file, parts)
+        self._file.close()
+
+    def close(self) -> None:
+        """Close the file without sealing it."""
+        self._waiting.clear()
+        self._file.close()
+
+    def _pad(self, start: int, end: int) -> None:
+        self._name(pad_entry(start, end, end - start))
+
+    def _name(self, entry: str) -> None:
+        self._entries.append(entry)
+        self._used += len(entry) + 1
+
+
+def _spaces(count: int) -> list[bytes]:
+    return [_SPACES] * (count // len(_SPACES)) + [_SPACES[: count % len(_SPACES)]]
+
+
+def write_all(file: FileIO | int, buffers: Sequence[bytes | memoryview]) -> None:
+    """Write all of `buffers`: a raw write may be short near a full disk, and always above 2 GiB."""
+    descriptor = file if isinstance(file, int) else file.fileno()
+    views = [memoryview(data) for data in buffers if len(data)]
+    position = 0
+    while position < len(views):
+        batch = views[position : position + _MAX_BUFFERS]
+        written = os.writev(descriptor, batch)
+        for view in batch:
+            if written < view.nbytes:
+                views[position] = view[written:]
+                break
+            written -= view.nbytes
+            position += 1

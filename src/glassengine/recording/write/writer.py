@@ -1,0 +1,400 @@
+"""Writes a recording: bytes first, then the index records of a step, then its commit record.
+
+A step is *completed* when its commit record is on file. Killing the process at any moment leaves a recording whose
+completed steps are readable, because nothing that was committed is ever written again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence, Set
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from torch import Tensor
+
+from glassengine.checksums import crc32
+from glassengine.errors import UsageError
+from glassengine.recording.layout import layout, records
+from glassengine.recording.layout.description import Description, Group, Groups
+from glassengine.recording.layout.layout import LeftOut, LightTable, Location, Sharding
+from glassengine.recording.layout.values import Descriptions, bytes_of, identity
+from glassengine.recording.write.directory import begun, make_directory, manifest_of, reason_of, save_manifest
+from glassengine.recording.write.intact import safe_steps
+from glassengine.recording.write.open_step import EndedStep, OpenStep
+from glassengine.recording.write.shard import Shard
+
+SHARD_BYTES = 1 << 31
+
+
+class RecordingWriter:
+    """Writes tensors into a new recording directory; a context manager.
+
+    Leaving the block by an exception closes the recording marked incomplete; the steps committed so far are readable.
+    A tensor written under several sites of one step is stored once. Memory: the tensors of the open steps are kept
+    alive until their commit (their storage could otherwise be reused and be taken for the same tensor), and one tensor
+    is copied when it is not contiguous or not on the CPU. Its shards are numbered from `first_shard` on.
+
+    Attributes:
+        metadata: The same facts about the recording, stored now and once more by `close`. What changes from step to
+            step belongs into the commit: the token ids are collected here from there.
+        failure: Why a file could not be written, if one could not; nothing more is.
+
+    Raises:
+        UsageError: The directory cannot be written, or exists and `overwrite` is false, or holds other files.
+    """
+
+    def __init__(
+        self, path: str | Path, *, metadata: Mapping[str, Any], overwrite: bool = False, first_shard: int = 0
+    ) -> None:
+        # Files are opened later, too, and the program may change its working directory.
+        self.path = Path(path).absolute()
+        self.metadata = dict(metadata)
+        self._steps: set[int] = set()
+        self._open: dict[int, OpenStep] = {}
+        self.open_steps: Set[int] = self._open.keys()
+        self._shard: Shard | None = None
+        self._next_shard = first_shard
+        self._header_bytes = layout.HEADER_BYTES
+        self._groups = Groups()
+        self.group = self._groups.of
+        self._descriptions = Descriptions()
+        self._described: set[int] = set()
+        self._ended: list[EndedStep] = []
+        self._num_steps = self._num_tensors = 0
+        self.failure: str | None = None
+        self._sealed: list[Shard] = []
+        self._incomplete: str | None = None
+        self._closed = False
+        manifest = self._manifest("writing")
+        make_directory(self.path, overwrite)
+        try:
+            self._index = begun(self.path, manifest)
+        except OSError as error:
+            raise UsageError("cannot write the recording", got=reason_of(error, self.path)) from error
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Shard that is being written, and the bytes in it so far."""
+        return (-1, 0) if self._shard is None else (self._shard.number, self._shard.size)
+
+    @property
+    def num_steps(self) -> int:
+        """Number of committed steps."""
+        return self._num_steps
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(None if error is None else f"stopped by {type(error).__name__}")
+
+    def write(
+        self,
+        site: str,
+        step: int,
+        tensor: Tensor,
+        *,
+        rank: int = 0,
+        axes: Mapping[str, int] | None = None,
+        node: str | None = None,
+        sharding: Sharding | None = None,
+    ) -> None:
+        """Store the values of `tensor` as they are now.
+
+        Args:
+            site: Site name; any text up to 16 KiB.
+            step: 0 is the prefill; not yet committed.
+            tensor: Dense; any strides, device and dtype of `layout.STORED`.
+            rank: Process that has the tensor.
+            axes: Position of the "batch", "sequence" and "cache" dimensions.
+            node: Name of the graph node that made it.
+            sharding: What the whole is, where `tensor` is one process's part of a distributed tensor.
+
+        Raises:
+            UsageError: The name, step or tensor cannot be recorded;
+                or the file cannot be written: the message says what is safe.
+        """
+        description = self._descriptions.of(site, tensor, axes=axes, node=node, sharding=sharding)
+        self._require_open()
+        self._begin(description, step, rank)
+        tensor = tensor.detach()
+        data = bytes_of(tensor)
+        checksum = crc32(data)
+        same = self._open[step].identities
+        place = identity(tensor)
+        original, location, _ = same.get(place, (None, None, None))
+        # The checksum catches a buffer that was refilled in between: kernels do that behind the version counter's back.
+        if original is not None and location is not None and location.checksum == checksum and data.nbytes:
+            self.alias(description, step, rank, original, location)
+            return
+        same[place] = (description, self.store(description, step, rank, [data], checksum), tensor)
+        self.flush()
+
+    def store(
+        self, description: Description, step: int, rank: int, pieces: Iterable[memoryview], checksum: int | None
+    ) -> Location:
+        """Take the bytes of a tensor and return where they will be.
+
+        Args:
+            description: What the tensor is.
+            step: A step that is not committed.
+            rank: Process that has the tensor.
+            pieces: The bytes. With a checksum they must not change before `flush`, and without before the next one.
+            checksum: Their CRC-32, or None: then each piece is written before the next one is asked for.
+
+        Raises:
+            UsageError: The step is committed, or has that site already;
+                or the file cannot be written: the message says what is safe.
+        """
+        self._begin(description, step, rank)
+        try:
+            shard = self._shard_for(description)
+            offset, found = shard.align(), 0
+            try:
+                for data in pieces:
+                    shard.append(data)
+                    if checksum is None:
+                        found = crc32(data, found)
+                        shard.flush()
+            except BaseException:
+                shard.disown(offset)
+                raise
+        except OSError as error:
+            raise self._failed(error) from error
+        location = Location(shard.number, offset, found if checksum is None else checksum)
+        shard.add(description, step, rank, location)
+        self._note(description, step, rank, location)
+        return location
+
+    def store_block(self, group: Group, step: int, data: memoryview, checksum: int) -> Location:
+        """Take the bytes of several small tensors that lie behind one another as `layout.block_starts` says.
+
+        Returns where they will be.
+
+        Args:
+            group: What the tensors are.
+            step: A step that is not committed.
+            data: All bytes that are written, which must not change before `flush`.
+            checksum: CRC-32 of `data`.
+
+        Raises:
+            UsageError: The step is committed, or has one of the sites already;
+                or the file cannot be written: the message says what is safe.
+        """
+        self._require_open()
+        opened = self._opened(group.descriptions[0].site, step)
+        if not opened.is_new(group.names):
+            for description in group.descriptions:
+                self._begin(description, step, group.rank)
+        try:
+            shard = self._shard_for(group)
+        except OSError as error:
+            raise self._failed(error) from error
+        location = Location(shard.number, shard.align(), checksum)
+        shard.append(data)
+        shard.add_block(group, step, location)
+        opened.add(group)
+        opened.frames.append(group.block_frame(step, location))
+        return location
+
+    def alias(self, description: Description, step: int, rank: int, original: Description, location: Location) -> None:
+        """Note that a tensor has the bytes of `original`, which this step has at `location`.
+
+        Raises:
+            UsageError: The step is committed, or has that site already;
+                or the file cannot be written: the message says what is safe.
+        """
+        self._begin(description, step, rank)
+        try:
+            shard = self._shard_for(description, original)
+        except OSError as error:
+            raise self._failed(error) from error
+        shard.add_alias(description, original, step, rank, layout.shard_name(location.shard, sealed=True))
+        self._note(description, step, rank, location)
+
+    def leave_out(self, item: LeftOut) -> None:
+        """Note a tensor of an open step whose values are not recorded.
+
+        Raises:
+            UsageError: The step is committed.
+        """
+        self._require_open()
+        opened = self._opened(item.site, item.step)
+        opened.frames.append(records.left_out_frame(item))
+        opened.num_left_out += 1
+
+    def leave_out_block(self, group: Group, step: int, reason: str, table: LightTable) -> None:
+        """Note small tensors of an open step that are measured, as `table` says, and not recorded.
+
+        Raises:
+            UsageError: The step is committed.
+        """
+        self._require_open()
+        opened = self._opened(group.descriptions[0].site, step)
+        opened.groups.append(group)
+        opened.frames.append(records.measured_frame(group.number, step, reason, table))
+        opened.num_left_out += len(group.descriptions)
+
+    def commit(self, step: int, *, token_ids: Sequence[Sequence[int]] = (), stopped: str | None = None) -> None:
+        """Complete `step`: from now on it survives the end of the process.
+
+        Args:
+            step: A step that is not committed.
+            token_ids: What each row of the batch was given in this step, without padding; `metadata["token_ids"]` is
+                the concatenation over the committed steps.
+            stopped: What ended the step before it was through, if something did; the recording then is incomplete.
+
+        Raises:
+            UsageError: The step is committed already;
+                or the file cannot be written: the message says what is safe.
+        """
+        self.end_step(step, token_ids=token_ids, stopped=stopped)
+        self.flush()
+
+    def end_step(self, step: int, *, token_ids: Sequence[Sequence[int]] = (), stopped: str | None = None) -> None:
+        """Let the next `flush` complete `step`; the arguments are those of `commit`.
+
+        Raises:
+            UsageError: The step is committed already.
+        """
+        self._require_open()
+        if step in self._steps:
+            raise UsageError("a step is committed twice", got=f"step {step}")
+        opened = self._open.pop(step, None) or OpenStep()
+        # A step that is never committed must not be the one that describes a group others use.
+        new = {group.number: group for group in opened.groups if group.number not in self._described}
+        frames = [group.frame() for group in new.values()]
+        frames += [*opened.frames, *records.token_frames(step, token_ids)]
+        frames.append(records.commit_frame(step, len(opened.names), opened.num_left_out, stopped))
+        self._steps.add(step)
+        self._described |= new.keys()
+        self._ended.append(EndedStep(step, b"".join(frames), len(opened.names), token_ids, stopped))
+
+    def flush(self) -> None:
+        """Write the bytes that were taken, then the records of the steps that have ended.
+
+        Raises:
+            UsageError: The file cannot be written; the message says what is safe.
+        """
+        ended, self._ended = self._ended, []
+        try:
+            if self._shard is not None:
+                self._shard.flush()
+            if ended:
+                self._index.append([step.frames for step in ended])
+        except OSError as error:
+            raise self._failed(error) from error
+        for step in ended:
+            self._num_steps += 1
+            self._num_tensors += step.num_tensors
+            if step.stopped is not None and self._incomplete is None:
+                self._incomplete = f"step {step.number} was stopped by {step.stopped}"
+            if step.token_ids:
+                records.append_tokens(self.metadata.setdefault("token_ids", []), enumerate(step.token_ids))
+
+    def close(self, reason: str | None = None) -> None:
+        """Seal the recording; it is complete when every step that was written to was committed.
+
+        Args:
+            reason: Why it is incomplete all the same.
+
+        Raises:
+            UsageError: The file cannot be written; the message says what is safe.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._incomplete = self.failure or reason or self._incomplete
+        if self._open and self._incomplete is None:
+            self._incomplete = f"written but not committed: step {', '.join(map(str, sorted(self._open)))}"
+        self._open.clear()
+        try:
+            if self.failure is None:
+                self.flush()
+            self._seal_shard()
+            for shard in self._sealed:
+                shard.require()
+            self._index.require()
+            save_manifest(self.path, self._manifest("incomplete" if self._incomplete else "complete"))
+        except OSError as error:
+            problem = None if self.failure is not None else self._failed(error)
+            self._incomplete = self._incomplete or self.failure
+            with contextlib.suppress(OSError):
+                self._seal_shard()
+            with contextlib.suppress(OSError):
+                save_manifest(self.path, self._manifest("incomplete"))
+            if problem is not None:
+                raise problem from error
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Close the files and write nothing: they belong to another process."""
+        self._closed = True
+        self._index.close()
+        if self._shard is not None:
+            self._shard.close()
+
+    def _note(self, description: Description, step: int, rank: int, location: Location) -> None:
+        opened = self._open[step]
+        opened.add_name(description.site, rank)
+        if not description.nbytes:
+            opened.frames.append(description.frame(step, rank, location))
+            return
+        group = self._groups.alone(description, rank)
+        opened.groups.append(group)
+        opened.frames.append(group.block_frame(step, location))
+
+    def _begin(self, description: Description, step: int, rank: int) -> OpenStep:
+        """Open `step`, unless a tensor of that name cannot be part of it."""
+        opened = self._open.get(step)
+        if opened is None:
+            self._require_open()
+            opened = self._opened(description.site, step)
+        if (description.site, rank) in opened.names:
+            what = f"the tensor {description.site[:200]!r} cannot be recorded"
+            raise UsageError(what, got=f"the same site twice in step {step}", hint="give the second call its own name")
+        return opened
+
+    def _opened(self, site: str, step: int) -> OpenStep:
+        what = f"the tensor {site[:200]!r} cannot be recorded"
+        if step < 0:
+            raise UsageError(what, got=f"step {step}", expected="numbers from 0 on")
+        if step in self._steps:
+            raise UsageError(what, got=f"step {step}, which is committed", expected="a step that is still open")
+        return self._open.setdefault(step, OpenStep())
+
+    def _shard_for(self, *added: Description | Group) -> Shard:
+        if self._shard is not None and (self._shard.size >= SHARD_BYTES or not self._shard.has_room(*added)):
+            self._seal_shard()
+        if self._shard is None:
+            self._shard = Shard(self.path, self._next_shard, self._header_bytes)
+            self._next_shard += 1
+            self._header_bytes = min(2 * self._header_bytes, layout.MAX_HEADER_BYTES)
+        return self._shard
+
+    def _seal_shard(self) -> None:
+        if self._shard is not None:
+            self._shard.seal()
+            self._sealed.append(self._shard)
+            self._shard = None
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise UsageError("the recording is closed", got=str(self.path))
+        if self.failure is not None:
+            raise UsageError("the recording cannot go on", got=self.failure)
+
+    def _failed(self, error: OSError) -> UsageError:
+        self.failure = reason_of(error, self.path)
+        safe = safe_steps(self.path, self._num_steps * self._index.has_name)
+        hint = f"{safe}; free some space or record fewer sites or steps"
+        return UsageError("the recording cannot be written", got=self.failure, hint=hint)
+
+    def _manifest(self, state: str) -> bytes:
+        counts = {"num_steps": self._num_steps, "num_tensors": self._num_tensors}
+        return manifest_of(state, self._incomplete, **counts, metadata=self.metadata)

@@ -1,0 +1,165 @@
+"""Tokenizers of others end in time and take no more memory than they may; those of people tokenize as they did."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from glassengine.engine.prompts import tokenizing
+from glassengine.engine.prompts.prompts import load_tokenizer
+from glassengine.engine.prompts.tokenizing import decode, encode, token_rows
+from glassengine.errors import CorruptError, GlassError, UsageError
+
+Change = Callable[[dict[str, Any]], None]
+TEXT = "a" * 44 + "c"
+
+
+@pytest.fixture
+def changed(checkpoint: Any, tmp_path: Path) -> Callable[[Change], Path]:
+    def made(change: Change) -> Path:
+        folder = Path(shutil.copytree(checkpoint, tmp_path / "changed"))
+        settings = json.loads((folder / "tokenizer.json").read_text())
+        change(settings)
+        (folder / "tokenizer.json").write_text(json.dumps(settings))
+        return folder
+
+    return made
+
+
+def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def normalizer(settings: dict[str, Any]) -> None:
+    settings["normalizer"] = {"type": "Sequence", "normalizers": [replace({"String": "a"}, "a" * 10)] * 12}
+
+
+def post_processor(settings: dict[str, Any]) -> None:
+    settings["post_processor"]["single"] = [
+        *[{"SpecialToken": {"id": "X", "type_id": 0}}] * 100_000,
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ]
+    settings["post_processor"]["special_tokens"] = {"X": {"id": "X", "ids": [1] * 10_000, "tokens": ["x"] * 10_000}}
+
+
+def expression(settings: dict[str, Any]) -> None:
+    settings["normalizer"] = replace({"Regex": "^(([a-z])+.)+[A-Z]([a-z])+$"}, "x")
+
+
+@pytest.mark.parametrize("change", [normalizer, post_processor, expression])
+def test_s4_a_tokenizer_that_takes_too_much_is_stopped(
+    change: Change,
+    changed: Callable[[Change], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(tokenizing, "MOST_SECONDS", 2.0)
+    tokenizer = load_tokenizer(changed(change))
+    began = time.monotonic()
+    with pytest.raises(UsageError, match=r"the tokenizer takes no prompt[\s\S]*(does not end|memory|PanicException)"):
+        encode(tokenizer, [TEXT])
+    assert time.monotonic() - began < 6
+    assert capfd.readouterr().err == ""
+
+
+def several(settings: dict[str, Any]) -> None:
+    settings["decoder"] = {"type": "Sequence", "decoders": [replace({"String": "a"}, "a" * 10)] * 12}
+
+
+def nested(settings: dict[str, Any]) -> None:
+    one = replace({"Regex": "."}, "a" * 40)
+    settings["decoder"] = {"type": "Sequence", "decoders": [one, {"type": "Sequence", "decoders": [one, one]}]}
+
+
+def endless(settings: dict[str, Any]) -> None:
+    settings["decoder"] = replace({"Regex": "((a?)+)+x"}, "")
+
+
+def many(settings: dict[str, Any]) -> None:
+    settings["decoder"] = {"type": "Sequence", "decoders": [{"type": "Fuse"}] * 2000}
+
+
+@pytest.mark.parametrize("change", [several, nested, endless, many])
+def test_s4_a_decoder_that_makes_too_much_of_a_token_is_refused(
+    change: Change, changed: Callable[[Change], Path]
+) -> None:
+    with pytest.raises(CorruptError, match=r"decoder.* (out of proportion|for ever)"):
+        load_tokenizer(changed(change))
+
+
+def sentencepiece(settings: dict[str, Any]) -> None:
+    settings["normalizer"] = replace({"String": " "}, "\u2581")
+    pieces = [replace({"String": "\u2581"}, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
+    settings["decoder"] = {
+        "type": "Sequence",
+        "decoders": [*pieces, {"type": "Strip", "content": " ", "start": 1, "stop": 0}],
+    }
+
+
+@pytest.mark.parametrize("change", [lambda settings: None, sentencepiece])
+def test_a_tokenizer_of_people_is_as_it_was(change: Change, changed: Callable[[Change], Path]) -> None:
+    tokenizer = load_tokenizer(changed(change))
+    texts = ["Größe of a cat", "a", "b" * 100_000]
+    for special in (True, False):
+        expected = [tokenizer(text, add_special_tokens=special)["input_ids"] for text in texts]
+        assert encode(tokenizer, texts, add_special_tokens=special) == expected
+    assert [decode(tokenizer, row) for row in expected] == tokenizer.batch_decode(expected, skip_special_tokens=True)
+    assert token_rows(tokenizer, [""]) == [tokenizer("")["input_ids"]]
+    with pytest.raises(UsageError, match="no tokens"):
+        encode(tokenizer, [""], add_special_tokens=False)
+
+
+def test_what_compiled_code_lets_out_is_an_error_and_an_interruption_is_not() -> None:
+    panic = type("PanicException", (BaseException,), {})
+
+    class Tokenizer:
+        def __init__(self, error: BaseException) -> None:
+            self._error = error
+
+        def decode(self, *_: Any, **__: Any) -> str:
+            raise self._error
+
+    with pytest.raises(GlassError, match="PanicException: no"):
+        decode(Tokenizer(panic("no")), [1])
+    with pytest.raises(KeyboardInterrupt):
+        decode(Tokenizer(KeyboardInterrupt()), [1])
+
+
+def test_s4_the_keyboard_stops_a_tokenizer() -> None:
+    def busy(text: str, **_: Any) -> dict[str, list[int]]:
+        time.sleep(30)
+        return {"input_ids": [1]}
+
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    began = time.monotonic()
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        encode(busy, ["a"])
+    timer.join()
+    assert time.monotonic() - began < 3
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_return_sequences": 10**9, "do_sample": True}, "too many sequences"),
+        ({"stop_strings": ["ab" * 500] * 99}, "stop"),
+    ],
+)
+def test_s4_settings_that_come_with_an_engine_are_bounded(settings: dict[str, Any], message: str, engine: Any) -> None:
+    began = time.monotonic()
+    with pytest.raises(UsageError, match=message):
+        engine.generate("a", max_new_tokens=1, **settings)
+    assert time.monotonic() - began < 3
+    assert engine.generate("a", max_new_tokens=2, stop_strings=["ab", "c"]).texts is not None

@@ -1,0 +1,136 @@
+"""The canonical form of a captured graph: what changes its hash, and what must not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import glassengine as glass
+from glassengine.executable.graph.graph import CapturedGraph, InputSpec, input_spec, mutated_placeholders
+
+
+def graph_of(function, *inputs: torch.Tensor) -> CapturedGraph:
+    module = torch.fx.experimental.proxy_tensor.make_fx(function)(*inputs)
+    specs = tuple(input_spec(value, f"x{index}", "input") for index, value in enumerate(inputs))
+    return CapturedGraph(module, specs, ("y",), "inference")
+
+
+def affine(x: torch.Tensor) -> torch.Tensor:
+    return torch.ops.aten.add(x, x, alpha=2)
+
+
+X = torch.ones(2, 3)
+
+
+def test_names_of_nodes_and_inputs_do_not_count() -> None:
+    first, second = graph_of(affine, X), graph_of(affine, X)
+    for node in second.module.graph.nodes:
+        if node.op == "call_function":
+            node.name = "something_else"
+    renamed = CapturedGraph(
+        second.module, (InputSpec("other", "parameter", "float32", (2, 3), (3, 1), "cpu"),), (), "forward"
+    )
+    assert first.lines == renamed.lines
+    assert first.hash == renamed.hash
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        graph_of(lambda x: torch.ops.aten.add(x, x, alpha=3), X),
+        graph_of(lambda x: torch.ops.aten.sub(x, x, alpha=2), X),
+        graph_of(affine, X.double()),
+        graph_of(affine, torch.ones(2, 4)),
+        graph_of(affine, torch.ones(3, 2).t()),
+        graph_of(lambda x: affine(x) + torch.tensor([1.0, 2.0, 3.0]), X),
+    ],
+    ids=["literal", "op", "dtype", "shape", "stride", "constant"],
+)
+def test_what_compiled_code_depends_on_counts(other: CapturedGraph) -> None:
+    assert graph_of(affine, X).hash != other.hash
+
+
+def test_constants_count_by_value() -> None:
+    def plus(value: float) -> str:
+        held = torch.full((3,), value)
+        return graph_of(lambda x: x + held, X).hash
+
+    assert plus(1.0) == plus(1.0)
+    assert plus(1.0) != plus(1.5)
+
+
+def test_symbols_are_named_in_order_of_appearance() -> None:
+    module = torch.fx.symbolic_trace(lambda n, x: (x,))
+    sizes = [("s77", ("s77", "s12")), ("s5", ("s5", "2*s9"))]
+    texts = [
+        CapturedGraph(
+            module,
+            (InputSpec("n", "size", "int", symbol=n), InputSpec("x", "input", "float32", shape, (1, 1), "cpu")),
+            ("y",),
+            "inference",
+        ).lines
+        for n, shape in sizes
+    ]
+    assert texts[0][:2] == ("%0 = input int $s0", "%1 = input float32[$s0, $s1] stride (1, 1) cpu")
+    assert texts[1][1] == "%1 = input float32[$s0, 2*$s1] stride (1, 1) cpu"
+
+
+def test_written_inputs_are_found() -> None:
+    graph = graph_of(lambda x, y: (x.add_(y), y.mul(2))[1], X.clone(), X)
+    assert [node.name for node in mutated_placeholders(graph.module.graph)] == ["x_1"]
+
+
+SCRIPT = """
+import torch
+from glassengine.executable.graph.graph import CapturedGraph, input_spec
+x = torch.ones(2, 3)
+held = {name: torch.tensor([float(len(name))]) for name in {"a", "bb", "ccc"}}
+module = torch.fx.experimental.proxy_tensor.make_fx(lambda x: torch.softmax(x * held["bb"], -1, dtype=torch.float64))(x)
+print(CapturedGraph(module, (input_spec(x, "x", "input"),), ("y",), "inference").hash)
+"""
+
+
+def test_hash_is_the_same_in_every_process() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env={"PYTHONHASHSEED": "7", "PATH": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    held = torch.tensor([2.0])
+    here = graph_of(lambda x: torch.softmax(x * held, -1, dtype=torch.float64), X)
+    assert done.stdout.strip() == here.hash and len(here.hash) == 32
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+
+def test_an_engine_reads_its_graph_when_asked(tmp_path: Path) -> None:
+    engine = glass.build(Scaled(), tmp_path / "engine", inputs={"x": X}, backend="eager")
+    assert callable(engine.executable.graph)
+    (noted,) = [one for one in glass.compilations() if one.name == engine.executable.name][-1:]
+    graph = engine.executable.captured()
+    assert graph is not None and graph is engine.executable.captured()
+    assert [(spec.name, spec.kind) for spec in graph.inputs] == [
+        ("linear.weight", "parameter"),
+        ("linear.bias", "parameter"),
+        ("scale", "buffer"),
+        ("x", "input"),
+    ]
+    assert graph.output_names == ("output",)
+    assert (noted.cause.kind, noted.graph_hash) == ("build", graph.hash)
+    values = [graph.weights.get(spec.name, X) for spec in graph.inputs]
+    (result,) = graph.module(*values)
+    assert torch.equal(result, engine(x=X)["output"])

@@ -1,0 +1,56 @@
+"""What is left out of a verdict is counted, by reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from glassengine.diagnose import check
+from glassengine.numerics.exemptions import CASTS, PADDING, TIES, Ledger, together
+from glassengine.results import Exemption
+
+
+def test_an_element_counts_for_its_first_reason() -> None:
+    ledger = Ledger()
+    rows = torch.tensor([[True], [False]])
+    both = torch.tensor([[True, False, False], [True, False, False]])
+    ledger.add("a", 6, {PADDING: rows, CASTS: both})
+    ledger.add("b", 6, {}, whole=TIES)
+    ledger.add("b", 6, {PADDING: rows})
+    assert ledger.exemptions() == (
+        Exemption("padding", 6, 6 / 18, 2, "a"),
+        Exemption("ties", 6, 6 / 18, 1, "b"),
+        Exemption("undefined casts", 1, 1 / 18, 1, "a"),
+    )
+
+
+def test_two_programs_are_counted_together() -> None:
+    encoder = (Exemption("padding", 6, 0.5, 1, "a"),)
+    decoder = (Exemption("ties", 30, 0.5, 2, "c"), Exemption("padding", 9, 0.15, 1, "b"))
+    assert together((encoder, 12), (decoder, 60)) == (
+        Exemption("ties", 30, 30 / 72, 2, "c"),
+        Exemption("padding", 15, 15 / 72, 2, "b"),
+    )
+    assert together(((), 0), ((), 0)) == ()
+
+
+class Drops(nn.Module):
+    """A logarithm of 0 that is cast, and random numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bucket = torch.where(x < 0.5, 7, (x.log() * 3).to(torch.int64))
+        return bucket + 0 * torch.rand(4)
+
+
+def test_a_check_counts_what_it_left_out(tmp_path: Path) -> None:
+    torch.save({"x": torch.tensor([0.0, 1.0, 2.0, 5.0])}, tmp_path / "x.pt")
+    found = check(Drops().eval(), candidate=Drops().eval(), inputs=str(tmp_path / "x.pt"))
+    assert found.ok
+    counted = {one.reason: one for one in found.exemptions}
+    assert counted["undefined casts"].num_elements == 3, "the logarithm, its product and the number it is cast to"
+    assert counted["random"].num_elements == 4 and counted["random"].largest_site == "./rand.0"
+    assert all(0 < one.share < 1 for one in found.exemptions) and found.num_elements
+    assert json.loads(json.dumps(found.to_dict()))["exemptions"][0]["num_elements"] > 0

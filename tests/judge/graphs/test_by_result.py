@@ -1,0 +1,71 @@
+"""Results that two implementations call differently are judged all the same, and with them the last op of each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from glassengine.diagnose import check
+from glassengine.judge.graphs.by_result import in_order
+
+
+class Shares(nn.Module):
+    def __init__(self, *, axis: int = -1, is_named: bool = False, only_one: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.axis, self.is_named, self.only_one = axis, is_named, only_one
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.first(x).tanh() * 2
+        shares = torch.softmax(self.last(hidden), self.axis)
+        if self.only_one:
+            return shares
+        return {"shares": shares, "hidden": hidden} if self.is_named else (shares, hidden)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("inputs") / "inputs.pt"
+    torch.save({"x": torch.randn(4, 6, generator=torch.Generator().manual_seed(1))}, path)
+    return str(path)
+
+
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_results_of_other_names_are_judged(axis: int, inputs: str) -> None:
+    baseline, candidate = Shares(is_named=True).eval(), Shares(axis=axis).eval()
+    result = check(baseline, candidate=candidate, inputs=inputs, min_coverage=0.5)
+    assert result.ok == (axis == -1), result.not_ok_because
+    assert "./softmax.0" in {pair.site for pair in result.pairs if pair.rung == "candidate"}
+    if axis == 0:
+        assert result.first_divergence is not None and result.first_divergence.site == "./softmax.0"
+
+
+def test_other_numbers_of_results_pair_by_what_they_hold(inputs: str) -> None:
+    assert check(Shares(is_named=True).eval(), candidate=Shares(only_one=True).eval(), inputs=inputs).ok
+
+
+def test_results_pair_by_what_they_are_where_names_and_numbers_differ() -> None:
+    codes, sound, loss = torch.ones(1, 2, 5, dtype=torch.long), torch.ones(2, 1, 20), torch.ones(())
+    assert in_order({"codes": codes, "sound": sound}, {"output": sound}) == {"sound": "output"}
+    assert in_order({"codes": codes, "sound": sound}, {"a": sound, "b": codes}) == {"codes": "b", "sound": "a"}
+    assert in_order({"loss": loss, "sound": sound, "codes": codes}, {"a": sound, "b": codes}) == {
+        "sound": "a",
+        "codes": "b",
+    }
+    # By place, whatever is wrong with the shapes.
+    assert in_order({"loss": loss, "sound": sound}, {"a": sound, "b": loss}) == {"loss": "a", "sound": "b"}
+    assert in_order({"codes": codes}, {"a": sound}) == {"codes": "a"}
+
+
+def test_the_last_op_of_an_onnx_file_is_judged(inputs: str, tmp_path: Path) -> None:
+    module = Shares(axis=0, only_one=True).eval()
+    example = (torch.load(inputs, weights_only=True)["x"],)
+    torch.onnx.export(module, example, tmp_path / "wrong.onnx", dynamo=True, input_names=["x"], verbose=False)
+    result = check(Shares(only_one=True).eval(), candidate=tmp_path / "wrong.onnx", inputs=inputs, min_coverage=0.5)
+    assert not result.ok and result.first_divergence is not None
+    assert result.first_divergence.site == "./softmax.0"

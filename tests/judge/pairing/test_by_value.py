@@ -1,0 +1,266 @@
+"""Which ops of two programs are counterparts, where one of them lacks some or rounds in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from glassengine.diagnose import check
+from glassengine.judge.graphs.between import sibling_of
+from glassengine.program.export.export import export_module
+from glassengine.results import Comparison
+
+Step = Callable[[Tensor], Tensor]
+
+
+class Scores(nn.Module):
+    """Scores of an attention, what is done to them, a mask, and a softmax."""
+
+    def __init__(self, done: Step) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key, self.out = nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(9, 5)
+        self.done = done
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = 3 * (self.query(x) @ self.key(x).transpose(1, 2))
+        mask = torch.full((9, 9), float("-inf")).triu(1)
+        return self.out(torch.softmax(self.done(scores) + mask, -1))
+
+
+class Norm(nn.Module):
+    """A norm, with something done to the mean."""
+
+    def __init__(self, done: Step) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.out = nn.Linear(12, 5)
+        self.done = done
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x * torch.rsqrt(self.done(x.pow(2).mean(-1, keepdim=True)) + 1e-6))
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("inputs") / "inputs.pt"
+    torch.save({"x": torch.randn(2, 9, 12, generator=torch.Generator().manual_seed(1))}, path)
+    return str(path)
+
+
+def as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def capped(x: Tensor) -> Tensor:
+    return torch.tanh(x / 4) * 4
+
+
+def judged(baseline: nn.Module, candidate: nn.Module, inputs: str) -> Comparison:
+    torch.set_num_threads(1)
+    return check(baseline.eval(), candidate=candidate.eval(), inputs=inputs)
+
+
+def hints(result: Comparison) -> list[str]:
+    assert result.first_divergence is not None
+    return [hint.text for hint in result.first_divergence.hints]
+
+
+def test_ops_that_the_candidate_lacks_are_named(inputs: str) -> None:
+    """What is made of the scores follows from the masked ones too: these are no counterpart of the capped ones."""
+    result = judged(Scores(capped), Scores(as_it_is), inputs)
+    assert result.first_divergence is not None and result.first_divergence.site == "./mul.1"
+    assert result.first_divergence.candidate_site == "./mul.0"
+    assert hints(result)[0] == "the baseline has div, tanh, mul here, the candidate nothing"
+    assert {pair.verdict for pair in result.pairs if pair.site == "./softmax.0" and not pair.inherited} <= {"rounding"}
+
+
+def test_ops_that_only_the_candidate_has_are_named(inputs: str) -> None:
+    result = judged(Scores(as_it_is), Scores(capped), inputs)
+    assert not result.ok
+    assert any("the candidate div, tanh, mul" in hint for hint in hints(result)), hints(result)
+
+
+def test_other_ops_in_a_region_are_named(inputs: str) -> None:
+    result = judged(Scores(capped), Scores(lambda x: 4 * torch.sin(x / 4)), inputs)
+    assert not result.ok and any("tanh" in hint and "sin" in hint for hint in hints(result)), hints(result)
+
+
+def test_one_op_for_another_has_one_hint(inputs: str) -> None:
+    result = judged(Scores(torch.tanh), Scores(torch.sin), inputs)
+    assert [hint for hint in hints(result) if "tanh" in hint] == ["tanh here, sin in the candidate"]
+
+
+def test_an_input_rounded_is_not_the_result(inputs: str) -> None:
+    """Beside the float16 mean the epsilon that is added to it vanishes, and still it is not the sum."""
+    result = judged(Norm(as_it_is), Norm(lambda mean: mean.half().float()), inputs)
+    assert not result.ok and result.first_divergence is not None
+    assert result.first_divergence.site == "./add.0" and result.first_divergence.candidate_site == "./add.0"
+    assert hints(result)[0] == "the baseline has add here, the candidate to float16, to float32, add"
+
+
+def test_written_with_other_ops_is_no_mistake(inputs: str) -> None:
+    result = judged(Scores(capped), Scores(lambda x: (x * 0.25).tanh() + (x * 0.25).tanh() * 3), inputs)
+    assert result.ok and not result.origins
+
+
+class Sum(nn.Module):
+    """Three terms that are added in one order or another, twice, and a norm between."""
+
+    def __init__(self, *, in_order: bool, epsilon: float = 1e-5) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.side, self.dropout = nn.Linear(12, 12), nn.Linear(12, 12), nn.Dropout(0.1)
+        self.in_order, self.epsilon = in_order, epsilon
+
+    def block(self, x: Tensor, normal: Tensor) -> Tensor:
+        side = self.side(normal).sigmoid()
+        if self.in_order:
+            return self.dropout(self.up(normal)) + side + x
+        return x + self.up(normal.transpose(1, 2).transpose(1, 2)) + side
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(x, x)
+        return self.block(x, nn.functional.layer_norm(x, (12,), eps=self.epsilon))
+
+
+def test_a_sum_in_another_order_takes_no_blame_for_what_is_wrong_elsewhere(inputs: str) -> None:
+    assert judged(Sum(in_order=True), Sum(in_order=False), inputs).ok
+    result = judged(Sum(in_order=True), Sum(in_order=False, epsilon=0.1), inputs)
+    assert [origin.site for origin in result.origins if origin.rung == "candidate"] == ["./layer_norm.0"]
+
+
+class Positions(nn.Module):
+    """Norms, written out or as one op, and positions that each of two layers makes for itself."""
+
+    def __init__(self, *, is_one_op: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(12, 12), nn.Linear(12, 12)])
+        self.is_one_op = is_one_op
+
+    def norm(self, x: Tensor) -> Tensor:
+        if self.is_one_op:
+            return nn.functional.rms_norm(x, (12,), eps=1e-6)
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            positions = torch.arange(9).expand(2, 9)[..., None].float()
+            x = x + layer(self.norm(x)) * torch.cos(positions)
+        return x
+
+
+def test_a_small_number_added_to_what_is_made_twice_tells_nothing(inputs: str) -> None:
+    """An epsilon added to the positions makes the positions of the other layer: these are no mean of squares."""
+    result = judged(Positions(is_one_op=False), Positions(is_one_op=True), inputs)
+    assert result.ok and not result.origins, result.first_divergence
+
+
+class Padded(nn.Module):
+    """Two layers of attention: as one op with a mask of padding, or explicit without."""
+
+    def __init__(self, *, is_masked: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(12, 36), nn.Linear(12, 36)])
+        self.is_masked = is_masked
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        for layer in self.layers:
+            q, k, v = layer(x)[:, None].chunk(3, -1)
+            if self.is_masked:
+                mixed = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask[:, None, None] > 0)
+            else:
+                mixed = (q @ k.mT / 12**0.5).softmax(-1) @ v
+            x = nn.functional.layer_norm(x + mixed[:, 0], (12,))
+        return x
+
+
+def test_a_mask_of_padding_that_is_missing_is_missed_in_the_first_layer(tmp_path: Path) -> None:
+    """Without padding all is right; what is wrong beside it is so from the first attention on."""
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[1, -3:] = 0
+    torch.save({"x": torch.randn(2, 9, 12), "attention_mask": mask}, tmp_path / "inputs.pt")
+    result = judged(Padded(is_masked=True), Padded(is_masked=False), str(tmp_path / "inputs.pt"))
+    assert result.first_divergence is not None
+    assert result.first_divergence.site == "./scaled_dot_product_attention.0"
+
+
+class Parallel(nn.Module):
+    """Two branches, parallel or one after the other, with a norm as one op or by hand, step by step."""
+
+    def __init__(self, *, is_parallel: bool, by_hand: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.side, self.up = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.before, self.beside = nn.LayerNorm(12), nn.LayerNorm(12, eps=0.1)
+        self.is_parallel, self.by_hand = is_parallel, by_hand
+
+    def normal(self, norm: nn.LayerNorm, x: Tensor) -> Tensor:
+        if not self.by_hand:
+            return norm(x)
+        away = x - x.mean(-1, keepdim=True)
+        unit = away * (away.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
+        for factor in (2, 1 / 2):
+            unit = unit * factor
+        return unit * norm.weight + norm.bias
+
+    def product(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        return x @ layer.weight.T + layer.bias if self.by_hand else layer(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        side = self.product(self.side, self.normal(self.before, x)).tanh()
+        return x + side + self.product(self.up, self.normal(self.beside, x if self.is_parallel else x + side)).relu()
+
+
+def test_a_norm_by_hand_of_something_else_is_named(inputs: str) -> None:
+    assert judged(Parallel(is_parallel=True, by_hand=False), Parallel(is_parallel=True, by_hand=True), inputs).ok
+    result = judged(Parallel(is_parallel=True, by_hand=False), Parallel(is_parallel=False, by_hand=True), inputs)
+    assert result.first_divergence is not None and result.first_divergence.site == "beside/layer_norm.0"
+
+
+class Largest(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        values, places = x.topk(2)
+        return values * 2, places + 1
+
+
+def test_indices_go_with_the_values_that_they_are_the_places_of() -> None:
+    program = export_module(Largest(), {"x": torch.randn(3, 5)})
+    nodes = {node.name: node for node in program.graph.nodes}
+    values, places = (name for name in nodes if name.startswith("getitem"))
+    assert sibling_of(nodes[places], {values: values}, nodes) == places
+    assert sibling_of(nodes[places], {}, nodes) is None, "nothing is known of the op"
+    assert sibling_of(nodes["mul"], {values: values}, nodes) is None, "an op of one result"
+
+
+class Mixed(nn.Module):
+    """A block over a square image."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1, groups=4), nn.LayerNorm(4)
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.conv(x).permute(0, 2, 3, 1))
+        return self.out(y).permute(0, 3, 1, 2) + x
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_wrong_tensor_of_a_square_image_is_not_taken_for_a_turned_one(seed: int, tmp_path: Path) -> None:
+    baseline, port = Mixed(seed).eval(), Mixed(seed).eval()
+    x = torch.randn(2, 4, 6, 6)
+    # What is nearly symmetric is nearer when it is turned.
+    torch.save({"x": x + x.mT + torch.randn(2, 4, 6, 6)}, tmp_path / "inputs.pt")
+    kernel = port.conv.weight
+    kernel.data = kernel.data.mT.contiguous()
+    first = check(baseline, candidate=port, inputs=str(tmp_path / "inputs.pt")).first_divergence
+    assert first is not None and first.site == "conv/conv2d.0"
+    assert [hint.text for hint in first.hints] == ["conv.weight: transposed (axes 2 and 3)"]

@@ -1,0 +1,135 @@
+"""Results first: what both sides return is compared end to end, whatever the inside says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import glassengine as glass
+from glassengine.judge.end_to_end import EndToEnd
+from glassengine.numerics.verdict import Reference
+from glassengine.program.export.export import export_module
+from glassengine.program.representation.program import Program
+from glassengine.results import Comparison, ResultComparison
+from glassengine.testing import models
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+        self.down = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.down(nn.functional.silu(self.up(x)))}
+
+
+class Renamed(Net):
+    """Right, and returns a plain tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        hidden = self.up(x)
+        return self.down(hidden * torch.sigmoid(hidden))
+
+
+class Scaled(Net):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.down(nn.functional.silu(self.up(x)) * 1.05)}
+
+
+def checked(tmp_path: Path, candidate: type[nn.Module], baseline: type[nn.Module] = Net, **options: Any) -> Comparison:
+    torch.save({"x": torch.randn(3, 8, generator=torch.Generator().manual_seed(0))}, tmp_path / "x.pt")
+    ours = models.drawn(baseline)
+    port = models.drawn(baseline)
+    port.__class__ = candidate
+    return glass.check(ours, candidate=port, inputs=str(tmp_path / "x.pt"), **options)
+
+
+def of(result: Comparison, rung: str) -> ResultComparison:
+    return next(found for found in result.results if found.rung == rung)
+
+
+def test_f4_the_results_are_compared_end_to_end(tmp_path: Path) -> None:
+    right = checked(tmp_path, Net)
+    assert right.ok and right.standing == "ok"
+    assert [(found.name, found.rung, found.agrees) for found in right.results] == [
+        ("logits", "program", True),
+        ("logits", "candidate", True),
+        ("logits", "candidate, untouched", True),
+    ]
+    assert of(right, "candidate, untouched").in_words() == "logits are bitwise identical"
+    wrong = checked(tmp_path, Scaled)
+    assert not wrong.ok and wrong.standing == "results differ"
+    assert wrong.not_ok_because is not None and wrong.not_ok_because.startswith("logits differ by")
+    found = of(wrong, "candidate, untouched")
+    assert found.max_abs_diff is not None and found.snr_db is not None and found.ulp is not None
+    assert found.max_abs_diff > 1e-3 and found.snr_db < 60 and found.ulp > 1000
+    assert wrong.to_dict()["results"][0]["name"] == "logits"
+
+
+def test_f41_one_case_is_one_case(tmp_path: Path) -> None:
+    said: list[str] = []
+    checked(tmp_path, Net, progress=said.append)
+    assert "judging 1 case" in said
+
+
+def test_f30_a_result_of_another_name_is_compared_by_its_place(tmp_path: Path) -> None:
+    result = checked(tmp_path, Renamed)
+    found = of(result, "candidate, untouched")
+    assert (found.method, found.candidate_name, found.agrees) == ("position", "output", True)
+    assert result.ok, result.not_ok_because
+
+
+def test_the_inputs_are_in_the_answer(tmp_path: Path) -> None:
+    (case,) = checked(tmp_path, Net).to_dict()["inputs"]
+    (used,) = case["inputs"]
+    assert (used["name"], used["origin"], used["shape"]) == ("x", "given", [3, 8])
+
+
+class Unrounded(nn.Module):
+    """What a mask hides in the baseline: other elements of the result hang on a tie."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.where(x > y, x * 2, y * 3)
+
+
+class Chosen(Unrounded):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.where(x > y, x * 2, y * 3.5)
+
+
+@pytest.mark.parametrize("candidate", [Unrounded, Chosen])
+def test_f1_a_tie_that_both_sides_decided_alike_excuses_no_result(candidate: type[nn.Module], tmp_path: Path) -> None:
+    x = torch.rand(4, 8, generator=torch.Generator().manual_seed(1)) + 1
+    torch.save({"x": x, "y": x * (1 + 2**-23)}, tmp_path / "x.pt")
+    result = glass.check(Unrounded(), candidate=candidate(), inputs=str(tmp_path / "x.pt"))
+    found = of(result, "candidate")
+    assert found.agrees == result.ok == (candidate is Unrounded), found
+
+
+def reference(tied: Tensor | None) -> Reference:
+    exact = torch.linspace(1, 2, 32, dtype=torch.float64).reshape(4, 8)
+    return Reference(exact, exact.float(), [exact], dtype=torch.float32, valid=None, tied=tied)
+
+
+def test_what_hangs_on_a_tie_is_exempt_where_the_side_chose_otherwise() -> None:
+    program = one_layer()
+    value = reference(None).native.clone()
+    value[0] *= 1.5
+    tied = torch.zeros(4, 8, dtype=torch.bool)
+    tied[0] = True
+    for may_tie in (True, False):
+        ends = EndToEnd(program, "candidate")
+        node = program.output_nodes["output"]
+        ends.compare(node, reference(tied), {"output": value}, {}, where=("a case", 0), may_tie=may_tie)
+        (found,) = ends.found
+        assert found.agrees == may_tie
+        assert found.exempt == (0.25 if may_tie else 0.0)
+
+
+def one_layer() -> Program:
+    return export_module(nn.Linear(8, 8).eval(), [{"input": torch.ones(4, 8)}])

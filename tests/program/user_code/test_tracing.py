@@ -1,0 +1,73 @@
+"""What makes a trace fast leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._traceback import CapturedTraceback
+
+from glassengine.program.export.export import export_module
+from glassengine.program.representation.program import load_graph, save_program
+from glassengine.program.user_code.tracing import fast_tracing, without_collections
+
+
+def test_collections_go_on_after_an_error() -> None:
+    with pytest.raises(KeyError), without_collections():
+        assert not gc.isenabled()
+        raise KeyError
+    assert gc.isenabled()
+
+
+def test_a_collector_that_was_off_stays_off() -> None:
+    gc.disable()
+    try:
+        with without_collections():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(("dynamic", "is_cached"), [({"x": {0: "n"}}, False), ({"x": None}, True), (None, True)])
+def test_fake_tensors_are_cached_where_sizes_are_fixed(dynamic: object, is_cached: bool) -> None:
+    from torch._dynamo import config
+
+    with fast_tracing(dynamic):
+        assert config.fake_tensor_cache_enabled is is_cached
+    assert config.fake_tensor_cache_enabled
+
+
+class _Scaled(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+
+def test_a_graph_is_written_once_and_the_same_everywhere(tmp_path: Path) -> None:
+    program = export_module(_Scaled(), {"x": torch.ones(2, 3)})
+    other = export_module(_Scaled(), {"x": torch.ones(2, 4)})
+    for name, one in (("a", program), ("b", program), ("c", other)):
+        (tmp_path / name).mkdir()
+        save_program(one, tmp_path / name)
+    written = {name: (tmp_path / name / "program.pt2").read_bytes() for name in "abc"}
+    assert written["a"] == written["b"] != written["c"]
+    shapes = [node.meta["val"].shape for node in load_graph(tmp_path / "b").graph.nodes if node.op == "placeholder"]
+    assert shapes == [(2, 3)]
+
+
+def test_frames_are_those_of_torch() -> None:
+    with fast_tracing(None):
+        found = [str(frame) for frame in CapturedTraceback.extract().summary()]
+    assert found[:-1] == [str(frame) for frame in CapturedTraceback.extract().summary()][:-1]
+    assert __file__ in found[-1]
+
+
+def test_a_program_that_is_read_fast_is_that_of_torch(tmp_path: Path) -> None:
+    steps = [{"x": torch.ones(size, 3)} for size in (2, 5)]
+    save_program(export_module(_Scaled(), steps), tmp_path)
+    fast, plain = load_graph(tmp_path), torch.export.load(tmp_path / "program.pt2")
+    assert [str(program) for program in (fast, fast.range_constraints)] == [str(plain), str(plain.range_constraints)]
+    values = [[node.meta["val"] for node in program.graph.nodes if "val" in node.meta] for program in (fast, plain)]
+    assert str(values[0]) == str(values[1])
