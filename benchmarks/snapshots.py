@@ -24,7 +24,7 @@ import glassengine as glass
 from benchmarks.decode import CONFIG
 from benchmarks.report import THREADS, keep, surroundings
 from glassengine.executable.run.executable import Executable
-from glassengine.executable.run.observers import is_watched
+from glassengine.executable.run.observers import observers
 
 PROMPT_LENGTH = 64
 ROUNDS = 15
@@ -51,7 +51,7 @@ def main() -> None:
         forward = _interleave(_compiled(model), Path(directory))
         decode = _interleave(_engine(model, Path(directory, "engine")), Path(directory))
         rates = _rates(Path(directory))
-    looking = min(timeit.repeat(is_watched, number=20_000, repeat=7)) / 20_000
+    looking = min(timeit.repeat(observers, number=20_000, repeat=7)) / 20_000
     keep("snapshots", _text(forward, decode, rates, looking))
 
 

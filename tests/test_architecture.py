@@ -6,7 +6,7 @@ Every import statement counts, also those inside functions, except those under `
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -68,9 +68,11 @@ def statements(tree: ast.AST) -> Iterator[ast.AST]:
             yield from statements(child)
 
 
-def imported(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str, str | None]]:
+def imported(
+    source: str, module: str, is_package: bool, nodes: Callable[[ast.AST], Iterator[ast.AST]] = statements
+) -> Iterator[tuple[int, str, str | None]]:
     """Yield (line, module, name or None) for every import in `source`; relative ones are made absolute."""
-    for node in statements(ast.parse(source)):
+    for node in nodes(ast.parse(source)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name, None
@@ -87,9 +89,14 @@ def imported(source: str, module: str, is_package: bool) -> Iterator[tuple[int, 
                 yield node.lineno, target.value, None
 
 
-def own_imports(source: str, module: str, is_package: bool = False) -> Iterator[tuple[int, str, str | None]]:
+def own_imports(
+    source: str,
+    module: str,
+    is_package: bool = False,
+    nodes: Callable[[ast.AST], Iterator[ast.AST]] = statements,
+) -> Iterator[tuple[int, str, str | None]]:
     """Yield (line, module of this package, name or None): `from glassengine.a import b` names a.b where that exists."""
-    for line, origin, name in imported(source, module, is_package):
+    for line, origin, name in imported(source, module, is_package, nodes):
         if origin == PACKAGE or origin.startswith(PACKAGE + "."):
             if name is not None and f"{origin}.{name}" in MODULES and not is_public(origin, name):
                 yield line, f"{origin}.{name}", None
@@ -206,9 +213,10 @@ def rooms(found: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def test_rooms_are_ordered() -> None:
-    """The rooms within a unit point one way as well, whatever is imported from where in them."""
+    """The rooms within a unit point one way as well, also for what is imported for its types alone."""
     found = {
-        module: {origin for _, origin, _ in own_imports(text_of(module), module, is_package(module))} & MODULES.keys()
+        module: {origin for _, origin, _ in own_imports(text_of(module), module, is_package(module), ast.walk)}
+        & MODULES.keys()
         for module in MODULES
     }
     assert cycles(rooms(found)) == []

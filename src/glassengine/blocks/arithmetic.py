@@ -18,16 +18,14 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from glassengine.blocks import pieces
-
-if TYPE_CHECKING:
-    from glassengine.blocks.totals import Totals
+from glassengine.blocks.sums import Totals
 
 _ROW = 256
 

@@ -179,7 +179,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
         model(x)
         raise KeyError("of the user")
     assert (tmp_path / "profile-000001" / "profile.json").is_file(), "what was taken so far is kept"
-    assert not observers.is_watched() and not spans.is_recording()
+    assert not observers.observers() and not spans.is_recording()
     assert not nn.modules.module._has_any_global_hook()
     with glass.profile(tmp_path) as second:
         model(x)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from glassengine.executable.graph.execution import Execution
 from glassengine.executable.run.executable import Executable
-from glassengine.executable.run.observers import Execution, attach, detach, is_watched
+from glassengine.executable.run.observers import attach, detach, observers
 
 
 class Watcher:
@@ -35,7 +36,7 @@ def watcher() -> Iterator[Watcher]:
     attach(watcher)
     yield watcher
     detach(watcher)
-    assert not is_watched()
+    assert not observers()
 
 
 def add(arguments: list[Any]) -> list[Any]:

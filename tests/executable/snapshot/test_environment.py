@@ -15,8 +15,9 @@ import torch
 
 import glassengine as glass
 from glassengine.environment import SnapshotRequest, snapshot_request
+from glassengine.executable.graph.execution import Execution
 from glassengine.executable.run.executable import Executable
-from glassengine.executable.run.observers import Execution, is_watched
+from glassengine.executable.run.observers import observers
 from glassengine.executable.snapshot import environment as snapshot_environment
 from glassengine.executable.snapshot.environment import policy_of, tell_of_nothing
 
@@ -158,14 +159,14 @@ def test_the_first_device_alone(
     monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to={tmp_path}/dump")
     monkeypatch.setenv("NEURON_DUMP_HLO_SNAPSHOT", "1")
     monkeypatch.setenv("NEURON_NC0_ONLY_SNAPSHOT", "1")
-    Execution(executable, 0, device, [X])
+    Execution(executable, 0, device, [X], observers())
     assert len(names(tmp_path / "dump")) == taken
 
 
 def test_looking_at_the_variables_costs_next_to_nothing() -> None:
     # About a microsecond; a busy machine is allowed ten times that.
-    assert not is_watched()
-    assert min(timeit.repeat(is_watched, number=2000, repeat=5)) / 2000 < 15e-6
+    assert not observers()
+    assert min(timeit.repeat(observers, number=2000, repeat=5)) / 2000 < 15e-6
 
 
 @pytest.mark.parametrize(

@@ -7,19 +7,17 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from glassengine.engine.prompts.templates import bounded
 from glassengine.engine.prompts.tokenizing import encode, require_bounded_decoder
+from glassengine.engine.store.manifest import Manifest
 from glassengine.errors import CorruptError, GlassError, UsageError
 from glassengine.program import load_inputs
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import read_text
-
-if TYPE_CHECKING:
-    from glassengine.engine.run.engine import Engine
 
 TokenIds = str | Path | torch.Tensor | Sequence[int] | Sequence[Sequence[int]]
 Message = Mapping[str, Any]
@@ -34,6 +32,16 @@ MAX_ITEMS = 16_000_000
 
 MAX_SEQUENCES = 1 << 20
 """Of one batch; the settings that come with an engine may ask for any number."""
+
+
+class Reader(Protocol):
+    """Who prompts are read for: an engine."""
+
+    manifest: Manifest
+
+    @property
+    def tokenizer(self) -> Any:
+        """That of the engine."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,7 @@ class Request:
     inputs: str | Mapping[str, Any] | None = None
     tokenizer: str | Path | None = None
 
-    def read(self, engine: Engine) -> Prompts:
+    def read(self, engine: Reader) -> Prompts:
         """Return the prompts as token ids.
 
         Raises:
@@ -139,7 +147,7 @@ def load_tokenizer(directory: str | Path) -> Any:
     return tokenizer
 
 
-def choose_tokenizer(engine: Engine, directory: str | Path | None) -> Any:
+def choose_tokenizer(engine: Reader, directory: str | Path | None) -> Any:
     """Return the tokenizer to use: that of `directory`, or the engine's own.
 
     Raises:

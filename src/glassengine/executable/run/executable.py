@@ -18,10 +18,11 @@ import torch
 from glassengine import environment, spans
 from glassengine.errors import BackendError, GlassError
 from glassengine.executable.cache.cache import CompilerCache, compiled
+from glassengine.executable.graph.execution import Arguments, Execution
 from glassengine.executable.graph.graph import CapturedGraph
 from glassengine.executable.metrics.compilation import FIRST, Cause, Occasion, note_compilation
 from glassengine.executable.metrics.metrics import registry
-from glassengine.executable.run.observers import Arguments, Execution, is_watched
+from glassengine.executable.run.observers import observers
 
 Function = Callable[[Any], Any]
 _BUILD = Occasion((("", Cause("build", "an engine is built")),))
@@ -90,7 +91,8 @@ class Executable:
         busy = _accelerators(inputs) if self.synchronous or torch.accelerator.is_available() else []
         device = busy[0].index or 0 if busy else 0
         number = self.executions.get(device, 0)
-        execution = Execution(self, number, device, inputs) if is_watched() else None
+        looking = observers()
+        execution = Execution(self, number, device, inputs, looking) if looking else None
         start = time.perf_counter_ns()
         try:
             outputs = self.function(inputs)

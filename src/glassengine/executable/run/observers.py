@@ -1,4 +1,4 @@
-"""What may look at an execution: snapshots, the search for non-finite values, profiles.
+"""Who looks at executions: snapshots, the search for non-finite values, profiles.
 
 Observers hang on `Executable.run`, the only place where a compiled graph runs, so every front end has all of them.
 Nothing is gathered for an execution that nobody looks at.
@@ -6,78 +6,8 @@ Nothing is gathered for an execution that nobody looks at.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
-
+from glassengine.executable.graph.execution import Observer
 from glassengine.executable.snapshot.environment import requested_taker
-
-if TYPE_CHECKING:
-    from glassengine.executable.run.executable import Executable
-
-Arguments = Mapping[str, Any] | list[Any]
-
-
-class Execution:
-    """One run of one executable, as observers see it.
-
-    Attributes:
-        executable: What runs.
-        number: How many executions of it on this device went before.
-        device_index: Of the device it runs on, among the devices of that kind; 0 on the CPU.
-        inputs: Name -> tensor or plain value; before the run, and after it the same objects, perhaps written to.
-        outputs: Name -> tensor, plain value or None; empty until the run ends well.
-    """
-
-    def __init__(self, executable: Executable, number: int, device_index: int, arguments: Arguments) -> None:
-        self._looking = _observers()
-        self.executable = executable
-        self.number = number
-        self.device_index = device_index
-        # A list is emptied by the run, so that what it holds can be freed: this keeps the values alive until the end.
-        self.inputs: Mapping[str, Any] = (
-            arguments if isinstance(arguments, Mapping) else dict(zip(executable.input_names, arguments, strict=True))
-        )
-        self.outputs: Mapping[str, Any] = {}
-        for number, observer in enumerate(self._looking):
-            try:
-                observer.before(self)
-            except BaseException as error:
-                self._looking = self._looking[:number]
-                self.fail(error)
-                raise
-
-    def finish(self, outputs: Mapping[str, Any] | Sequence[Any]) -> None:
-        """Show the outputs of a run that ended well."""
-        if not isinstance(outputs, Mapping):
-            outputs = dict(zip(self.executable.output_names, outputs, strict=True))
-        self.outputs = outputs
-        with contextlib.ExitStack() as others:  # what one of them raises must not leave the others waiting
-            for observer in self._looking:
-                others.callback(observer.after, self)
-
-    def fail(self, error: BaseException) -> None:
-        """Show what the run raised."""
-        with contextlib.ExitStack() as others:
-            for observer in self._looking:
-                others.callback(observer.failed, self, error)
-
-
-class Observer(Protocol):
-    """What looks at executions; what it raises ends the run and reaches the caller as it is.
-
-    Of each that saw a run begin, `after` or `failed` is called once, however it ends; in the reverse order.
-    """
-
-    def before(self, execution: Execution) -> None:
-        """Look at the inputs before the run."""
-
-    def after(self, execution: Execution) -> None:
-        """Look at the outputs after the run."""
-
-    def failed(self, execution: Execution, error: BaseException) -> None:
-        """Look at a run that raised `error`, which is raised again afterwards; Ctrl-C is one as well."""
-
 
 _attached: tuple[Observer, ...] = ()
 
@@ -94,12 +24,7 @@ def detach(observer: Observer) -> None:
     _attached = tuple(other for other in _attached if other is not observer)
 
 
-def is_watched() -> bool:
-    """Return whether anyone looks at the execution that begins now."""
-    return bool(_observers())
-
-
-def _observers() -> tuple[Observer, ...]:
+def observers() -> tuple[Observer, ...]:
     """Return who looks now; the environment is asked each time, so that a loop may turn its variables on and off."""
     taker = requested_taker()
     return _attached if taker is None else (*_attached, taker)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from glassengine import spans
+from glassengine.executable.graph.execution import Execution
 from glassengine.executable.graph.graph import CapturedGraph
 from glassengine.executable.metrics.metrics import registry
 from glassengine.executable.snapshot.policy import KeepInputs
 from glassengine.executable.snapshot.tensors import copied, obstacle
-
-if TYPE_CHECKING:
-    from glassengine.executable.run.observers import Execution
 
 
 class Keeper:

@@ -15,12 +15,13 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from glassengine import environment
+from glassengine.executable.graph.execution import Execution
 from glassengine.executable.graph.graph import CapturedGraph
 from glassengine.executable.metrics.steps import current_step
 from glassengine.executable.snapshot import callback as snapshot_callback
@@ -29,9 +30,6 @@ from glassengine.executable.snapshot.nonfinite import Finding, Kinds, NonFiniteE
 from glassengine.executable.snapshot.policy import Policy
 from glassengine.executable.snapshot.store import SnapshotStore
 from glassengine.executable.snapshot.writer import Taken
-
-if TYPE_CHECKING:
-    from glassengine.executable.run.observers import Execution
 
 logger = logging.getLogger("glassengine")
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch._export.verifier import Verifier
 from torch._ops import OpOverload
 from torch.fx import Node
-
-if TYPE_CHECKING:
-    from glassengine.program.onnx.control import Body
 
 
 class OnnxFunction:
@@ -55,7 +52,7 @@ class Composite(OnnxFunction):
     Args:
         function: As for `OnnxFunction`; takes the keyword `each`, an `Each` for its ops or None.
         name: Of the operator.
-        bodies: The graphs that it interprets, as the file calls them ("body", "then_branch").
+        bodies: The graphs that it interprets (`control.Body`), as the file calls them ("body", "then_branch").
         attributes: Of the operator, by name, where its function has them built in.
 
     Two calls of one operator are equal, whatever their graphs: what is in these decides no more which ops belong
@@ -67,7 +64,7 @@ class Composite(OnnxFunction):
         function: Callable[..., Any],
         name: str,
         *,
-        bodies: Mapping[str, Body] | None = None,
+        bodies: Mapping[str, Any] | None = None,
         attributes: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(function, name)

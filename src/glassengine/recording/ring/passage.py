@@ -11,14 +11,14 @@ from torch import Tensor
 
 from glassengine.recording.ring.items import Alias, Block, Stored
 from glassengine.recording.ring.ring import MEMCMP, MEMMOVE, Ring
-from glassengine.recording.ring.seen import Seen
+from glassengine.recording.ring.seen import Seen, Sequel
 
 _MAX_TENSORS = 512
 _STRIDED = torch.strided
 _Item = Block | Stored | Alias
 
 
-class Passage:
+class Passage(Sequel):
     """Tensors of one step, in order, as a later step may bring them again.
 
     Args:
@@ -202,4 +202,4 @@ def learn(items: list[_Item]) -> None:
     first = items[0]
     seen = first.known[0] if isinstance(first, Block) else first.seen
     passage = Passage(items)
-    seen.passage = passage if len(passage.expected) > 1 else None
+    seen.sequel = passage if len(passage.expected) > 1 else None

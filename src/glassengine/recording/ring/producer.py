@@ -11,7 +11,7 @@ from glassengine.recording.ring.block import OpenBlock
 from glassengine.recording.ring.flag import Flag
 from glassengine.recording.ring.items import Alias, Item, Piece, Stored
 from glassengine.recording.ring.journal import Journal
-from glassengine.recording.ring.passage import Lesson, Repetition, learn
+from glassengine.recording.ring.passage import Lesson, Passage, Repetition, learn
 from glassengine.recording.ring.ring import Ring, require_memory
 from glassengine.recording.ring.seen import Seen
 
@@ -73,8 +73,8 @@ class Producer:
             if seen.sharding is None and repetition.has_reason(reason) and repetition.take(site, step, tensor, rank):
                 return
             self._end_repetition(is_other=repetition.step == step and repetition.passage.rank == rank)
-        passage = seen.passage
-        if passage is not None and passage.rank == rank and passage.reasons[0] == reason:
+        passage = seen.sequel
+        if isinstance(passage, Passage) and passage.rank == rank and passage.reasons[0] == reason:
             self.publish()
             position = self._ring.reserve(passage.nbytes, self._on_wait)
             self.wake_if_half_full()

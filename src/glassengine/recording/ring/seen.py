@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,12 +13,15 @@ from glassengine.recording.layout.layout import Sharding, aligned
 from glassengine.recording.layout.statistics import MEASURED
 from glassengine.recording.layout.values import describe
 
-if TYPE_CHECKING:
-    from glassengine.recording.ring.passage import Passage
-
 # Smaller tensors are written in blocks, and stored again rather than searched for.
 MIN_SHARED_BYTES = 1 << 16
 _MAX_SEEN = 1 << 14
+
+
+class Sequel:
+    """What follows a tensor in most of the steps that have it."""
+
+    __slots__ = ()
 
 
 @dataclass(slots=True)
@@ -28,7 +30,7 @@ class Seen:
 
     `nbytes` are those of its values, `room` what they take in the ring. `is_small` says that such tensors are written
     in blocks, `is_simple` that their bytes are the values if they are contiguous and on the CPU, and
-    `is_measured` that the thread knows to compute light statistics of them. `passage` is what followed it, if that is
+    `is_measured` that the thread knows to compute light statistics of them. `sequel` is what followed it, if that is
     known.
     """
 
@@ -41,7 +43,7 @@ class Seen:
     is_simple: bool
     is_measured: bool
     sharding: Sharding | None
-    passage: Passage | None = None
+    sequel: Sequel | None = None
 
 
 class SeenTensors:
