@@ -22,7 +22,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "families.md"
 
 def main(arguments: Sequence[str] = ()) -> int:
     """Check cells and write the page; return 1 where one does not agree."""
-    from glassengine.testing import conformance_table, families_table
+    from benchmarks.tables import conformance_table, families_table
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks families", description=__doc__)
     parser.add_argument("cells", nargs="*", default=["*"], metavar="FAMILY/BACKEND/DTYPE")
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] = ()) -> int:
 
 
 def _check_op_sites(directory: str, cell: tuple[str, str]) -> str:
-    from glassengine.testing.conformance_table import check_cell
+    from benchmarks.tables.conformance_table import check_cell
 
     with tempfile.TemporaryDirectory(dir=directory) as built:
         return check_cell(cell, Path(built))
@@ -66,8 +66,8 @@ def _fill(table: ModuleType, name: str, check: Callable[[tuple[str, ...]], str],
 
 def write_cell(table: ModuleType, name: str, cell: tuple[str, ...], text: str) -> None:
     """Put one cell into a table of the page."""
-    from glassengine.testing import tables
+    from benchmarks.tables import markdown
 
     page = PAGE.read_text(encoding="utf-8")
-    texts = table.read(tables.within(page, name)) | {cell: text}
-    PAGE.write_text(tables.put(page, name, table.render(texts)), encoding="utf-8")
+    texts = table.read(markdown.within(page, name)) | {cell: text}
+    PAGE.write_text(markdown.put(page, name, table.render(texts)), encoding="utf-8")

@@ -17,8 +17,9 @@ import torch
 from benchmarks.report import keep, surroundings
 from glassengine.judge.sides.sides import ModuleSide
 from glassengine.program import export_program, load_model
-from glassengine.testing import corpus, models
-from glassengine.testing.variations import VARIATIONS
+from glassengine.testing import models
+from tests.corpus import corpus
+from tests.corpus.right.variations import VARIATIONS
 
 TOKENS = 128
 ROUNDS = 3

@@ -27,14 +27,16 @@ import torch
 from benchmarks.report import keep, surroundings
 from glassengine.backends.registry import find_backend
 from glassengine.errors import GlassError, UsageError
-from glassengine.testing import corpus, engines, implementations, models
-from glassengine.testing.compiler_bugs import COMPILER_BUGS, built_with_bug
-from glassengine.testing.edits import DoesNotApply, plant
-from glassengine.testing.families import FAMILIES, make_bench
-from glassengine.testing.mistakes import MISTAKES
-from glassengine.testing.rewrites import REWRITES
-from glassengine.testing.source_mistakes import SOURCE_MISTAKES, plant_in_source
-from glassengine.testing.variations import VARIATIONS
+from glassengine.testing import models
+from tests.corpus import corpus, engines
+from tests.corpus.edits import DoesNotApply, plant
+from tests.corpus.families import FAMILIES, make_bench
+from tests.corpus.mistakes.catalog import MISTAKES
+from tests.corpus.mistakes.compiler_bugs import COMPILER_BUGS, built_with_bug
+from tests.corpus.mistakes.source import SOURCE_MISTAKES, plant_in_source
+from tests.corpus.right import implementations
+from tests.corpus.right.rewrites import REWRITES
+from tests.corpus.right.variations import VARIATIONS
 
 DTYPES = ("float32", "bfloat16", "float16")
 EXECUTIONS = ("interpreted", "everything", "same kernels")

@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager
 
 import pytest
 
+from benchmarks.tables.conformance_table import PROGRAMS, make_program
 from glassengine.backends.registry import find_backend
 from glassengine.program.export.export import export_module
 from glassengine.program.representation.program import Program
 from glassengine.testing import conformance, models
-from glassengine.testing.conformance_table import PROGRAMS, make_program
 
 MakeProgram = Callable[..., Program]
 MakeSubject = Callable[..., conformance.Subject]

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from glassengine.testing import conformance, models, tables
-from glassengine.testing.conformance_table import CELLS, Cell, check_program, read, text_of
+from benchmarks.tables import markdown
+from benchmarks.tables.conformance_table import CELLS, Cell, check_program, read, text_of
+from glassengine.testing import conformance, models
 
 MakeSubject = Callable[..., conformance.Subject]
 
@@ -32,7 +33,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def table(root: Path) -> dict[Cell, str]:
-    return read(tables.within((root / "docs" / "families.md").read_text(encoding="utf-8"), "op sites"))
+    return read(markdown.within((root / "docs" / "families.md").read_text(encoding="utf-8"), "op sites"))
 
 
 @pytest.mark.parametrize("cell", CASES)

@@ -7,6 +7,7 @@ import sys
 import xml.etree.ElementTree as ET
 
 import pytest
+
 from benchmarks.plot import fit_line, panels
 from benchmarks.size import run
 

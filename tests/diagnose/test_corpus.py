@@ -11,18 +11,19 @@ import pytest
 import torch
 from torch.fx import Node
 
-from glassengine.testing import corpus, implementations
-from glassengine.testing.compiler_bugs import COMPILER_BUGS, built_with_bug
-from glassengine.testing.corpus import Bench
-from glassengine.testing.edits import DoesNotApply, Edit, Mistake, Mutant, plant
-from glassengine.testing.families import FAMILIES, make_bench
-from glassengine.testing.mistakes import MISTAKES
-from glassengine.testing.places import aten
-from glassengine.testing.random_mistakes import RANDOM_MISTAKES
-from glassengine.testing.rewrites import REWRITES
-from glassengine.testing.source_mistakes import SOURCE_MISTAKES, plant_in_source
-from glassengine.testing.truth import find_guilt, is_equivalent
-from glassengine.testing.variations import VARIATIONS
+from tests.corpus import corpus
+from tests.corpus.corpus import Bench
+from tests.corpus.edits import DoesNotApply, Edit, Mistake, Mutant, plant
+from tests.corpus.families import FAMILIES, make_bench
+from tests.corpus.mistakes.catalog import MISTAKES
+from tests.corpus.mistakes.compiler_bugs import COMPILER_BUGS, built_with_bug
+from tests.corpus.mistakes.random_mistakes import RANDOM_MISTAKES
+from tests.corpus.mistakes.source import SOURCE_MISTAKES, plant_in_source
+from tests.corpus.places import aten
+from tests.corpus.right import implementations
+from tests.corpus.right.rewrites import REWRITES
+from tests.corpus.right.variations import VARIATIONS
+from tests.corpus.truth import find_guilt, is_equivalent
 
 SAMPLE = (
     "rope_sign",

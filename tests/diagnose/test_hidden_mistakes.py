@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.diagnose.hidden_mistakes import CORPUS, Entry, Written, inputs
 
 from glassengine.diagnose import check
 from glassengine.results import Comparison
+from tests.diagnose.hidden_mistakes import CORPUS, Entry, Written, inputs
 
 _QUICK = 7  # of every so many entries one runs always
 

@@ -15,9 +15,10 @@ from glassengine.judge.replay.op import Replay
 from glassengine.program import export_program, load_model
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Comparison
-from glassengine.testing import corpus, models
-from glassengine.testing.corpus import Bench
-from glassengine.testing.variations import VARIATIONS, Variation, VariedSide
+from glassengine.testing import models
+from tests.corpus import corpus
+from tests.corpus.corpus import Bench
+from tests.corpus.right.variations import VARIATIONS, Variation, VariedSide
 
 SMALLEST_NORMAL = torch.finfo(torch.float16).tiny
 LEGITIMATE = [one for one in VARIATIONS if one.name in ("split sums", "other formulas", "registers", "everything")]

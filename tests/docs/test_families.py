@@ -10,10 +10,10 @@ from unittest.mock import ANY
 
 import pytest
 
+from benchmarks.tables import conformance_table, families_table, markdown
+from benchmarks.tables.families_table import CELLS, LIMITATIONS, Cell, check_cell, read, render
+from benchmarks.tables.markdown import DisagreementError
 from glassengine.errors import BackendError
-from glassengine.testing import conformance_table, families_table, tables
-from glassengine.testing.families_table import CELLS, LIMITATIONS, Cell, check_cell, read, render
-from glassengine.testing.tables import DisagreementError
 
 CHEAP = [cell for cell in CELLS if cell[1] == "eager" and cell[0] in ("gpt2", "mamba", "bert", "vit", "resnet")]
 TODAY = dt.datetime.now(dt.UTC).date().toordinal()
@@ -31,7 +31,7 @@ def page(root: Path) -> str:
 
 @pytest.fixture(scope="module")
 def table(page: str) -> dict[Cell, str]:
-    return read(tables.within(page, "table"))
+    return read(markdown.within(page, "table"))
 
 
 def test_every_cell_is_a_number_or_a_limitation(table: dict[Cell, str], page: str, root: Path) -> None:
@@ -45,7 +45,7 @@ def test_every_cell_is_a_number_or_a_limitation(table: dict[Cell, str], page: st
 
 
 def test_every_cell_of_the_op_sites_is_a_number(page: str) -> None:
-    table = conformance_table.read(tables.within(page, "op sites"))
+    table = conformance_table.read(markdown.within(page, "op sites"))
     assert table.keys() == set(conformance_table.CELLS)
     assert all(text.isdecimal() for text in table.values()), table
 
@@ -77,8 +77,8 @@ def test_the_example_of_a_back_end_of_ones_own(page: str, tmp_path: Path, monkey
 def test_the_tables_are_read_as_they_were_written() -> None:
     texts = {cell: str(number) for number, cell in enumerate(CELLS)}
     assert read(render(texts)) == texts
-    page = tables.put("a\n<!-- table -->\nold\n<!-- end of table -->\nb\n", "table", render(texts))
-    assert read(tables.within(page, "table")) == texts
+    page = markdown.put("a\n<!-- table -->\nold\n<!-- end of table -->\nb\n", "table", render(texts))
+    assert read(markdown.within(page, "table")) == texts
     assert page.startswith("a\n<!-- table -->\n") and page.endswith("<!-- end of table -->\nb\n")
     of_sites = {cell: str(number) for number, cell in enumerate(conformance_table.CELLS)}
     assert conformance_table.read(conformance_table.render(of_sites)) == of_sites

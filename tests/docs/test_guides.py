@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.docs.conftest import blocks_of
 
 import glassengine as glass
 from glassengine.cli.foreign import absent, ours
 from glassengine.cli.main import COMMANDS, load_command
+from tests.docs.conftest import blocks_of
 
 Run = Callable[[Path], list[str]]
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.compare.test_compare import record
 
 from glassengine.compare import compare
 from glassengine.numerics.mask_values import sentinel, without_hidden
+from tests.compare.test_compare import record
 
 HALF, SINGLE = (torch.finfo(dtype).min for dtype in (torch.float16, torch.float32))
 

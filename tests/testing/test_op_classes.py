@@ -9,7 +9,7 @@ from torch.fx import Node
 from glassengine.numerics.bounds import has_bound
 from glassengine.numerics.ops import RANDOM, UNBOUNDED, UNDEFINED
 from glassengine.program.representation.naming import op_name
-from glassengine.testing.families import BUNDLED, FAMILIES, make_bench
+from tests.corpus.families import BUNDLED, FAMILIES, make_bench
 
 # What the programs of forty architectures have between them: decoders with and without experts, encoders, encoder and
 # decoder, vision, audio, state spaces.

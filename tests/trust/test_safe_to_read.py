@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.fuzz import kinds
-from tests.trust.hostile import MARK, Hand
 
 import glassengine as glass
+from tests.fuzz import kinds
+from tests.trust.hostile import MARK, Hand
 
 Answers = list[dict[str, Any]]
 WATCH = Path(__file__).parent / "watch.py"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tests.diagnose.hidden_mistakes.entry import Entry
 from torch import Tensor
 from torch.nn import functional as F
+
+from tests.diagnose.hidden_mistakes.entry import Entry
 
 
 def no_number(w: Any, x: Tensor, ids: Tensor) -> Tensor:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tests.diagnose.hidden_mistakes.entry import HERE, LEAST, Entry, attended
 from torch import Tensor
+
+from tests.diagnose.hidden_mistakes.entry import HERE, LEAST, Entry, attended
 
 
 def windows(shift: int, size: int = 4) -> Tensor:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tests.diagnose.hidden_mistakes.entry import HERE, Entry
 from torch import Tensor
 from torch.nn import functional as F
+
+from tests.diagnose.hidden_mistakes.entry import HERE, Entry
 
 
 def without_a_row(w: Any, x: Tensor, ids: Tensor) -> Tensor:

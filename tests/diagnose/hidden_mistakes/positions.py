@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tests.diagnose.hidden_mistakes.entry import HERE, Entry, attended
 from torch import Tensor
 from torch.nn import functional as F
+
+from tests.diagnose.hidden_mistakes.entry import HERE, Entry, attended
 
 
 def bucketed(w: Any, x: Tensor, ids: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ from glassengine.judge.graphs.by_name import SitePair, pair_sites
 from glassengine.judge.replay.op import Replay
 from glassengine.judge.sides.sides import ProgramSide
 from glassengine.program import export_program, load_model
-from glassengine.testing import corpus
-from glassengine.testing.corpus import Bench
+from tests.corpus import corpus
+from tests.corpus.corpus import Bench
 
 
 class Sums(nn.Module):

@@ -19,9 +19,9 @@ from glassengine.program.export.export import export_module
 from glassengine.program.representation.naming import is_tensor_node, op_name
 from glassengine.program.representation.program import Program
 from glassengine.results import FLAGGED
-from glassengine.testing import corpus
-from glassengine.testing.corpus import Bench
-from glassengine.testing.variations import VARIATIONS, VariedSide
+from tests.corpus import corpus
+from tests.corpus.corpus import Bench
+from tests.corpus.right.variations import VARIATIONS, VariedSide
 
 
 class Mixed(nn.Module):

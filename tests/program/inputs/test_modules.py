@@ -13,8 +13,8 @@ from glassengine.errors import UsageError
 from glassengine.program import example_inputs
 from glassengine.program.inputs.modules import module_inputs
 from glassengine.testing.architectures import FAMILIES
-from glassengine.testing.input_mutations import unseen
 from glassengine.testing.models import ENCODER, IMAGE_ENCODER, from_config
+from tests.corpus.mistakes.input_mutations import unseen
 
 
 class Positions(nn.Module):

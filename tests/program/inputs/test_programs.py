@@ -14,8 +14,8 @@ from glassengine.errors import UsageError
 from glassengine.program import load_model
 from glassengine.program.inputs.programs import stored_inputs
 from glassengine.program.kinds.steps import MadeUp
-from glassengine.testing.input_mutations import unseen
 from glassengine.testing.onnx_models import onnx_text
+from tests.corpus.mistakes.input_mutations import unseen
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

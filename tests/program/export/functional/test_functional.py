@@ -15,7 +15,8 @@ from glassengine.program import export_program, load_model
 from glassengine.program.export import export
 from glassengine.program.export.export import export_module
 from glassengine.program.export.functional import Unknown, decomposed, functional, rewritten
-from glassengine.testing import families, models
+from glassengine.testing import models
+from tests.corpus import families
 
 
 def described(exported: ExportedProgram) -> list[str]:

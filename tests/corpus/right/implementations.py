@@ -19,9 +19,9 @@ from glassengine.judge.sides.sides import ModuleSide, ProgramSide
 from glassengine.program import Program, export_program, load_model
 from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.program import copied_graph
-from glassengine.testing.corpus import Bench, interpreted
-from glassengine.testing.edits import DoesNotApply
-from glassengine.testing.node_side import NodeSide
+from tests.corpus.corpus import Bench, interpreted
+from tests.corpus.edits import DoesNotApply
+from tests.corpus.right.node_side import NodeSide
 
 
 class _OwnNodes(NodeSide):

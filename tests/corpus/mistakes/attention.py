@@ -8,8 +8,8 @@ import torch
 from torch.fx import Node
 
 from glassengine.program.representation.naming import op_name
-from glassengine.testing.edits import DoesNotApply, Edit, Mistake, Op
-from glassengine.testing.places import (
+from tests.corpus.edits import DoesNotApply, Edit, Mistake, Op
+from tests.corpus.places import (
     aten,
     attention,
     feeds,

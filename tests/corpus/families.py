@@ -15,8 +15,8 @@ from torch import nn
 from glassengine.judge.cases import module_cases
 from glassengine.program import export_program, load_model
 from glassengine.testing import models
-from glassengine.testing.corpus import Bench, padded_case
 from glassengine.testing.models import from_config
+from tests.corpus.corpus import Bench, padded_case
 
 Inputs = Sequence[Mapping[str, Any]]
 

@@ -12,7 +12,7 @@ from glassengine.engine.build.build import build_program
 from glassengine.judge.cases import Case
 from glassengine.judge.sides.sides import EngineSide, ModuleSide
 from glassengine.program import Program
-from glassengine.testing.corpus import Bench
+from tests.corpus.corpus import Bench
 
 
 def built(bench: Bench, backend: str, cases: Sequence[Case], stack: ExitStack) -> list[EngineSide]:

@@ -26,7 +26,7 @@ from glassengine.numerics.ops import RANDOM, UNDEFINED
 from glassengine.program.export.export import named_inputs
 from glassengine.program.representation.naming import is_tensor_node, op_name
 from glassengine.program.representation.program import Program
-from glassengine.testing.edits import Mutant
+from tests.corpus.edits import Mutant
 
 Steps = Sequence[StepInputs | Mapping[str, Any]]
 

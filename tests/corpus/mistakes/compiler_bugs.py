@@ -13,10 +13,10 @@ import torch
 from glassengine.judge.cases import Case
 from glassengine.judge.sides.sides import EngineSide
 from glassengine.program.representation.naming import op_name
-from glassengine.testing.corpus import Bench, Planted
-from glassengine.testing.edits import DoesNotApply, Edit, Mistake, Mutant
-from glassengine.testing.engines import built_from
-from glassengine.testing.truth import Guilt
+from tests.corpus.corpus import Bench, Planted
+from tests.corpus.edits import DoesNotApply, Edit, Mistake, Mutant
+from tests.corpus.engines import built_from
+from tests.corpus.truth import Guilt
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from glassengine.numerics.ops import CASTS, MOVES, POINTWISE, SUMS
 from glassengine.program.representation.naming import is_tensor_node, op_name
 from glassengine.program.representation.outputs import is_view
 from glassengine.program.representation.program import Program
-from glassengine.testing.node_side import NodeSide
+from tests.corpus.right.node_side import NodeSide
 
 Kernel = Callable[..., Any]
 

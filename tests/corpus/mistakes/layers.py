@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from glassengine.program.representation.naming import op_name
-from glassengine.testing.edits import Edit, Mistake, Op
-from glassengine.testing.places import (
+from tests.corpus.edits import Edit, Mistake, Op
+from tests.corpus.places import (
     aten,
     comes_from,
     feeds,

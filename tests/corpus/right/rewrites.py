@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 
 from glassengine.program.representation.naming import op_name
-from glassengine.testing.edits import DoesNotApply, Edit, Mistake, Op
-from glassengine.testing.places import aten, is_float
+from tests.corpus.edits import DoesNotApply, Edit, Mistake, Op
+from tests.corpus.places import aten, is_float
 
 
 def _all(*ops: str, make: Callable[[Edit, Op], Op | None]) -> Callable[[Edit], None]:

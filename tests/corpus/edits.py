@@ -58,7 +58,7 @@ class Edit:
 
     def __init__(self, program: Program, seed: str) -> None:
         self.program = program
-        self.random = random.Random(seed)  # noqa: S311 (repeatable, no secret)
+        self.random = random.Random(seed)
         self.weights: dict[str, Tensor] = {}
         self.moved: dict[str, Node] = {}
         self.graph: Graph = program.graph

@@ -13,14 +13,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.tables import markdown
+from benchmarks.tables.markdown import DisagreementError
 from glassengine.backends.registry import find_backend
 from glassengine.program import example_inputs, export_program, export_programs, load_model
 from glassengine.program.export.export import named_inputs
 from glassengine.program.kinds.example_inputs import encoder_inputs
 from glassengine.program.representation.program import Program
-from glassengine.testing import conformance, tables
+from glassengine.testing import conformance
 from glassengine.testing.architectures import ENCODER_DECODERS, FAMILIES, GENERATING, ONE_FORWARD
-from glassengine.testing.tables import DisagreementError
 
 BACKENDS = ("eager", "inductor", "onnxruntime", "openvino")
 PARTS = ("encoder", "decoder")
@@ -103,9 +104,9 @@ def text_of(cell: Cell, report: conformance.ConformanceReport) -> str:
 
 def render(texts: Mapping[Cell, str]) -> str:
     """Return the table as Markdown; a cell that was not checked is empty."""
-    return tables.render(texts, "program", PROGRAMS, BACKENDS)
+    return markdown.render(texts, "program", PROGRAMS, BACKENDS)
 
 
 def read(table: str) -> dict[Cell, str]:
     """Inverse of `render`."""
-    return tables.read(table)
+    return markdown.read(table)

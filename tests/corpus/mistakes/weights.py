@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from glassengine.testing.edits import DoesNotApply, Edit, Mistake
-from glassengine.testing.places import product
+from tests.corpus.edits import DoesNotApply, Edit, Mistake
+from tests.corpus.places import product
 
 
 def _matrix(change: Callable[[Edit, Tensor], Tensor]) -> Callable[[Edit], None]:

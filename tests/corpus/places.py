@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from glassengine.program.representation.naming import op_name
-from glassengine.testing.edits import Edit, Op
+from tests.corpus.edits import Edit, Op
 
 aten = torch.ops.aten
 

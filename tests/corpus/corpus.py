@@ -31,9 +31,9 @@ from glassengine.program import LoadedModel, Program
 from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.outputs import is_view
 from glassengine.results import FLAGGED, Comparison
-from glassengine.testing.edits import DoesNotApply, Mistake, Mutant, plant
-from glassengine.testing.truth import Guilt, find_guilt, is_equivalent
-from glassengine.testing.variations import Variation, VariedSide
+from tests.corpus.edits import DoesNotApply, Mistake, Mutant, plant
+from tests.corpus.right.variations import Variation, VariedSide
+from tests.corpus.truth import Guilt, find_guilt, is_equivalent
 
 
 @dataclass

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.tables import markdown
+from benchmarks.tables.markdown import DisagreementError
 from glassengine.diagnose import check
 from glassengine.errors import GlassError
-from glassengine.testing import tables
 from glassengine.testing.architectures import FAMILIES, save_family
-from glassengine.testing.tables import DisagreementError
 
 COLUMNS = (
     ("eager", "float32"),
@@ -95,13 +95,13 @@ def check_cell(cell: Cell, checkpoints: Path) -> str:
 def render(texts: Mapping[Cell, str]) -> str:
     """Return the table as Markdown; a cell that was not checked is empty."""
     named = {(family, f"{backend} {dtype}"): text for (family, backend, dtype), text in texts.items()}
-    return tables.render(named, "family", FAMILIES, [" ".join(column) for column in COLUMNS])
+    return markdown.render(named, "family", FAMILIES, [" ".join(column) for column in COLUMNS])
 
 
 def read(table: str) -> dict[Cell, str]:
     """Inverse of `render`."""
     found = {}
-    for (family, column), text in tables.read(table).items():
+    for (family, column), text in markdown.read(table).items():
         backend, dtype = column.split()
         found[family, backend, dtype] = text
     return found

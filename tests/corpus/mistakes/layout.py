@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 
 from glassengine.program.representation.naming import op_name
-from glassengine.testing.edits import DoesNotApply, Edit, Mistake, Op
-from glassengine.testing.places import (
+from tests.corpus.edits import DoesNotApply, Edit, Mistake, Op
+from tests.corpus.places import (
     aten,
     inputs_of,
     is_float,

@@ -12,8 +12,8 @@ from torch import nn
 
 from glassengine.judge.graphs.by_name import pair_sites
 from glassengine.program import export_program, load_model
-from glassengine.testing.corpus import Bench
-from glassengine.testing.edits import DoesNotApply, Edit, Mistake, Mutant
+from tests.corpus.corpus import Bench
+from tests.corpus.edits import DoesNotApply, Edit, Mistake, Mutant
 
 Change = Callable[[Any], None]
 

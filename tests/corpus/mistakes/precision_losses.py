@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from glassengine.program.representation.naming import op_name
-from glassengine.testing.edits import DoesNotApply, Edit, Mistake, Op
-from glassengine.testing.places import aten, product
+from tests.corpus.edits import DoesNotApply, Edit, Mistake, Op
+from tests.corpus.places import aten, product
 
 
 def _dtype(node: Op) -> torch.dtype:

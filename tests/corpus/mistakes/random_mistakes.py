@@ -6,8 +6,8 @@ import math
 
 from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.outputs import is_view
-from glassengine.testing.edits import DoesNotApply, Edit, Mistake, Op
-from glassengine.testing.places import aten, is_float
+from tests.corpus.edits import DoesNotApply, Edit, Mistake, Op
+from tests.corpus.places import aten, is_float
 
 _UNARY = (
     aten.neg.default, aten.abs.default, aten.sin.default, aten.cos.default, aten.sigmoid.default, aten.tanh.default,

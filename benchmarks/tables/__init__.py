@@ -1,0 +1,1 @@
+"""The tables of `docs/families.md`: Markdown, and the checks that fill the cells."""
