@@ -10,7 +10,7 @@ WORKERS ?= $(shell $(PYTHON) -c "import os; print(max(2, min(4, os.cpu_count() o
 test test-all test-cuda test-foreign test-foreign-onnx: export OMP_NUM_THREADS = 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-all test-cuda test-foreign test-foreign-onnx lint bench audit sbom lock fuzz faults
+.PHONY: demo test test-all test-cuda test-foreign test-foreign-onnx lint pictures bench audit sbom lock fuzz faults
 
 demo: $(STAMP)
 	$(BIN)/glass check examples/tiny-llama
@@ -46,6 +46,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict src/glassengine
 	$(BIN)/codespell
+
+# The picture in README.md, from a real run; after a change of what `glass check` prints.
+pictures: $(STAMP)
+	$(BIN)/python docs/pictures/draw.py
 
 # Changes files of every kind, for an hour or FUZZ_SECONDS; FUZZ_KINDS="engine snapshot" are those alone.
 fuzz: $(STAMP)

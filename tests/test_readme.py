@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from glassengine.cli.main import main
-
-COMMAND = [
-    "check",
-    "examples/tiny-llama",
-    "--candidate",
-    "examples/wrong_port.py:attention_scale",
-    "--no-progress",
-    "-q",
-]
+from glassengine.cli.main import load_command, main
 
 
 def scrubbed(text: str) -> list[str]:
@@ -33,18 +26,54 @@ def _export_once(exporting_once: Callable[[], AbstractContextManager[None]]) -> 
         yield
 
 
-def test_the_transcript_of_check(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.fixture(scope="module")
+def draw(root: Path) -> ModuleType:
+    """Return the script that draws the picture."""
+    spec = importlib.util.spec_from_file_location("draw", root / "docs/pictures/draw.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_picture_of_check_is_current(
+    root: Path, draw: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    readme = (root / "README.md").read_text(encoding="utf-8")
-    assert f"$ glass {' '.join(COMMAND)}" in readme
-    shown = re.search(r"<!-- transcript: check -->\n```text\n(.*?)```", readme, re.DOTALL)
-    assert shown is not None
+    """`make pictures` draws it anew."""
+    picture = draw.PICTURE.read_text(encoding="utf-8")
+    assert f"]({draw.PICTURE.relative_to(root)})" in (root / "README.md").read_text(encoding="utf-8")
     monkeypatch.chdir(root)
-    status = main(COMMAND)
+    status = main([*draw.COMMAND, *draw.QUIETLY])
     printed = capsys.readouterr()
     assert status == 1 and printed.err == ""
-    assert scrubbed(printed.out) == scrubbed(shown[1])
+    assert scrubbed(draw.text_in(picture)) == scrubbed(draw.text_in(draw.drawn(printed.out)))
+
+
+def test_the_picture_names_no_machine_and_loads_nothing(root: Path, draw: ModuleType) -> None:
+    picture = draw.PICTURE.read_text(encoding="utf-8")
+    assert str(root) not in picture and not re.search(r"@import|url\((?!#)|href|\d (?:s|ms)\b", picture)
+
+
+def test_a_picture_of_another_answer_is_found(draw: ModuleType) -> None:
+    """Planted: one word is another."""
+    one, other = (
+        draw.text_in(draw.drawn(f"\x1b[31mNOT OK\x1b[0m: {word} [1, 2] differ by 0.3")) for word in ("a", "b")
+    )
+    assert one.splitlines()[1] == "NOT OK: a [1, 2] differ by 0.3"
+    assert scrubbed(one) != scrubbed(other)
+
+
+COMMANDS_OF_README = re.compile(r"^    (glass .+?)(?:  +#.*)?$|`(glass [a-z][^`]*)`", re.MULTILINE)
+
+
+def test_every_command_and_flag_is_there(root: Path) -> None:
+    page = (root / "README.md").read_text(encoding="utf-8")
+    found = [one or other for one, other in COMMANDS_OF_README.findall(page)]
+    assert len(found) > 10
+    for line in found:
+        command, *words = line.partition(" -- ")[0].split()[1:]
+        known = {flag for option in load_command(command).params for flag in option.opts}
+        assert {word for word in words if word.startswith("-")} <= known, line
 
 
 def test_the_python_block_runs(
