@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from glassengine.compare import compare
-from glassengine.numerics.mask_values import sentinel, without_hidden
+from glassengine.numerics.mask_values import HIDDEN, sentinel, without_hidden
+from glassengine.numerics.metrics.drift import DriftSums
 from tests.compare.test_compare import record
 
 HALF, SINGLE = (torch.finfo(dtype).min for dtype in (torch.float16, torch.float32))
@@ -30,6 +31,23 @@ def test_f44_a_mask_holds_any_number_that_hides() -> None:
     found = without_hidden(x, y)
     assert found is not None and torch.equal(*found)
     assert without_hidden(x - 1, y) is None, "scores with a mask in them, of which nobody knows where it is"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_what_is_written_to_hide_is_no_number_and_activations_are(dtype: torch.dtype) -> None:
+    limit = sentinel(dtype)
+    for hides in (torch.finfo(dtype).min, -1e30, float("-inf")):
+        assert float(torch.tensor(hides, dtype=torch.float64).to(dtype).abs()) >= limit
+    assert limit > 5e4, "float16 holds activations of half of its largest number"
+    assert torch.tensor(-1e4).to(dtype) <= HIDDEN
+
+
+def test_a_mistake_in_large_activations_of_float16_is_drift() -> None:
+    """They were taken for a mask from a quarter of the largest number on."""
+    whole = torch.full((4, 8), 2e4).half()
+    sums = DriftSums()
+    sums.add(whole, whole * 1.5)
+    assert sums.noise > 0.2 * sums.signal > 0
 
 
 @pytest.mark.parametrize(("at", "ok"), [(1, True), (2, False)])

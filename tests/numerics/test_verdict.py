@@ -81,6 +81,27 @@ def test_mask_sentinels_are_a_class_and_do_not_hide_other_errors(exact: torch.Te
     assert reference.judge(candidate).verdict == "wrong"
 
 
+@pytest.mark.parametrize(
+    ("dtype", "hides"), [(torch.float32, -1e30), (torch.bfloat16, -1e30), (torch.float16, -65504.0)]
+)
+def test_what_hides_is_no_size_that_a_mistake_drowns_in(exact: torch.Tensor, dtype: torch.dtype, hides: float) -> None:
+    """-1e30 beside scores was a number in float32: rounding of it was as large as any mistake."""
+    exact = exact.clone()
+    exact[:, :, 8:] = torch.tensor(hides).to(dtype).double()
+    native = exact.to(dtype)
+    reference = Reference(exact, native, [exact, native.double()], dtype=dtype, valid=None)
+    assert reference.judge(native).verdict == "identical"
+    candidate = native.clone()
+    candidate[:, :, :8] *= 1.5
+    assert reference.judge(candidate).verdict == "wrong"
+
+
+def test_large_activations_of_float16_are_numbers(exact: torch.Tensor) -> None:
+    exact = exact * 3e4 / exact.abs().max()
+    reference = Reference(exact, exact.half(), [exact], dtype=torch.float16, valid=None)
+    assert reference.judge((exact * 1.2).half()).verdict == "wrong"
+
+
 def test_invalid_elements_do_not_count(exact: torch.Tensor) -> None:
     valid = torch.ones(2, 6, 1, dtype=torch.bool)
     valid[1, :3] = False

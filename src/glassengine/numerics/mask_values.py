@@ -18,16 +18,17 @@ HIDDEN = -9e3
 """Numbers from here down hide a slot: -1e4, as bfloat16 rounds it, is the least that anybody writes."""
 
 
-_BEYOND_NUMBERS = 1e30
-_SHARE, _SHARE_OF_HALF = 0.25, 0.9
-"""Of the largest number. Float16 holds activations of half of it, of which a mistake must be seen."""
+_BEYOND_NUMBERS = 9e29
+"""No activation is as large: -1e30, as bfloat16 rounds it, is written to hide."""
+_SHARE_OF_LARGEST = 0.9
+"""Of the largest number of a dtype of fewer: float16 holds activations of half of it, whose errors must be seen."""
 
 
 def sentinel(*dtypes: torch.dtype) -> float:
     """Return from which size on values are mask sentinels (finfo.min plus a score) in one of `dtypes`, not numbers."""
     real = [dtype.to_real() if dtype.is_complex else dtype for dtype in dtypes]
     largest = [torch.finfo(dtype).max for dtype in real if dtype.is_floating_point]
-    return min(((_SHARE if one > _BEYOND_NUMBERS else _SHARE_OF_HALF) * one for one in largest), default=math.inf)
+    return min((min(_SHARE_OF_LARGEST * one, _BEYOND_NUMBERS) for one in largest), default=math.inf)
 
 
 def kind_of(value: Tensor, limit: float) -> Tensor:

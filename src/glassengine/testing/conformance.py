@@ -26,6 +26,7 @@ from glassengine.capture.interpreter import run_program
 from glassengine.engine.run.session import STEP_INPUTS
 from glassengine.executable.run.executable import compile_executable, load_executable
 from glassengine.judge.exclusions.undefined_casts import UndefinedCasts
+from glassengine.numerics.mask_values import sentinel
 from glassengine.program.kinds.image_text import IMAGE_TOKEN, INDEX
 from glassengine.program.representation.outputs import DerivedValues, add_outputs, plan_outputs
 from glassengine.program.representation.program import Program
@@ -44,8 +45,6 @@ CACHE_LENGTH = 16
 
 UNSET = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 """Ops whose values are whatever the memory held."""
-
-_HUGE = 1e30  # masks hold the lowest finite number; it says nothing about the size of a tensor
 
 
 @dataclass(frozen=True)
@@ -307,7 +306,7 @@ class _Check:
         """
         if not expected.is_floating_point():
             return torch.equal(actual, expected), f"{int((actual != expected).sum())} elements differ"
-        finite = whole[whole.isfinite() & (whole.abs() < _HUGE)].double().abs()
+        finite = whole[whole.isfinite() & (whole.abs() < sentinel(whole.dtype))].double().abs()
         scale = float(finite.max()) if finite.numel() else 0.0
         # Equal elements are fine whatever they are: infinities and the lowest finite number have no useful difference.
         agree = (actual == expected) | (actual.isnan() & expected.isnan())

@@ -153,6 +153,11 @@ def causal(size: int = 6, by: int = 0) -> Tensor:
     return torch.ones(size, size, dtype=torch.bool).tril(by)
 
 
+def added(seen: Tensor) -> Tensor:
+    """Return a mask that is added to scores: -9984 in the place of -1e4, as bfloat16 has it."""
+    return torch.where(seen, 0.0, -9984.0)
+
+
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v)
 
@@ -446,6 +451,14 @@ PLANTED = {
         "mask",
         "mask is inverted",
         (*QKV, "mask"),
+    ),
+    "the causal part of a mask of numbers, as bfloat16 rounds -1e4": Planted(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, added(causal() & (torch.arange(6) < 5))),
+        lambda q, k, v: attention(q, k, v, torch.arange(6) < 5),
+        lambda q, k, v: attention(q, k, v, causal() & (torch.arange(6) < 5)),
+        "mask",
+        "the causal part of the mask is missing",
+        QKV,
     ),
     "flipped kernel": Planted(
         F.conv2d,

@@ -11,12 +11,12 @@ from torch.fx import Node
 from glassengine.judge.hypotheses.hypothesis import Hypothesis, bound
 from glassengine.judge.hypotheses.question import Question
 from glassengine.judge.hypotheses.trial import Call, Edit
+from glassengine.numerics.mask_values import HIDDEN
 from glassengine.numerics.ops import ATTENTION
 from glassengine.program.representation.naming import op_name
 
 _MOST_WINDOWS = 64
 _MASK, _DROPOUT, _CAUSAL = 3, 4, 5
-_HIDES = -1e4
 
 
 def of_attention(question: Question) -> Iterator[Hypothesis]:
@@ -88,7 +88,7 @@ def _written_out(question: Question, node: Node) -> Iterator[Hypothesis]:
     plain = query @ key.transpose(-1, -2)
     scores = plain * (query.shape[-1] ** -0.5 if scale is None else scale)
     if mask is not None and mask.is_floating_point():
-        scores = scores + torch.where(mask > _HIDES, mask, 0.0)
+        scores = scores + torch.where(mask > HIDDEN, mask, 0.0)
     lowest = torch.finfo(torch.float32).min
     hidden = scores.masked_fill(~seen, lowest)
     made = {
@@ -152,7 +152,7 @@ def _spread(node: Node, heads: int) -> Iterator[Hypothesis]:
 
 
 def _seen(mask: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    found = mask if mask.dtype is torch.bool else mask > _HIDES
+    found = mask if mask.dtype is torch.bool else mask > HIDDEN
     return found.expand(*found.shape[:-2], rows, columns) if found.dim() >= 2 else found.expand(rows, columns)
 
 

@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from glassengine.judge.graphs.cut import Piece
 from glassengine.judge.hypotheses.trial import FAILS, Trial
+from glassengine.numerics.mask_values import sentinel
 from glassengine.numerics.verdict import unit_roundoff
 
 _ROUNDINGS = 8.0
@@ -21,7 +22,6 @@ _NEARER = 2.0
 """What differs by rounding only is nearer than the right op by this factor."""
 _LEAST = 3.0
 """From so many roundings on there is something to explain."""
-_MASKED = 1e30
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def noise_of(piece: Piece, right: torch.Tensor, actual: torch.Tensor) -> float:
 
 
 def _usable(value: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
-    keep = value.abs() < _MASKED
+    keep = value.abs() < sentinel(value.dtype)
     return keep if valid is None or valid.shape != value.shape else keep & valid
 
 

@@ -10,6 +10,7 @@ from glassengine.judge.hypotheses.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.layouts import called, order_between
 from glassengine.judge.hypotheses.question import Question
 from glassengine.judge.hypotheses.trial import Edit
+from glassengine.numerics.mask_values import sentinel
 from glassengine.program.representation.naming import ATTENTIONS, CONVOLUTIONS, PRODUCTS, op_name
 
 _ORDERED = 1e-3
@@ -54,7 +55,7 @@ def scaled(question: Question) -> Iterator[Hypothesis]:
     right, actual, end = question.right, question.actual, question.trial.end
     if not actual.is_floating_point() or right.shape != actual.shape or not right.is_floating_point():
         return
-    keep = (right.abs() < 1e30) & (actual.abs() < 1e30)
+    keep = (right.abs() < sentinel(right.dtype)) & (actual.abs() < sentinel(actual.dtype))
     keep = keep if question.valid is None else keep & question.valid
     a, b = right[keep], actual.double()[keep]
     if a.numel() < 4:

@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from glassengine.judge.pairing.probe import ProbeStep
 from glassengine.numerics.arrangements import Arrangement, Size, arrangements
+from glassengine.numerics.mask_values import sentinel
 from glassengine.numerics.verdict import unit_roundoff
 from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.program import Program
@@ -253,11 +254,6 @@ def ancestors_of(program: Program) -> dict[str, int]:
     return made_of
 
 
-def _special(value: torch.Tensor) -> torch.Tensor:
-    """Where a value is no number but a mask."""
-    return ~(value.abs() < 1e4) if value.dtype is torch.float16 else ~(value.abs() < 1e30)
-
-
 def _size(value: torch.Tensor) -> float:
     """Root mean square of the numbers in a tensor."""
     return _sums(value).size
@@ -267,7 +263,7 @@ def _sums(value: torch.Tensor) -> _Sums:
     if not value.numel():
         return _Sums(0.0, 0.0, 0.0, 0)
     wide = value.double()
-    masked = _special(wide)
+    masked = ~(wide.abs() < sentinel(wide.dtype))
     if bool(masked.any()):
         wide = torch.where(masked, 0.0, wide)
     return _Sums(
@@ -296,8 +292,9 @@ def _distance(candidate: torch.Tensor, predicted: torch.Tensor) -> float:
         same = candidate.shape == predicted.shape and bool((candidate == predicted).all())
         return 0.0 if same else float("inf")
     theirs, ours = candidate.double(), predicted.double()
-    masked = _special(ours)
-    if not torch.equal(masked, _special(theirs)):
+    limit = sentinel(candidate.dtype, predicted.dtype)
+    masked = ~(ours.abs() < limit)
+    if not torch.equal(masked, ~(theirs.abs() < limit)):
         return float("inf")
     error = _size(torch.where(masked, 0.0, theirs - ours))
     size = _size(ours)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from glassengine.numerics.mask_values import sentinel
 from glassengine.results import DriftRow
 
 LOST = 0.5
@@ -59,7 +60,7 @@ class DriftSums:
         p = predicted if predicted is not None and predicted.shape == b.shape else None
         counted = b.isfinite() & c.isfinite()
         # A number that hides a place of a mask has a size of its own in every dtype.
-        limit = min(torch.finfo(side.dtype).max for side in (baseline, candidate)) / 4
+        limit = sentinel(baseline.dtype, candidate.dtype)
         counted &= (b.abs() < limit) & (c.abs() < limit)
         if valid is not None:
             counted &= valid
