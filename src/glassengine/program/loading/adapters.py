@@ -7,7 +7,9 @@
     scaling = alpha / r, or alpha / sqrt(r) with use_rslora; r is the rank of the stored matrices
     DoRA:  weight = magnitude * (weight + scaling * B A) / |weight + scaling * B A|, rows of the matrix [out, in]
 
-peft itself would bring accelerate along and load the base by its own code; the format is two matrices per module.
+peft is not used: it allocates by the ranks that a configuration names before it looks at the tensors, and matches its
+patterns without a bound; a file must not decide over memory or time. The merged weights compute what peft computes
+(`tests/foreign/test_adapters_of_peft.py`). What is refused here can be merged by peft: `merge_and_unload`, then save.
 """
 
 from __future__ import annotations
