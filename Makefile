@@ -81,7 +81,7 @@ audit: $(STAMP) $(TOOLS)/.installed
 	$(TOOLS)/bin/pip-audit --strict --disable-pip --require-hashes -r requirements/tests.lock -r requirements/torch.lock \
 	  -r requirements/tools.lock
 
-# What a release is made from, as CycloneDX: the package and all that it was tested with, with versions and licences.
+# What a release is made from, as CycloneDX: the package and all that it was tested with, with versions and licenses.
 sbom: VERSION = $(shell $(BIN)/python -c 'import glassengine; print(glassengine.__version__)')
 sbom: $(STAMP) $(TOOLS)/.installed
 	mkdir -p dist

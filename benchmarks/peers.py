@@ -241,7 +241,7 @@ def _write_gguf(checkpoint: Path, path: Path, dtype: str) -> int:
             _, _, index, own = own.split(".", 3)
             layer = f"blk.{index}."
         if own in heads:
-            # llama.cpp rotates neighbouring pairs, transformers halves.
+            # llama.cpp rotates neighboring pairs, transformers halves.
             rows, columns = tensor.shape
             tensor = tensor.reshape(heads[own], 2, rows // heads[own] // 2, columns).transpose(1, 2).reshape(rows, -1)
         if dtype == "bfloat16" and tensor.dim() > 1:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 Points = Sequence[tuple[float, float]]
 
 WIDTH, HEIGHT, MARGIN = 360, 280, 52
-# Told apart by people who do not see all colours alike (Okabe and Ito), and by shape in print: dash patterns.
+# Told apart by people who do not see all colors alike (Okabe and Ito), and by shape in print: dash patterns.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 DASHES = ("", "6 3", "2 3", "8 3 2 3")
 

@@ -1,4 +1,4 @@
-"""Settings shared by the whole suite: offline, one thread a worker, one compiler cache, no colours.
+"""Settings shared by the whole suite: offline, one thread a worker, one compiler cache, no colors.
 
 And one check of a whole run: every test that docs/compatibility.md names ran and passed.
 """

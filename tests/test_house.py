@@ -159,7 +159,7 @@ def test_metadata(project: dict[str, Any]) -> None:
     assert {"onnx", "dev"} <= metadata["optional-dependencies"].keys()
 
 
-def test_licence(root: Path) -> None:
+def test_license(root: Path) -> None:
     text = (root / "LICENSE").read_text(encoding="utf-8")
     assert "Apache License" in text and "Version 2.0, January 2004" in text
 

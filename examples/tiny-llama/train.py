@@ -231,7 +231,7 @@ def fit(model: LlamaForCausalLM, tokens: torch.Tensor) -> LlamaForCausalLM:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         with torch.no_grad():
-            # The early average forgets faster, or it would remember the random initialisation.
+            # The early average forgets faster, or it would remember the random initialization.
             decay = min(EMA_DECAY, (step + 1) / (step + 10))
             for averaged, current in zip(average.parameters(), model.parameters(), strict=True):
                 averaged.lerp_(current, 1 - decay)

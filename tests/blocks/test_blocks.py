@@ -61,7 +61,7 @@ def test_empty_tensor_has_no_blocks() -> None:
     assert list(blocks(torch.empty(3, 0, 2).transpose(0, 2))) == []
 
 
-def test_a_huge_expanded_tensor_is_never_materialised() -> None:
+def test_a_huge_expanded_tensor_is_never_materialized() -> None:
     huge = torch.zeros(1).expand(1 << 40)
     start, (piece,) = next(blocks(huge))
     assert (start, piece.numel()) == (0, pieces.BLOCK_ELEMENTS)
@@ -131,7 +131,7 @@ def test_position_is_row_major_whatever_the_strides() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
-def test_neighbouring_large_integers_differ(dtype: torch.dtype) -> None:
+def test_neighboring_large_integers_differ(dtype: torch.dtype) -> None:
     b = torch.tensor([2**62 + 1, 5, 2**53], dtype=dtype)
     c = torch.tensor([2**62, 5, 2**53 + 1], dtype=dtype)
     got = difference(b, c, rtol=0, atol=0)

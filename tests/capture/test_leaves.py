@@ -110,7 +110,7 @@ def test_each_cache_belongs_to_the_layers_that_were_given_it(tmp_path: Path) -> 
             assert torch.equal(kept, cache.layers[layer].values)
 
 
-def test_a_quantised_cache_has_its_scales(tmp_path: Path) -> None:
+def test_a_quantized_cache_has_its_scales(tmp_path: Path) -> None:
     from transformers import QuantizedCache
 
     cache: Any = QuantizedCache("fp8", llama().config)

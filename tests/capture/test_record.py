@@ -289,11 +289,11 @@ def test_an_exception_that_leaves_the_block(tmp_path: Path) -> None:
     assert is_clean(model)
 
 
-class Cancelled(BaseException):
+class Canceled(BaseException):
     """As asyncio and some frameworks raise it: not an Exception."""
 
 
-@pytest.mark.parametrize("error", [ValueError, Cancelled])
+@pytest.mark.parametrize("error", [ValueError, Canceled])
 def test_an_exception_that_the_model_catches(tmp_path: Path, error: type[BaseException]) -> None:
     class Raising(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

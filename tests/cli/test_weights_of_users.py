@@ -1,4 +1,4 @@
-"""Weights as users have them, through the commands: sharded and tied, with an adapter, quantised, in bfloat16."""
+"""Weights as users have them, through the commands: sharded and tied, with an adapter, quantized, in bfloat16."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def adapter_tensors() -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a quantised checkpoint with tied embeddings, in several files."""
+    """Return a quantized checkpoint with tied embeddings, in several files."""
     directory = tmp_path_factory.mktemp("weights") / "base"
     save_quantized(tied(), directory, "gptq")
     tensors = load_file(directory / "model.safetensors")

@@ -136,9 +136,9 @@ class PortNorm(nn.Module):
         if self.shift is not None:
             if self.style.norm == "same":
                 return F.layer_norm(x, (WIDTH,), self.scale, self.shift, self.epsilon)
-            centred = wide - wide.mean(-1, keepdim=True)
-            spread = centred.square().mean(-1, keepdim=True)
-            normal = centred / torch.sqrt(spread + self.epsilon)
+            centered = wide - wide.mean(-1, keepdim=True)
+            spread = centered.square().mean(-1, keepdim=True)
+            normal = centered / torch.sqrt(spread + self.epsilon)
             return (normal * self.scale.float() + self.shift.float()).to(x.dtype)
         if self.style.norm == "root":
             root = torch.sqrt((wide * wide).mean(-1, keepdim=True) + self.epsilon)

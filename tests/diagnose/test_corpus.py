@@ -202,4 +202,4 @@ def test_an_effect_within_the_rounding_bound_is_beneath_what_values_can_show() -
 
 def test_a_program_without_a_place_for_a_mistake_says_so() -> None:
     with pytest.raises(DoesNotApply):
-        plant(bench("llama", "float32").program, named("router_not_renormalised"), "")
+        plant(bench("llama", "float32").program, named("router_not_renormalized"), "")

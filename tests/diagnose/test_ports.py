@@ -132,7 +132,7 @@ def wide_gain(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def kernel(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Normalise in one op that knows the dtype of its input alone."""
+    """Normalize in one op that knows the dtype of its input alone."""
     return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.variance_epsilon)  # type: ignore[arg-type]
 
 
@@ -172,7 +172,7 @@ def unit_gains(model: nn.Module) -> nn.Module:
 
 
 REWRITES = {
-    # Layers of experts hardly change the stream here: what is normalised twice is nearly the same.
+    # Layers of experts hardly change the stream here: what is normalized twice is nearly the same.
     "mixtral, gain before rounding": (models.mixtral, lambda model: with_norm(model, wide_gain)),
     "unit gains, one op": (lambda: unit_gains(models.llama()), lambda model: with_norm(model, kernel)),
     "float32 residuals": (models.llama, with_wide_residual),

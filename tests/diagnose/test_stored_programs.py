@@ -115,7 +115,7 @@ def quantized(path: Path, *, step: float = 0.05) -> Path:
     return path
 
 
-def test_quantised_graphs(tmp_path: Path) -> None:
+def test_quantized_graphs(tmp_path: Path) -> None:
     path = quantized(tmp_path / "right.onnx")
     x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
     torch.save({"x": x}, tmp_path / "inputs.pt")

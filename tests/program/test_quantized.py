@@ -1,4 +1,4 @@
-"""Quantised checkpoints: every format is read as its documentation says, and what is not read is refused."""
+"""Quantized checkpoints: every format is read as its documentation says, and what is not read is refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WEIGHT = "model.layers.0.mlp.up_proj.weight"
 
 
 def edit(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the settings of the quantisation."""
+    """Change the settings of the quantization."""
     config = json.loads((directory / "config.json").read_text())
     change(config["quantization_config"])
     (directory / "config.json").write_text(json.dumps(config))
@@ -179,7 +179,7 @@ def test_names_are_listed_without_weights(tmp_path: Path) -> None:
     assert is_quantized(tmp_path) and not is_quantized(tmp_path / "nothing") and not is_quantized(models.llama())
 
 
-def test_quantised_activations_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_quantized_activations_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_quantized(models.llama(), tmp_path / "weights", "gptq")
     save_quantized(models.llama(), tmp_path / "both", "fp8")
     with caplog.at_level(logging.WARNING, "glassengine"):
@@ -187,7 +187,7 @@ def test_quantised_activations_are_said(tmp_path: Path, caplog: pytest.LogCaptur
         assert not caplog.records
         load_model(tmp_path / "both")
     assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path / 'both'} also quantises activations, which are not quantised here"
+        f"{tmp_path / 'both'} also quantizes activations, which are not quantized here"
     ]
 
 
@@ -273,9 +273,9 @@ def test_damage_is_found(method: str, part: str, change: Callable[[str], Any], t
     assert isinstance(caught.value, CorruptError), caught.value
 
 
-def test_settings_without_quantised_weights(tmp_path: Path) -> None:
+def test_settings_without_quantized_weights(tmp_path: Path) -> None:
     models.llama().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
-    with pytest.raises(UsageError, match=r"holds no quantised weight\n.*remove quantization_config"):
+    with pytest.raises(UsageError, match=r"holds no quantized weight\n.*remove quantization_config"):
         load_model(tmp_path)

@@ -1,4 +1,4 @@
-"""A quantised candidate fits one screen: mistakes first, then what costs most, whatever the names and figures."""
+"""A quantized candidate fits one screen: mistakes first, then what costs most, whatever the names and figures."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_many_layers_fit_one_screen() -> None:
     weights = [weight(f"model.layers.{n}.self_attn.q_proj.weight", 0.005) for n in range(200)]
     hints = (Hint("wrong zero", "64 of 64 groups are moved by +1 steps: their zero is another", 0.9),)
     weights[150] = dataclasses.replace(weights[150], verdict="wrong", hints=hints)
-    lines = drawn(comparison(weights, not_ok_because="1 weights differ by more than quantisation explains"))
+    lines = drawn(comparison(weights, not_ok_because="1 weights differ by more than quantization explains"))
     assert len(lines) <= 24
     first = next(line for line in lines if "q_proj" in line)
     assert first.split()[0] == "150.self_attn.q_proj" and first.endswith("MISTAKE      ")

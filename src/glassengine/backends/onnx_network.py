@@ -25,7 +25,7 @@ NODE_KEY = "glassengine.node"
 """Key of a layer's metadata: the FX node that it carries out, alone or in part."""
 
 OPTIMIZE_LIMIT_BYTES = 1 << 30
-"""Above this size of the weights the graph is not optimised once more to be listed: that writes them all."""
+"""Above this size of the weights the graph is not optimized once more to be listed: that writes them all."""
 
 _STANDARD = ("", "ai.onnx")
 _HANDLE = re.compile(r"glass node (\w+)\n")

@@ -37,7 +37,7 @@ _PROVIDERS: dict[str, list[Any]] = {
 
 
 class OnnxRuntimeBackend(OnnxBackend):
-    """The graph as it is; ONNX Runtime optimises it whenever it is loaded."""
+    """The graph as it is; ONNX Runtime optimizes it whenever it is loaded."""
 
     name = "onnxruntime"
     title = "ONNX Runtime"

@@ -136,7 +136,7 @@ def agree(b: Tensor, c: Tensor) -> Tensor:
 
 
 def subtract(b: Tensor, c: Tensor, wide_b: Tensor, wide_c: Tensor) -> Tensor:
-    """Return c - b in float64; 64-bit integers are subtracted in halves, or neighbours above 2**53 look equal."""
+    """Return c - b in float64; 64-bit integers are subtracted in halves, or neighbors above 2**53 look equal."""
     kinds = {b.dtype, c.dtype}
     if not kinds & {torch.int64, torch.uint64} or any(kind.is_complex for kind in kinds):
         return wide_c - wide_b

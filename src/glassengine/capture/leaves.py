@@ -129,7 +129,7 @@ class CacheSites:
             for name, value in vars(layer).items():
                 key = {"keys": "key", "values": "value"}.get(name, name)
                 own = f":kv.{prefix}{key}"
-                # A recurrent layer keeps its states in dicts, by number; a quantised one has scales beside its values.
+                # A recurrent layer keeps its states in dicts, by number; a quantized one has scales beside its values.
                 for port, tensor in tensors_in(own, value):
                     if tensor.dim() >= 2 or port != own:
                         yield path, port, tensor

@@ -1,4 +1,4 @@
-"""What a tensor that is not plain consists of: sparse, quantised, nested, distributed, wrapped."""
+"""What a tensor that is not plain consists of: sparse, quantized, nested, distributed, wrapped."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from glassengine.results import Comparison
 
 _SHARES = (
     ("loading", 1.0),
-    ("dequantising", 1.0),
+    ("dequantizing", 1.0),
     ("exporting the program", 5.0),
     ("exporting the candidate", 5.0),
     ("building the engine", 7.0),

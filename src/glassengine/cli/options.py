@@ -1,6 +1,6 @@
 """What all commands share: the two consoles, the global flags, logging, the progress bar and JSON output.
 
-Results go to stdout (`out`), everything else to stderr (`err`). Rich itself honours NO_COLOR and FORCE_COLOR.
+Results go to stdout (`out`), everything else to stderr (`err`). Rich itself honors NO_COLOR and FORCE_COLOR.
 """
 
 from __future__ import annotations

@@ -106,8 +106,8 @@ def check(
     Args:
         baseline: MODEL: Hugging Face directory or id, `file.py:factory`, `package.module:factory`, or a module object.
         candidate: Another model, a factory, an engine directory, or a record of tensors (see `compare`); None builds
-            the baseline's own engine and release engine and climbs the ladder. A quantised checkpoint beside an
-            unquantised baseline is judged weight by weight: what quantisation costs, and what is a mistake.
+            the baseline's own engine and release engine and climbs the ladder. A quantized checkpoint beside an
+            unquantized baseline is judged weight by weight: what quantization costs, and what is a mistake.
         map: Which names of the program belong to which of a record, as for `compare`.
         backend: Back-end of the engines that are built.
         dtype: As in `build`; of both sides, unless the candidate is an engine.
@@ -162,7 +162,7 @@ def check(
     told: dict[str, Any] = {"fail_on": fail_on, "min_snr": min_snr, "steps": steps, "progress": progress}
     if is_quantized_candidate(baseline, candidate):
         if reproduction is not None or accumulation is not None:
-            raise UsageError("--reproduction and --accum are for ops", got=f"the quantised checkpoint {candidate}")
+            raise UsageError("--reproduction and --accum are for ops", got=f"the quantized checkpoint {candidate}")
         more_told: dict[str, Any] = {"dtype": dtype, "adapter": adapter, "inputs": inputs}
         return check_quantized_checkpoint(baseline, str(candidate), **more_told, **told, **options)
     if backend is not None:

@@ -16,7 +16,7 @@
                    A2: the op on squares; b: bias or added operand, before which the product may be rounded
     steps          1.3u |P| + the larger jump of P when x moves by (u_in + u_w) |x|'
     softmax        P (2u + 8U (1 + max|x|) + 2 u_in max|x|')
-    normalisation  2u (|P| + |b|) + |w| (2 sqrt(n) U (m / sigma + |z| s^2 / 2 sigma^2) + 2 u_in |z|' (1 + s / sigma)
+    normalization  2u (|P| + |b|) + |w| (2 sqrt(n) U (m / sigma + |z| s^2 / 2 sigma^2) + 2 u_in |z|' (1 + s / sigma)
                    + 4U |z|) with m = mean|x|, s = rms(x), |z| = (|x| + m) / sigma
     attention      composed of scores, softmax and context, see `attention`
 
@@ -66,7 +66,7 @@ def rounding_bound(operation: Operation, roundoff: Roundoff) -> Tensor | None:
     u, u_in = roundoff.u, roundoff.u_in
     bound: Tensor | None
     if name in MOVES or name in CASTS:
-        # What is selected by size may be a neighbour of the largest.
+        # What is selected by size may be a neighbor of the largest.
         largest = torch.maximum(operation.on(size_but_hidden).abs(), size) if name in LARGEST else size
         bound = 1.3 * (u * largest + u_in * roundoff.size_in(largest))
     elif name in POINTWISE:

@@ -1,4 +1,4 @@
-"""Rounding bounds of ops that are made of several steps: softmax, normalisations, attention (table in `bounds`)."""
+"""Rounding bounds of ops that are made of several steps: softmax, normalizations, attention (table in `bounds`)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def log_softmax(operation: Operation, roundoff: Roundoff) -> Tensor:
     return 2 * roundoff.u * operation.exact.abs() + inner
 
 
-def _normalised(x: Tensor, dims: list[int], sigma: Tensor, w: Tensor, b: Tensor, exact: Tensor, r: Roundoff) -> Tensor:
+def _normalized(x: Tensor, dims: list[int], sigma: Tensor, w: Tensor, b: Tensor, exact: Tensor, r: Roundoff) -> Tensor:
     """Bound of w (x - mean) / sigma + b with statistics over `dims`.
 
     The variance may be taken as mean(x^2) - mean^2, whose rounding grows with mean(x^2) / sigma^2.
@@ -59,7 +59,7 @@ def layer_norm(operation: Operation, r: Roundoff) -> Tensor:
     w, b = _argument(operation, 2, "weight", one), _argument(operation, 3, "bias", zero)
     dims = list(range(x.dim() - len(shape), x.dim()))
     sigma = (x.var(dims, correction=0, keepdim=True) + _argument(operation, 4, "eps", 1e-5)).sqrt()
-    return _normalised(x, dims, sigma, w, b, operation.exact, r)
+    return _normalized(x, dims, sigma, w, b, operation.exact, r)
 
 
 def rms_norm(operation: Operation, r: Roundoff) -> Tensor:
@@ -68,7 +68,7 @@ def rms_norm(operation: Operation, r: Roundoff) -> Tensor:
     w = _argument(operation, 2, "weight", x.new_ones(()))
     dims = list(range(x.dim() - len(shape), x.dim()))
     sigma = (x.square().mean(dims, keepdim=True) + _argument(operation, 3, "eps", 0.0)).sqrt()
-    return _normalised(x, dims, sigma, w, x.new_zeros(()), operation.exact, r)
+    return _normalized(x, dims, sigma, w, x.new_zeros(()), operation.exact, r)
 
 
 def group_norm(operation: Operation, r: Roundoff) -> Tensor:
@@ -80,7 +80,7 @@ def group_norm(operation: Operation, r: Roundoff) -> Tensor:
     grouped = x.reshape(x.shape[0], groups, -1)
     sigma = (grouped.var(-1, correction=0, keepdim=True) + _argument(operation, 4, "eps", 1e-5)).sqrt()
     w, b, exact = (part.expand(x.shape).reshape(grouped.shape) for part in (w, b, operation.exact))
-    return _normalised(grouped, [2], sigma, w, b, exact, r).reshape(x.shape)
+    return _normalized(grouped, [2], sigma, w, b, exact, r).reshape(x.shape)
 
 
 def batch_norm(operation: Operation, r: Roundoff) -> Tensor:

@@ -17,7 +17,7 @@ the names of layers that are called like a node; a layer called NODE/... is a pa
 '''
 
 _LONGEST = 200
-"""Most characters of one attribute; tables of a quantised layer would fill the screen."""
+"""Most characters of one attribute; tables of a quantized layer would fill the screen."""
 
 
 def network_text(network: Network, backend: str, sites: Mapping[str, Sequence[str]]) -> str:

@@ -1,4 +1,4 @@
-"""A quantised candidate on one screen: what is a mistake, what quantisation costs, and which layers cost most."""
+"""A quantized candidate on one screen: what is a mistake, what quantization costs, and which layers cost most."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _ROWS, _COLUMNS, _NAME = 24, 100, 21
 _MAX_HINTS = 4
 _DRIFT_ROWS, _DRIFT_HEAD = 6, 4
 _STYLES = {"identical": "green", "rounding": "green", "suspicious": "yellow", "wrong": "bold red"}
-_WORDS = {"identical": "identical", "rounding": "quantisation", "suspicious": "suspicious", "wrong": "MISTAKE"}
+_WORDS = {"identical": "identical", "rounding": "quantization", "suspicious": "suspicious", "wrong": "MISTAKE"}
 
 
 def quantization(result: Comparison, found: Quantization) -> RenderableType:
     """Return the one screen."""
     head = Text()
     head.append("ok" if result.ok else "NOT OK", style="bold green" if result.ok else "bold red")
-    head.append(f": {result.not_ok_because or 'every difference is explained by the quantisation'}")
+    head.append(f": {result.not_ok_because or 'every difference is explained by the quantization'}")
     head.append(f"\nbaseline {result.baseline}, candidate {result.candidate} ({found.method})")
     total = _total(found)
     tail = _mistakes(result)

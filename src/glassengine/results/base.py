@@ -19,7 +19,7 @@ def worst(verdicts: Iterable[Verdict]) -> Verdict:
 
 
 class Result:
-    """Shared behaviour of result dataclasses."""
+    """Shared behavior of result dataclasses."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dict: non-finite floats become the strings "nan", "inf" and "-inf"."""

@@ -9,7 +9,7 @@ from glassengine.results.base import Hint, Result, Verdict
 
 @dataclass(frozen=True)
 class QuantizedWeight(Result):
-    """What quantisation did to one weight, alone: everything else is the unquantised baseline's.
+    """What quantization did to one weight, alone: everything else is the unquantized baseline's.
 
     Attributes:
         name: Of the parameter.
@@ -22,7 +22,7 @@ class QuantizedWeight(Result):
         logits_snr_db: Of the logits, or of the result of a model without.
         kl: Mean divergence of the next token, in nats; None for a model without logits.
         share: Of the errors (as powers) that all weights make at the logits one by one.
-        is_rescaled: Whether it was scaled before it was quantised, and a layer before or after it by the inverse.
+        is_rescaled: Whether it was scaled before it was quantized, and a layer before or after it by the inverse.
         hints: What kind of mistake it is.
     """
 
@@ -42,10 +42,10 @@ class QuantizedWeight(Result):
 
 @dataclass(frozen=True)
 class Quantization(Result):
-    """A quantised candidate beside its unquantised baseline: each weight, the largest share of the error first.
+    """A quantized candidate beside its unquantized baseline: each weight, the largest share of the error first.
 
     `kl`, `logits_snr_db` and `token_agreement` are of all of it together, over `num_tokens` positions. `different` are
-    weights that are not quantised and differ nevertheless.
+    weights that are not quantized and differ nevertheless.
     """
 
     method: str

@@ -1,6 +1,6 @@
 """Tiny random models: one per family that the suite covers, the same weights in every process.
 
-Weights are drawn so that activations neither vanish nor saturate (transformers' default initialisation makes a model of
+Weights are drawn so that activations neither vanish nor saturate (transformers' default initialization makes a model of
 this size almost linear, and a wrong attention would then hide below any tolerance), biases and norm weights included.
 """
 
@@ -46,7 +46,7 @@ def gpt2(**changes: Any) -> nn.Module:
 
 
 def qwen3(**changes: Any) -> nn.Module:
-    """Return a Qwen3: normalised queries and keys, tied embeddings off."""
+    """Return a Qwen3: normalized queries and keys, tied embeddings off."""
     return _causal_lm("Qwen3Config", {**_COMMON, "head_dim": 16}, changes)
 
 

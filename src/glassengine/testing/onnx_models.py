@@ -31,12 +31,12 @@ def onnx_text(text: str, weights: Mapping[str, Any] | None = None, *, opset: int
 def onnx_mlp(
     *, activation: str = "Relu", scale: float = 1.0, epsilon: float = 1e-5, width: int = 16
 ) -> onnx.ModelProto:
-    """Return a normalisation, two products, an activation and a softmax over rows of `width` numbers.
+    """Return a normalization, two products, an activation and a softmax over rows of `width` numbers.
 
     Args:
         activation: Its operator.
         scale: Of the second matrix.
-        epsilon: Of the normalisation.
+        epsilon: Of the normalization.
         width: Of the rows.
     """
     generator = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Quantised checkpoints as the packages that make them write them: what reading and judging them is tested with.
+"""Quantized checkpoints as the packages that make them write them: what reading and judging them is tested with.
 
 Nothing here is shared with the code that reads: integers are packed bit by bit, as the documentation of a format says.
 """
@@ -28,7 +28,7 @@ def round_to_nearest(
     Args:
         weight: The matrix.
         bits: Of a code.
-        group_size: Neighbouring inputs with one scale.
+        group_size: Neighboring inputs with one scale.
         symmetric: Whether the zero is in the middle.
     """
     groups = weight.float().reshape(len(weight), -1, group_size)
@@ -52,7 +52,7 @@ def compensated(weight: Tensor, inputs: Tensor, bits: int, group_size: int) -> t
         weight: The matrix.
         inputs: [N, I], what the layer is calibrated on.
         bits: Of a code.
-        group_size: Neighbouring inputs with one scale.
+        group_size: Neighboring inputs with one scale.
     """
     work, wide = weight.double().clone(), inputs.double()
     hessian = wide.T @ wide
@@ -124,8 +124,8 @@ def nf4_tensors(weight: Tensor, block: int, *, nested: bool) -> tuple[dict[str, 
 
     Args:
         weight: The matrix.
-        block: Neighbouring elements with one scale.
-        nested: Whether the scales are quantised, too.
+        block: Neighboring elements with one scale.
+        nested: Whether the scales are quantized, too.
     """
     table = torch.cat([torch.linspace(-1, 0, 8), torch.linspace(0, 1, 9)[1:]])
     flat = weight.flatten().reshape(-1, block)
@@ -162,20 +162,20 @@ def save_quantized(
     calibration: Mapping[str, Tensor] | None = None,
     spoil: Spoil | None = None,
 ) -> dict[str, Tensor]:
-    """Write a model of transformers into `directory` with every matrix but the head quantised.
+    """Write a model of transformers into `directory` with every matrix but the head quantized.
 
     Args:
         model: With `nn.Linear` layers.
         directory: Directory to make.
         method: "gptq", "awq", "compressed-tensors", "torchao", "bitsandbytes" or "fp8".
         bits: Of a code; AWQ has 4, torchao 4 or 8, bitsandbytes 4 (NF4).
-        group_size: Neighbouring inputs with one scale; of "fp8" the edge of a block.
+        group_size: Neighboring inputs with one scale; of "fp8" the edge of a block.
         version: Of GPTQ.
         calibration: Module -> inputs [N, I]: its errors are compensated as in GPTQ.
         spoil: Plants a mistake.
 
     Returns:
-        Name of each quantised weight -> what it should be read as, computed from the codes.
+        Name of each quantized weight -> what it should be read as, computed from the codes.
     """
     from safetensors.torch import save_file
 

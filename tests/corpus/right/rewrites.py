@@ -1,4 +1,4 @@
-"""Rewrites of a graph that are no mistakes: what a port or an optimising pass does to the same computation.
+"""Rewrites of a graph that are no mistakes: what a port or an optimizing pass does to the same computation.
 
 They change kernels, order, layout and the number of ops; a verdict that flags one of them is a false alarm.
 """

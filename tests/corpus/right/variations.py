@@ -94,8 +94,8 @@ def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> T
 def _layer_norm(x: Tensor, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any) -> Tensor:
     y = _wide(x)
     dims = list(range(x.dim() - len(shape), x.dim()))
-    centred = y - y.mean(dims, keepdim=True)
-    y = centred / (centred.square().mean(dims, keepdim=True) + eps).sqrt()
+    centered = y - y.mean(dims, keepdim=True)
+    y = centered / (centered.square().mean(dims, keepdim=True) + eps).sqrt()
     y = y if weight is None else y * weight
     return (y if bias is None else y + bias).to(x.dtype)
 

@@ -80,7 +80,7 @@ def test_a_mistake_of_fusion_is_right_when_the_op_is_compiled_alone(
     result = check(monkeypatch, FusedWrong, inputs)
     found = result.first_divergence
     assert found is not None and (found.rung, found.site) == ("engine", "./silu.0")
-    assert "silu compiled alone is right: it takes its neighbours to go wrong" in [hint.text for hint in found.hints]
+    assert "silu compiled alone is right: it takes its neighbors to go wrong" in [hint.text for hint in found.hints]
     rungs = {rung.name: rung for rung in result.rungs}
     assert list(rungs) == ["program", "op-by-op", "engine", "release"]
     assert rungs["op-by-op"].guarantee == "judged near the error"

@@ -1,4 +1,4 @@
-"""A quantised candidate: what each layer costs, what is quantisation and what is a mistake, on whole models."""
+"""A quantized candidate: what each layer costs, what is quantization and what is a mistake, on whole models."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ V, UP, DOWN = (f"model.layers.{path}" for path in ("1.self_attn.v_proj", "0.mlp.
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("quantised") / "base"
+    directory = tmp_path_factory.mktemp("quantized") / "base"
     model: Any = models.llama()
     model.save_pretrained(directory)
     return directory
@@ -58,7 +58,7 @@ def drawn(result: Comparison) -> str:
         ("fp8", {}),
     ],
 )
-def test_quantisation_is_no_mistake(base: Path, method: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_quantization_is_no_mistake(base: Path, method: str, options: dict[str, Any], tmp_path: Path) -> None:
     save_quantized(models.llama(), tmp_path, method, **options)
     result = check(base, candidate=tmp_path, steps=1)
     found = result.quantization
@@ -250,7 +250,7 @@ def test_mistakes_of_a_checkpoint_are_named_and_nothing_else(
     hint = result.first_divergence.hints[0]
     assert hint.kind == kind and text in hint.text
     shown = drawn(result)
-    assert "NOT OK: 1 weights differ by more than quantisation explains" in shown
+    assert "NOT OK: 1 weights differ by more than quantization explains" in shown
     assert re.search(rf"{name.removeprefix('model.layers.')}.* MISTAKE", shown)
     assert len(shown.splitlines()) <= 24
 
@@ -266,7 +266,7 @@ def test_a_reader_of_the_wrong_version_is_found(base: Path, tmp_path: Path) -> N
     assert {origin.hints[0].kind for origin in result.origins} == {"wrong zero"}
 
 
-def test_a_weight_that_is_not_quantised_and_not_the_baselines(base: Path, tmp_path: Path) -> None:
+def test_a_weight_that_is_not_quantized_and_not_the_baselines(base: Path, tmp_path: Path) -> None:
     model: Any = models.llama()
     model.model.norm.weight.data[3] += 0.5
     save_quantized(model, tmp_path, "gptq")
@@ -286,7 +286,7 @@ def test_the_baselines_weights_are_put_back(base: Path, tmp_path: Path) -> None:
 
 def test_what_does_not_belong_together(base: Path, tmp_path: Path) -> None:
     save_quantized(models.llama(hidden_size=32), tmp_path / "q", "gptq", group_size=16)
-    with pytest.raises(IncomparableError, match="no quantised weight of"):
+    with pytest.raises(IncomparableError, match="no quantized weight of"):
         check(base, candidate=tmp_path / "q")
     save_quantized(models.llama(vocab_size=300), tmp_path / "v", "gptq")
     with pytest.raises(IncomparableError, match=r"differ in shape\n.*300[\s\S]*256"):
@@ -300,7 +300,7 @@ def test_command_line(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     report = tmp_path / "report.json"
     arguments = ["check", str(base), "--candidate", str(tmp_path / "good"), "--steps", "0", "--quiet"]
     assert main([*arguments, "--json", str(report)]) == 0
-    assert "ok: every difference is explained by the quantisation" in capsys.readouterr().out
+    assert "ok: every difference is explained by the quantization" in capsys.readouterr().out
     document = json.loads(report.read_text())
     assert document["ok"] and len(document["quantization"]["weights"]) == 14
     assert {"share", "kl", "snr_db", "output_snr_db"} <= document["quantization"]["weights"][0].keys()

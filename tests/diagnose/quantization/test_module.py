@@ -1,4 +1,4 @@
-"""Modules quantised in memory: right ones lose what their weights cost; a wrong scale or other code is wrong."""
+"""Modules quantized in memory: right ones lose what their weights cost; a wrong scale or other code is wrong."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # torch.ao is deprecated, and
 
 
 class Codes(Tensor):
-    """A weight as codes and scales, as libraries of quantisation have it."""
+    """A weight as codes and scales, as libraries of quantization have it."""
 
     @staticmethod
     def __new__(cls, codes: Tensor, scale: Tensor) -> Codes:
@@ -81,7 +81,7 @@ def checked(other: nn.Module, tmp_path: Path) -> Comparison:
 
 
 @pytest.mark.parametrize("made", [in_codes, dynamic])
-def test_a_right_quantisation_is_ok_and_says_what_it_costs(made: Any, tmp_path: Path) -> None:
+def test_a_right_quantization_is_ok_and_says_what_it_costs(made: Any, tmp_path: Path) -> None:
     found = checked(made(), tmp_path)
     assert found.ok and found.quantization is not None and not found.origins
     assert {weight.name for weight in found.quantization.weights} == {"up.weight", "down.weight"}
@@ -103,7 +103,7 @@ def test_other_code_is_not_taken_for_the_cost_of_weights(made: Any, tmp_path: Pa
     assert found.first_divergence is not None and "something else" in found.first_divergence.hints[0].text
 
 
-def test_what_is_not_quantised_has_no_grid() -> None:
+def test_what_is_not_quantized_has_no_grid() -> None:
     assert quantized_module(Net()) is None
     held = quantized_module(in_codes())
     assert held is not None and not held.rounds_inputs

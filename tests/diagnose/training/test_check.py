@@ -208,28 +208,28 @@ def test_legal_variants_part_nowhere(variant: str) -> None:
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
-class Normalised(Net):
+class Normalized(Net):
     def features(self, x: torch.Tensor) -> torch.Tensor:
         x = nn.functional.dropout(self.embed(x), 0.2)
         statistics = self.mean, self.variance
         return x + self.down(nn.functional.batch_norm(self.up(x), *statistics, training=True))
 
 
-class OtherEpsilon(Normalised):
+class OtherEpsilon(Normalized):
     def features(self, x: torch.Tensor) -> torch.Tensor:
         x = nn.functional.dropout(self.embed(x), 0.2)
         statistics = self.mean, self.variance
         return x + self.down(nn.functional.batch_norm(self.up(x), *statistics, training=True, eps=0.1))
 
 
-@pytest.mark.parametrize("kind", [Normalised, OtherEpsilon])
-def test_batch_normalisation_and_dropout_are_judged_op_by_op(kind: type[Net]) -> None:
-    sides = net(Normalised), net(kind)
+@pytest.mark.parametrize("kind", [Normalized, OtherEpsilon])
+def test_batch_normalization_and_dropout_are_judged_op_by_op(kind: type[Net]) -> None:
+    sides = net(Normalized), net(kind)
     for side in sides:
         side.register_buffer("mean", torch.zeros(64))
         side.register_buffer("variance", torch.ones(64))
     result = glass.check_training(*sides, inputs=batches(2), optimizer=adamw())
-    assert result.ok == (kind is Normalised), result.not_ok_because
+    assert result.ok == (kind is Normalized), result.not_ok_because
     assert torch.equal(sides[1].mean, torch.zeros(64)), "what a run wrote is put back"
     if kind is OtherEpsilon:
         assert where(result)[:2] == (0, "forward")

@@ -524,7 +524,7 @@ def test_a_directory_is_listed_with_what_is_damaged_or_unfinished(planted: glass
     }
 
 
-def test_f24_inputs_that_a_graph_was_specialised_for(tmp_path: Path) -> None:
+def test_f24_inputs_that_a_graph_was_specialized_for(tmp_path: Path) -> None:
     class Switched(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -109,7 +109,7 @@ def of_the_other_experts(router: Router, x: Tensor) -> tuple[Tensor, Tensor]:
     return shares, (picks + 1) % 4
 
 
-def not_normalised(router: Router, x: Tensor) -> tuple[Tensor, Tensor]:
+def not_normalized(router: Router, x: Tensor) -> tuple[Tensor, Tensor]:
     values, picks = nn.functional.linear(x, router.weight).float().softmax(-1).topk(2)
     return values.bfloat16(), picks
 
@@ -154,7 +154,7 @@ def test_a_router_that_rounds_otherwise_may_choose_otherwise(kind: type[Mixture]
 
 
 @pytest.mark.parametrize("kind", [Mixture, HiddenMixture])
-@pytest.mark.parametrize("route", [of_the_other_experts, not_normalised])
+@pytest.mark.parametrize("route", [of_the_other_experts, not_normalized])
 def test_a_wrong_router_is_named(kind: type[Mixture], route: Route, inputs: str) -> None:
     result, pairs = checked(kind, inputs, route)
     first = next(pair for pair in pairs if pair.verdict == "wrong")

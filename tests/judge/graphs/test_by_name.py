@@ -55,10 +55,10 @@ def test_an_op_that_was_replaced_shifts_no_name(
 def test_arguments_of_a_function_of_ours_are_told_by_name() -> None:
     """The ops of an ONNX file have no schema."""
 
-    def normalised(x: Tensor, eps: float) -> Tensor:
+    def normalized(x: Tensor, eps: float) -> Tensor:
         return x / (x.square().mean() + eps).sqrt()
 
-    graph, target = torch.fx.Graph(), OnnxFunction(normalised, "rms_norm")
+    graph, target = torch.fx.Graph(), OnnxFunction(normalized, "rms_norm")
     x = graph.placeholder("x")
     ours, theirs = (graph.call_function(target, (x, eps)) for eps in (1e-5, 1e-2))
     assert difference(ours, theirs) == "eps: 1e-05 here, 0.01 in the candidate"

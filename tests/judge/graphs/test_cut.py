@@ -85,7 +85,7 @@ def test_two_that_fail_only_together_are_found_together(graph: GraphModule, valu
     assert found is not None and {first.name, second.name} == {node.name for node in found.ops}
 
 
-def test_neighbours_that_fail_only_when_fused_stay_together(graph: GraphModule, values: Values) -> None:
+def test_neighbors_that_fail_only_when_fused_stay_together(graph: GraphModule, values: Values) -> None:
     relu = calls(graph, "relu")[4]
     (user,) = relu.users
     found = smallest_failing(graph.graph, values, holds(relu, user))

@@ -25,7 +25,7 @@ from tests.corpus.right.variations import VARIATIONS, VariedSide
 
 
 class Mixed(nn.Module):
-    """A normalisation with two more results, a product, a split, a top-k, a comparison, an op without bound."""
+    """A normalization with two more results, a product, a split, a top-k, a comparison, an op without bound."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ def test_memory_that_nothing_has_written_is_not_judged_and_what_was_written_is(f
     assert [one.reason for one in found.skipped if "new_empty" in one.site] == ["memory not yet written"]
 
 
-class Cancelling(nn.Module):
+class Canceling(nn.Module):
     """Terms that nearly cancel, as branches of a network do that are added up."""
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -262,7 +262,7 @@ class Cancelling(nn.Module):
 
 def _fused(x: torch.Tensor, y: torch.Tensor, factor: float = 1.0) -> tuple[Program, dict[str, torch.Tensor]]:
     """The values of fused code: what is dumped is rounded once, and what comes next read the rounded product."""
-    program = export_module(Cancelling().eval(), {"x": x, "y": y})
+    program = export_module(Canceling().eval(), {"x": x, "y": y})
     product, total, wide, half, relu = (n.name for n in program.graph.nodes if is_tensor_node(n))
     exact = x.double() * torch.tensor(1.7, dtype=torch.float64)
     rounded = exact.bfloat16()

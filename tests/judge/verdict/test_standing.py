@@ -48,7 +48,7 @@ def test_a_budget_comes_after_what_is_wrong_and_before_coverage() -> None:
     assert decide("rounding", [result("rounding", 40.0)], None, {}, 1.0, **limits).standing == "ok"
 
 
-class Centred(nn.Module):
+class Centered(nn.Module):
     """What is added to all of a row is gone after its mean is taken away."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Centred(nn.Module):
         return self.second(h - h.mean(-1, keepdim=True))
 
 
-class Guarded(Centred):
+class Guarded(Centered):
     """What is above 100 is doubled, and nothing is."""
 
     factor = 2.0
@@ -77,7 +77,7 @@ class Tripled(Guarded):
 class Renamed(nn.Module):
     """Right: the two layers have each other's names."""
 
-    def __init__(self, own: Centred) -> None:
+    def __init__(self, own: Centered) -> None:
         super().__init__()
         self.first, self.second = own.second, own.first
 
@@ -86,7 +86,7 @@ class Renamed(nn.Module):
         return self.first(h - h.mean(-1, keepdim=True))
 
 
-def checked(tmp_path: Path, candidate: nn.Module, baseline: type[nn.Module] = Centred) -> Comparison:
+def checked(tmp_path: Path, candidate: nn.Module, baseline: type[nn.Module] = Centered) -> Comparison:
     torch.save({"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(0))}, tmp_path / "x.pt")
     return glass.check(models.drawn(baseline), candidate=candidate, inputs=str(tmp_path / "x.pt"))
 
@@ -101,7 +101,7 @@ def test_a_mistake_that_these_inputs_do_not_excite_is_told_as_such_and_is_not_ok
 
 
 def test_f6_modules_of_other_names_are_no_mistake(tmp_path: Path) -> None:
-    found = checked(tmp_path, Renamed(models.drawn(Centred)))
+    found = checked(tmp_path, Renamed(models.drawn(Centered)))
     assert found.ok, found.not_ok_because
 
 

@@ -39,7 +39,7 @@ def test_ulp_are_steps_of_nextafter(values: list[tuple[float, float]]) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATING, ids=str)
-def test_neighbours_are_one_apart_in_every_dtype(dtype: torch.dtype) -> None:
+def test_neighbors_are_one_apart_in_every_dtype(dtype: torch.dtype) -> None:
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     b = torch.linspace(0.25, 2, 200, dtype=torch.float64).to(dtype)
     for sign in (1, -1):

@@ -1,4 +1,4 @@
-"""Weights that were scaled before they were quantised: factors are found, and those that nothing undoes are not."""
+"""Weights that were scaled before they were quantized: factors are found, and those that nothing undoes are not."""
 
 from __future__ import annotations
 

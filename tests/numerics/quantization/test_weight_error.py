@@ -1,4 +1,4 @@
-"""Quantisation or a mistake: rounding and compensated rounding raise no alarm, every planted mistake is named."""
+"""Quantization or a mistake: rounding and compensated rounding raise no alarm, every planted mistake is named."""
 
 from __future__ import annotations
 
@@ -156,12 +156,12 @@ def test_single_elements_and_numbers_that_are_none() -> None:
     assert judged(spoil).mistakes[0].kind == "not a number"
 
 
-def test_a_weight_that_was_trained_further_is_no_quantisation() -> None:
+def test_a_weight_that_was_trained_further_is_no_quantization() -> None:
     found = judged(lambda good: good + 0.6 * matrix(64, 64, seed=5))
     assert found.mistakes[0].kind == "not its values" and "steps (rms)" in found.mistakes[0].text
 
 
-def test_what_is_not_quantised_within_a_weight_does_not_count() -> None:
+def test_what_is_not_quantized_within_a_weight_does_not_count() -> None:
     weight = matrix(64, 64)
     codes, scale, zero = round_to_nearest(weight, 4, GROUP)
     steps, found = step(codes, scale, 4), value(codes, scale, zero).float()

@@ -31,7 +31,7 @@ def shard(directory: Path) -> list[str]:
     return names
 
 
-def test_shards_of_a_quantised_checkpoint(tmp_path: Path) -> None:
+def test_shards_of_a_quantized_checkpoint(tmp_path: Path) -> None:
     expected = save_quantized(models.llama(), tmp_path, "gptq")
     names = shard(tmp_path)
     assert [path.name for path in weight_files(str(tmp_path))] == names

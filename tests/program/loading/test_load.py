@@ -417,7 +417,7 @@ def test_other_configurations_are_left_to_transformers(tmp_path: Path, config: s
         load_model(tmp_path)
 
 
-def test_f41_a_misspelt_name_asks_no_hub_for_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_f41_a_misspelled_name_asks_no_hub_for_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     (tmp_path / "tiny-llama").mkdir()

@@ -1,7 +1,7 @@
 """Products that are all summed in less than float32, and nobody declared it: said once, and the rest judged under it.
 
 Where every product of a side is beyond rounding, and within that of one way to sum them (`--accum`), no op is to blame:
-it is how the candidate computes. Weights that are all slightly off (quantised, of an adapter that was not merged) have
+it is how the candidate computes. Weights that are all slightly off (quantized, of an adapter that was not merged) have
 errors of the same size: the errors themselves must show that it is the sums (`product_errors`). The steps are judged
 again under it, so that a mistake among them still shows. The verdict is suspicious at least, since nobody said that it
 is meant.

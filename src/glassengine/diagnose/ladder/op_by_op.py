@@ -1,7 +1,7 @@
 """The rung op-by-op: nodes of the program, each compiled and run by itself by the back-end.
 
 A whole program of them costs one compilation per distinct node, so without `--all-rungs` only what the engine got wrong
-is compiled alone, with its neighbours: is the op itself miscompiled, or only together with others?
+is compiled alone, with its neighbors: is the op itself miscompiled, or only together with others?
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def explain(engine: Score, alone: Score) -> None:
         if verdict is None:
             continue
         op = op_name(alone.program.node(node))
-        hint = Hint("fusion", f"{op} compiled alone is right: it takes its neighbours to go wrong", 0.9)
+        hint = Hint("fusion", f"{op} compiled alone is right: it takes its neighbors to go wrong", 0.9)
         if verdict in FLAGGED:
             hint = Hint("kernel", f"{op} compiled alone is {verdict} as well", 0.9)
         engine.divergences[node] = dataclasses.replace(found, hints=(hint, *found.hints))

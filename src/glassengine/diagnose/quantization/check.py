@@ -1,10 +1,10 @@
-"""A quantised candidate beside its unquantised baseline: what each layer costs, and what is a mistake.
+"""A quantized candidate beside its unquantized baseline: what each layer costs, and what is a mistake.
 
     weights     each pair by name: within the step of its own grid, or a mistake (`numerics.quantization.weight_error`)
-    outputs     the baseline runs; each module with a quantised weight runs again with it, on the same inputs
-    logits      the baseline runs once per quantised weight, with that one in place, and once as the candidate
+    outputs     the baseline runs; each module with a quantized weight runs again with it, on the same inputs
+    logits      the baseline runs once per quantized weight, with that one in place, and once as the candidate
 
-Both sides are loaded in float32, so that the rounding of a smaller dtype is not taken for quantisation.
+Both sides are loaded in float32, so that the rounding of a smaller dtype is not taken for quantization.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def is_quantized_candidate(baseline: Any, candidate: Any) -> bool:
-    """Whether the candidate is a quantised checkpoint, and the baseline is none."""
+    """Whether the candidate is a quantized checkpoint, and the baseline is none."""
     return isinstance(candidate, (str, Path)) and is_quantized(candidate) and not is_quantized(baseline)
 
 
@@ -63,7 +63,7 @@ def check_quantized_checkpoint(
 
     Args:
         baseline: As for `check`.
-        candidate: A quantised checkpoint.
+        candidate: A quantized checkpoint.
         dtype: "auto" for float32.
         adapter: As for `check`.
         inputs: As for `check`.
@@ -80,7 +80,7 @@ def check_quantized_checkpoint(
     dtype = "float32" if dtype == "auto" else dtype
     progress("loading the baseline")
     ours = load_model(baseline, dtype=dtype, adapter=adapter, **options)
-    progress("dequantising the candidate")
+    progress("dequantizing the candidate")
     theirs = load_model(candidate, dtype=dtype, **options)
     steps_of = quantization_steps(candidate, **options)
     with threads_for(ours.module):
@@ -101,32 +101,32 @@ def check_quantized(
     progress: Progress = lambda text: None,
     weights: Mapping[str, Tensor] | None = None,
 ) -> Comparison:
-    """Judge a quantised model against the unquantised one, and say which layers cost how much.
+    """Judge a quantized model against the unquantized one, and say which layers cost how much.
 
     Args:
         baseline: In float32; its weights are exchanged for a while and put back.
-        candidate: Dequantised, in float32; or as it runs, with `weights`.
+        candidate: Dequantized, in float32; or as it runs, with `weights`.
         steps_of: Parameter -> step of each element, see `quantization_steps`.
         given: Inputs, as `check` reads them.
         steps: Tokens that the baseline adds to each prompt.
         fail_on: As for `check`.
         min_snr: As for `check`.
         progress: Called with a sentence when a stage begins.
-        weights: What the candidate's quantised weights stand for, where it is not dequantised.
+        weights: What the candidate's quantized weights stand for, where it is not dequantized.
 
     Raises:
-        IncomparableError: No quantised weight has a counterpart of its shape in the baseline.
+        IncomparableError: No quantized weight has a counterpart of its shape in the baseline.
     """
     ours, theirs = _weights_of(baseline.module), {**_weights_of(candidate.module), **(weights or {})}
     both = [name for name in ours if name in theirs and ours[name].shape == theirs[name].shape]
     quantized = [name for name in both if name in steps_of]
     if not quantized:
         raise IncomparableError(
-            f"no quantised weight of {candidate.spec} is one of {baseline.spec}",
+            f"no quantized weight of {candidate.spec} is one of {baseline.spec}",
             got=", ".join(list(steps_of)[:3]),
             expected=", ".join(list(ours)[:3]),
         )
-    progress(f"judging {len(quantized)} quantised weights")
+    progress(f"judging {len(quantized)} quantized weights")
     different = [name for name in both if name not in steps_of and not _is_same(ours[name], theirs[name])]
     found_weights, different = _judge(ours, theirs, steps_of, quantized, different)
     progress("running the baseline")
@@ -193,7 +193,7 @@ def _judge(
     quantized: Sequence[str],
     different: Sequence[str],
 ) -> tuple[list[Weight], list[str]]:
-    """Return the quantised weights, judged, and the unquantised ones that nothing explains."""
+    """Return the quantized weights, judged, and the unquantized ones that nothing explains."""
 
     def judged(name: str, baseline: Tensor) -> WeightError:
         same = {other: ours[other] for other in quantized if other != name and ours[other].shape == ours[name].shape}

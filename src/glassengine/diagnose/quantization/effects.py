@@ -1,4 +1,4 @@
-"""What a quantised weight does: at the output of its module, and at the logits, everything else being unquantised.
+"""What a quantized weight does: at the output of its module, and at the logits, everything else being unquantized.
 
 A module runs again on the inputs it had, so that an error made before it does not count. To compare with, it also runs
 with a weight that is moved by up to half a step at random: what rounding to nearest would make.
@@ -29,7 +29,7 @@ Progress = Callable[[str], None]
 
 @dataclass
 class Weight:
-    """One quantised weight while it is looked at; `value` is in the baseline's scale."""
+    """One quantized weight while it is looked at; `value` is in the baseline's scale."""
 
     name: str
     error: WeightError
@@ -93,7 +93,7 @@ def _rows(made: Any, forward: Mapping[str, Any]) -> tuple[Tensor, bool]:
 
 @contextmanager
 def watching(root: nn.Module, parameters: Mapping[str, nn.Parameter], weights: Sequence[Weight]) -> Iterator[None]:
-    """Run each module with a quantised weight again with it, and with one rounded to nearest, on the same inputs."""
+    """Run each module with a quantized weight again with it, and with one rounded to nearest, on the same inputs."""
     generator = torch.Generator().manual_seed(0)
     modules = dict(root.named_modules())
     busy = False

@@ -1,9 +1,9 @@
-"""A module that was quantised in memory, beside the unquantised one: its weights by their grids, its results twice.
+"""A module that was quantized in memory, beside the unquantized one: its weights by their grids, its results twice.
 
-What it returns may differ from the baseline's by what its weights cost, and no more: the baseline with the quantised
+What it returns may differ from the baseline's by what its weights cost, and no more: the baseline with the quantized
 weights in it (the twin) runs too, and what the candidate returns is as near to the twin's as its arithmetic lets it.
 
-    weights are quantised alone      within a half of what the weights cost, or rounding of the dtype
+    weights are quantized alone      within a half of what the weights cost, or rounding of the dtype
     inputs of products too           within four times of that: integers of 8 bits for both cost about the same
 """
 
@@ -32,7 +32,7 @@ _ROUNDINGS = 8.0
 
 
 def quantized_in_memory(baseline: LoadedModel, candidate: LoadedModel | None) -> QuantizedModule | None:
-    """Return the quantised weights of a candidate; None where none is one of the unquantised baseline's."""
+    """Return the quantized weights of a candidate; None where none is one of the unquantized baseline's."""
     if candidate is None or candidate.stored is not None or baseline.stored is not None:
         return None
     found = quantized_module(candidate.module)
@@ -54,11 +54,11 @@ def check_quantized_module(
     min_snr: float | None = None,
     progress: Progress = lambda text: None,
 ) -> Comparison:
-    """Judge a quantised module: each weight by the step of its grid, the results by what the weights explain.
+    """Judge a quantized module: each weight by the step of its grid, the results by what the weights explain.
 
     Args:
-        baseline: Unquantised; its weights are exchanged for a while and put back.
-        candidate: Quantised, as it runs.
+        baseline: Unquantized; its weights are exchanged for a while and put back.
+        candidate: Quantized, as it runs.
         held: Of the candidate.
         given: Inputs, as `check` reads them; None makes some up.
         steps: As for `check_quantized`.
@@ -88,7 +88,7 @@ def check_quantized_module(
 def _not_explained(found: Comparison, apart: float, cost: float) -> Comparison:
     """Return what was found, not ok: the results differ by more than the weights explain."""
     times = (apart / cost) ** 0.5 if cost else float("inf")
-    text = f"the results differ by {times:.3g} times what the quantised weights cost: it computes something else"
+    text = f"the results differ by {times:.3g} times what the quantized weights cost: it computes something else"
     results = tuple(dataclasses.replace(one, verdict="wrong", reason=text) for one in found.results)
     name = found.results[0].name if found.results else "output"
     site = f".:out.{name}"
@@ -110,7 +110,7 @@ def _not_explained(found: Comparison, apart: float, cost: float) -> Comparison:
 
 @contextlib.contextmanager
 def _untied(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """Give what shares its weight with another module one of its own: the candidate quantised one of the two."""
+    """Give what shares its weight with another module one of its own: the candidate quantized one of the two."""
     known = dict(module.named_parameters())
     tied = []
     for name in names:

@@ -1,4 +1,4 @@
-"""The result of judging a quantised candidate, in the words of every other comparison."""
+"""The result of judging a quantized candidate, in the words of every other comparison."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def concluded(
     Args:
         baseline: As for `check_quantized`.
         candidate: As for `check_quantized`.
-        found: What was found of the quantised weights.
+        found: What was found of the quantized weights.
         skipped: Weights that only one side has.
         both: Names of the weights that both have.
         fail_on: As for `check`.
@@ -95,7 +95,7 @@ def concluded(
         for weight in found.weights
         if weight.verdict in ("suspicious", "wrong")
     ]
-    text = "it is not quantised, and is not the baseline's"
+    text = "it is not quantized, and is not the baseline's"
     pairs += [_pair(name, "wrong", None, text) for name in found.different]
     origins += [_divergence(name, "wrong", (Hint("another weight", text, 1.0),)) for name in found.different]
     known = {pair.site for pair in pairs}
@@ -125,7 +125,7 @@ def concluded(
         environment={"baseline": environment.describe(), "candidate": environment.describe()},
         coverage=len(both) / max(len(both) + sum(item.side == "baseline" for item in skipped), 1),
         rungs=(rung,),
-        not_ok_because=f"{len(failing)} weights differ by more than quantisation explains" if failing else None,
+        not_ok_because=f"{len(failing)} weights differ by more than quantization explains" if failing else None,
         weights=WeightsComparison(
             compared=len(both),
             different=tuple(pair.site.removesuffix(":param") for pair in pairs if pair.verdict != "identical"),
@@ -186,7 +186,7 @@ def _pair(name: str, verdict: Verdict, rho: float | None, reason: str | None) ->
         method="name",
         confidence=1.0,
         verdict=verdict,
-        judged_by="step of the quantisation",
+        judged_by="step of the quantization",
         rho=rho,
         rung=RUNG,
         reason=reason,

@@ -37,7 +37,7 @@ _REBUILD = "build it again with: glass build MODEL -o DIRECTORY --overwrite"
 HASHED_AT_LOAD_BYTES = 16 << 20
 """Files up to this size are hashed at every load, larger ones only when asked to verify."""
 
-# Instruction sets that a compiler may use; other flags (virtualisation, mitigations) say nothing about code.
+# Instruction sets that a compiler may use; other flags (virtualization, mitigations) say nothing about code.
 _INSTRUCTIONS = re.compile(
     r"(avx|sse|ssse|amx|fma|f16c|bmi|popcnt|movbe|gfni|vaes|vpcl|adx|asimd|sve|bf16|i8mm|fphp|neon)"
 )

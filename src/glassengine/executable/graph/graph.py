@@ -159,7 +159,7 @@ def captured_program(program: Program) -> CapturedGraph:
 
 
 def _without_placeholders(program: Program, kept: Collection[str]) -> GraphModule:
-    """Return the graph without inputs that it was specialised for (a flag, a number, None), which no run is given."""
+    """Return the graph without inputs that it was specialized for (a flag, a number, None), which no run is given."""
     module: GraphModule = program.exported.graph_module
     graph = copied_graph(module.graph)
     gone = [node for node in graph.find_nodes(op="placeholder") if node.name not in kept and not node.users]

@@ -244,7 +244,7 @@ class _Watching(Interpreter):
         elif _op_name(node) in _UNINITIALIZED:
             explained = True
         elif found.nan:
-            # What was never initialised may hold anything, and so may a copy of it.
+            # What was never initialized may hold anything, and so may a copy of it.
             explained = any(self.found[source].nan and self._is_explained[source] for source in sources)
         else:
             explained = _has_infinite_literal(node) or bool(sources)

@@ -137,7 +137,7 @@ def _near_steps(
     u_in: float,
     settled: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
-    """Return where a quantised value is one that the op itself gives for an argument that is moved by its rounding."""
+    """Return where a quantized value is one that the op itself gives for an argument that is moved by its rounding."""
     first = next(i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor) and arg.is_floating_point())
     value = args[first]
     error = _error(op.args[first], value, u_in, settled)

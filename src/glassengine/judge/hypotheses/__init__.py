@@ -2,7 +2,7 @@
 
     question    the baseline's op (or region) on the candidate's own inputs; what is right, what the candidate made
     trial       the same in float64 with something changed: an argument, an operand, an op
-    catalogue   the mistakes that people make, one family a file
+    catalog   the mistakes that people make, one family a file
     explain     which of them reproduces the candidate's values up to rounding, and is not right itself
 
 No mistake is told that was not tried: a difference between two programs that changes no value explains nothing.

@@ -1,4 +1,4 @@
-"""Try the catalogue on one question and tell what holds."""
+"""Try the catalog on one question and tell what holds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from glassengine.judge.graphs.between import passes_on
 from glassengine.judge.hypotheses.arguments import as_theirs, same_op, usual
-from glassengine.judge.hypotheses.catalogue import FAMILIES, Family
+from glassengine.judge.hypotheses.catalog import FAMILIES, Family
 from glassengine.judge.hypotheses.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.layouts import reshaped
 from glassengine.judge.hypotheses.operations import other_ops
@@ -66,7 +66,7 @@ def _following(node: Node, ops: Sequence[Node]) -> list[str]:
 
 
 def explain(question: Question) -> list[Hint]:
-    """Return the first mistake of the catalogue that makes what the candidate made; none where nothing does."""
+    """Return the first mistake of the catalog that makes what the candidate made; none where nothing does."""
     found = explanation(question)
     return [] if found is None else [found[0]]
 

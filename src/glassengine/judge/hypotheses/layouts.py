@@ -1,4 +1,4 @@
-"""Axes in another order: heads and their parts, halves against neighbours, parts of what was taken apart."""
+"""Axes in another order: heads and their parts, halves against neighbors, parts of what was taken apart."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def _together(parts: Sequence[int], order: Sequence[int]) -> str:
     return f"axes are put together as {there} in the candidate, as {here} here: heads are interleaved"
 
 
-def neighbours(question: Question) -> Iterator[Hypothesis]:
-    """Yield: an op over halves of an axis (a rotation) takes neighbours, or the other way round."""
+def neighbors(question: Question) -> Iterator[Hypothesis]:
+    """Yield: an op over halves of an axis (a rotation) takes neighbors, or the other way round."""
     trial = question.trial
     for node in reversed(trial.ops):
         made = trial.values[node]
@@ -138,7 +138,7 @@ def _interleavings(size: int) -> list[tuple[str, torch.Tensor]]:
 
 
 def permuted_operands(question: Question) -> Iterator[Hypothesis]:
-    """Yield: halves of an operand, or of each of its heads, are exchanged with neighbours or each other."""
+    """Yield: halves of an operand, or of each of its heads, are exchanged with neighbors or each other."""
     trial = question.trial
     for node in trial.inputs:
         value = trial.values[node]

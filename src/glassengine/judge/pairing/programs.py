@@ -34,7 +34,7 @@ def pair_programs(baseline: Program, candidate: Program, cases: Sequence[Case]) 
 
 
 def _are_apart(nodes: Collection[str], graph: Mapping[str, Node]) -> bool:
-    """Whether no two of these nodes are neighbours: what is written with other ops in another order takes two of them.
+    """Whether no two of these nodes are neighbors: what is written with other ops in another order takes two of them.
 
     One op alone in the place of another one makes the same, or is wrong, whatever a maximum behind it hides.
     """

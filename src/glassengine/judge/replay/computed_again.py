@@ -20,7 +20,7 @@ from glassengine.numerics.ops import CASTS, MOVES, POINTWISE, SUMS, U_ACCUMULATE
 from glassengine.program.representation.naming import op_name
 
 _AVERAGES = frozenset({"mean", "sum"})
-"""Of a normalisation that is written out, which runtimes fuse."""
+"""Of a normalization that is written out, which runtimes fuse."""
 _COMPUTED_AGAIN = POINTWISE | MOVES | CASTS | _AVERAGES
 MOST_DEPTH = 3
 _CANCELLED = 4.0

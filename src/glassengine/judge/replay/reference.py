@@ -277,7 +277,7 @@ class ReferenceRun:
         """Floating dtype in which the candidates round `value`, a result of this node."""
         kept = node.meta["val"]
         results = [kept] if isinstance(kept, torch.Tensor) else list(kept)
-        # Of several results the first that rounds: a quantised tensor comes with its scale.
+        # Of several results the first that rounds: a quantized tensor comes with its scale.
         own: torch.dtype = next((one.dtype for one in results if one.is_floating_point()), results[0].dtype)
         if self._coarsest is None or not value.is_floating_point():
             return own

@@ -24,7 +24,7 @@ RUNTIME = "onnxruntime"
 
 @dataclass
 class SourceSide:
-    """A stored program as it is: an ONNX file run without optimisation, or the graph of a .pt2 file.
+    """A stored program as it is: an ONNX file run without optimization, or the graph of a .pt2 file.
 
     Args:
         module: Gives the values of a step by op site.

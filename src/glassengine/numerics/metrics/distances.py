@@ -20,7 +20,7 @@ from glassengine.results import ErrorHistogram, PatternMismatches, SliceMaxima, 
 
 __all__ = ["error_histogram", "pattern_mismatches", "slice_maxima", "ulp_distance"]
 
-# Longer axes are summarised in steps, so that the result stays small.
+# Longer axes are summarized in steps, so that the result stays small.
 _MAX_SLICES = 1 << 16
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -30,7 +30,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def ulp_distance(baseline: Tensor, candidate: Tensor) -> UlpDistance:
-    """Return the distances in units in the last place: 1 between neighbouring values of the dtype.
+    """Return the distances in units in the last place: 1 between neighboring values of the dtype.
 
     Args:
         baseline: Any floating dtype.
@@ -68,7 +68,7 @@ def ulp_distance(baseline: Tensor, candidate: Tensor) -> UlpDistance:
 
 
 def error_histogram(baseline: Tensor, candidate: Tensor) -> ErrorHistogram:
-    """Return how many errors |c - b| lie between neighbouring powers of two.
+    """Return how many errors |c - b| lie between neighboring powers of two.
 
     Args:
         baseline: Any dtype; of complex numbers the magnitude of the error counts.
@@ -158,7 +158,7 @@ def _errors(baseline: Tensor, candidate: Tensor) -> Iterator[Array]:
 
 
 def _keys(piece: Tensor) -> Array:
-    """Return integers in the order of the values of `piece`, one apart for neighbouring values."""
+    """Return integers in the order of the values of `piece`, one apart for neighboring values."""
     bits = piece.view(_INTEGERS[piece.dtype.itemsize])
     magnitude = bits.to(torch.int64) & torch.iinfo(bits.dtype).max
     keys = torch.where(bits < 0, -magnitude, magnitude)

@@ -1,8 +1,8 @@
-"""Weights that were scaled before they were quantised, and a layer next to them by the inverse (AWQ, SmoothQuant).
+"""Weights that were scaled before they were quantized, and a layer next to them by the inverse (AWQ, SmoothQuant).
 
-    quantised = rows x unquantised x columns          fitted, alternately, by least squares
+    quantized = rows x unquantized x columns          fitted, alternately, by least squares
 
-A scale that nothing undoes is a mistake. What undoes it is found by its values: columns are undone by an unquantised
+A scale that nothing undoes is a mistake. What undoes it is found by its values: columns are undone by an unquantized
 vector (a norm before them) or by the rows of another matrix (the product before them) that were divided by the same.
 
 Shape legend: O output features, I input features.
@@ -64,7 +64,7 @@ def undone(factors: Mapping[str, Factors], vectors: Iterable[tuple[Tensor, Tenso
 
     Args:
         factors: Name of a matrix -> its factors, as fitted.
-        vectors: Unquantised vectors of the baseline, each with the candidate's.
+        vectors: Unquantized vectors of the baseline, each with the candidate's.
     """
     ratios = []
     for ours, theirs in vectors:
@@ -96,7 +96,7 @@ def _settled(found: Factors, ratios: Iterable[Tensor]) -> Factors:
 
 
 def is_undone_vector(ours: Tensor, theirs: Tensor, factors: Iterable[Factors]) -> bool:
-    """Whether the columns or rows of a rescaled matrix explain the difference of an unquantised vector."""
+    """Whether the columns or rows of a rescaled matrix explain the difference of an unquantized vector."""
     known = [vector for found in factors for vector in (1 / found.columns, found.rows)]
     # Up to one number, which may be with the rows or with the columns of the matrix.
     ratios = theirs.double() / ours.double(), (1 + theirs.double()) / (1 + ours.double())

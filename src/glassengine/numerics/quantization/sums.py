@@ -1,6 +1,6 @@
 """Sums over the elements of a quantized weight, in one pass and in float64; see `weight_error`.
 
-b, c        the unquantised and the quantised weight, [O, I]
+b, c        the unquantized and the quantized weight, [O, I]
 e           (c - b) / step
 """
 
@@ -33,7 +33,7 @@ class Sums:
         largest: The largest |e| not at an end.
         num_far: How many of them are beyond `MOST_ELEMENT`.
         num_inside: Elements not at an end.
-        num_quantised: Elements that are quantised.
+        num_quantized: Elements that are quantized.
         inside: Sums of b^2, b c and step^2 / 12 (what rounding to nearest leaves) over elements not at an end.
         sample: Some |e| not at an end.
     """
@@ -42,7 +42,7 @@ class Sums:
         self.groups: list[Tensor] = []
         self.columns = torch.zeros((3, b.shape[1]), dtype=torch.float64)
         self.bounded = self.noise = self.largest = 0.0
-        self.num_far = self.num_inside = self.num_quantised = 0
+        self.num_far = self.num_inside = self.num_quantized = 0
         self.inside = torch.zeros(3, dtype=torch.float64)
         self.is_finite = True
         samples = []
@@ -69,7 +69,7 @@ class Sums:
         at_end = e.clamp(-0.5, 0.5)
         self.noise += float(difference.square().sum())
         self.bounded += float(torch.where(step > 0, e, at_end).square().sum())
-        self.num_quantised += int((size > 0).sum())
+        self.num_quantized += int((size > 0).sum())
         products = torch.stack([b * b, b * c, c * c])
         self.columns += products.sum(1)
         errors = e[step > 0].abs()

@@ -1,6 +1,6 @@
-"""Is the difference of a quantised weight from the unquantised one quantisation, or a mistake?
+"""Is the difference of a quantized weight from the unquantized one quantization, or a mistake?
 
-In units of the step of each element, e = (quantised - unquantised) / step:
+In units of the step of each element, e = (quantized - unquantized) / step:
 
     rounding to nearest     |e| <= 1/2 except at the ends of the range, where values are cut off; rms 0.29
     GPTQ and the like       errors make up for one another: rms 0.3 to 0.5, |e| up to 4, means of groups within 0.65
@@ -8,7 +8,7 @@ In units of the step of each element, e = (quantised - unquantised) / step:
 
     a mistake               rms(e) above 1: the numbers are not those that the step was chosen for;
                             a group moved by more than 0.75 steps: its zero is another;
-                            a slope on the unquantised values that is not 1, of a group: its scale is another; of an
+                            a slope on the unquantized values that is not 1, of a group: its scale is another; of an
                             input: it was scaled, and nothing undoes it;
                             single elements beyond 1.5 steps where all others are rounded to nearest
 
@@ -51,19 +51,19 @@ _ORDERS = (
     ("packing from the other end", (7, 6, 5, 4, 3, 2, 1, 0)),
     ("swapped halves of each byte", (1, 0, 3, 2, 5, 4, 7, 6)),
 )
-"""How eight neighbouring integers may be permuted; AWQ's order and its inverse."""
+"""How eight neighboring integers may be permuted; AWQ's order and its inverse."""
 
 
 @dataclass(frozen=True)
 class WeightError:
-    """What a quantised weight's difference looks like.
+    """What a quantized weight's difference looks like.
 
     Attributes:
         snr_db: Of the weight.
         rms_steps: Root mean square of the difference, in steps; an end of the range counts half a step at most.
         max_steps: The largest, ends of the range excepted; None where everything is an end.
         num_groups: Elements of one row with one step.
-        mistakes: What cannot be quantisation, the likeliest first; empty where all of it can.
+        mistakes: What cannot be quantization, the likeliest first; empty where all of it can.
     """
 
     snr_db: float
@@ -76,13 +76,13 @@ class WeightError:
 def judge_weight(
     baseline: Tensor, candidate: Tensor, step: Tensor, others: Mapping[str, Tensor] | None = None
 ) -> WeightError:
-    """Judge one quantised weight.
+    """Judge one quantized weight.
 
     Args:
-        baseline: Unquantised, floating, at least 2 dimensions; the last one is the inputs'.
-        candidate: What the quantised weight stands for, the same shape.
-        step: Of each element, negative at the ends of the range; 0 for elements that are not quantised.
-        others: Name -> unquantised weights of the same shape, which it may be by mistake.
+        baseline: Unquantized, floating, at least 2 dimensions; the last one is the inputs'.
+        candidate: What the quantized weight stands for, the same shape.
+        step: Of each element, negative at the ends of the range; 0 for elements that are not quantized.
+        others: Name -> unquantized weights of the same shape, which it may be by mistake.
     """
     b, c, s = (x.detach().reshape(-1, x.shape[-1]) for x in (baseline, candidate, step))
     sums = Sums(b, c, s)
@@ -90,19 +90,19 @@ def judge_weight(
     mistakes = list(groups.mistakes()) or list(_inputs(sums.columns, len(b)))
     mistakes += _single(sums)
     mistakes = mistakes or list(_whole(sums))
-    rms = math.sqrt(sums.bounded / max(sums.num_quantised, 1))
+    rms = math.sqrt(sums.bounded / max(sums.num_quantized, 1))
     if not sums.is_finite:
-        mistakes = [Hint("not a number", "the quantised weight has values that are no numbers", 1.0)]
+        mistakes = [Hint("not a number", "the quantized weight has values that are no numbers", 1.0)]
         rms = math.inf
     elif sums.correlation < _WRONG or (mistakes and sums.correlation < _RIGHT):
         instead = _instead(b, c, others or {}, sums.correlation)
         if instead is not None:
             mistakes = [instead]
         elif sums.correlation < _WRONG and groups.share < _WRONG:
-            text = f"its correlation with the unquantised weight is {sums.correlation:.2g}"
+            text = f"its correlation with the unquantized weight is {sums.correlation:.2g}"
             mistakes = [Hint("not its values", f"{text}: another order, or another weight", 0.7)]
     if not mistakes and rms > MOST_RMS:
-        mistakes = [Hint("not its values", f"it is {rms:.3g} steps (rms) from the unquantised weight", 0.5)]
+        mistakes = [Hint("not its values", f"it is {rms:.3g} steps (rms) from the unquantized weight", 0.5)]
     power = float(sums.columns[0].sum())
     return WeightError(
         snr_db=10 * math.log10(power / sums.noise) if sums.noise > 0 and power > 0 else math.inf,
@@ -211,7 +211,7 @@ def _instead(b: Tensor, c: Tensor, others: Mapping[str, Tensor], correlation: fl
         for axis, name in ((1, "inputs"), (0, "outputs")):
             index = torch.arange(small_c.shape[axis]).reshape(-1, 8)[:, list(order)].flatten()
             if index.numel() and _correlation(small_b, small_c.index_select(axis, index)) > _RIGHT:
-                text = f"eight neighbouring {name} are in the order {order}: {cause}"
+                text = f"eight neighboring {name} are in the order {order}: {cause}"
                 return Hint("packing order", text, 1.0)
     if b.shape[0] == b.shape[1] and _correlation(small_b, c.T[:rows, :columns].double()) > _RIGHT:
         return Hint("transposed", "it is the transposed weight", 1.0)

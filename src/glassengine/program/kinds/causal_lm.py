@@ -251,7 +251,7 @@ def _sizes(layer: Any) -> tuple[int, int, int]:
 
 
 def example_inputs(layout: KVLayout, dtype: torch.dtype, device: torch.device) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return example inputs and their dynamic dimensions; all at least 2, or export specialises them."""
+    """Return example inputs and their dynamic dimensions; all at least 2, or export specializes them."""
     batch, new, length = 2, 1 if layout.states else 5, 12
     dynamic = torch.export.Dim.DYNAMIC
 

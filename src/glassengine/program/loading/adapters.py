@@ -44,7 +44,7 @@ _MEANINGLESS = {
     *("qalora_group_size", "r", "revision", "runtime_config", "target_modules", "task_type", "velora_config"),
 }
 _READ = {"alpha_pattern", "init_lora_weights", "lora_alpha", "lora_bias", "rank_pattern", "use_dora", "use_rslora"}
-_INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
+_INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal")
 """How the matrices began; all others also changed the base, which is not stored with the adapter."""
 
 
@@ -197,7 +197,7 @@ def _require_mergeable(path: Path, settings: Mapping[str, Any]) -> None:
     if kind != "LORA":
         refuse("only LoRA is", kind)
     begun = settings.get("init_lora_weights", True)
-    if begun not in _INITIALISATIONS:
+    if begun not in _INITIALIZATIONS:
         refuse("it changed its base when it began, and the base that it needs is not stored", begun)
     for name, value in settings.items():
         if value and name not in _MEANINGLESS | _READ:

@@ -95,7 +95,7 @@ def load_model(
     weights: bool = True,
     adapter: str | Path | None = None,
 ) -> LoadedModel:
-    """Load a model. A quantised checkpoint is dequantised.
+    """Load a model. A quantized checkpoint is dequantized.
 
     Args:
         spec: Hugging Face directory or id, `file.py:factory`, `package.module:factory`, an ONNX file, a .pt2 file of
@@ -109,7 +109,7 @@ def load_model(
         adapter: Directory of a LoRA adapter, as peft saves it, to merge.
 
     Raises:
-        CorruptError: A quantised weight or an adapter is damaged.
+        CorruptError: A quantized weight or an adapter is damaged.
         UsageError: No such model, one that cannot be loaded or lacks weights, a factory that does not return a module,
             or an unknown dtype.
     """
@@ -184,7 +184,7 @@ def load_model(
 def fingerprint(module: nn.Module) -> str:
     """Return a hash of the names, dtypes, shapes and values of all parameters and persistent buffers.
 
-    A quantised weight counts by what it is made of: codes, scales, zero points.
+    A quantized weight counts by what it is made of: codes, scales, zero points.
     """
     digest = hashlib.sha256()
     for name, value in sorted(module.state_dict().items()):
@@ -235,7 +235,7 @@ def _load_stored(spec: str, dtype: str, attention: str | None, adapter: str | Pa
 def _from_transformers(
     spec: str, dtype: str, attention: str | None, remote: bool, revision: str | None, weights: bool
 ) -> tuple[nn.Module, dict[str, Any] | None]:
-    """Return the model, and what to say of the quantisation of its checkpoint."""
+    """Return the model, and what to say of the quantization of its checkpoint."""
     from transformers import AutoConfig
 
     path = Path(spec).expanduser()

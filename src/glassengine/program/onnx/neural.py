@@ -1,4 +1,4 @@
-"""Products, convolutions, pooling, reductions, normalisations, softmax."""
+"""Products, convolutions, pooling, reductions, normalizations, softmax."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def _cumsum(x: Tensor, axis: Tensor, *, exclusive: int = 0, reverse: int = 0) ->
     return total.flip(dim) if reverse else total
 
 
-def _normalised_exponential(kind: str) -> None:
+def _normalized_exponential(kind: str) -> None:
     def over_one(x: Tensor, dim: int) -> Tensor:
         return x.log_softmax(dim) if kind == "log_softmax" else x.softmax(dim)
 
@@ -239,8 +239,8 @@ def _normalised_exponential(kind: str) -> None:
     TRANSLATIONS["Softmax" if kind == "softmax" else "LogSoftmax"] = translate
 
 
-_normalised_exponential("softmax")
-_normalised_exponential("log_softmax")
+_normalized_exponential("softmax")
+_normalized_exponential("log_softmax")
 
 
 @computes("hardmax", "Hardmax")
@@ -251,14 +251,14 @@ def _hardmax(x: Tensor, *, axis: int = -1) -> Tensor:
 @translation("LayerNormalization")
 def _layer_norm(node: OnnxNode) -> Call:
     if len(node.proto.output) > 1 or node.shapes[0] is None:
-        raise NotImplementedError("statistics of a normalisation")
+        raise NotImplementedError("statistics of a normalization")
     rank = len(node.shapes[0])
     dims = [0] * (rank - node.attribute("axis", -1) % rank)  # bounds ask only how many there are
     arguments = (node.inputs[0], dims, node.input(1), node.input(2), node.attribute("epsilon", 1e-5))
-    return OnnxFunction(_layer_normalised, "layer_norm"), arguments, {}
+    return OnnxFunction(_layer_normalized, "layer_norm"), arguments, {}
 
 
-def _layer_normalised(x: Tensor, dims: list[int], w: Tensor | None, b: Tensor | None, eps: float) -> Tensor:
+def _layer_normalized(x: Tensor, dims: list[int], w: Tensor | None, b: Tensor | None, eps: float) -> Tensor:
     inner = x.shape[x.dim() - len(dims) :]
     y = F.layer_norm(x, inner, None, None, eps)
     y = y if w is None else y * w
@@ -268,14 +268,14 @@ def _layer_normalised(x: Tensor, dims: list[int], w: Tensor | None, b: Tensor | 
 @translation("RMSNormalization", "SimplifiedLayerNormalization")
 def _rms_norm(node: OnnxNode) -> Call:
     if len(node.proto.output) > 1 or node.shapes[0] is None:
-        raise NotImplementedError("statistics of a normalisation")
+        raise NotImplementedError("statistics of a normalization")
     rank = len(node.shapes[0])
     dims = [0] * (rank - node.attribute("axis", -1) % rank)
     arguments = (node.inputs[0], dims, node.input(1), node.attribute("epsilon", 1e-5))
-    return OnnxFunction(_rms_normalised, "rms_norm"), arguments, {}
+    return OnnxFunction(_rms_normalized, "rms_norm"), arguments, {}
 
 
-def _rms_normalised(x: Tensor, dims: list[int], w: Tensor | None, eps: float) -> Tensor:
+def _rms_normalized(x: Tensor, dims: list[int], w: Tensor | None, eps: float) -> Tensor:
     y = x * (x.square().mean(list(range(-len(dims), 0)), keepdim=True) + eps).rsqrt()
     return y if w is None else y * w
 
@@ -285,10 +285,10 @@ def _batch_norm(node: OnnxNode) -> Call:
     if len([name for name in node.proto.output if name]) > 1 or node.attribute("training_mode"):
         raise NotImplementedError("training")
     arguments = (*node.inputs[:5], False, 0.1, node.attribute("epsilon", 1e-5))
-    return OnnxFunction(_batch_normalised, "_native_batch_norm_legit_no_training"), arguments, {}
+    return OnnxFunction(_batch_normalized, "_native_batch_norm_legit_no_training"), arguments, {}
 
 
-def _batch_normalised(x: Tensor, w: Tensor, b: Tensor, mean: Tensor, var: Tensor, *options: Any) -> Tensor:
+def _batch_normalized(x: Tensor, w: Tensor, b: Tensor, mean: Tensor, var: Tensor, *options: Any) -> Tensor:
     # Written out, because the statistics may be of another type than `x`.
     channel = [1, -1, *[1] * (x.dim() - 2)] if x.dim() > 1 else [-1]
     w, b, mean, var = (part.to(x.dtype).reshape(channel) for part in (w, b, mean, var))
@@ -303,10 +303,10 @@ def _group_norm(node: OnnxNode) -> Call:
     groups = node.attribute("num_groups")
     arguments = (node.inputs[0], groups, node.inputs[1], node.inputs[2], node.attribute("epsilon", 1e-5))
     # Of an instance every channel is a group; how many there are is known when it runs.
-    return OnnxFunction(_group_normalised, "group_norm" if groups else "instance_norm"), arguments, {}
+    return OnnxFunction(_group_normalized, "group_norm" if groups else "instance_norm"), arguments, {}
 
 
-def _group_normalised(x: Tensor, groups: int | None, w: Tensor, b: Tensor, eps: float) -> Tensor:
+def _group_normalized(x: Tensor, groups: int | None, w: Tensor, b: Tensor, eps: float) -> Tensor:
     return F.group_norm(x, groups or x.shape[1], w, b, eps)
 
 
@@ -323,6 +323,6 @@ def _local_response_norm(x: Tensor, *, size: int, alpha: float = 1e-4, beta: flo
 
 
 @computes("norm_ratio", "LpNormalization")
-def _lp_normalised(x: Tensor, *, axis: int = -1, p: int = 2) -> Tensor:
+def _lp_normalized(x: Tensor, *, axis: int = -1, p: int = 2) -> Tensor:
     size = x.abs().sum(axis, keepdim=True) if p == 1 else x.square().sum(axis, keepdim=True).sqrt()
     return torch.where(size == 0, 0.0, x / size)

@@ -1,4 +1,4 @@
-"""Quantised integers and back; products of integers."""
+"""Quantized integers and back; products of integers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _quantize_linear(node: OnnxNode) -> Call:
     kind = node.element_type(2) or node.attribute("output_dtype") or 2
     dtype = torch_dtype(kind)
     if dtype is None or dtype.is_floating_point:
-        raise NotImplementedError("a quantised type that torch does not have")
+        raise NotImplementedError("a quantized type that torch does not have")
     low, high = _FOUR_BITS.get(kind) or (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
     options = {"low": low, "high": high, "kind": str(dtype).removeprefix("torch.")}
     options |= {"axis": node.attribute("axis", 1), "block_size": node.attribute("block_size", 0)}
@@ -69,10 +69,10 @@ def _dynamic_quantize(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @computes("integer_matmul", "MatMulInteger")
 def _matmul_integer(a: Tensor, b: Tensor, a_zero: Tensor | None = None, b_zero: Tensor | None = None) -> Tensor:
-    return (_centred(a, a_zero, -2) @ _centred(b, b_zero, -1)).to(torch.int32)
+    return (_centered(a, a_zero, -2) @ _centered(b, b_zero, -1)).to(torch.int32)
 
 
-def _centred(x: Tensor, zero: Tensor | None, axis: int) -> Tensor:
+def _centered(x: Tensor, zero: Tensor | None, axis: int) -> Tensor:
     wide = x.to(torch.int64)
     return wide if zero is None else wide - _aligned(zero, x, axis).to(torch.int64)
 
@@ -82,7 +82,7 @@ def _conv_integer(
     x: Tensor, w: Tensor, x_zero: Tensor | None = None, w_zero: Tensor | None = None, **options: object
 ) -> Tensor:
     # Sums of products of bytes are whole numbers far below 2^53.
-    whole: Tensor = convolution(_centred(x, x_zero, 1).double(), _centred(w, w_zero, 0).double(), None, **options)
+    whole: Tensor = convolution(_centered(x, x_zero, 1).double(), _centered(w, w_zero, 0).double(), None, **options)
     return whole.to(torch.int32)
 
 
@@ -108,7 +108,7 @@ def _q_linear_matmul(
     y_scale: Tensor,
     y_zero: Tensor,
 ) -> Tensor:
-    whole = _centred(a, a_zero, -2) @ _centred(b, b_zero, -1)
+    whole = _centered(a, a_zero, -2) @ _centered(b, b_zero, -1)
     scale = _aligned(a_scale, a, -2) * _aligned(b_scale, b, -1) / y_scale
     return _requantized(whole, scale, y_zero)
 
@@ -126,7 +126,7 @@ def _q_linear_conv(
     **options: object,
 ) -> Tensor:
     bias = None if b is None else b.double()
-    whole = convolution(_centred(x, x_zero, 1).double(), _centred(w, w_zero, 0).double(), bias, **options)
+    whole = convolution(_centered(x, x_zero, 1).double(), _centered(w, w_zero, 0).double(), bias, **options)
     channel = [1, -1, *[1] * (x.dim() - 2)]
     scale = x_scale * (w_scale.reshape(channel) if w_scale.numel() > 1 else w_scale.reshape(())) / y_scale
     return _requantized(whole, scale, y_zero)

@@ -1,4 +1,4 @@
-"""The source graph, run by ONNX Runtime as it is written: no optimisation, every value within reach."""
+"""The source graph, run by ONNX Runtime as it is written: no optimization, every value within reach."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Quantised checkpoints, read without the packages that made them and dequantised.
+"""Quantized checkpoints, read without the packages that made them and dequantized.
 
     files       safetensors or weights-only PyTorch files of a checkpoint, sharded or not
-    read        the format's own module: name -> tensor, or a `Grid` for a quantised weight
-    load        the unquantised class of transformers takes the dequantised weights by their names
+    read        the format's own module: name -> tensor, or a `Grid` for a quantized weight
+    load        the unquantized class of transformers takes the dequantized weights by their names
 
 transformers needs a package of each format, most of which want a GPU; the formats themselves are a few lines each.
 """
@@ -41,14 +41,14 @@ METHODS: dict[str, Callable[[Parts], Read]] = {
 """`quant_method` of config.json -> what reads such a checkpoint."""
 
 MAX_CONFIG_BYTES = 10_000_000
-_QUANTISES_INPUTS = ("input_activations", "activation_scheme", "act_quant_kwargs", "activation_quantization")
+_QUANTIZES_INPUTS = ("input_activations", "activation_scheme", "act_quant_kwargs", "activation_quantization")
 
 
 def take_settings(config: Any) -> dict[str, Any] | None:
-    """Remove and return the settings of the quantisation from a configuration; None where there are none.
+    """Remove and return the settings of the quantization from a configuration; None where there are none.
 
     Args:
-        config: Of transformers, which describes the unquantised model afterwards.
+        config: Of transformers, which describes the unquantized model afterwards.
     """
     settings = getattr(config, "quantization_config", None)
     if settings is None:
@@ -61,22 +61,22 @@ def take_settings(config: Any) -> dict[str, Any] | None:
 def load_quantized(
     model_class: Any, config: Any, settings: Mapping[str, Any], spec: str, dtype: torch.dtype, **options: Any
 ) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
-    """Load a quantised checkpoint as the unquantised model that it stands for.
+    """Load a quantized checkpoint as the unquantized model that it stands for.
 
     Args:
         model_class: Class of transformers, automatic or plain.
-        config: Configuration without the settings of the quantisation.
+        config: Configuration without the settings of the quantization.
         settings: What `take_settings` returned.
         spec: Directory or hub id.
         dtype: Of the model.
         options: As for `from_pretrained`, "revision" among them.
 
     Returns:
-        The model, transformers' report on loading it, and JSON values that describe the quantisation.
+        The model, transformers' report on loading it, and JSON values that describe the quantization.
 
     Raises:
         UsageError: A format, or a variant of one, that is not read.
-        CorruptError: A quantised weight does not have the shape its format says.
+        CorruptError: A quantized weight does not have the shape its format says.
     """
     from transformers import GenerationConfig
 
@@ -90,12 +90,12 @@ def load_quantized(
     described = {"method": settings.get("quant_method"), "num_weights": number}
     if not described["num_weights"]:
         raise UsageError(
-            f"{spec} says it is quantised by {described['method']}, and holds no quantised weight",
-            hint="remove quantization_config from its config.json, if it is not quantised",
+            f"{spec} says it is quantized by {described['method']}, and holds no quantized weight",
+            hint="remove quantization_config from its config.json, if it is not quantized",
         )
-    logger.info("%s: %d weights are dequantised (%s)", spec, described["num_weights"], described["method"])
-    if _quantises_inputs(settings):
-        logger.warning("%s also quantises activations, which are not quantised here", spec)
+    logger.info("%s: %d weights are dequantized (%s)", spec, described["num_weights"], described["method"])
+    if _quantizes_inputs(settings):
+        logger.warning("%s also quantizes activations, which are not quantized here", spec)
     module, report = target.load(weights, dtype, **options)
     # Some packages give every matrix a bias of zeros; one that is none would be lost.
     biases = {f"{name.removesuffix('weight')}bias" for name in target.shapes if name.endswith(".weight")}
@@ -110,7 +110,7 @@ def load_quantized(
 
 
 def is_quantized(spec: Any) -> bool:
-    """Whether `spec` is the directory of a quantised checkpoint."""
+    """Whether `spec` is the directory of a quantized checkpoint."""
     if not isinstance(spec, (str, Path)) or not (path := Path(spec).expanduser() / "config.json").is_file():
         return False
     try:
@@ -123,12 +123,12 @@ def is_quantized(spec: Any) -> bool:
 def quantization_steps(
     spec: str | Path, *, trust_remote_code: bool = False, revision: str | None = None, **options: Any
 ) -> dict[str, Tensor]:
-    """Return the step of every element of every quantised weight, by the name of the parameter of the model.
+    """Return the step of every element of every quantized weight, by the name of the parameter of the model.
 
     They take the way that the weights take: experts of separate weights are stacked, names are changed.
 
     Args:
-        spec: Directory of a quantised checkpoint.
+        spec: Directory of a quantized checkpoint.
         trust_remote_code: As for `load_model`.
         revision: As for `load_model`.
         options: As for `load_model`; they change no step.
@@ -137,7 +137,7 @@ def quantization_steps(
         Name -> steps, bfloat16, of the shape of the parameter; negative at an end of the range, see `Grid.step`.
 
     Raises:
-        UsageError: The checkpoint is not quantised.
+        UsageError: The checkpoint is not quantized.
     """
     from transformers import AutoConfig
 
@@ -145,7 +145,7 @@ def quantization_steps(
     config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, revision=revision)
     settings = take_settings(config)
     if settings is None:
-        raise UsageError(f"{spec} is not quantised", expected="quantization_config in its config.json")
+        raise UsageError(f"{spec} is not quantized", expected="quantization_config in its config.json")
     target = _Target.of(model_class_of(config), config, torch.bfloat16, trust_remote_code=trust_remote_code)
     steps = {}
     for weight, value in _reader(settings, name, revision):
@@ -160,7 +160,7 @@ def _reader(settings: Mapping[str, Any], spec: str, revision: str) -> Read:
     method = str(settings.get("quant_method"))
     if method not in METHODS:
         raise UsageError(
-            f"{spec} is quantised in a format that is not read", got=method, expected=", ".join(METHODS), hint=ELSEWHERE
+            f"{spec} is quantized in a format that is not read", got=method, expected=", ".join(METHODS), hint=ELSEWHERE
         )
     files = weight_files(spec, revision)
     if method == "torchao" and files[0].suffix != ".safetensors":
@@ -219,10 +219,10 @@ class _Target:
         return module, report
 
 
-def _quantises_inputs(settings: Any) -> bool:
-    """Whether settings, at any depth, say that something else than weights is quantised as well."""
+def _quantizes_inputs(settings: Any) -> bool:
+    """Whether settings, at any depth, say that something else than weights is quantized as well."""
     if isinstance(settings, Mapping):
         return any(
-            (key in _QUANTISES_INPUTS and bool(value)) or _quantises_inputs(value) for key, value in settings.items()
+            (key in _QUANTIZES_INPUTS and bool(value)) or _quantizes_inputs(value) for key, value in settings.items()
         )
-    return isinstance(settings, (list, tuple)) and any(map(_quantises_inputs, settings))
+    return isinstance(settings, (list, tuple)) and any(map(_quantizes_inputs, settings))

@@ -6,8 +6,8 @@ As AutoAWQ's "gemm" version writes it (`WQLinear_GEMM`, `unpack_awq`, `reverse_a
     the eight integers of a word, least significant first, are outputs 0, 2, 4, 6, 1, 3, 5, 7 of their eight
     weight[o, i] = scales[g, o] * (q[i, o] - zero[g, o]),   g = i // group
 
-Weights were scaled before they were quantised, and the layer before them by the inverse: a single weight is not the
-unquantised model's.
+Weights were scaled before they were quantized, and the layer before them by the inverse: a single weight is not the
+unquantized model's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NAMES = ("qweight", "qzeros", "scales")
 
 
 def read(parts: Parts) -> Read:
-    """Yield every tensor of an AWQ checkpoint by the name it has in the unquantised model."""
+    """Yield every tensor of an AWQ checkpoint by the name it has in the unquantized model."""
     version = str(parts.settings.get("version", parts.settings.get("format", "gemm"))).lower()
     bits = parts.settings.get("bits", parts.settings.get("w_bit", _BITS))
     require(version == "gemm", "this AWQ packing", version, "version gemm")

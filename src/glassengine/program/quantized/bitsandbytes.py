@@ -35,7 +35,7 @@ class _State(msgspec.Struct):
 
 
 def read(parts: Parts) -> Read:
-    """Yield every tensor of a bitsandbytes checkpoint by the name it has in the unquantised model."""
+    """Yield every tensor of a bitsandbytes checkpoint by the name it has in the unquantized model."""
     used: set[str] = {name for name in parts.tensors if name.endswith(".weight_format")}
     for module in modules_with(parts, "SCB"):
         weight, scale = parts.of(module, "weight", "SCB")

@@ -7,7 +7,7 @@ As `compressed_tensors/compressors` (`pack_to_int32`, `dequantize`) has it:
     weight_g_idx [I]: group of each input, where they were reordered
     weight = (integer - zero_point) * scale
 
-Scales of inputs and of caches concern activations, which are not quantised here.
+Scales of inputs and of caches concern activations, which are not quantized here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OF_ACTIVATIONS = ("input_scale", "input_zero_point", "output_scale", "output_ze
 
 
 def read(parts: Parts) -> Read:
-    """Yield every tensor of a compressed-tensors checkpoint by the name it has in the unquantised model."""
+    """Yield every tensor of a compressed-tensors checkpoint by the name it has in the unquantized model."""
     groups = list((parts.settings.get("config_groups") or {}).values())
     for form in {str(parts.settings.get("format")), *(str(group.get("format") or FORMATS[0]) for group in groups)}:
         require(form in FORMATS, "this compressed-tensors format", form, ", ".join(FORMATS))
@@ -54,7 +54,7 @@ def _grid(parts: Parts, module: str, weights: list[dict[str, Any]]) -> Grid:
             return float8_grid(codes, expand(scale, shape, block))
         if codes.dtype is not torch.int8:
             raise UsageError(
-                f"the weight of {module} has a scale and is not quantised",
+                f"the weight of {module} has a scale and is not quantized",
                 got=str(codes.dtype),
                 expected="a checkpoint that was saved compressed",
                 hint=ELSEWHERE,

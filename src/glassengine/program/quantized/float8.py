@@ -11,7 +11,7 @@ from glassengine.program.quantized.parts import Parts, Read, modules_with, requi
 
 
 def read(parts: Parts) -> Read:
-    """Yield every tensor of an "fp8" checkpoint by the name it has in the unquantised model."""
+    """Yield every tensor of an "fp8" checkpoint by the name it has in the unquantized model."""
     size = parts.settings.get("weight_block_size")
     block = None if size is None else (int(size[0]), int(size[1]))
     used: set[str] = {name for name in parts.tensors if name.endswith(".activation_scale")}

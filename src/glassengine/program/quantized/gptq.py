@@ -21,7 +21,7 @@ _NAMES = ("qweight", "qzeros", "scales", "g_idx")
 
 
 def read(parts: Parts) -> Read:
-    """Yield every tensor of a GPTQ checkpoint by the name it has in the unquantised model."""
+    """Yield every tensor of a GPTQ checkpoint by the name it has in the unquantized model."""
     version = parts.settings.get("checkpoint_format", "gptq")
     require(version in ("gptq", "gptq_v2"), "this GPTQ packing", version, "checkpoint_format gptq or gptq_v2")
     require(not parts.settings.get("is_marlin_format"), "this GPTQ packing", "marlin", "gptq or gptq_v2")

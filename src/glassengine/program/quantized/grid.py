@@ -1,4 +1,4 @@
-"""One quantised weight: the values it is restricted to, and the one each element has.
+"""One quantized weight: the values it is restricted to, and the one each element has.
 
     weight = (codes - zero) * scale
 
@@ -20,7 +20,7 @@ from glassengine.errors import CorruptError
 
 @dataclass(frozen=True)
 class Grid:
-    """One quantised weight.
+    """One quantized weight.
 
     Attributes:
         codes: Values in units of `scale`, as integers or floating numbers; of the shape of the weight.
@@ -28,7 +28,7 @@ class Grid:
         zero: Code (in units of `scale`) of the weight 0, broadcastable to `codes`.
         low: The smallest code that there is.
         high: The largest.
-        spacing: Distance of neighbouring codes, broadcastable to `codes`.
+        spacing: Distance of neighboring codes, broadcastable to `codes`.
     """
 
     codes: Tensor
@@ -145,4 +145,4 @@ def expand(values: Tensor, shape: tuple[int, ...], block: tuple[int, ...] | None
 def damaged(what: str, tensor: Tensor, expected: str) -> CorruptError:
     """Return the error of a tensor that does not have the shape or dtype its format says."""
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return CorruptError(f"a quantised weight is damaged: {what}", got=f"{dtype}{list(tensor.shape)}", expected=expected)
+    return CorruptError(f"a quantized weight is damaged: {what}", got=f"{dtype}{list(tensor.shape)}", expected=expected)

@@ -1,7 +1,7 @@
-"""Quantised weights of a module in memory, whichever library quantised it: what they stand for, and their steps.
+"""Quantized weights of a module in memory, whichever library quantized it: what they stand for, and their steps.
 
     a tensor of a class of its own    torchao, quanto: `dequantize()`, codes and scales as its inner tensors
-    a quantised tensor of torch       per tensor or per channel
+    a quantized tensor of torch       per tensor or per channel
     a module with packed parameters   torch.ao.nn.quantized: `weight()` and `bias()` are methods
 
 The codes are those that values and scales say, so that a packed layout need not be known.
@@ -26,13 +26,13 @@ _NONE = ("none", "None")
 
 @dataclass(frozen=True)
 class QuantizedModule:
-    """What a quantised module computes with.
+    """What a quantized module computes with.
 
     Attributes:
-        weights: Name in the unquantised module -> value, float32; biases of packed modules too.
-        steps: Name of each quantised weight -> step of each element, as `Grid.step`.
-        rounds_inputs: Whether inputs of products are quantised too, as far as is known.
-        method: Classes of the quantised tensors and modules, for people.
+        weights: Name in the unquantized module -> value, float32; biases of packed modules too.
+        steps: Name of each quantized weight -> step of each element, as `Grid.step`.
+        rounds_inputs: Whether inputs of products are quantized too, as far as is known.
+        method: Classes of the quantized tensors and modules, for people.
     """
 
     weights: Mapping[str, Tensor]
@@ -43,7 +43,7 @@ class QuantizedModule:
 
 @torch.no_grad()
 def quantized_module(module: nn.Module) -> QuantizedModule | None:
-    """Return the quantised weights of a module; None where it has none whose grid is known."""
+    """Return the quantized weights of a module; None where it has none whose grid is known."""
     weights: dict[str, Tensor] = {}
     steps: dict[str, Tensor] = {}
     rounds_inputs, kinds = False, dict[str, None]()
@@ -75,7 +75,7 @@ def _tensors(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _read(leaf: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return what a quantised tensor stands for, and its step; None where it is none, or of an unknown grid."""
+    """Return what a quantized tensor stands for, and its step; None where it is none, or of an unknown grid."""
     if leaf.is_quantized:
         value = leaf.dequantize().float()
         if leaf.qscheme() in _PER_CHANNEL:

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, by module: what a quantised weight is put together from."""
+"""The tensors of a checkpoint, by module: what a quantized weight is put together from."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Parts:
         """
         missing = [name for name in names if f"{module}.{name}" not in self.tensors]
         if missing:
-            raise CorruptError(f"the quantised weight of {module} lacks {', '.join(missing)}")
+            raise CorruptError(f"the quantized weight of {module} lacks {', '.join(missing)}")
         return tuple(self.tensors[f"{module}.{name}"] for name in names)
 
     def maybe(self, module: str, name: str) -> Tensor | None:
@@ -51,7 +51,7 @@ def modules_with(parts: Parts, suffix: str) -> list[str]:
 
 
 def rest(parts: Parts, used: set[str]) -> Read:
-    """Yield the tensors that no quantised weight is made of."""
+    """Yield the tensors that no quantized weight is made of."""
     for name, tensor in parts.tensors.items():
         if name not in used:
             yield name, tensor
@@ -79,4 +79,4 @@ def check_indices(indices: Tensor, number: int, what: str) -> Tensor:
     return wide
 
 
-ELSEWHERE = "dequantise it with the package that made it, save_pretrained, and give that directory"
+ELSEWHERE = "dequantize it with the package that made it, save_pretrained, and give that directory"

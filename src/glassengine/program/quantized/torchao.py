@@ -39,7 +39,7 @@ class _Described(msgspec.Struct):
 
 
 def read(parts: Parts) -> Read:
-    """Yield every tensor of a torchao checkpoint by the name it has in the unquantised model."""
+    """Yield every tensor of a torchao checkpoint by the name it has in the unquantized model."""
     used: set[str] = set()
     for name, text in parts.metadata.items():
         module, _, parameter = name.rpartition(".")
@@ -53,7 +53,7 @@ def read(parts: Parts) -> Read:
         yield name, _grid(parts, module, parameter, kind, data)
     left = [name for name in parts.tensors if name.endswith("_qdata") and name not in used]
     if left:
-        raise CorruptError("the header of the file does not describe a quantised weight", got=left[0])
+        raise CorruptError("the header of the file does not describe a quantized weight", got=left[0])
     yield from rest(parts, used)
 
 

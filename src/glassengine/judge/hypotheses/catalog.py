@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from glassengine.judge.hypotheses.arguments import another_op, as_theirs, same_op, usual, whole
 from glassengine.judge.hypotheses.hypothesis import Hypothesis
-from glassengine.judge.hypotheses.layouts import neighbours, permuted_operands, reshaped
+from glassengine.judge.hypotheses.layouts import neighbors, permuted_operands, reshaped
 from glassengine.judge.hypotheses.masks import of_attention
 from glassengine.judge.hypotheses.operands import altered, another, exchanged, left_out
 from glassengine.judge.hypotheses.operations import activations, other_ops, variances
@@ -32,7 +32,7 @@ FAMILIES: tuple[tuple[float, Family], ...] = (
     (0.95, variances),
     (0.95, usual),
     (0.95, another_op),
-    (0.94, neighbours),
+    (0.94, neighbors),
     (0.94, reshaped),
     (0.93, whole),
     (0.93, another_layer),

@@ -1,4 +1,4 @@
-"""Every mistake of the catalogue: planted, it is named; written otherwise but right, nothing is told."""
+"""Every mistake of the catalog: planted, it is named; written otherwise but right, nothing is told."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from glassengine.judge.graphs.cut import Piece
-from glassengine.judge.hypotheses.catalogue import FAMILIES
+from glassengine.judge.hypotheses.catalog import FAMILIES
 from glassengine.judge.hypotheses.explain import explain
 from glassengine.judge.hypotheses.hypothesis import KINDS
 from glassengine.judge.hypotheses.question import Question, noise_of
