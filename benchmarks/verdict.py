@@ -188,7 +188,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     counted = [row for row in rows if not row["note"]]
     legitimate = [row for row in counted if row["group"] == "legitimate"]
     planted = [row for row in counted if row["group"] != "legitimate"]
-    lines = [f"{'legitimate runs':34s} {'runs':>6s} {'alarms':>6s} {'largest min(rho/2, beta)':>25s} {'rho/4':>6s}"]
+    lines = [f"{'legitimate runs':34s} {'runs':>6s} {'alarms':>6s} {'min(noise/2, bound) ratio':>25s} {'noise/4':>7s}"]
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in legitimate:
         engine = row["execution"].split(",")[0].split(" release")[0]

@@ -97,10 +97,11 @@ class Row:
         is_listed: No tensor is flagged, but `check` lists the guilty op among those that are written differently.
         is_beneath: No value can show the mistake: it is in a float32 island and too small for the program's dtype
             (`Guilt.is_below_dtype`), or no error at a guilty op is larger than rounding may make there (`effect` <= 1).
-        effect: Largest beta at the guilty ops: error over rounding bound; infinite where it is no matter of size.
+        effect: Largest bound ratio (error over rounding bound) at the guilty ops; infinite where size does not matter.
         ulp: Largest error at the guilty ops in units in the last place (`Guilt.ulp`).
-        largest: Largest min(rho / 2, beta) of a tensor judged by replay (rho / 2 where beta is unknown), and where.
-        accumulated: Largest rho / 4 of a tensor judged by the noise floor alone.
+        largest: Largest min(noise ratio / 2, bound ratio) of a tensor judged by replay (noise ratio / 2 where it has no
+            bound), and where.
+        accumulated: Largest noise ratio / 4 of a tensor judged by the noise floor alone.
         note: Why a mistake does not count: "no effect", "equivalent", "below precision", "does not apply", or an error.
     """
 
@@ -287,24 +288,26 @@ def _fill(row: Row, result: Comparison) -> None:
     row.named = result.first_divergence.node if result.first_divergence else None
     row.num_extra = len(result.origins)
     for pair in result.pairs:
-        if pair.rho is None:
+        if pair.noise_ratio is None:
             continue
         if pair.judged_by == "noise floor":
-            row.accumulated = max(row.accumulated, pair.rho / SUSPICIOUS)
+            row.accumulated = max(row.accumulated, pair.noise_ratio / SUSPICIOUS)
             continue
-        figure = pair.rho / 2 if pair.beta is None else min(pair.rho / 2, pair.beta)
+        figure = pair.noise_ratio / 2 if pair.bound_ratio is None else min(pair.noise_ratio / 2, pair.bound_ratio)
         if figure > row.largest:
             row.largest, row.largest_at = figure, f"step {pair.step} {pair.site}"
 
 
 def _effect(program: Program, guilt: Guilt, result: Comparison) -> float:
-    """Largest beta at the guilty ops; infinite where one was not observed or its values differ in kind."""
+    """Largest bound ratio at the guilty ops; infinite where one was not observed or its values differ in kind."""
     found: dict[str, float] = {}
     for pair in result.pairs:
         site = program.sites.get(pair.site)
         if site is not None and site.node in guilt.nodes:
-            beta = 0.0 if pair.verdict == "identical" else math.inf if pair.beta is None else pair.beta
-            found[site.node] = max(found.get(site.node, 0.0), beta)
+            bound_ratio = (
+                0.0 if pair.verdict == "identical" else math.inf if pair.bound_ratio is None else pair.bound_ratio
+            )
+            found[site.node] = max(found.get(site.node, 0.0), bound_ratio)
     return max((found.get(node, math.inf) for node in guilt.nodes), default=0.0)
 
 

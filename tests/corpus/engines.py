@@ -38,7 +38,7 @@ def built_from(
 
 
 def _with_margins(side: Any) -> EngineSide:
-    """Have beta worked out for every tensor."""
+    """Have the bound ratio worked out for every tensor."""
     assert isinstance(side, EngineSide)
     if side.replay is not None:
         side.replay.worth_a_bound = 0.0

@@ -40,13 +40,16 @@ def agrees(result: Comparison, number: int) -> None:
     assert result.verdict == "rounding" and not result.origins
     assert len({pair.case for pair in result.pairs}) == number + 1
     assert result.coverage == 1.0
-    by_floor = [pair.rho or 0.0 for pair in result.pairs if pair.judged_by == "noise floor"]
+    by_floor = [pair.noise_ratio or 0.0 for pair in result.pairs if pair.judged_by == "noise floor"]
     assert 0.1 < max(by_floor) < 4.0, "neither a vacuous floor nor a suspicious tensor"
     # Of an op alone, the bound is asked for where the floor is exceeded.
     replayed = [pair for pair in result.pairs if pair.judged_by == "reverse replay"]
     assert len(replayed) > len(by_floor)
-    assert max((pair.rho or 0.0) for pair in replayed) > 0.5
-    assert all((pair.rho or 0.0) <= 2.0 or (pair.beta is not None and pair.beta < 0.8) for pair in replayed)
+    assert max((pair.noise_ratio or 0.0) for pair in replayed) > 0.5
+    assert all(
+        (pair.noise_ratio or 0.0) <= 2.0 or (pair.bound_ratio is not None and pair.bound_ratio < 0.8)
+        for pair in replayed
+    )
 
 
 def prompts_of(number: int, directory: Path) -> str:

@@ -90,7 +90,11 @@ def side(of: Bench, variation: Variation, kind: type[VariedSide] = VariedSide) -
 
 
 def flagged(found: Comparison) -> list[tuple[str, float | None, float | None]]:
-    return [(pair.site, pair.rho, pair.beta) for pair in found.pairs if pair.verdict in ("suspicious", "wrong")]
+    return [
+        (pair.site, pair.noise_ratio, pair.bound_ratio)
+        for pair in found.pairs
+        if pair.verdict in ("suspicious", "wrong")
+    ]
 
 
 def test_numbers_near_zero_may_be_rounded_otherwise(half: Bench) -> None:
@@ -98,7 +102,9 @@ def test_numbers_near_zero_may_be_rounded_otherwise(half: Bench) -> None:
     assert [flagged(found) for found in results] == [[]] * len(LEGITIMATE)
     for found in results[2:]:
         figures = [
-            min(pair.rho / 2, pair.beta) for pair in found.pairs if pair.rho is not None and pair.beta is not None
+            min(pair.noise_ratio / 2, pair.bound_ratio)
+            for pair in found.pairs
+            if pair.noise_ratio is not None and pair.bound_ratio is not None
         ]
         assert 0 < max(figures) < 0.8
 

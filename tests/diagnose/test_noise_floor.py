@@ -60,7 +60,7 @@ def test_another_implementation_is_within_the_floor(
     result = glass.compare(path, tmp_path / "candidate")
     assert (result.ok, result.verdict, result.calibration) == (True, "rounding", f"calibrated by the floor of {path}")
     # It measured something: tensors differ, some by no less than a tenth of the floor.
-    assert 0.1 < max(pair.rho for pair in result.pairs if pair.rho is not None) < 2
+    assert 0.1 < max(pair.noise_ratio for pair in result.pairs if pair.noise_ratio is not None) < 2
     # Planted beside it: what the same numbers look like to someone who knows no floor.
     (tmp_path / "bare").mkdir()
     for file in path.iterdir():
@@ -92,7 +92,7 @@ def test_the_floor_of_generated_steps_follows_the_recorded_tokens(tmp_path: Path
     glass.record_target(model, tmp_path / "b", **options)  # type: ignore[arg-type]
     result = glass.compare(tmp_path / "a", tmp_path / "b")
     assert {pair.step for pair in result.pairs if pair.judged_by == "noise floor"} == {0, 1, 2, 3}
-    assert result.ok and max(pair.rho for pair in result.pairs if pair.rho is not None) < 2
+    assert result.ok and max(pair.noise_ratio for pair in result.pairs if pair.noise_ratio is not None) < 2
 
 
 def test_a_floor_is_not_used_for_a_coarser_candidate(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def test_the_native_value_is_identical(exact: torch.Tensor) -> None:
 def test_noise_of_the_size_of_the_floor_is_rounding(exact: torch.Tensor) -> None:
     found = make(exact).judge(exact.float() + 1e-6 * torch.randn(exact.shape))
     assert found.verdict == "rounding"
-    assert found.rho is not None and 0.3 < found.rho < SUSPICIOUS
+    assert found.noise_ratio is not None and 0.3 < found.noise_ratio < SUSPICIOUS
 
 
 @pytest.mark.parametrize(("factor", "verdict"), [(6.0, "suspicious"), (30.0, "wrong")])
@@ -47,7 +47,7 @@ def test_one_wrong_element_is_not_lost_in_the_mean() -> None:
     found = reference.judge(candidate)
     assert found.verdict == "wrong"
     whole = float((candidate.double() - exact).square().mean().sqrt()) / 1e-6
-    assert found.rho is not None and found.rho > 3 * whole
+    assert found.noise_ratio is not None and found.noise_ratio > 3 * whole
 
 
 def test_shape_and_dtype_of_the_candidate(exact: torch.Tensor) -> None:
@@ -149,7 +149,7 @@ def test_a_few_large_elements_do_not_make_a_lucky_floor() -> None:
         reference = Reference(exact, noisy().float(), [noisy(), noisy()], dtype=torch.float32, valid=None)
         single = x.float()
         found = reference.judge(single * single * single)
-        worst = max(worst, found.rho or 0.0)
+        worst = max(worst, found.noise_ratio or 0.0)
     assert worst < SUSPICIOUS
 
 
@@ -189,11 +189,11 @@ def test_errors_of_small_elements_are_not_lost_beside_large_ones(
 ) -> None:
     reference, bound, other = gelu
     alone = reference.measured(other)
-    assert alone.rho is not None and alone.rho < 2, "the floor alone does not see it"
+    assert alone.noise_ratio is not None and alone.noise_ratio < 2, "the floor alone does not see it"
     assert reference.has_outliers(other) and not reference.has_outliers(reference.native)
     found = reference.judge_introduced(other, bound)
-    assert found.verdict == "wrong" and found.rho is not None and found.rho > 10
-    assert found.beta is not None and found.beta > 2
+    assert found.verdict == "wrong" and found.noise_ratio is not None and found.noise_ratio > 10
+    assert found.bound_ratio is not None and found.bound_ratio > 2
 
 
 def test_an_element_somewhat_beyond_its_bound_is_no_error(gelu: tuple[Reference, torch.Tensor, torch.Tensor]) -> None:
@@ -203,7 +203,7 @@ def test_an_element_somewhat_beyond_its_bound_is_no_error(gelu: tuple[Reference,
     smallest = int(bound.abs().argmin())
     candidate.view(-1)[smallest] += 1.5 * bound.view(-1)[smallest]
     found = reference.judge_introduced(candidate, bound)
-    assert found.verdict == "rounding" and found.beta is not None and found.beta > 1
+    assert found.verdict == "rounding" and found.bound_ratio is not None and found.bound_ratio > 1
 
 
 @pytest.mark.parametrize(

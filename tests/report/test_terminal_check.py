@@ -96,7 +96,7 @@ def test_of_bools_it_says_how_many_differ_and_where(tmp_path: Path) -> None:
     assert expected in " ".join("\n".join(screen(result)).split())
     # Another case in which it is right does not make the error 0.
     wrong = next(pair for pair in result.pairs if pair.verdict == "wrong")
-    right = dataclasses.replace(wrong, case="another", verdict="identical", rho=0.0, reason=None, figures=None)
+    right = dataclasses.replace(wrong, case="another", verdict="identical", noise_ratio=0.0, reason=None, figures=None)
     text = screen(dataclasses.replace(result, pairs=(right, *result.pairs)))
     assert expected in " ".join("\n".join(text).split())
 

@@ -21,7 +21,7 @@ from glassengine.errors import UsageError, nearest
 from glassengine.numerics.exemptions import PADDING, Ledger
 from glassengine.numerics.mask_values import seen_by, without_hidden
 from glassengine.numerics.metrics.measure import measure, summarize, summarize_errors
-from glassengine.numerics.metrics.slices import rho, slices
+from glassengine.numerics.metrics.slices import noise_ratio, slices
 from glassengine.numerics.metrics.tolerance import Tolerance, tolerance
 from glassengine.numerics.verdict import SUSPICIOUS, WRONG
 from glassengine.recording.layout.layout import Entry
@@ -112,9 +112,9 @@ class Judge:
         if self.floor is not None and floor is not None:
             why_not = _floor_does_not_fit(match, x, y, floor.slices)
             if why_not is None:
-                found = rho(slices(x, y), floor, self.floor.relative(entry), x.dtype)
+                found = noise_ratio(slices(x, y), floor, self.floor.relative(entry), x.dtype)
                 by_floor: Verdict = "wrong" if found > WRONG else "suspicious" if found > SUSPICIOUS else "rounding"
-                return dataclasses.replace(pair, verdict=by_floor, rho=found, judged_by=BY_FLOOR)
+                return dataclasses.replace(pair, verdict=by_floor, noise_ratio=found, judged_by=BY_FLOOR)
             pair = dataclasses.replace(pair, reason="; ".join(filter(None, (reason, why_not))))
         if drifts is not None and self.is_drift and not figures.allclose and not figures.num_nonfinite_mismatch:
             return dataclasses.replace(pair, verdict=drifts, judged_by=BY_PRECISION)

@@ -186,7 +186,7 @@ class EndToEnd:
             ulp=figures.ulp,
             snr_db=figures.snr_db,
             cosine_similarity=figures.cosine,
-            rho=judgement.rho,
+            noise_ratio=judgement.noise_ratio,
             exempt=exempt,
             judged_by=judged_by,
         )
@@ -198,8 +198,8 @@ def _worse(one: ResultComparison, other: ResultComparison) -> ResultComparison:
     """Return the worse of two steps of a result, with the extremes of both."""
 
     def key(found: ResultComparison) -> tuple[float, ...]:
-        rho = math.inf if found.rho is None and found.verdict in FLAGGED else found.rho or 0.0
-        return (VERDICTS.index(found.verdict), rho, found.max_abs_diff or 0.0)
+        noise_ratio = math.inf if found.noise_ratio is None and found.verdict in FLAGGED else found.noise_ratio or 0.0
+        return (VERDICTS.index(found.verdict), noise_ratio, found.max_abs_diff or 0.0)
 
     worse = max((one, other), key=key)
     return replace(

@@ -6,7 +6,7 @@ channel or token drowns in a whole-tensor mean:
 
     floor_s^2 = max( mean_s(D^2) over the runs, mean(D^2), r^2 mean(P^2), r^2 mean_s(P^2), (u^2 / 3) mean(P^2),
                      tiny^2 / 3 )
-    rho       = max over slices of rms_s(candidate - P) / floor_s
+    noise_ratio  = max over slices of rms_s(candidate - P) / floor_s
 
 P is the reference, D the error of a noise run, r the largest rms(D) / rms(P) of this site so far, u the unit
 roundoff and tiny the largest error of rounding near zero (`smallest_precise`). The two terms with r keep a short slice
@@ -16,11 +16,11 @@ design (4: 0.5 % of legitimate runs exceed it somewhere, 8: none of 336).
 
 An error that one op introduced is beyond rounding where floor and rounding bound B (`bounds`) agree:
 
-    beta      = max |candidate - P| / B
-    rho_B     = rms((candidate - P) / B) / max( rms(D / B) over the runs, 0.15 )       counts where beta > 2
-    suspicious: max(rho, rho_B) > 2 and beta > 1;  wrong: max(rho, rho_B) >= 10 and beta > 1
+    bound_ratio  = max |candidate - P| / B
+    uneven_ratio = rms((candidate - P) / B) / max( rms(D / B) over the runs, 0.15 )       counts where bound_ratio > 2
+    suspicious: max(noise_ratio, uneven_ratio) > 2 (wrong: >= 10) and bound_ratio > 1
 
-rho_B sees what drowns in rho: errors of small elements beside large ones (the other form of a gelu, in half precision).
+uneven_ratio sees what drowns in noise_ratio: errors of small elements beside large ones (half-precision gelu by tanh).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from glassengine.results import Verdict
 SUSPICIOUS = 4.0
 WRONG = 8.0
 
-# Of an error that one op introduced, where a rounding bound must agree (beta above 1).
+# Of an error that one op introduced, where a rounding bound must agree (a bound ratio above 1).
 INTRODUCED_SUSPICIOUS = 2.0
 INTRODUCED_WRONG = 10.0
 
@@ -50,7 +50,7 @@ UNBOUNDED_WRONG = 1000.0
 
 # An error of small elements drowns beside large ones. It counts where it is this far beyond the bound of some element
 # and, over all of them, that much larger in units of the bound than rounding is.
-UNEVEN_BETA = 2.0
+UNEVEN = 2.0
 _LEAST_SHARE = 0.15
 """Of the bound: rounding is never taken to be less, or a lucky floor would make the bound the only judge."""
 
@@ -84,19 +84,19 @@ class Judgement:
 
     Attributes:
         verdict: The verdict.
-        rho: Error over the noise floor, in the worst slice.
+        noise_ratio: Error over the noise floor, in the worst slice.
         rms_error: Of the elements that count.
-        reason: Set when something other than rho and beta decided.
-        beta: Error over the rounding bound, of the worst element; None where no bound was asked for or is known.
+        reason: Set when something other than the two ratios decided.
+        bound_ratio: Error over the rounding bound, of the worst element; None where no bound was asked for or is known.
         is_tie: The op chose otherwise among values that rounding cannot tell apart.
         is_empty: No element counted: all are left out, and the tensor was not judged.
     """
 
     verdict: Verdict
-    rho: float | None
+    noise_ratio: float | None
     rms_error: float | None
     reason: str | None = None
-    beta: float | None = None
+    bound_ratio: float | None = None
     is_tie: bool = False
     is_empty: bool = False
 
@@ -117,8 +117,7 @@ class Reference:
         remember: Told of that when the floor is measured, which is when it is first needed.
 
     Attributes:
-        unstable: Of an integer or bool tensor: elements that are tied, or that rounding alone changes in some run; None
-            where there are none. Any value of these is a tie.
+        unstable: Of an integer or bool tensor: elements that are tied, or changed by rounding in a run; None if none.
     """
 
     def __init__(
@@ -233,9 +232,9 @@ class Reference:
     def judge(self, candidate: torch.Tensor) -> Judgement:
         """Judge one candidate tensor of any dtype on the same device by the floor alone."""
         found = self.measured(candidate)
-        if found.rho is None or found.verdict == "identical":
+        if (ratio := found.noise_ratio) is None or found.verdict == "identical":
             return found
-        verdict: Verdict = "wrong" if found.rho > WRONG else "suspicious" if found.rho > SUSPICIOUS else "rounding"
+        verdict: Verdict = "wrong" if ratio > WRONG else "suspicious" if ratio > SUSPICIOUS else "rounding"
         if verdict != "rounding" or self._tied is None:
             return dataclasses.replace(found, verdict=verdict)
         left_out = f"{int(self._tied.sum())} of {self._tied.numel()} elements: {TIED}"
@@ -253,22 +252,23 @@ class Reference:
             bound: The largest legal error of each element, or None where the class of the op has none.
         """
         found = self.measured(candidate)
-        if found.rho is None or found.verdict == "identical":
+        if (ratio := found.noise_ratio) is None or found.verdict == "identical":
             return found
         if bound is None:
-            verdict: Verdict = "suspicious" if found.rho >= INTRODUCED_WRONG else "rounding"
-            verdict = "wrong" if found.rho >= self._wrong_without_bound else verdict
+            verdict: Verdict = "suspicious" if ratio >= INTRODUCED_WRONG else "rounding"
+            verdict = "wrong" if ratio >= self._wrong_without_bound else verdict
             return dataclasses.replace(found, verdict=verdict, reason="no rounding bound is known for this op")
         share = self._share(candidate, bound)
-        beta = float(share.max()) if share.numel() else 0.0
-        rho = found.rho if beta <= UNEVEN_BETA else max(found.rho, self._uneven_rho(share, bound))
-        is_beyond = beta > 1 and rho > INTRODUCED_SUSPICIOUS
-        verdict = "rounding" if not is_beyond else "wrong" if rho >= INTRODUCED_WRONG else "suspicious"
-        return dataclasses.replace(found, verdict=verdict, rho=rho, beta=beta)
+        bound_ratio = float(share.max()) if share.numel() else 0.0
+        if bound_ratio > UNEVEN:
+            ratio = max(ratio, self._uneven_ratio(share, bound))
+        is_beyond = bound_ratio > 1 and ratio > INTRODUCED_SUSPICIOUS
+        verdict = "rounding" if not is_beyond else "wrong" if ratio >= INTRODUCED_WRONG else "suspicious"
+        return dataclasses.replace(found, verdict=verdict, noise_ratio=ratio, bound_ratio=bound_ratio)
 
     @property
     def _wrong_without_bound(self) -> float:
-        """From which rho on the floor alone decides: three digits beyond rounding, or a tenth of the values."""
+        """From which noise ratio on the floor alone decides: three digits beyond rounding, or a tenth of the values."""
         tenth = 0.1 / max(self._relative_floor, self._u / math.sqrt(3))
         return max(INTRODUCED_WRONG, min(UNBOUNDED_WRONG, tenth))
 
@@ -286,12 +286,12 @@ class Reference:
         return self._tied is not None and bool(self._tied.all())
 
     def has_outliers(self, candidate: torch.Tensor) -> bool:
-        """Whether an element is so far from P that its error may be beyond a bound that rho does not see.
+        """Whether an element is so far from P that its error may be beyond a bound that the noise ratio does not see.
 
-        No bound is below 1.3 u |P| + 4 tiny (see `bounds`), so that without outliers beta is at most `UNEVEN_BETA`.
+        No bound is below 1.3 u |P| + 4 tiny (see `bounds`), so without outliers bound_ratio is at most `UNEVEN`.
         """
         least = 1.3 * self._u * self.exact.abs() + 4 * self._tiny
-        far = (candidate.double() - self.exact).abs() > UNEVEN_BETA * least
+        far = (candidate.double() - self.exact).abs() > UNEVEN * least
         counted = self._counted()
         return bool((far if counted is None else far & counted).any())
 
@@ -302,7 +302,7 @@ class Reference:
         counted = self._counted()
         return share if counted is None else torch.where(counted, share, 0.0)
 
-    def _uneven_rho(self, share: torch.Tensor, bound: torch.Tensor) -> float:
+    def _uneven_ratio(self, share: torch.Tensor, bound: torch.Tensor) -> float:
         """Rho of the whole tensor with every element in units of its bound."""
         counted = self._counted()
         legal = [self._share(run, bound).nan_to_num(0.0, 0.0, 0.0) for run in (self.native, *self._noisy)]
@@ -310,7 +310,7 @@ class Reference:
         return math.sqrt(_mean(share.square(), counted)) / max(floor, _LEAST_SHARE)
 
     def measured(self, candidate: torch.Tensor) -> Judgement:
-        """Return rho and the error; the verdict is final where rho is None or the values are identical."""
+        """Return the noise ratio and the error; the verdict is final where that is None or the values are identical."""
         exact = self.exact
         if candidate.shape != exact.shape:
             shapes = f"shape {tuple(candidate.shape)}, baseline {tuple(exact.shape)}"

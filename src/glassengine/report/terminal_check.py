@@ -114,9 +114,9 @@ def _ladder(result: Comparison) -> Table:
 
 
 def _worst(pairs: list[Pair]) -> str:
-    if any(pair.verdict == "wrong" and pair.rho is None for pair in pairs):
+    if any(pair.verdict == "wrong" and pair.noise_ratio is None for pair in pairs):
         return "not a number"
-    values = [pair.rho for pair in pairs if pair.rho is not None]
+    values = [pair.noise_ratio for pair in pairs if pair.noise_ratio is not None]
     return f"{max(values):.3g}" if values else ""
 
 
@@ -190,11 +190,11 @@ def _size(result: Comparison, found: Divergence) -> str:
     if not own:
         return "its size is not known"
     pair = max(own, key=lambda p: VERDICTS.index(p.verdict))
-    if pair.rho is None:
+    if pair.noise_ratio is None:
         return _without_size(pair)
-    text = f"{pair.rho:.3g} times what rounding alone explains"
-    if pair.beta is not None:
-        text += f", {pair.beta:.3g} times the bound of this op"
+    text = f"{pair.noise_ratio:.3g} times what rounding alone explains"
+    if pair.bound_ratio is not None:
+        text += f", {pair.bound_ratio:.3g} times the bound of this op"
     figures = pair.figures
     if figures is not None and figures.worst_index is not None:
         text += (

@@ -75,7 +75,9 @@ def _steps(result: SideBySide, titles: list[str]) -> Table:
     for row in steps[:_MAX_STEPS]:
         table.add_row(Text(str(row[0].step)), *(_step(found) for found in row))
     if len(steps) > _MAX_STEPS:
-        worst = [max(column.steps, key=lambda step: step.rho or step.rounding_units) for column in result.columns[1:]]
+        worst = [
+            max(column.steps, key=lambda step: step.noise_ratio or step.rounding_units) for column in result.columns[1:]
+        ]
         cells = (
             _step(found).append("" if found.agreement == "bitwise" else f" (step {found.step})") for found in worst
         )
@@ -88,7 +90,7 @@ def _step(difference: StepDifference) -> Text:
     style = _STYLES[difference.agreement]
     if difference.agreement == "bitwise":
         return Text("bitwise equal", style=style)
-    over = "" if difference.rho is None else f", rho {difference.rho:.2g}"
+    over = "" if difference.noise_ratio is None else f", noise ratio {difference.noise_ratio:.2g}"
     size = f"max abs {difference.figures.max_abs_diff:.3g}, {difference.rounding_units:.2g} roundings"
     return Text(size + over, style=style)
 

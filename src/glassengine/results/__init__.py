@@ -112,8 +112,9 @@ class Pair(Result):
     `method` says how the two were paired ("name", "name+fingerprint", "alias", "map", "output", "consumer"; "content"
     by what they compute; "region" for an op that the candidate does not have, judged where the region it is in ends)
     and `judged_by` which guarantee the verdict has ("reverse replay", "segment", "noise floor", "given tolerance",
-    "tolerance (uncalibrated)", "shape"). `rho` is the error over the noise floor, `beta` over the rounding bound.
-    `case` names the batch of prompts of a check; `inherited` marks an error that was carried in by the inputs.
+    "tolerance (uncalibrated)", "shape"). `noise_ratio` is the error over the noise floor, `bound_ratio`
+    that over the rounding bound. `case` names the batch of prompts of a check; `inherited` marks an error that was
+    carried in by the inputs.
     """
 
     step: int
@@ -124,8 +125,8 @@ class Pair(Result):
     verdict: Verdict
     judged_by: str
     figures: Figures | None = None
-    rho: float | None = None
-    beta: float | None = None
+    noise_ratio: float | None = None
+    bound_ratio: float | None = None
     rung: str | None = None
     case: str | None = None
     inherited: bool = False
@@ -165,8 +166,8 @@ class Divergence(Result):
     candidate_site: str
     source: str | None
     verdict: Verdict
-    rho: float | None
-    beta: float | None
+    noise_ratio: float | None
+    bound_ratio: float | None
     introduced: float | None
     inherited: float | None
     hints: tuple[Hint, ...] = ()

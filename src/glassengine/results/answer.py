@@ -51,7 +51,7 @@ class ResultComparison(Result):
         ulp: Largest difference in units in the last place of `largest`, in the coarser dtype of the two.
         snr_db: Least signal-to-noise ratio of a step.
         cosine_similarity: Least of a step.
-        rho: Largest ratio of error and noise floor.
+        noise_ratio: Largest ratio of error and noise floor.
         exempt: Share of the elements that do not count (ties, undefined values), padding aside.
         judged_by: "signal" where the candidate is quantized: rounding explains nothing then, and what is left of the
             signal counts.
@@ -74,7 +74,7 @@ class ResultComparison(Result):
     ulp: float | None
     snr_db: float | None
     cosine_similarity: float | None
-    rho: float | None
+    noise_ratio: float | None
     exempt: float = 0.0
     judged_by: Literal["noise floor", "signal"] = "noise floor"
 

@@ -96,14 +96,14 @@ def test_a_debug_build_and_a_release_build(release: Path, debug: Path, program: 
     assert result.num_threads == torch.get_num_threads() and result.rounds == 1
     assert [len(column.steps) for column in result.columns] == [0, 6, 6]
     assert {step.judged_by for step in third.steps} == {"noise floor"}
-    assert all(step.rho is not None and 0 < step.rho < 2 for step in third.steps)
+    assert all(step.noise_ratio is not None and 0 < step.noise_ratio < 2 for step in third.steps)
     assert all(step.rounding_units > 0 and step.figures.max_abs_diff > 0 for step in third.steps)
     # Only positions that hold a token count: 23 + 2 in the prefill, then 2.
     assert [step.figures.num_elements for step in third.steps] == [25 * VOCAB_SIZE, *[2 * VOCAB_SIZE] * 5]
     shown = draw(result)
     for part in ("added outputs", "2: model.layers.0.mlp", "bitwise equal", "within rounding", "KiB", "decode step"):
         assert part in shown
-    assert "1 threads" in shown and "prompts of 23, 2 tokens" in shown and "rho" in shown
+    assert "1 threads" in shown and "prompts of 23, 2 tokens" in shown and "noise ratio" in shown
     json.dumps(result.to_dict(), allow_nan=False)
 
 
@@ -160,7 +160,7 @@ def test_judging_one_step() -> None:
     baseline = torch.randn((3, 1000), generator=generator)
     noise = torch.randn((3, 1000), generator=generator) * 1e-5
     clean = judge_logits(0, baseline, baseline + noise, 1e-5)
-    assert clean.agreement == "within rounding" and clean.rho is not None and 0.5 < clean.rho < 1.5
+    assert clean.agreement == "within rounding" and clean.noise_ratio is not None and 0.5 < clean.noise_ratio < 1.5
     assert judge_logits(0, baseline, baseline.clone(), 1e-5).agreement == "bitwise"
     # All elements a little off, one element far off, one not finite.
     assert judge_logits(0, baseline, baseline + 30 * noise, 1e-5).agreement == "beyond"
@@ -169,7 +169,7 @@ def test_judging_one_step() -> None:
     assert judge_logits(0, baseline, one, 1e-5).agreement == "beyond"
     one[1, 7] = float("nan")
     found = judge_logits(0, baseline, one, 1e-5)
-    assert found.agreement == "beyond" and found.rho == math.inf and found.rounding_units == math.inf
+    assert found.agreement == "beyond" and found.noise_ratio == math.inf and found.rounding_units == math.inf
     assert judge_logits(0, one, one.clone(), 1e-5).agreement == "bitwise"
     # A zero of the other sign is not the same bits, and no difference either.
     zeros = torch.zeros((1, 4))
@@ -184,7 +184,7 @@ def test_units_of_rounding() -> None:
     candidate[1, 1] += 2.0**-8
     found = judge_logits(0, baseline, candidate, None)
     # Of the position's largest logit: 2^-7 / (2^-7 * 8) and 2^-8 / (2^-7 * 0.5).
-    assert found.rounding_units == 1.0 and found.judged_by == "tolerance (uncalibrated)" and found.rho is None
+    assert found.rounding_units == 1.0 and found.judged_by == "tolerance (uncalibrated)" and found.noise_ratio is None
     assert found.agreement == "within rounding" and found.figures.num_different == 2
     candidate[1, 1] = 0.5
     assert judge_logits(0, baseline, candidate, None).agreement == "beyond"
@@ -224,12 +224,12 @@ def test_a_long_run_shows_the_worst_step(release: Path, few_floors: None) -> Non
     result = run(release, release, max_new_tokens=12)
     figures = dataclasses.replace(result.columns[1].steps[10].figures, num_different=3, max_abs_diff=0.5)
     worst = dataclasses.replace(
-        result.columns[1].steps[10], agreement="within rounding", rounding_units=2.0, rho=7.0, figures=figures
+        result.columns[1].steps[10], agreement="within rounding", rounding_units=2.0, noise_ratio=7.0, figures=figures
     )
     steps = (*result.columns[1].steps[:10], worst, result.columns[1].steps[11])
     column = dataclasses.replace(result.columns[1], steps=steps, agreement="within rounding")
     shown = draw(dataclasses.replace(result, columns=(result.columns[0], column)))
-    assert "worst of 12" in shown and "max abs 0.5, 2 roundings, rho 7 (step 10)" in shown
+    assert "worst of 12" in shown and "max abs 0.5, 2 roundings, noise ratio 7 (step 10)" in shown
     # Two engines of one name are told apart by their directories, others have them in a row of their own.
     assert f"logits against {release}" in shown and "directory" not in shown
     first = dataclasses.replace(result.columns[0], engine="elsewhere/first")

@@ -148,7 +148,9 @@ def test_a_router_that_rounds_otherwise_may_choose_otherwise(kind: type[Mixture]
         router: Any = made(kind).layers[0].router  # type: ignore[index, union-attr]
         assert bool((route(router, x)[1] != router(x)[1]).any()), "this candidate chooses as the baseline does"
     _, pairs = checked(kind, inputs, route)
-    assert [(pair.site, pair.rho, pair.reason) for pair in pairs if pair.verdict in ("suspicious", "wrong")] == []
+    assert [
+        (pair.site, pair.noise_ratio, pair.reason) for pair in pairs if pair.verdict in ("suspicious", "wrong")
+    ] == []
     reasons = {pair.site: str(pair.reason) for pair in pairs if pair.reason}
     assert any("hang on a tie" in reason for reason in reasons.values())
 

@@ -94,7 +94,12 @@ def test_every_op_of_an_equal_run_is_identical(single: Observed, half: Observed,
 def test_what_an_op_introduced_is_wrong_and_measured_by_floor_and_bound(half: Observed, op: str) -> None:
     found = half.judge(half.node(op), lambda value: value * 1.1)
     assert found is not None and found.verdict == "wrong"
-    assert found.rho is not None and found.rho > 10 and found.beta is not None and found.beta > 1
+    assert (
+        found.noise_ratio is not None
+        and found.noise_ratio > 10
+        and found.bound_ratio is not None
+        and found.bound_ratio > 1
+    )
 
 
 def test_what_the_inputs_carried_in_is_gone(single: Observed) -> None:
@@ -116,7 +121,7 @@ def test_one_more_rounding_is_legal_for_another_kernel(half: Observed) -> None:
 def test_f2_without_a_bound_the_floor_decides_far_beyond_rounding(single: Observed) -> None:
     found = [single.judge(single.node("digamma"), lambda v, e=e: v * (1 + e)) for e in (0.5, 1e-3, 1e-5, 1e-9)]
     assert [one.verdict for one in found if one is not None] == ["wrong", "wrong", "suspicious", "identical"]
-    assert all(one is not None and one.beta is None for one in found)
+    assert all(one is not None and one.bound_ratio is None for one in found)
 
 
 def test_what_is_not_finite_counts_in_padding_too(single: Observed) -> None:

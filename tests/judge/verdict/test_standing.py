@@ -16,7 +16,14 @@ from glassengine.testing import models
 
 
 def result(verdict: Verdict, snr: float = 60.0) -> ResultComparison:
-    sizes = {"max_abs_diff": 0.5, "largest": 2.0, "ulp": 9.0, "snr_db": snr, "cosine_similarity": 0.9, "rho": 9.0}
+    sizes = {
+        "max_abs_diff": 0.5,
+        "largest": 2.0,
+        "ulp": 9.0,
+        "snr_db": snr,
+        "cosine_similarity": 0.9,
+        "noise_ratio": 9.0,
+    }
     return ResultComparison(
         "logits", "logits", "candidate", "name", verdict, None, "a case", 1, 4, (2, 3), "float32", "float32", **sizes
     )

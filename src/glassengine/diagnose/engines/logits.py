@@ -4,7 +4,7 @@
 square, relative to the logits'), measured with `reference`. Two engines that both err by r differ by sqrt(2) r, and the
 largest of n such differences is about sqrt(2 ln 2n) times that:
 
-    rho = max over positions of max( rms(c - b), max|c - b| / sqrt(2 ln 2n) ) / (sqrt(2) r rms(b))
+    noise_ratio = max over positions of max( rms(c - b), max|c - b| / sqrt(2 ln 2n) ) / (sqrt(2) r rms(b))
 
 is about 1 for engines that only round differently; the limit is that of `numerics.verdict`. Where the floor cannot be
 measured, the tolerance of the dtype at the scale of each position's largest logit stands in, and says so.
@@ -49,7 +49,7 @@ class StepDifference(Result):
         step: 0 is the prefill.
         agreement: "bitwise" (every bit of every logit), "within rounding" or "beyond".
         judged_by: "noise floor" or "tolerance (uncalibrated)".
-        rho: Difference over the noise floor; None where that was not measured.
+        noise_ratio: Difference over the noise floor; None where that was not measured.
         rounding_units: Largest difference, each in units of the coarser dtype's epsilon times the largest logit of its
             position.
         figures: All figures, element by element.
@@ -58,7 +58,7 @@ class StepDifference(Result):
     step: int
     agreement: Agreement
     judged_by: str
-    rho: float | None
+    noise_ratio: float | None
     rounding_units: float
     figures: Figures
 
@@ -128,7 +128,7 @@ def judge_logits(step: int, baseline: torch.Tensor, candidate: torch.Tensor, flo
         baseline.contiguous().view(torch.uint8), candidate.contiguous().view(torch.uint8)
     )
     epsilon = max(torch.finfo(side.dtype).eps for side in (baseline, candidate))
-    units, rho, excess = 0.0, 0.0, 0.0
+    units, noise_ratio, excess = 0.0, 0.0, 0.0
     for expected, actual in zip(baseline, candidate, strict=True):
         # Position by position, so that float64 copies stay small; elements that are not finite are counted in figures.
         expected, actual = expected.double(), actual.double()
@@ -141,15 +141,15 @@ def judge_logits(step: int, baseline: torch.Tensor, candidate: torch.Tensor, flo
         excess = max(excess, _ratio(largest, limit.atol + limit.rtol * scale))
         if floor is not None:
             typical = max(_rms(error), largest / math.sqrt(2 * math.log(2 * error.numel())))
-            rho = max(rho, _ratio(typical, math.sqrt(2) * floor * _rms(expected)))
+            noise_ratio = max(noise_ratio, _ratio(typical, math.sqrt(2) * floor * _rms(expected)))
     if figures.num_nonfinite_mismatch:
-        units = rho = excess = math.inf
-    is_beyond = excess > 1 if floor is None else rho > WRONG
+        units = noise_ratio = excess = math.inf
+    is_beyond = excess > 1 if floor is None else noise_ratio > WRONG
     return StepDifference(
         step=step,
         agreement="bitwise" if same_bits else "beyond" if is_beyond else "within rounding",
         judged_by=BY_TOLERANCE if floor is None else BY_FLOOR,
-        rho=None if floor is None else rho,
+        noise_ratio=None if floor is None else noise_ratio,
         rounding_units=units,
         figures=figures,
     )

@@ -156,7 +156,7 @@ def _pair(op: Op) -> Pair:
         confidence=1.0,
         verdict=op.worst.verdict,
         judged_by=_BY_GRID,
-        rho=op.worst.rho,
+        noise_ratio=op.worst.noise_ratio,
         rung=RUNG,
         case=op.where[0],
         reason=op.worst.reason,
@@ -176,7 +176,7 @@ def _divergence(program: Program, op: Op) -> Divergence:
         op.candidate_site,
         sites[0].source if sites else None,
         found.verdict,
-        found.rho,
+        found.noise_ratio,
         None,
         found.rms_error,
         None,
@@ -193,7 +193,9 @@ def _verdict(error: WeightError) -> Verdict:
 def _pair_of_weight(name: str, error: WeightError) -> Pair:
     text = "; ".join(hint.text for hint in error.mistakes) or None
     site = f"{name}:param"
-    return Pair(0, site, site, "name", 1.0, _verdict(error), _BY_GRID, rho=error.rms_steps, rung=RUNG, reason=text)
+    return Pair(
+        0, site, site, "name", 1.0, _verdict(error), _BY_GRID, noise_ratio=error.rms_steps, rung=RUNG, reason=text
+    )
 
 
 def _of_weight(name: str, error: WeightError) -> Divergence:

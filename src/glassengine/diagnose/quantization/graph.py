@@ -136,7 +136,7 @@ class Op:
 
 
 def _rank(judgement: Judgement) -> tuple[int, float]:
-    return VERDICTS.index(judgement.verdict), judgement.rho or 0.0
+    return VERDICTS.index(judgement.verdict), judgement.noise_ratio or 0.0
 
 
 @dataclass
@@ -288,13 +288,15 @@ def _judged(
         coarse = _ratio((value.read - inside).square(), inside.square())
         if coarse > LITTLE_LEFT and judged[-1].verdict not in FLAGGED:
             text = f"its grid is too coarse: rounding to it leaves {decibels(coarse):.0f} dB"
-            return Judgement("wrong" if coarse > LOST else "suspicious", judged[-1].rho, judged[-1].rms_error, text)
+            return Judgement(
+                "wrong" if coarse > LOST else "suspicious", judged[-1].noise_ratio, judged[-1].rms_error, text
+            )
         if not is_folded and judged[-1].verdict not in FLAGGED:
             cut = _ratio((predicted - inside).square(), predicted.square())
             if cut > LITTLE_LEFT:
                 text = f"{cut:.0%} of the power is cut off by the ends of its grid, {_span(value)}"
                 found = judged[-1]
-                return Judgement("wrong" if cut > LOST else "suspicious", found.rho, found.rms_error, text)
+                return Judgement("wrong" if cut > LOST else "suspicious", found.noise_ratio, found.rms_error, text)
     return min(judged, key=_rank)
 
 

@@ -159,7 +159,7 @@ def result_of(expected: Outcome, found: Outcome, total: Mapping[str, Any], num_s
         ulp=None,
         snr_db=total["snr_db"],
         cosine_similarity=total["cosine"],
-        rho=None,
+        noise_ratio=None,
         judged_by="signal",
     )
 
@@ -178,7 +178,7 @@ def _site(name: str) -> str:
     return f"{name}:param"
 
 
-def _pair(name: str, verdict: Verdict, rho: float | None, reason: str | None) -> Pair:
+def _pair(name: str, verdict: Verdict, noise_ratio: float | None, reason: str | None) -> Pair:
     return Pair(
         step=0,
         site=_site(name),
@@ -187,7 +187,7 @@ def _pair(name: str, verdict: Verdict, rho: float | None, reason: str | None) ->
         confidence=1.0,
         verdict=verdict,
         judged_by="step of the quantization",
-        rho=rho,
+        noise_ratio=noise_ratio,
         rung=RUNG,
         reason=reason,
     )

@@ -116,7 +116,11 @@ class Trials:
                 return "runtime_error", _line(error)
         for name, found in zip(piece.outputs, expected.judge(results), strict=True):
             if found.verdict == "wrong":
-                size = f"{found.rho:.3g} times what rounding explains" if found.rho is not None else found.reason
+                size = (
+                    f"{found.noise_ratio:.3g} times what rounding explains"
+                    if found.noise_ratio is not None
+                    else found.reason
+                )
                 return "accuracy", f"{name}: {size}"
         return None, ""
 

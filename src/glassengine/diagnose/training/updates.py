@@ -52,7 +52,7 @@ def judge_updates(found: Found, baseline: nn.Module, steps: Sequence[StepTaken],
                 found.written[hint] = WrittenDifferently(known.site if known else site, site, hint, verdict, "update")
             case = f"step {number}"
             pair = Pair(number, site, site, "name", 1.0, judgement.verdict, "reverse replay", case=case, rung="update")
-            found.pairs.append(replace(pair, rho=judgement.rho, reason=judgement.reason))
+            found.pairs.append(replace(pair, noise_ratio=judgement.noise_ratio, reason=judgement.reason))
             if judgement.verdict in FLAGGED and site not in flagged:
                 flagged.add(site)
                 guesses = () if hint is None else (Hint("argument", hint, 1.0),)
@@ -65,8 +65,8 @@ def judge_updates(found: Found, baseline: nn.Module, steps: Sequence[StepTaken],
                         candidate_site=site,
                         source=None,
                         verdict=judgement.verdict,
-                        rho=judgement.rho,
-                        beta=None,
+                        noise_ratio=judgement.noise_ratio,
+                        bound_ratio=None,
                         introduced=judgement.rms_error,
                         inherited=0.0,
                         hints=guesses,

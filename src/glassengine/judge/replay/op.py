@@ -59,8 +59,8 @@ class Replay:
         wide_operands: Whether the candidate's products may read unrounded registers, as its other ops may.
         accumulation: How the candidate's products are summed.
         seed: Of the noise.
-        worth_a_bound: From this rho on the rounding bound is worked out; the verdict does not depend on it below
-            `INTRODUCED_SUSPICIOUS`, but beta is known for more tensors.
+        worth_a_bound: From this noise ratio on the rounding bound is worked out; the verdict does not depend on it
+            below `INTRODUCED_SUSPICIOUS`, but the bound ratio is known for more tensors.
     """
 
     method = "reverse replay"
@@ -150,7 +150,7 @@ class Replay:
         if self._compiled and is_unordered(op):
             return self._in_any_order(node, op, operation, candidate, native, args, kwargs, valid)
         found = self._judged(node, op, operation, candidate, native, args, kwargs, valid)
-        if self._compiled and found.verdict in FLAGGED and found.rho is not None:
+        if self._compiled and found.verdict in FLAGGED and found.noise_ratio is not None:
             again = ComputedAgain(self._values, self._value, self._roundoff)
             for depth in range(MOST_DEPTH + 1):
                 both = again.operation(op, call, depth)
@@ -234,11 +234,11 @@ class Replay:
         # Most ops are within the floor of one run; the rest is worth the other runs, and the bound.
         quick = against([])
         found = quick.measured(candidate)
-        if found.rho is None or found.verdict == "identical":
+        if found.noise_ratio is None or found.verdict == "identical":
             return found
         # Terms of a product are of one size, and so are the errors of its elements, however small these are.
         is_even = operation.name in FROM_MEMORY or not quick.has_outliers(candidate)
-        if found.rho <= self.worth_a_bound and is_even:
+        if found.noise_ratio <= self.worth_a_bound and is_even:
             return found
         runs = [*self._noise(node, op, operation, roundoff), *other_kernel(op, args, kwargs)]
         reference = against(runs)

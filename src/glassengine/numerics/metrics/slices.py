@@ -2,7 +2,7 @@
 
 And the test that goes with them, that of `numerics.verdict`, on a floor that was kept with the baseline's recording:
 
-    rho = max over slices of rms_s(candidate - baseline) / floor_s
+    noise_ratio = max over slices of rms_s(candidate - baseline) / floor_s
     floor_s^2 = max( noise_s^2, noise^2, r^2 mean(B^2), r^2 mean_s(B^2), (u^2 / 3) mean(B^2) )
 
 B is the baseline, r the largest noise of its site in any step, relative to it.
@@ -66,7 +66,7 @@ def slices(baseline: Tensor, candidate: Tensor) -> Slices:
     return Slices(error / count, power / count, tuple(errors), tuple(powers))
 
 
-def rho(found: Slices, floor: Floor, relative: float, dtype: torch.dtype) -> float:
+def noise_ratio(found: Slices, floor: Floor, relative: float, dtype: torch.dtype) -> float:
     """Return the error over the floor, in the worst slice.
 
     Args:
