@@ -10,15 +10,15 @@ WORKERS ?= $(shell $(PYTHON) -c "import os; print(max(2, min(4, os.cpu_count() o
 test test-all test-cuda test-foreign test-foreign-onnx: export OMP_NUM_THREADS = 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-all test-cuda test-foreign test-foreign-onnx lint pictures bench audit sbom lock fuzz faults
+.PHONY: demo test test-all test-cuda test-foreign test-foreign-onnx lint docs pictures dist bench audit sbom lock fuzz faults
 
 demo: $(STAMP)
 	$(BIN)/glass check examples/tiny-llama
 
-test: $(STAMP)
+test: $(STAMP) $(TOOLS)/.installed
 	$(BIN)/python -m pytest -q -m "not slow" -n $(WORKERS) --dist loadfile
 
-test-all: $(STAMP)
+test-all: $(STAMP) $(TOOLS)/.installed
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
 
 # For a machine with a GPU, where a torch with CUDA takes the place of the pinned one; elsewhere it only lists them.
@@ -50,6 +50,15 @@ lint: $(STAMP)
 # The picture in README.md, from a real run; after a change of what `glass check` prints.
 pictures: $(STAMP)
 	$(BIN)/python docs/pictures/draw.py
+
+# The documentation site, into site/; a warning (a link or an anchor that leads nowhere, a page that is in no menu) is an error.
+docs: $(TOOLS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(TOOLS)/bin/mkdocs build --strict
+
+# What a release publishes: the wheel, the source distribution, the list of components, and the checksums of all three.
+dist: $(STAMP) sbom
+	$(BIN)/python -c "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
+	cd dist && rm -f SHA256SUMS && sha256sum * > SHA256SUMS
 
 # Changes files of every kind, for an hour or FUZZ_SECONDS; FUZZ_KINDS="engine snapshot" are those alone.
 fuzz: $(STAMP)
@@ -94,6 +103,7 @@ sbom: $(STAMP) $(TOOLS)/.installed
 lock: $(TOOLS)/.installed
 	$(TOOLS)/bin/python requirements/lock.py
 
+# What the project is made with beside the tests: the site, the locks, the audit, the rules of workflows.
 $(TOOLS)/.installed: requirements/tools.lock
 	$(PYTHON) -m venv $(TOOLS)
 	$(TOOLS)/bin/pip install --require-hashes --no-deps -r requirements/tools.lock

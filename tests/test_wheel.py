@@ -1,0 +1,139 @@
+"""What a user installs: the wheel works without the repository beside it, and holds what it needs and no more."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import glassengine
+
+MODELS = """
+import torch
+
+
+class Net(torch.nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.scale = torch.nn.Linear(8, 16), torch.nn.Linear(16, 4), scale
+
+    def forward(self, x):
+        return self.last(torch.relu(self.first(x)) * self.scale)
+
+
+def right(): return Net(0.5).eval()
+def wrong(): return Net(0.6).eval()
+def inputs(): return {"x": torch.linspace(-1, 1, 24).reshape(3, 8)}
+"""
+
+BUILD = "from setuptools import build_meta as build; build.build_sdist('dist'); build.build_wheel('dist')"
+
+Glass = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def built(folder: Path) -> Path:
+    """Build what `make dist` builds, in `folder`, and return where it is."""
+    subprocess.run([sys.executable, "-c", BUILD], cwd=folder, check=True, capture_output=True, timeout=600)
+    return folder / "dist"
+
+
+@pytest.fixture(scope="module")
+def dist(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel and the source distribution of this tree."""
+    folder = tmp_path_factory.mktemp("tree")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / name, folder)
+    shutil.copytree(root / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    return built(folder)
+
+
+@pytest.fixture(scope="module")
+def glass(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Glass:
+    """Run the command of a fresh environment that has the wheel, and, by a `.pth` file, the dependencies."""
+    folder = tmp_path_factory.mktemp("fresh")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "env"], check=True, timeout=600)
+    python = folder / "env/bin/python"
+    (wheel,) = dist.glob("*.whl")
+    install = ["--python", python, "install", "-q", "--no-deps", "--no-index", wheel]
+    subprocess.run([sys.executable, "-m", "pip", *install], check=True, capture_output=True, timeout=600)
+    (packages,) = (folder / "env/lib").glob("*/site-packages")
+    (packages / "beside.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    (folder / "models.py").write_text(MODELS)
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [folder / "env/bin/glass", *words]
+        return subprocess.run(
+            command, cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=600
+        )
+
+    found = subprocess.run(
+        [python, "-c", "import glassengine; print(glassengine.__file__)"],
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=600,
+    )
+    assert found.stdout.startswith(str(packages)), "not the repository's"
+    return run
+
+
+def test_the_command_and_the_back_ends_are_there(glass: Glass) -> None:
+    assert glass("--version").stdout.strip().endswith(glassengine.__version__)
+    doctor = glass("doctor")
+    assert doctor.returncode == 0, doctor.stderr
+    for name in ("eager", "inductor", "onnxruntime", "openvino", "tensorrt_rtx"):
+        assert name in doctor.stdout
+
+
+def test_a_check_finds_a_planted_mistake(glass: Glass) -> None:
+    done = glass("check", "models.py:right", "--candidate", "models.py:wrong", "--inputs", "models.py:inputs", "-q")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "a tensor is wrong at ./mul.0" in done.stdout
+    assert "0.5" in done.stdout and "0.6" in done.stdout  # the hint
+
+
+def test_a_build_writes_artifacts_with_the_page_that_shows_them(glass: Glass, tmp_path: Path) -> None:
+    done = glass(
+        *("build", "models.py:right", "--inputs", "models.py:inputs", "--backend", "eager", "-q"),
+        *("-o", str(tmp_path / "engine"), "--artifacts", str(tmp_path / "artifacts")),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list((tmp_path / "artifacts").rglob("*.html"))
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(dist: Path, root: Path) -> None:
+    (wheel,) = dist.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    source = root / "src"
+    wanted = {
+        path.relative_to(source).as_posix()
+        for path in source.rglob("*")
+        if path.is_file() and path.suffix != ".pyc" and ".egg-info" not in path.as_posix()
+    }
+    package = {name for name in names if ".dist-info/" not in name}
+    assert package == wanted
+    assert not [name for name in package if Path(name).name.startswith(("test_", "conftest"))]
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_source_distribution_makes_the_same_wheel(dist: Path, tmp_path: Path) -> None:
+    (archive,) = dist.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        opened.extractall(tmp_path, filter="data")
+    (folder,) = tmp_path.iterdir()
+    (again,) = built(folder).glob("*.whl")
+    (wheel,) = dist.glob("*.whl")
+    assert again.name == wheel.name
+    assert sorted(zipfile.ZipFile(again).namelist()) == sorted(zipfile.ZipFile(wheel).namelist())
