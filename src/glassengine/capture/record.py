@@ -203,7 +203,7 @@ def record(
         optimizer: Record the parameters (`:param`) and the state (`:state.exp_avg`) after each of its steps.
         steps: Record only these, e.g. range(3).
         byte_budget: Most bytes of values; tensors that do not fit leave their statistics and are listed.
-        overwrite: Replace a recording that exists.
+        overwrite: Replace an existing recording.
         durable: Keep every step that has ended when the process is killed. False loses the steps of the last 20 ms or
             so then, more while the disk is slow (at most 256 MiB of values), and makes recording a small model 3 %
             faster, a large one not; a process that ends in any other way loses nothing.

@@ -60,7 +60,7 @@ class SessionRecording:
         values: As for `record`.
         steps: As for `record`.
         byte_budget: As for `record`.
-        overwrite: Replace a recording that exists.
+        overwrite: Replace an existing recording.
         durable: As for `record`.
 
     Attributes:

@@ -89,7 +89,7 @@ def record_target(
         values: As for `record`.
         steps: As for `record`.
         byte_budget: As for `record`.
-        overwrite: Replace a recording that exists.
+        overwrite: Replace an existing recording.
         durable: As for `record`.
         dtype: As for `build`.
         device: Where the model runs, e.g. "cuda": it and its inputs are moved there; None leaves it where it is.

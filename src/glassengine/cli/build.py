@@ -43,19 +43,22 @@ def command(
     ] = None,
     out_directory: Annotated[
         str | None,
-        typer.Argument(metavar="[OUT]", help="Directory to make; engines/<model> by default.", show_default=False),
+        typer.Argument(
+            metavar="[OUT]", help="Directory of the new engine; default: engines/<model>.", show_default=False
+        ),
     ] = None,
     output_dir: Annotated[
-        str | None, typer.Option("--output-dir", "-o", metavar="DIR", help="The same as OUT.", show_default=False)
+        str | None, typer.Option("--output-dir", "-o", metavar="DIR", help="Same as OUT.", show_default=False)
     ] = None,
     backend: Annotated[
-        str | None, typer.Option(help="Back-end; see glass doctor. By default inductor, else onnxruntime.")
+        str | None,
+        typer.Option(help="Back-end, see glass doctor; default: inductor, or onnxruntime without a C++ compiler."),
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(metavar="cpu|cuda", help="What the engine runs on; by default what the back-end is for."),
+        typer.Option(metavar="cpu|cuda", help="Device the engine runs on; default: that of the back-end."),
     ] = None,
-    dtype: Annotated[DType, typer.Option(help="auto keeps that of the checkpoint.")] = DType.auto,
+    dtype: Annotated[DType, typer.Option(help="auto keeps the dtype of the checkpoint.")] = DType.auto,
     add_output: Annotated[
         list[str] | None,
         typer.Option(
@@ -68,25 +71,25 @@ def command(
     ] = None,
     passes: Annotated[
         list[str] | None,
-        typer.Option("--pass", metavar="FILE.py:FN", help="Run a pass of yours over the graph. Repeatable."),
+        typer.Option("--pass", metavar="FILE.py:FN", help="Apply your own pass to the graph. Repeatable."),
     ] = None,
     artifacts: Annotated[
         str | None,
         typer.Option(
             metavar="DIR",
-            help="Write every stage of the build, the network and an index.html there; DEBUG_ARTIFACTS_DIR does, too.",
+            help="Write every stage of the build, the network and an index.html; DEBUG_ARTIFACTS_DIR does, too.",
             show_default=False,
         ),
     ] = None,
     max_batch_size: Annotated[int, typer.Option(help="Largest batch.")] = 8,
     max_seq_len: Annotated[
-        int | None, typer.Option(help="Most tokens of a sequence; by default what the model allows.")
+        int | None, typer.Option(help="Maximum tokens of a sequence; default: the limit of the model.")
     ] = None,
     attn_implementation: Annotated[str | None, typer.Option(help="As in transformers: sdpa, eager.")] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")
     ] = False,
-    revision: Annotated[str | None, typer.Option(help="Of a hub id: branch, tag or commit.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     adapter: Annotated[
         str | None,
         typer.Option(
@@ -95,11 +98,11 @@ def command(
     ] = None,
     sign: Annotated[
         str | None,
-        typer.Option(metavar="KEY", help="Sign the engine with this key of OpenSSH; see glass verify."),
+        typer.Option(metavar="KEY", help="Sign the engine with this OpenSSH key; see glass verify."),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an engine that exists.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be built, and its bytes.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing engine.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be built, and its size.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
     model_dir: Annotated[str | None, typer.Option("--model-dir", hidden=True)] = None,
     visualize_network: Annotated[bool, typer.Option("--visualize-network", hidden=True)] = False,
     profiling_verbosity: Annotated[str | None, typer.Option("--profiling-verbosity", hidden=True)] = None,

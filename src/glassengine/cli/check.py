@@ -28,7 +28,7 @@ _TRAINING = "training and judging every step"
 
 
 class FailOn(StrEnum):
-    """The mildest verdict that makes the exit status 1."""
+    """Lowest verdict that makes the command fail."""
 
     suspicious = "suspicious"
     wrong = "wrong"
@@ -38,78 +38,80 @@ def command(
     baseline: Annotated[
         str,
         typer.Argument(
-            help="Hugging Face directory or id, file.py:factory, or package.module:factory to trust.",
+            help="Reference: Hugging Face directory or id, file.py:factory, package.module:factory.",
             show_default=False,
         ),
     ],
     candidate: Annotated[
         str | None,
         typer.Option(
-            metavar="TARGET|ENGINE|RECORD", help="Judge this model, port, engine or dump; default: engines built here."
+            metavar="TARGET|ENGINE|RECORD",
+            help="Judge this model, port, engine or dump; default: engines built from the baseline.",
         ),
     ] = None,
     map: Annotated[
-        str | None, typer.Option(metavar="FILE", help="JSON: what the tensors of a record are called in the program.")
+        str | None, typer.Option(metavar="FILE", help="JSON file that maps tensor names of a record to sites.")
     ] = None,
-    backend: Annotated[str | None, typer.Option(help="Back-end of the engines that are built.")] = None,
+    backend: Annotated[str | None, typer.Option(help="Back-end of the built engines.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     inputs: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE|FACTORY", help="Prompts (.txt, one a line), or tensors (.pt .safetensors .npz .json)."
+            metavar="FILE|FACTORY", help="Prompts (.txt, one per line) or tensors (.pt .safetensors .npz .json)."
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(min=0, help="Decode steps after the prefill.")] = 3,
+    steps: Annotated[int, typer.Option(min=0, help="Number of decode steps after the prefill.")] = 3,
     passes: Annotated[
         list[str] | None,
         typer.Option("--pass", metavar="FILE.PY:FN", help="Graph pass to apply and judge. Repeatable."),
     ] = None,
     all_rungs: Annotated[
-        bool, typer.Option("--all-rungs", help="Compile every op alone too, not only what the engine got wrong.")
+        bool, typer.Option("--all-rungs", help="Compile every op alone, not only the wrong ones.")
     ] = False,
     bisect_outputs: Annotated[
         bool,
-        typer.Option("--bisect-outputs", help="Observe only results; if they are wrong, add a few outputs a build."),
+        typer.Option("--bisect-outputs", help="Observe only results; if they are wrong, add a few outputs per build."),
     ] = False,
     training: Annotated[
         bool, typer.Option("--training", help="Judge training steps instead, one per dict of --inputs.")
     ] = False,
     optimizer: Annotated[
         str | None,
-        typer.Option(metavar="FILE.PY:FN", help="With --training: makes the optimizer of a module; else AdamW."),
+        typer.Option(metavar="FILE.PY:FN", help="With --training: returns the optimizer of a module; default: AdamW."),
     ] = None,
     candidate_optimizer: Annotated[
-        str | None, typer.Option(metavar="FILE.PY:FN", help="The candidate's own optimizer, if it has one.")
+        str | None, typer.Option(metavar="FILE.PY:FN", help="Optimizer of the candidate; default: the same.")
     ] = None,
     loss: Annotated[
         str | None,
-        typer.Option(metavar="FILE.PY:FN", help="Takes the loss out of what a module returns; else its .loss."),
+        typer.Option(metavar="FILE.PY:FN", help="Returns the loss from the module's result; default: its .loss."),
     ] = None,
-    fail_on: Annotated[FailOn, typer.Option(help="The mildest verdict that is not ok.")] = FailOn.wrong,
+    fail_on: Annotated[FailOn, typer.Option(help="Lowest verdict that makes the command fail.")] = FailOn.wrong,
     min_coverage: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of the baseline's float-valued sites that must be judged.")
+        float,
+        typer.Option(min=0, max=1, help="Minimum share of the baseline's float-valued sites that must be judged."),
     ] = 0.9,
     drift: Annotated[
         bool,
-        typer.Option(
-            "--drift", help="Show which module loses how much of the signal; done anyway for a less precise candidate."
-        ),
+        typer.Option("--drift", help="Show the signal loss per module; default for a less precise candidate."),
     ] = False,
     min_snr: Annotated[
-        str | None, typer.Option(metavar="dB", help="Least signal-to-noise ratio of each result: 30dB.")
+        str | None, typer.Option(metavar="dB", help="Minimum signal-to-noise ratio of each result, e.g. 30dB.")
     ] = None,
     accum: Annotated[
         str | None,
-        typer.Option(metavar="DTYPE", help="How the candidate sums products: float32, tf32, bfloat16 or float16."),
+        typer.Option(
+            metavar="DTYPE", help="Accumulation dtype of the candidate's products: float32, tf32, bfloat16 or float16."
+        ),
     ] = None,
     reproduction: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="Write a test of the first divergence that needs neither side nor glass."),
+        typer.Option(metavar="DIR", help="Write a test of the first divergence that needs neither model nor glass."),
     ] = None,
     attn_implementation: Annotated[str | None, typer.Option(help="As in transformers: sdpa, eager.")] = None,
-    trust_remote_code: Annotated[bool, typer.Option(help="Let code that comes with a checkpoint run.")] = False,
+    trust_remote_code: Annotated[bool, typer.Option(help="Run code that comes with the checkpoint.")] = False,
     trust_engine: TrustEngine = False,
-    revision: Annotated[str | None, typer.Option(help="Revision of a hub id.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     adapter: Annotated[
         str | None,
         typer.Option(
@@ -117,12 +119,12 @@ def command(
         ),
     ] = None,
     json: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write the result as one JSON document; - is stdout.")
+        str | None, typer.Option(metavar="FILE", help="Write the result as a JSON document; - is stdout.")
     ] = None,
 ) -> int:
-    """Find the first op where an engine, pass or port goes wrong.
+    """Find the first op that is wrong in a port, engine, pass or dump.
 
-    Exit status: 0 ok, 1 some tensor is as bad as --fail-on (or a token changed), 4 too little could be compared.
+    Exit status: 0 ok, 1 a tensor reaches --fail-on (or a token changes), 4 too little was comparable.
     """
     engines = {
         "--map": map,

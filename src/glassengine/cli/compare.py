@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class FailOn(StrEnum):
-    """The mildest verdict that makes the exit status 1."""
+    """Lowest verdict that makes the command fail."""
 
     rounding = "rounding"
     suspicious = "suspicious"
@@ -39,56 +39,52 @@ def command(
     baseline: Annotated[
         str,
         typer.Argument(
-            help="To trust: recording, .pt, .safetensors, .npz, .npy, directory of step<i>.pt or <name>-step<i>.npy; "
+            help="Reference: recording, .pt, .safetensors, .npz, .npy, directory of step<i>.pt or <name>-step<i>.npy; "
             "or an engine, or build artifacts.",
             show_default=False,
         ),
     ],
     candidates: Annotated[
-        list[str], typer.Argument(metavar="CANDIDATE", help="What is judged: the same kinds.", show_default=False)
+        list[str], typer.Argument(metavar="CANDIDATE", help="Judged against it; the same kinds.", show_default=False)
     ],
     transpose: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME", help="Transpose (the last two dimensions of) this tensor of the baseline. Repeatable."
-        ),
+        typer.Option(metavar="NAME", help="Transpose the last two dimensions of this baseline tensor. Repeatable."),
     ] = None,
     show_only: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="Judge and show only this tensor: name, glob or re:. Repeatable."),
     ] = None,
     floating_point_only: Annotated[
-        bool, typer.Option("--floating-point-only", help="Leave out integers and bools.")
+        bool, typer.Option("--floating-point-only", help="Skip integers and bools.")
     ] = False,
     map: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="JSON: which names belong together, in which layout.", show_default=False),
+        typer.Option(metavar="FILE", help="JSON file of matching names and layouts.", show_default=False),
     ] = None,
     rtol: Annotated[float | None, typer.Option(help="Relative tolerance instead of the dtype's own.")] = None,
     atol: Annotated[float | None, typer.Option(help="Absolute tolerance instead of the dtype's own.")] = None,
-    device: Annotated[str, typer.Option(help="Where the arithmetic runs.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device of the arithmetic.")] = "cpu",
     fail_on: Annotated[
-        FailOn | None, typer.Option(help="The mildest verdict that is not ok.", show_default="wrong")
+        FailOn | None, typer.Option(help="Lowest verdict that makes the command fail.", show_default="wrong")
     ] = None,
-    min_coverage: Annotated[float, typer.Option(help="Share of the baseline that must be judged.")] = 0.9,
+    min_coverage: Annotated[float, typer.Option(help="Minimum share of the baseline that must be judged.")] = 0.9,
     min_snr: Annotated[
         str | None,
-        typer.Option(metavar="dB", help="Of two precisions: least signal-to-noise ratio of each result, as 30dB."),
+        typer.Option(metavar="dB", help="Minimum signal-to-noise ratio of each result, e.g. 30dB."),
     ] = None,
     input_text: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="Engines: a prompt. Repeatable.", show_default=False)
     ] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(help="Engines: how many tokens to generate.", show_default=False)
-    ] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Engines: maximum new tokens.", show_default=False)] = None,
     trust_engine: TrustEngine = False,
     json: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write the result as one JSON document; - is stdout.")
+        str | None, typer.Option(metavar="FILE", help="Write the result as a JSON document; - is stdout.")
     ] = None,
 ) -> int:
-    """Compare recordings, tensor files or dumps, tensor by tensor; or engines, or build artifacts.
+    """Compare recordings, tensor files, dumps, engines or build artifacts.
 
-    Exit status: 0 ok, 1 some tensor is as bad as --fail-on, 4 nothing or too little could be compared.
+    Exit status: 0 ok, 1 a tensor reaches --fail-on, 4 nothing or too little was comparable.
     """
     for_tensors: dict[str, Any] = {
         "rtol": rtol,

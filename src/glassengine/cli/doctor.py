@@ -30,17 +30,15 @@ _ADVICE = (
 
 def command(
     cache: Annotated[
-        bool, typer.Option("--cache", help="Show the cache of compiled graphs instead: entries, hits, and every miss.")
+        bool, typer.Option("--cache", help="Show the compilation cache instead: entries, hits and every miss.")
     ] = False,
     calibrate: Annotated[
         bool,
-        typer.Option(
-            "--calibrate", help="Measure how accurate the elementwise kernels of the runtimes here are instead."
-        ),
+        typer.Option("--calibrate", help="Measure the accuracy of the runtimes' elementwise kernels instead."),
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
 ) -> int:
-    """Show what Glass Engine finds on this machine: versions, processor, compiler, back-ends."""
+    """Show versions, processor, compiler and back-ends of this machine."""
     if cache:
         return _show_cache(json)
     if calibrate:

@@ -24,17 +24,17 @@ from glassengine.locations import local
 
 COMMANDS = {
     "build": "Compile a model into an engine directory.",
-    "sites": "List the names of a model's, engine's or recording's tensors, without building.",
-    "run": "Generate text with an engine, or run it once where it does not generate; print or record its tensors.",
-    "record": "Record every tensor of a model, or of whatever a script runs.",
-    "show": "Show the tensors of a recording, or of a dump, and their statistics.",
-    "compare": "Compare recordings, tensor files or dumps, tensor by tensor; or engines, or build artifacts.",
-    "check": "Find the first op where an engine, pass or port goes wrong.",
-    "profile": "Show where the time of a profile went, or take one of a program that runs.",
-    "snapshot": "Show what a snapshot holds, or pack one into a single file.",
-    "replay": "Run a snapshot again, without the code that it came from.",
-    "verify": "Check who signed an engine, and that every file of it is as it was then; nothing of it runs.",
-    "doctor": "Show what Glass Engine finds on this machine: versions, processor, compiler, back-ends.",
+    "sites": "List the tensor names of a model, engine or recording, without building.",
+    "run": "Generate text with an engine, or run one forward of it; print or record its tensors.",
+    "record": "Record every tensor of a model or a script.",
+    "show": "Show the tensors of a recording or dump, and their statistics.",
+    "compare": "Compare recordings, tensor files, dumps, engines or build artifacts.",
+    "check": "Find the first op that is wrong in a port, engine, pass or dump.",
+    "profile": "Show a profile by module, or take one of a running program.",
+    "snapshot": "Show the content of a snapshot, or pack it into one file.",
+    "replay": "Run a snapshot again, without the original code.",
+    "verify": "Check the signature and all files of an engine, without running it.",
+    "doctor": "Show versions, processor, compiler and back-ends of this machine.",
 }
 
 # Commands whose --json names a file.
@@ -42,7 +42,7 @@ _JSON_FILES = ("compare", "check", "replay")
 
 _EPILOG = (
     "Exit status: 0 ok, 1 not ok, 2 usage, 3 back-end missing or failed, 4 incomparable, too little coverage or "
-    "corrupt, 70 a bug, 130 interrupted."
+    "corrupt, 70 a bug in Glass Engine, 130 interrupted."
 )
 
 
@@ -126,7 +126,7 @@ def _build() -> Any:
         no_progress: options.NoProgress = False,
         metrics: options.Metrics = False,
     ) -> None:
-        """Compile a model into an engine you can see through, and find the first op that goes wrong."""
+        """Compile a model into an engine with named tensors, and find the first op that is wrong."""
         options.configure(quiet, verbose, no_color, no_progress, metrics)
 
     for name, help_line in COMMANDS.items():

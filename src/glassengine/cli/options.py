@@ -50,14 +50,14 @@ Metrics = Annotated[
     bool,
     typer.Option(
         "--metrics",
-        help="Explain every compilation, and print counters and times when done: on stderr, and within --json.",
+        help="Explain every compilation; print counters and times at the end, on stderr and in --json.",
         rich_help_panel=_PANEL,
     ),
 ]
 TrustEngine = Annotated[
     bool,
     typer.Option(
-        "--trust-engine", help="Load native code of an engine that was built elsewhere: it can do whatever you can."
+        "--trust-engine", help="Load native code of an engine built elsewhere. It runs with your permissions."
     ),
 ]
 

@@ -20,24 +20,26 @@ _ENDED = {
 def command(
     directory: Annotated[
         str | None,
-        typer.Argument(help="What --profile or glass.profile wrote to; the newest profile in it.", show_default=False),
+        typer.Argument(
+            help="Directory of --profile or glass.profile; its newest profile is shown.", show_default=False
+        ),
     ] = None,
     against: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Compare with this profile instead of the one before.")
+        str | None, typer.Option(metavar="DIR", help="Compare with this profile instead of the previous one.")
     ] = None,
     capture: Annotated[
         str | None,
         typer.Option(metavar="ADDRESS", help="Take a profile of a program that called glass.start_server(PORT)."),
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="With --capture: how many steps. 1 by default.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="With --capture: number of steps; default: 1.")] = None,
     token_file: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="With --capture: the token of a program that wrote it to FILE."),
+        typer.Option(metavar="FILE", help="With --capture: file of the server's token."),
     ] = None,
-    rows: Annotated[int, typer.Option(min=1, help="Most rows of a table.")] = 30,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    rows: Annotated[int, typer.Option(min=1, help="Maximum rows of a table.")] = 30,
+    json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
 ) -> int:
-    """Show where the time of a profile went, or take one of a program that runs."""
+    """Show a profile by module, or take one of a running program."""
     if capture is not None:
         if directory is not None:
             raise UsageError("the program that is profiled chooses the directory", got=directory, hint="leave it out")

@@ -25,12 +25,12 @@ def command(
         list[str],
         typer.Argument(
             metavar="TARGET | [--] script.py ARGS... | -- -m module ARGS...",
-            help="A model, or a script.",
+            help="Model or script.",
             show_default=False,
         ),
     ],
     output_dir: Annotated[
-        str, typer.Option("--output-dir", "-o", metavar="DIR", help="Directory of the recording, or recordings.")
+        str, typer.Option("--output-dir", "-o", metavar="DIR", help="Directory of the recordings.")
     ] = "glass-recording",
     inputs: Annotated[
         str | None, typer.Option(metavar="FILE", help="Inputs of the model: file.py:factory, or a tensor file.")
@@ -40,43 +40,43 @@ def command(
     ] = None,
     tokens_of: Annotated[
         str | None,
-        typer.Option("--tokens-of", metavar="RECORDING", help="Generate the tokens of this recording, not one's own."),
+        typer.Option("--tokens-of", metavar="RECORDING", help="Generate the tokens of this recording."),
     ] = None,
     sites: Annotated[
         list[str] | None, typer.Option("--sites", metavar="PATTERN", help="Record only these: glob or re:. Repeatable.")
     ] = None,
     values: Annotated[
-        bool, typer.Option("--values/--no-values", help="Record values, or a few statistics of each tensor only.")
+        bool, typer.Option("--values/--no-values", help="Record values, or only statistics of each tensor.")
     ] = True,
     steps: Annotated[str | None, typer.Option(metavar="LIST", help="Record only these steps, e.g. 0-3,7.")] = None,
     byte_budget: Annotated[
-        str | None, typer.Option("--byte-budget", metavar="SIZE", help="Most bytes of values, e.g. 500M.")
+        str | None, typer.Option("--byte-budget", metavar="SIZE", help="Maximum bytes of values, e.g. 500M.")
     ] = None,
     noise_floor: Annotated[
         bool,
-        typer.Option("--noise-floor", help="Run it twice more, and keep what rounding alone does to each tensor."),
+        typer.Option("--noise-floor", help="Measure the rounding noise of each tensor in two more runs."),
     ] = False,
-    dtype: Annotated[str, typer.Option(help="auto keeps that of the checkpoint.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="Where the model runs, e.g. cuda.", show_default=False)] = None,
+    dtype: Annotated[str, typer.Option(help="auto keeps the dtype of the checkpoint.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="Device of the model, e.g. cuda.", show_default=False)] = None,
     attn_implementation: Annotated[str | None, typer.Option(help="As in transformers: sdpa, eager.")] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")
     ] = False,
-    revision: Annotated[str | None, typer.Option(help="Of a hub id: branch, tag or commit.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     adapter: Annotated[
         str | None,
         typer.Option(
             metavar="DIR", help="LoRA adapter, as peft saves it, to merge into the model.", show_default=False
         ),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a recording that exists.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing recording.")] = False,
     durable: Annotated[
-        bool, typer.Option("--durable/--no-durable", help="Keep what has ended when the process is killed.")
+        bool, typer.Option("--durable/--no-durable", help="Keep finished forwards if the process is killed.")
     ] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Run the model, count bytes, write nothing.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
 ) -> int:
-    """Record every tensor of a model, or of whatever a script runs."""
+    """Record every tensor of a model or a script."""
     policy: dict[str, Any] = {
         "sites": list(sites) if sites else None,
         "values": values,

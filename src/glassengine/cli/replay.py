@@ -11,29 +11,29 @@ from glassengine.cli.options import out, stages, write_json
 
 
 def command(
-    snapshot: Annotated[str, typer.Argument(help="Directory of a snapshot, or a packed one.", show_default=False)],
+    snapshot: Annotated[str, typer.Argument(help="Snapshot directory or packed file.", show_default=False)],
     backend: Annotated[
-        str | None, typer.Option(help="What runs it; default: what ran it when it was recorded.", show_default=False)
+        str | None, typer.Option(help="Back-end; default: the recorded one.", show_default=False)
     ] = None,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Judge every op by its float64 result on the same inputs.")
+        bool, typer.Option("--compare", help="Judge every op against float64 on the same inputs.")
     ] = False,
     first_nonfinite: Annotated[
-        bool, typer.Option("--first-nonfinite", help="Name the op that made the first NaN or infinity.")
+        bool, typer.Option("--first-nonfinite", help="Name the op that produced the first NaN or infinity.")
     ] = False,
     bisect: Annotated[
-        bool, typer.Option("--bisect", help="Find the smallest piece of the graph that the back-end breaks.")
+        bool, typer.Option("--bisect", help="Find the smallest subgraph that the back-end breaks.")
     ] = False,
     reproduction: Annotated[
-        str | None, typer.Option(metavar="DIR", help="With --bisect: write a test of that piece.")
+        str | None, typer.Option(metavar="DIR", help="With --bisect: write a test of that subgraph.")
     ] = None,
     json: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write the result as one JSON document; - is stdout.")
+        str | None, typer.Option(metavar="FILE", help="Write the result as a JSON document; - is stdout.")
     ] = None,
 ) -> int:
-    """Run a snapshot again, without the code that it came from.
+    """Run a snapshot again, without the original code.
 
-    Exit status: 0 the same bits (or the same up to rounding, nothing not finite, nothing broken), 1 not so.
+    Exit status: 0 the same bits (or only rounding, all values finite, nothing broken), 1 otherwise.
     """
     with stages((("compiling", 3.0), ("running", 1.0), ("judging", 2.0))) as progress:
         result = glass.replay(

@@ -39,26 +39,24 @@ def command(
     ] = None,
     input_file: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE", help="A file of prompts instead: .txt with one a line, .json or .jsonl of strings."
-        ),
+        typer.Option(metavar="FILE", help="Prompt file instead: .txt with one per line, .json or .jsonl of strings."),
     ] = None,
     chat: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="A .json file of messages instead, put through the model's chat template."),
+        typer.Option(metavar="FILE", help=".json file of messages instead, rendered by the model's chat template."),
     ] = None,
     image: Annotated[
         list[str] | None,
-        typer.Option(metavar="FILE", help="An image of the prompts, in the order of their placeholders. Repeatable."),
+        typer.Option(metavar="FILE", help="Image for the next placeholder in the prompts. Repeatable."),
     ] = None,
     inputs: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Tensors instead, for an engine that takes no text alone: images, sound."),
+        typer.Option(metavar="FILE", help="Tensors instead, for engines that need more than text (images, sound)."),
     ] = None,
     tokenizer: Annotated[str | None, typer.Option(metavar="DIR", help="Tokenizer instead of the engine's own.")] = None,
     model: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="Weights that are not in the engine, instead of the checkpoint it names."),
+        typer.Option(metavar="MODEL", help="Checkpoint with the weights, if the engine does not contain them."),
     ] = None,
     trust_engine: TrustEngine = False,
     max_new_tokens: Annotated[
@@ -66,18 +64,18 @@ def command(
         typer.Option(
             "--max-new-tokens",
             metavar="N",
-            help="Most tokens to generate (also --max-output-len); by default the model's own setting, else 20.",
+            help="Maximum new tokens (also --max-output-len); default: the model's own setting, or 20.",
         ),
     ] = None,
     prefill_chunk: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Run the prompt in pieces of N tokens, which takes less memory."),
+        typer.Option(metavar="N", min=1, help="Run the prompt in pieces of N tokens, to save memory."),
     ] = None,
     do_sample: Annotated[
         bool | None,
         typer.Option(
             "--do-sample/--no-do-sample",
-            help="Sample, or take the likeliest token; by default the model's own setting, and sampling where "
+            help="Sample, or take the most likely token; default: the model's own setting, and sampling if "
             "--temperature, --top-k or --top-p is given.",
             rich_help_panel=_SAMPLING,
         ),
@@ -93,13 +91,14 @@ def command(
         float | None, typer.Option(help="As in transformers.", rich_help_panel=_SAMPLING)
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Of sampling; by default a new one, which is printed.", rich_help_panel=_SAMPLING)
+        int | None,
+        typer.Option(help="Seed of sampling; default: a new one, which is printed.", rich_help_panel=_SAMPLING),
     ] = None,
     debug: Annotated[
         list[str] | None,
         typer.Option(
             metavar="PATTERN",
-            help="Look at these tensors of every step: name, site, glob or re:. Repeatable. They are printed, unless "
+            help="Show these tensors at every step: name, site, glob or re:. Repeatable. They are printed, unless "
             "they are written to files.",
             rich_help_panel=_DEBUGGING,
         ),
@@ -108,7 +107,7 @@ def command(
         bool,
         typer.Option(
             "--print-tensors",
-            help="Print the names of the tensors, then step, name and tensor; all of them without --debug.",
+            help="Print the tensor names, then step, name and tensor; without --debug all of them.",
             rich_help_panel=_DEBUGGING,
         ),
     ] = False,
@@ -123,14 +122,14 @@ def command(
     debug_format: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="FORMAT", help="pt, txt or npy. Repeatable; by default pt and txt.", rich_help_panel=_DEBUGGING
+            metavar="FORMAT", help="pt, txt or npy. Repeatable; default: pt and txt.", rich_help_panel=_DEBUGGING
         ),
     ] = None,
     debug_mode: Annotated[
         bool,
         typer.Option(
             "--debug-mode",
-            help="Write files as --debug-dir does into the directory that DEBUG_ARTIFACTS_DIR names; without it, print "
+            help="Like --debug-dir, into the directory of the variable DEBUG_ARTIFACTS_DIR; without it, print "
             "the names of the tensors.",
             rich_help_panel=_DEBUGGING,
         ),
@@ -139,7 +138,7 @@ def command(
         bool,
         typer.Option(
             "--synchronous",
-            help="Wait for the device after each execution, so that an error names the one that failed "
+            help="Wait for the device after each execution, so that an error names the failing one "
             "(also GLASS_SYNCHRONOUS=1 and CUDA_LAUNCH_BLOCKING=1).",
             rich_help_panel=_DEBUGGING,
         ),
@@ -149,16 +148,16 @@ def command(
     record: Annotated[
         str | None, typer.Option(metavar="DIR", help="Record the added outputs and logits of every step.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a recording that exists.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing recording.")] = False,
     profile: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="Take a profile of the generation: glass profile DIR.", show_default=False),
+        typer.Option(metavar="DIR", help="Profile the generation; show it with glass profile DIR.", show_default=False),
     ] = None,
     snapshot: Annotated[
         str | None,
         typer.Option(
             metavar="DIR",
-            help="Keep what glass replay needs to run executions again, there: of every one, its graph and inputs.",
+            help="Write a snapshot (graph and inputs) of each execution, for glass replay.",
             rich_help_panel=_DEBUGGING,
         ),
     ] = None,
@@ -166,14 +165,13 @@ def command(
         list[str] | None,
         typer.Option(
             metavar="WHEN",
-            help="every; or nonfinite, error: the first execution that goes so, with its outputs, and stop there. "
-            "Repeatable.",
+            help="every; or nonfinite, error: the first such execution, with its outputs; then stop. Repeatable.",
             rich_help_panel=_DEBUGGING,
         ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
 ) -> int:
-    """Generate text with an engine, or run it once where it does not generate; print or record its tensors."""
+    """Generate text with an engine, or run one forward of it; print or record its tensors."""
     # Every session of ours is one of Python, and a single prompt is always streamed.
     del use_py_session, streaming
     if engine is not None and engine_dir is not None:

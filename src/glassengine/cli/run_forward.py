@@ -20,7 +20,7 @@ def run(engine: Any, given: Mapping[str, Any], others: Mapping[str, Any], *, jso
         engine: Loaded, of kind "module".
         given: Arguments of `Engine.forward`.
         others: Flag -> value, or None where it was not given: what means nothing here.
-        json: Print one JSON document.
+        json: Print a JSON document.
 
     Raises:
         UsageError: A flag of generation was given, or the inputs do not fit.

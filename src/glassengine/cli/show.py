@@ -17,29 +17,30 @@ from glassengine.errors import UsageError
 
 def command(
     recording: Annotated[
-        str, typer.Argument(metavar="RECORDING|DUMP", help="A recording, or what compare reads.", show_default=False)
+        str,
+        typer.Argument(metavar="RECORDING|DUMP", help="Recording, or anything that compare reads.", show_default=False),
     ],
     pattern: Annotated[
         str | None, typer.Argument(help="Show only these sites: name, glob or re:.", show_default=False)
     ] = None,
     step: Annotated[
-        list[int] | None, typer.Option(help="Show only this step. Repeatable. Without PATTERN, the first one.")
+        list[int] | None, typer.Option(help="Show only this step. Repeatable; default without PATTERN: the first.")
     ] = None,
     rank: Annotated[int | None, typer.Option(help="Show only this rank.", show_default=False)] = None,
     nonfinite: Annotated[bool, typer.Option("--nonfinite", help="Show only tensors with NaN or Inf.")] = False,
     values: Annotated[bool, typer.Option("--values", help="Print the values, the edges of large tensors.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Print all values.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
     export: Annotated[
         str | None,
         typer.Option(metavar="PATH", help="Write the tensors of a recording or a dump: x.pt, x.npz or a directory."),
     ] = None,
     export_format: Annotated[
-        str | None, typer.Option(metavar="pt|npz|debug-tree", help="Into a directory. debug-tree by default.")
+        str | None, typer.Option(metavar="pt|npz|debug-tree", help="Format of a directory; default: debug-tree.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace exported files that exist.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing exported files.")] = False,
 ) -> int:
-    """Show the tensors of a recording, or of a dump, and their statistics."""
+    """Show the tensors of a recording or dump, and their statistics."""
     if export is not None:
         if rank is not None or nonfinite or values or full or json or len(step or ()) > 1:
             got = "--rank, --nonfinite, --values, --full, --json or several --step"

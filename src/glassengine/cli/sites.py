@@ -13,10 +13,10 @@ from glassengine.cli.options import err, out, progress, settings, write_json
 
 def command(
     target: Annotated[
-        str, typer.Argument(metavar="MODEL|ENGINE|RECORDING", help="What to list the sites of.", show_default=False)
+        str, typer.Argument(metavar="MODEL|ENGINE|RECORDING", help="Model, engine or recording.", show_default=False)
     ],
     pattern: Annotated[
-        str | None, typer.Argument(help="Only these: site, alias, glob or re:.", show_default=False)
+        str | None, typer.Argument(help="List only these: site, alias, glob or re:.", show_default=False)
     ] = None,
     inputs: Annotated[
         str | None, typer.Option(metavar="FILE", help="Inputs of a plain module: file.py:factory, or a tensor file.")
@@ -25,10 +25,10 @@ def command(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")
     ] = False,
-    revision: Annotated[str | None, typer.Option(help="Of a hub id: branch, tag or commit.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
 ) -> int:
-    """List the names of a model's, engine's or recording's tensors, without building."""
+    """List the tensor names of a model, engine or recording, without building."""
     if [*Path(target).glob("recording.json"), *Path(target).glob("*/recording.json")]:
         rows = _recorded(target, pattern)
     else:

@@ -19,20 +19,20 @@ def command(
     snapshot: Annotated[
         str,
         typer.Argument(
-            help="Directory of a snapshot, a packed one; to show, also a directory of them.", show_default=False
+            help="Snapshot directory or packed file; show also takes a directory of snapshots.", show_default=False
         ),
     ],
     output: Annotated[
         str | None,
-        typer.Option("--output", "-o", metavar="FILE", help="pack: the file; by default SNAPSHOT.safetensors."),
+        typer.Option("--output", "-o", metavar="FILE", help="pack: file to write; default: SNAPSHOT.safetensors."),
     ] = None,
     statistics: Annotated[
-        bool, typer.Option("--statistics", help="show: min, mean, max and what is not finite of every tensor.")
+        bool, typer.Option("--statistics", help="show: min, mean, max and non-finite counts of every tensor.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="pack: replace a file that exists.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="pack: replace an existing file.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
 ) -> int:
-    """Show what a snapshot holds, or pack one into a single file."""
+    """Show the content of a snapshot, or pack it into one file."""
     if action not in ACTIONS:
         raise UnknownNameError("action", action, ACTIONS, hint="glass snapshot show SNAPSHOT")
     if action == "pack":

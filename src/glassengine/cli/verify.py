@@ -14,11 +14,11 @@ def command(
     engine: Annotated[str, typer.Argument(metavar="ENGINE", help="Directory of an engine.", show_default=False)],
     signers: Annotated[
         str,
-        typer.Option(metavar="FILE", help="Whom you trust: lines 'NAME KEY', OpenSSH's allowed signers."),
+        typer.Option(metavar="FILE", help="Trusted signers: lines 'NAME KEY' (OpenSSH allowed signers)."),
     ],
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
 ) -> int:
-    """Check who signed an engine, and that every file of it is as it was then; nothing of it runs."""
+    """Check the signature and all files of an engine, without running it."""
     found = glass.verify_engine(engine, signers)
     if json:
         write_json({"schema_version": 1, **found.to_dict()}, "-")

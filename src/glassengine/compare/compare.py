@@ -82,7 +82,7 @@ def compare(
         atol: Absolute tolerance instead of the dtype's own; integers and bools stay exact.
         map: Which names belong together and in which layout: a JSON file or what it holds (`compare.matching.maps`).
         show_only: Site patterns (glob or `re:`): only these tensors are judged and shown, each with its statistics.
-        floating_point_only: Leave out integers and bools.
+        floating_point_only: Skip integers and bools.
         transpose: Site patterns whose baseline tensor is transposed (its last two dimensions) first; of what a pattern
             names, vectors stay as they are.
         device: Where the arithmetic runs, e.g. "cuda"; it must know float64.

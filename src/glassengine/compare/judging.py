@@ -51,7 +51,7 @@ class Judge:
         rtol: Relative tolerance instead of the dtype's own.
         atol: Absolute tolerance instead of the dtype's own.
         transpose: Patterns of tensors of the baseline whose last two dimensions are exchanged.
-        device: Where the arithmetic runs.
+        device: Device of the arithmetic.
         floor: What rounding alone does to the tensors of the baseline, where that was measured.
         precision: Where the sides are of two precisions: gathers the drift.
         is_drift: Whether what is beyond tolerance is judged by what is left of the signal.

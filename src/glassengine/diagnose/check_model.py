@@ -109,12 +109,12 @@ def check(
             the baseline's own engine and release engine and climbs the ladder. A quantized checkpoint beside an
             unquantized baseline is judged weight by weight: what quantization costs, and what is a mistake.
         map: Which names of the program belong to which of a record, as for `compare`.
-        backend: Back-end of the engines that are built.
+        backend: Back-end of the built engines.
         dtype: As in `build`; of both sides, unless the candidate is an engine.
         inputs: A text file with one prompt per line, or what `load_inputs` reads; None takes built-in prompts. A causal
             language model that is given more than tokens (images, say) is judged as a plain module, without a decode
             loop; that is listed among what was skipped.
-        steps: Decode steps after the prefill.
+        steps: Number of decode steps after the prefill.
         passes: User passes on the program, each a rung of its own.
         all_rungs: Climb op-by-op too: every op compiled alone. Without it only what the engine got wrong is.
         bisect_outputs: Build no engine with all debug outputs; where the release engine is wrong, add a few at a time.

@@ -227,7 +227,7 @@ def causal_cases(model: LoadedModel, inputs: Inputs, steps: int) -> list[Case]:
         model: Baseline; its tokenizer encodes text.
         inputs: None for two built-in prompts; a text file with one prompt per line; or dicts of `input_ids` [B, S] and
             optionally `attention_mask`.
-        steps: Decode steps after the prefill.
+        steps: Number of decode steps after the prefill.
 
     Raises:
         UsageError: No prompts, ids outside the vocabulary, or text for a model without a tokenizer.

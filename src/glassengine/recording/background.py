@@ -58,7 +58,7 @@ class BackgroundWriter:
     Args:
         path: Directory of the recording.
         metadata: As for `RecordingWriter`; may change until `close`.
-        overwrite: Replace a recording that exists.
+        overwrite: Replace an existing recording.
         ring_bytes: Memory between the model and the disk, at least 512 KiB.
         durable: Keep that memory in a file, and note there what it has of each step that ends.
 

@@ -82,7 +82,7 @@ def start_both(
     Args:
         model: An encoder-decoder.
         inputs: As `--inputs` gives them: prompts of the encoder, its tensors and `decoder_input_ids`, or None.
-        steps: Decode steps after the prefill.
+        steps: Number of decode steps after the prefill.
         stack: Ends with the check.
         progress: Called with a sentence when a stage begins.
 

@@ -108,7 +108,7 @@ def start_with_images(
     Args:
         model: One whose `decoding` is "images".
         inputs: As `--inputs` gives them: prompts, or `input_ids` with `attention_mask` and `pixel_values`; or None.
-        steps: Decode steps after the prefill.
+        steps: Number of decode steps after the prefill.
         stack: Ends with the check.
         progress: Called with a sentence when a stage begins.
 

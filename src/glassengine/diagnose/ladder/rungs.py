@@ -106,7 +106,7 @@ def start(
     Args:
         model: The baseline.
         inputs: What `--inputs` names, read.
-        steps: Decode steps after the prefill.
+        steps: Number of decode steps after the prefill.
         stack: Ends with the check.
         progress: Called with a sentence when a stage begins.
         case: What is run, where that is known.

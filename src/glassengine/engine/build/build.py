@@ -136,7 +136,7 @@ def build(
         passes: User passes `file.py:function`, in order.
         max_batch_size: Largest batch of a session.
         max_seq_len: Most tokens of a sequence, prompt and generated; None takes what the model's configuration states.
-        overwrite: Replace an engine that exists.
+        overwrite: Replace an existing engine.
         attn_implementation: As in transformers.
         trust_remote_code: Allow code that comes with a checkpoint to run.
         revision: Of a hub id.
@@ -268,7 +268,7 @@ def build_program(
         model: Where the program came from, for tokenizer and configuration.
         max_batch_size: As in `build`.
         max_seq_len: As in `build`.
-        overwrite: Replace an engine that exists.
+        overwrite: Replace an existing engine.
         byte_budget: As in `build`.
 
     Raises:

@@ -219,7 +219,7 @@ class Engine(HasSites):
             on_step: Called after each step with the session.
             on_text: Called with each new piece of text; for a single sequence.
             record: Directory in which to record every added output and the logits of every step.
-            overwrite: Replace a recording that exists.
+            overwrite: Replace an existing recording.
             **settings: Fields of `transformers.GenerationConfig`, laid over all others: do_sample, temperature, top_k,
                 top_p, repetition_penalty, eos_token_id, stop_strings, num_return_sequences, ...
 
@@ -275,7 +275,7 @@ class Engine(HasSites):
             tokenizer: Directory of a tokenizer; None takes the engine's own.
             debug: Names or patterns of inputs and outputs to return; none returns every result and added output.
             record: Directory in which to record every result and added output.
-            overwrite: Replace a recording that exists.
+            overwrite: Replace an existing recording.
 
         Raises:
             UsageError: What was given does not fit the engine, or the recording cannot be written.

@@ -28,7 +28,7 @@ class Recorder:
         results: Names of the results to record beside the added outputs.
         rows: Token ids of the prompts, without padding; none where tensors were given.
         padding: "left" or "right", where prompts of one batch are padded.
-        overwrite: Replace a recording that exists.
+        overwrite: Replace an existing recording.
 
     Raises:
         UsageError: The recording cannot be written, or exists.

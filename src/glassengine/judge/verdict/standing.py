@@ -55,7 +55,7 @@ def decide(
         first: The first divergence inside.
         severity: By rung.
         coverage: What counts of it.
-        fail_on: The mildest verdict that is not ok.
+        fail_on: Lowest verdict that makes the command fail.
         min_coverage: The least coverage that is ok.
         min_snr: Of each result, in dB.
     """
