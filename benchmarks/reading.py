@@ -21,13 +21,13 @@ from typing import Any
 import torch
 
 from benchmarks.report import keep, surroundings
-from glassengine.checksums import crc32
 from glassengine.compare.compare import compare
 from glassengine.recording.layout import frames, layout
 from glassengine.recording.layout.layout import Location
 from glassengine.recording.layout.values import describe
 from glassengine.recording.read.reader import Recording
 from glassengine.recording.write.writer import RecordingWriter
+from glassengine.writing.checksums import crc32
 
 STEPS = 1_000_000
 SHOWN = 100_000

@@ -18,9 +18,9 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / PACKAGE
 
 # From the ground up; a unit (file or folder directly under the package) imports only from floors below its own.
 FLOORS = (
-    {"errors", "printable"},
-    {"environment", "reading", "torch_versions", "writing", "checksums", "inputs_used"},
-    {"accelerators", "sites", "taps", "results", "blocks", "spans", "locations"},
+    {"errors"},
+    {"environment", "reading", "torch_versions", "writing"},
+    {"accelerators", "sites", "taps", "results", "blocks", "spans"},
     {"recording", "program"},
     {"numerics"},
     {"compare", "capture", "executable"},
@@ -34,7 +34,7 @@ FLOORS = (
 FLOOR_OF = {unit: level for level, floor in enumerate(FLOORS) for unit in floor}
 
 # Beside the public names, what the command line may use: reading, writing, the words it prints, its exit status.
-CLI_MAY_IMPORT = {"errors", "environment", "locations", "printable", "reading", "results", "report", "writing", "cli"}
+CLI_MAY_IMPORT = {"errors", "environment", "reading", "results", "report", "writing", "cli"}
 
 MAX_LINES = 400
 
@@ -247,7 +247,7 @@ def test_environment_is_read_in_one_module(module: str) -> None:
             "from importlib import import_module\nimport_module('glassengine.diagnose')",
         ),
         ("glassengine.numerics.metrics.measure", "import glassengine as glass"),
-        ("glassengine.numerics.metrics.measure", "from glassengine.capture.hooks import Hook"),
+        ("glassengine.numerics.metrics.measure", "from glassengine.capture.observers.hooks import Hook"),
         ("glassengine.cli.check", "from glassengine.diagnose.check_model import climb"),
         ("glassengine.cli.check", "from glassengine import diagnose"),
         ("glassengine.testing.faults", "from glassengine.cli.main import main"),

@@ -14,7 +14,7 @@ from glassengine.environment import SnapshotRequest
 from glassengine.errors import UsageError
 from glassengine.executable.cache.store import Store
 from glassengine.executable.snapshot.environment import policy_of
-from glassengine.locations import local
+from glassengine.writing.locations import local
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,10 @@ TEMPLATES = (
 """What users get is to run without this package: their own files, by the libraries they have."""
 
 REASONS: dict[str, dict[str, str]] = {
-    "backends/calibration.py": {"json.loads": "the table that ships", "read_text": "the table that ships"},
-    "backends/kernels.py": {"zipfile.ZipFile": "on a file that the room opened"},
-    "backends/onnx_network.py": {"onnx.load": "what ONNX Runtime wrote a moment ago, into a directory of ours"},
-    "backends/onnx_stored.py": {"ParseFromString": "bytes that the room read; protobuf bounds depth by itself"},
+    "backends/accuracy/calibration.py": {"json.loads": "the table that ships", "read_text": "the table that ships"},
+    "backends/inductor/kernels.py": {"zipfile.ZipFile": "on a file that the room opened"},
+    "backends/onnx/network.py": {"onnx.load": "what ONNX Runtime wrote a moment ago, into a directory of ours"},
+    "backends/onnx/stored.py": {"ParseFromString": "bytes that the room read; protobuf bounds depth by itself"},
     "cli/errors.py": {"os.open": "/dev/null"},
     "diagnose/reproduction/bisect_compiler.py": {"json.loads": "what our own child process printed"},
     "diagnose/snapshot/trial.py": {"json.load": "what our own parent process sent"},
@@ -63,7 +63,7 @@ REASONS: dict[str, dict[str, str]] = {
     },
     "recording/ring/file.py": {"os.open": "to make a ring", "read_bytes": "/proc of the kernel"},
     "testing/quantized.py": {"json.loads": "what the test wrote", "read_text": "what the test wrote"},
-    "writing.py": {"os.open": "directories, to lock them and to write them out"},
+    "writing/files.py": {"os.open": "directories, to lock them and to write them out"},
 }
 """File -> call -> why it is not one of the room's."""
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from glassengine.writing import (
+from glassengine.writing.files import (
     ASIDE,
     aside,
     exchange,

@@ -14,14 +14,16 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from glassengine.backends.calibration import calibrate as calibrate
+    from glassengine.backends.accuracy.calibration import calibrate as calibrate
     from glassengine.backends.registry import list_backends as list_backends
-    from glassengine.capture.hooks import NetworkOutputs as NetworkOutputs
-    from glassengine.capture.hooks import named_network_outputs as named_network_outputs
-    from glassengine.capture.model_debugger import model_addition_debugger_context as model_addition_debugger_context
-    from glassengine.capture.record import record as record
-    from glassengine.capture.run_script import record_script as record_script
-    from glassengine.capture.target import record_target as record_target
+    from glassengine.capture.observers.hooks import NetworkOutputs as NetworkOutputs
+    from glassengine.capture.observers.hooks import named_network_outputs as named_network_outputs
+    from glassengine.capture.runs.model_debugger import (
+        model_addition_debugger_context as model_addition_debugger_context,
+    )
+    from glassengine.capture.runs.record import record as record
+    from glassengine.capture.runs.target import record_target as record_target
+    from glassengine.capture.scripts.run_script import record_script as record_script
     from glassengine.compare.compare import compare as compare
     from glassengine.compare.many import compare_many as compare_many
     from glassengine.diagnose import check as check
@@ -82,7 +84,7 @@ _PUBLIC = {
     "Dump": "glassengine.recording.read.dump",
     "GlassError": "glassengine.errors",
     "IncomparableError": "glassengine.errors",
-    "NetworkOutputs": "glassengine.capture.hooks",
+    "NetworkOutputs": "glassengine.capture.observers.hooks",
     "NonFiniteError": "glassengine.executable.snapshot.nonfinite",
     "Recording": "glassengine.recording.read.reader",
     "Snapshot": "glassengine.executable.snapshot.reader",
@@ -92,7 +94,7 @@ _PUBLIC = {
     "UsageError": "glassengine.errors",
     "add_step_closure": "glassengine.executable.metrics.steps",
     "build": "glassengine.engine.build.build",
-    "calibrate": "glassengine.backends.calibration",
+    "calibrate": "glassengine.backends.accuracy.calibration",
     "check": "glassengine.diagnose",
     "check_training": "glassengine.diagnose.training.check",
     "compare": "glassengine.compare.compare",
@@ -112,15 +114,15 @@ _PUBLIC = {
     "merge_metrics": "glassengine.executable.metrics.report",
     "metrics": "glassengine.executable.metrics.metrics",
     "metrics_report": "glassengine.executable.metrics.metrics",
-    "model_addition_debugger_context": "glassengine.capture.model_debugger",
-    "named_network_outputs": "glassengine.capture.hooks",
+    "model_addition_debugger_context": "glassengine.capture.runs.model_debugger",
+    "named_network_outputs": "glassengine.capture.observers.hooks",
     "open_dump": "glassengine.recording.read.dump",
     "profile": "glassengine.executable.profile.profile",
     "read_metrics": "glassengine.executable.metrics.reader",
     "read_profiles": "glassengine.executable.profile.reader",
-    "record": "glassengine.capture.record",
-    "record_script": "glassengine.capture.run_script",
-    "record_target": "glassengine.capture.target",
+    "record": "glassengine.capture.runs.record",
+    "record_script": "glassengine.capture.scripts.run_script",
+    "record_target": "glassengine.capture.runs.target",
     "register_hlo_snapshot_callback": "glassengine.executable.snapshot.callback",
     "register_network_output": "glassengine.taps",
     "register_snapshot_callback": "glassengine.executable.snapshot.callback",
@@ -162,7 +164,7 @@ def __getattr__(name: str) -> Any:
 def _tell_of_nothing() -> None:
     loaded = sys.modules
     # A command runs what it runs; only with a script it is the user's own code that may have run nothing.
-    is_users = "glassengine.cli.main" not in loaded or "glassengine.capture.run_script" in loaded
+    is_users = "glassengine.cli.main" not in loaded or "glassengine.capture.scripts.run_script" in loaded
     # Without torch there was nothing to run, and what takes long to import is not imported for this.
     if not is_users or "torch" not in loaded:
         return

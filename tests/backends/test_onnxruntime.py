@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from glassengine.backends import onnx_export
+from glassengine.backends.onnx import export as onnx_export
 from glassengine.backends.onnxruntime import OnnxRuntimeBackend
 from glassengine.errors import BackendError, GlassError
 from glassengine.executable.run.executable import load_executable

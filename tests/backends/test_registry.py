@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from glassengine.backends import registry
-from glassengine.backends.protocol import Availability, CompilingGraphs
+from glassengine.backends.protocol.backend import Availability, CompilingGraphs
 from glassengine.errors import BackendError, UnknownNameError
 
 BUILT_IN = {"eager", "inductor", "onnxruntime", "openvino", "tensorrt_rtx"}

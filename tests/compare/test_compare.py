@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from glassengine.capture.record import record as record_model
+from glassengine.capture.runs.record import record as record_model
 from glassengine.compare import compare
 from glassengine.errors import IncomparableError, UnknownNameError, UsageError
 from glassengine.recording.write.writer import RecordingWriter

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.capture.interpreter import run_program
+from glassengine.capture.observers.interpreter import run_program
 from glassengine.judge.cases import StepInputs
 from glassengine.judge.exclusions.padding import valid_mask
 from glassengine.judge.sides.sides import empty_caches

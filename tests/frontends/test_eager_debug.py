@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import glassengine as glass
 from glassengine.backends.eager import EagerBackend
-from glassengine.backends.inductor import InductorBackend
+from glassengine.backends.inductor.backend import InductorBackend
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.executable.graph.execution import Execution
 from glassengine.executable.metrics.compilation import compilations

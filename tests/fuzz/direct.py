@@ -101,7 +101,7 @@ def read_engine(here: Path, shared: Path) -> int:
 
 
 def read_program(here: Path, shared: Path) -> int:
-    from glassengine.backends.io import read_io
+    from glassengine.backends.protocol.io import read_io
     from glassengine.engine.run.sampling import read_settings
     from glassengine.program.representation.program import load_names
 
@@ -238,7 +238,7 @@ def read_token(here: Path, shared: Path) -> int:
 
 def read_kernels(here: Path, shared: Path) -> int:
     """What was measured of a runtime, and is kept in the cache: damaged, it is measured again."""
-    from glassengine.backends import calibration
+    from glassengine.backends.accuracy import calibration
 
     key = {"backend": "it", "version": "1", "instruction_set": "x"}
     before = os.environ.get("GLASS_CACHE_DIR")

@@ -12,7 +12,7 @@ import textwrap
 CODE = """
     import json, torch
     torch.set_num_threads(1)
-    from glassengine.capture.interpreter import run_program
+    from glassengine.capture.observers.interpreter import run_program
     from glassengine.program.export.export import export_causal_lm
     from glassengine.testing import models
     program = export_causal_lm(models.gemma3())

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from glassengine.capture.interpreter import run_program
+from glassengine.capture.observers.interpreter import run_program
 from glassengine.errors import UnknownNameError, UsageError
 from glassengine.program import load_model, sites
 from glassengine.program.loading.onnx import onnx_model, onnx_program

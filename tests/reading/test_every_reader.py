@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from glassengine.backends import onnx_backend
-from glassengine.backends.io import read_io
-from glassengine.backends.tensorrt_rtx_network import read_listing as read_network
+from glassengine.backends.onnx import backend as onnx_backend
+from glassengine.backends.protocol.io import read_io
+from glassengine.backends.tensorrt_rtx.network import read_listing as read_network
 from glassengine.compare.matching.maps import load_map
 from glassengine.engine.prompts.prompts import read_chat, read_input_ids, read_prompt_file
 from glassengine.engine.run.sampling import _from_file

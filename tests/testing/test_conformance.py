@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from glassengine.backends.eager import EagerBackend
-from glassengine.backends.protocol import Run, Weights
+from glassengine.backends.protocol.backend import Run, Weights
 from glassengine.program.export.export import export_causal_lm
 from glassengine.program.representation.program import Program
 from glassengine.testing import conformance, models

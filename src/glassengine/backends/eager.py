@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from glassengine.backends.protocol import (
+from glassengine.backends.protocol.backend import (
     Availability,
     Capabilities,
     GraphFunction,
@@ -17,7 +17,7 @@ from glassengine.backends.protocol import (
     Weights,
     program_network,
 )
-from glassengine.capture.interpreter import run_program
+from glassengine.capture.observers.interpreter import run_program
 from glassengine.program.representation.program import Program, load_program, save_program
 
 

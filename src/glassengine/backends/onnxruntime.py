@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from glassengine.accelerators import require_device
-from glassengine.backends.devices import device_of
-from glassengine.backends.io import read_io
-from glassengine.backends.onnx_backend import OnnxBackend
-from glassengine.backends.onnx_export import IN_PLACE_KEY, MODEL_FILE, OPSET
-from glassengine.backends.onnx_network import list_optimized
-from glassengine.backends.onnx_stored import check_graph
-from glassengine.backends.protocol import Capabilities, Network, Run
+from glassengine.backends.onnx.backend import OnnxBackend
+from glassengine.backends.onnx.export import IN_PLACE_KEY, MODEL_FILE, OPSET
+from glassengine.backends.onnx.network import list_optimized
+from glassengine.backends.onnx.stored import check_graph
+from glassengine.backends.protocol.backend import Capabilities, Network, Run
+from glassengine.backends.protocol.devices import device_of
+from glassengine.backends.protocol.io import read_io
 from glassengine.errors import BackendError
 from glassengine.program.onnx.session import start
 from glassengine.program.onnx.types import ELEMENT_TYPES

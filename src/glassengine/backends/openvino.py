@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from glassengine.backends.io import read_io
-from glassengine.backends.onnx_backend import OnnxBackend
-from glassengine.backends.onnx_export import IN_PLACE_KEY, MODEL_FILE, OPSET
-from glassengine.backends.onnx_stored import read_graph
-from glassengine.backends.protocol import Capabilities, Layer, Network, NetworkTensor, Run
+from glassengine.backends.onnx.backend import OnnxBackend
+from glassengine.backends.onnx.export import IN_PLACE_KEY, MODEL_FILE, OPSET
+from glassengine.backends.onnx.stored import read_graph
+from glassengine.backends.protocol.backend import Capabilities, Layer, Network, NetworkTensor, Run
+from glassengine.backends.protocol.io import read_io
 from glassengine.program.representation.program import Program
 
 _SETTINGS = {

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
 from glassengine.accelerators import require_device
-from glassengine.backends.protocol import Backend, CompilingGraphs, TakingOnnx
+from glassengine.backends.protocol.backend import Backend, CompilingGraphs, TakingOnnx
 from glassengine.errors import BackendError, UnknownNameError, UsageError
 
 GROUP = "glassengine.backends"

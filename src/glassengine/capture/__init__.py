@@ -1,1 +1,1 @@
-"""Observe what runs: an eager module by hooks, a program node by node."""
+"""From a running model to a recording."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from glassengine.printable import printable
+from glassengine.reading.printable import printable
 
 __all__ = ["SafeConsole", "printable"]
 

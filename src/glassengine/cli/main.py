@@ -20,7 +20,7 @@ from typer.main import get_command
 from glassengine.cli import options
 from glassengine.cli.errors import exit_status
 from glassengine.errors import UsageError
-from glassengine.locations import local
+from glassengine.writing.locations import local
 
 COMMANDS = {
     "build": "Compile a model into an engine directory.",

@@ -21,9 +21,9 @@ import typer
 from glassengine.cli.console import SafeConsole
 from glassengine.environment import in_ci, is_dumb_terminal
 from glassengine.errors import UsageError
-from glassengine.locations import local
 from glassengine.results.base import plain
-from glassengine.writing import aside
+from glassengine.writing.files import aside
+from glassengine.writing.locations import local
 
 # Site names and tensors are full of square brackets: nothing printed is markup, and no long line is folded.
 out = SafeConsole(markup=False, highlight=False, emoji=False, soft_wrap=True)

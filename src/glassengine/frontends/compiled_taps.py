@@ -17,8 +17,8 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from glassengine import taps
-from glassengine.backends.protocol import GraphFunction
-from glassengine.capture.observed_call import has_compiled_call
+from glassengine.backends.protocol.backend import GraphFunction
+from glassengine.capture.calls.observed_call import has_compiled_call
 from glassengine.executable.graph.graph import mutated_placeholders
 from glassengine.frontends.aot_graph import Names
 from glassengine.program.user_code.marks import MARK

@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from glassengine.backends.protocol import GraphFunction
+from glassengine.backends.protocol.backend import GraphFunction
 from glassengine.backends.registry import choose_graph_backend
 from glassengine.frontends.eager_ops import OpRunner, count_fallback, op_runner
 from glassengine.program.representation.naming import of_any_layout

@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from glassengine.backends.protocol import CachingGraphs, CompilingGraphs
+from glassengine.backends.protocol.backend import CachingGraphs, CompilingGraphs
 from glassengine.errors import BackendError
 from glassengine.executable.graph.graph import CapturedGraph, input_spec
 from glassengine.executable.metrics.compilation import Occasion

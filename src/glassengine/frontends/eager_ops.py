@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
 
-from glassengine.backends.protocol import CompilingGraphs
+from glassengine.backends.protocol.backend import CompilingGraphs
 from glassengine.errors import BackendError
 from glassengine.executable.metrics.compilation import FIRST, Cause, Occasion
 from glassengine.executable.metrics.metrics import registry

@@ -19,7 +19,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._guards import CompileContext, TracingContext
 
 from glassengine import environment
-from glassengine.backends.protocol import CachingGraphs, DecomposingGraphs, GraphFunction
+from glassengine.backends.protocol.backend import CachingGraphs, DecomposingGraphs, GraphFunction
 from glassengine.backends.registry import choose_graph_backend
 from glassengine.errors import UnknownNameError
 from glassengine.executable.graph.graph import GraphKind

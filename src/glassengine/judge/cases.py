@@ -19,13 +19,13 @@ from torch import nn
 from glassengine.engine.prompts.prompts import load_tokenizer
 from glassengine.engine.prompts.tokenizing import encode, token_rows
 from glassengine.errors import UsageError
-from glassengine.inputs_used import InputUsed, Origin, input_used
 from glassengine.program import LoadedModel, load_inputs
 from glassengine.program.export.export import named_inputs
 from glassengine.program.kinds.causal_lm import accepted
 from glassengine.program.kinds.image_text import first_constants, following_constants
 from glassengine.program.kinds.steps import MadeUp
 from glassengine.reading.files import read_text
+from glassengine.results.inputs_used import InputUsed, Origin, input_used
 
 PROMPTS = (
     "The value of an expression is computed when it is first needed, and",

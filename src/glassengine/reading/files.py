@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from glassengine.errors import CorruptError, GlassError, UsageError
-from glassengine.printable import printable
+from glassengine.reading.printable import printable
 
 _READ = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 # A pipe without a writer would block the opening for ever; for a plain file the flag means nothing.

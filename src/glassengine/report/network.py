@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from glassengine.backends.protocol import Layer, Network, NetworkTensor
+    from glassengine.backends.protocol.backend import Layer, Network, NetworkTensor
 
 _HEAD = '''"""Network of the back-end {backend}: {note}
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from rich.text import Text
 
-from glassengine.inputs_used import InputUsed
 from glassengine.results import MOST_OPS, VERDICTS, Comparison, Fineness, ResultComparison
+from glassengine.results.inputs_used import InputUsed
 
 _MAX_RESULTS = 3
 _MAX_INPUTS = 3

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from glassengine.results.base import FLAGGED, Result, Verdict
 
 if TYPE_CHECKING:
-    from glassengine.inputs_used import InputUsed
+    from glassengine.results.inputs_used import InputUsed
 
 Standing = Literal[
     "ok", "results differ", "differs inside", "token changes", "weights differ", "over budget", "too little judged"

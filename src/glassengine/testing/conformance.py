@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from glassengine.backends.protocol import Backend, Run
-from glassengine.capture.interpreter import run_program
+from glassengine.backends.protocol.backend import Backend, Run
+from glassengine.capture.observers.interpreter import run_program
 from glassengine.engine.run.session import STEP_INPUTS
 from glassengine.executable.run.executable import compile_executable, load_executable
 from glassengine.judge.exclusions.undefined_casts import UndefinedCasts

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from glassengine.capture.interpreter import run_program
+from glassengine.capture.observers.interpreter import run_program
 from glassengine.judge.replay.op import Replay
 from glassengine.judge.sides.sides import ModuleSide, ProgramSide
 from glassengine.program import Program, export_program, load_model

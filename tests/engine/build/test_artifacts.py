@@ -22,13 +22,13 @@ from torch import nn
 
 import glassengine as glass
 from glassengine.backends.eager import EagerBackend
-from glassengine.capture.interpreter import run_program
+from glassengine.capture.observers.interpreter import run_program
 from glassengine.engine import Engine
 from glassengine.engine.build import artifacts
 from glassengine.errors import BackendError, CorruptError, UsageError
 from glassengine.program.listing.artifacts import read_manifest
 from glassengine.program.representation.outputs import add_outputs
-from glassengine.writing import held
+from glassengine.writing.files import held
 
 STAGES = ["00-exported", "01-functional", "02-pass-double", "03-outputs"]
 PASS = """

@@ -70,7 +70,7 @@ def test_weights_outside_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None
         return (peaks[1] - peaks[0]) / (weights_bytes([large]) - weights_bytes([small]))
 
     assert slope("build") == pytest.approx(5.6) and slope("run") == pytest.approx(2.0)
-    monkeypatch.setattr("glassengine.backends.inductor.FREEZE_LIMIT_BYTES", 0)
+    monkeypatch.setattr("glassengine.backends.inductor.backend.FREEZE_LIMIT_BYTES", 0)
     assert slope("build") == pytest.approx(1.0) and slope("run") == pytest.approx(1.0)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from glassengine.capture.interpreter import run_program
+from glassengine.capture.observers.interpreter import run_program
 from glassengine.diagnose import check
 from glassengine.judge.exclusions.hidden_rows import HiddenRows
 from glassengine.program.export.export import export_module

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from glassengine.capture.interpreter import run_program
+from glassengine.capture.observers.interpreter import run_program
 from glassengine.judge.cases import Case, StepInputs
 from glassengine.judge.replay.reference import ReferenceRun
 from glassengine.judge.sides.sides import empty_caches

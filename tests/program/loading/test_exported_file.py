@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from glassengine.capture.interpreter import run_program
+from glassengine.capture.observers.interpreter import run_program
 from glassengine.errors import CorruptError, UsageError
 from glassengine.program import sites
 from glassengine.program.loading.exported_file import read_exported

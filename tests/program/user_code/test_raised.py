@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from glassengine.capture.hooks import observing
+from glassengine.capture.observers.hooks import observing
 from glassengine.errors import UsageError
 from glassengine.program.export.export import export_module
 from glassengine.program.user_code.factory import call_factory, load_function

@@ -20,7 +20,6 @@ import torch
 from glassengine.diagnose.ladder.rungs import Climb, Progress, start
 from glassengine.engine.prompts.prompts import pad_left
 from glassengine.errors import UsageError
-from glassengine.inputs_used import Origin
 from glassengine.judge.cases import Case, Inputs, StepInputs, causal_cases
 from glassengine.judge.replay.segment import SegmentReplay
 from glassengine.judge.sides.sides import ModuleSide
@@ -43,6 +42,7 @@ from glassengine.program.kinds.image_text import (
     rows_of,
     type_arguments,
 )
+from glassengine.results.inputs_used import Origin
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from glassengine.backends.calibration import kernels_of
+from glassengine.backends.accuracy.calibration import kernels_of
 from glassengine.diagnose.ladder.rungs import Climb, Progress, nodes, replay_of, skip_unpaired, start
 from glassengine.diagnose.ladder.step_by_step import Stage, program_of, specialized
 from glassengine.errors import UsageError

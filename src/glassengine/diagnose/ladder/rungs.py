@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from glassengine.backends import registry
-from glassengine.backends.calibration import kernels_of, of_any_runtime
+from glassengine.backends.accuracy.calibration import kernels_of, of_any_runtime
 from glassengine.diagnose.ladder.op_by_op import RUNG, op_by_op
 from glassengine.engine.build.build import build_program
 from glassengine.engine.run.engine import Engine

@@ -29,7 +29,6 @@ from glassengine.diagnose.quantization.effects import (
 )
 from glassengine.diagnose.quantization.result import RUNG, concluded, finished, result_of, within_budget
 from glassengine.errors import IncomparableError
-from glassengine.inputs_used import Origin, input_used
 from glassengine.judge.cases import Inputs, read_inputs
 from glassengine.judge.threads import threads_for
 from glassengine.numerics.quantization import rescaling
@@ -37,6 +36,7 @@ from glassengine.numerics.quantization.weight_error import WeightError, judge_we
 from glassengine.program import LoadedModel, load_model
 from glassengine.program.quantized import is_quantized, quantization_steps
 from glassengine.results import CaseInputs, Comparison, DriftRow, Quantization, Skipped
+from glassengine.results.inputs_used import Origin, input_used
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.checksums import crc32
 from glassengine.judge.replay.reference import last_uses
 from glassengine.numerics.float64 import double, retarget, target_of
 from glassengine.numerics.metrics.drift import LITTLE_LEFT, LOST, DriftSums, decibels
@@ -34,6 +33,7 @@ from glassengine.program.onnx.grids import Grid, grids_of, written_back
 from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.program import Program
 from glassengine.results import FLAGGED, VERDICTS, Hint
+from glassengine.writing.checksums import crc32
 
 _NUM_NOISY = 2
 _SAME = 0.01

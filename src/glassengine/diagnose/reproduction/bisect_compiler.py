@@ -23,8 +23,8 @@ from typing import Any, Literal
 
 import torch
 
-from glassengine.backends.compiler_flags import read_flags
-from glassengine.backends.protocol import Backend
+from glassengine.backends.inductor.compiler_flags import read_flags
+from glassengine.backends.protocol.backend import Backend
 from glassengine.diagnose.reproduction.judge_piece import expected_of
 from glassengine.errors import GlassError, UsageError
 from glassengine.executable.graph.graph import CapturedGraph, InputSpec, input_spec
@@ -255,7 +255,7 @@ def _part_of_compiler(piece: Piece) -> str | None:
 
 def compiler_settings() -> dict[str, Any]:
     """Return the settings of Inductor that are not its defaults, and those of the compiler flags; plain values only."""
-    from glassengine.backends.inductor_cache import InductorCache
+    from glassengine.backends.inductor.cache import InductorCache
 
     values = torch._inductor.config.get_config_copy() | read_flags().settings
     changed = InductorCache().parts()["options"].keys() | read_flags().settings.keys()

@@ -39,9 +39,9 @@ from glassengine.diagnose.reproduction.torch_source import comment, function_sou
 from glassengine.environment import versions
 from glassengine.errors import UsageError
 from glassengine.judge.graphs.cut import Piece
-from glassengine.locations import local
 from glassengine.program.representation.program import Program
-from glassengine.writing import ASIDE, aside, put_away
+from glassengine.writing.files import ASIDE, aside, put_away
+from glassengine.writing.locations import local
 
 SCHEMA_VERSION = 1
 TEST = "test_repro.py"

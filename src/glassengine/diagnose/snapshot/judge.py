@@ -17,8 +17,8 @@ import torch
 from torch.fx import GraphModule
 
 from glassengine import environment
-from glassengine.backends.calibration import kernels_of
-from glassengine.backends.protocol import Backend, CompilingGraphs
+from glassengine.backends.accuracy.calibration import kernels_of
+from glassengine.backends.protocol.backend import Backend, CompilingGraphs
 from glassengine.executable.graph.graph import CapturedGraph, input_spec
 from glassengine.executable.snapshot.reader import Snapshot
 from glassengine.judge.cases import Case, StepInputs, module_cases

@@ -16,7 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from glassengine import environment
-from glassengine.backends.protocol import Backend
+from glassengine.backends.protocol.backend import Backend
 from glassengine.backends.registry import choose_backend
 from glassengine.blocks import agree
 from glassengine.diagnose.reproduction.bisect_compiler import Bisection, bisect_graph

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from glassengine.capture.interpreter import run_program
+from glassengine.capture.observers.interpreter import run_program
 from glassengine.errors import UsageError
 from glassengine.program import LoadedModel, Program
 from glassengine.program.kinds.causal_lm import accepted, cache_argument

@@ -25,20 +25,20 @@ from types import TracebackType
 from typing import Any
 
 from glassengine import environment
-from glassengine.backends.protocol import Backend, describe_network, effective_options, program_network
+from glassengine.backends.protocol.backend import Backend, describe_network, effective_options, program_network
 from glassengine.engine.store.manifest import hash_file
 from glassengine.errors import UsageError
-from glassengine.locations import local
-from glassengine.printable import printable
 from glassengine.program.listing.artifacts import FORMAT, MANIFEST, SCHEMA_VERSION, read_manifest
 from glassengine.program.listing.difference import diff_graphs, diff_text
 from glassengine.program.listing.listing import NodeLine, Stage, graph_json, graph_text, list_nodes
 from glassengine.program.listing.python_source import module_source
 from glassengine.program.onnx.function import OnnxVerifier
 from glassengine.program.representation.program import Program
+from glassengine.reading.printable import printable
 from glassengine.report.html_artifacts import index_page
 from glassengine.report.network import network_text, plugin_text
-from glassengine.writing import aside, held, put_away, remove_tree
+from glassengine.writing.files import aside, held, put_away, remove_tree
+from glassengine.writing.locations import local
 
 _STAGE_FOLDER = re.compile(r"\.?\d\d-[\w.-]+")
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from glassengine import environment
-from glassengine.backends.protocol import Backend
+from glassengine.backends.protocol.backend import Backend
 from glassengine.backends.registry import choose_backend, choose_device
 from glassengine.engine.build import outputs
 from glassengine.engine.build.agreement import require_agreement
@@ -34,12 +34,12 @@ from glassengine.engine.run.engine import Engine, load
 from glassengine.engine.store import files, signing
 from glassengine.engine.store.recorded_model import directory_to_record
 from glassengine.errors import UsageError
-from glassengine.locations import local
 from glassengine.program import LoadedModel, Program, example_inputs, export_programs, load_inputs, load_model
 from glassengine.program.kinds.image_text import WITHOUT_IMAGES
 from glassengine.program.onnx.file import is_onnx
 from glassengine.sites import patterns_of
-from glassengine.writing import remove_tree
+from glassengine.writing.files import remove_tree
+from glassengine.writing.locations import local
 
 logger = logging.getLogger("glassengine")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from glassengine import environment
-from glassengine.backends.protocol import Backend
+from glassengine.backends.protocol.backend import Backend
 from glassengine.engine.store.manifest import AddedOutput, Manifest, TensorEntry, instruction_flags, list_files
 from glassengine.program import Program
 from glassengine.program.representation.program import FIXED_INPUTS, GRAPH_LEVEL, SMALLEST

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from glassengine.backends.protocol import Backend
+from glassengine.backends.protocol.backend import Backend
 from glassengine.errors import BackendError, UsageError
 from glassengine.program import LoadedModel
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from glassengine.backends.protocol import Backend
+from glassengine.backends.protocol.backend import Backend
 from glassengine.program import Program
 from glassengine.program.representation.naming import op_name
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from glassengine.backends.devices import DEVICE
-from glassengine.backends.protocol import LARGEST
+from glassengine.backends.protocol.backend import LARGEST
+from glassengine.backends.protocol.devices import DEVICE
 from glassengine.backends.registry import choose_backend
 from glassengine.engine.build import outputs
 from glassengine.engine.build.artifacts import ArtifactWriter

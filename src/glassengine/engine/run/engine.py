@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from glassengine import spans
-from glassengine.backends.onnx_export import MODEL_FILE
-from glassengine.backends.protocol import NamingKernels
+from glassengine.backends.onnx.export import MODEL_FILE
+from glassengine.backends.protocol.backend import NamingKernels
 from glassengine.backends.registry import find_backend
 from glassengine.engine.prompts.prompts import Chat, Images, Request, TokenIds, load_tokenizer
 from glassengine.engine.prompts.stream import TextCallback

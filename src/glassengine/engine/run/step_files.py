@@ -23,11 +23,11 @@ import torch
 
 from glassengine import environment
 from glassengine.errors import UsageError
-from glassengine.locations import local
 from glassengine.recording.formats.torch_file import save_pt
 from glassengine.recording.layout.statistics import summarize
 from glassengine.sites import patterns_of
-from glassengine.writing import ASIDE, aside, held, put_away
+from glassengine.writing.files import ASIDE, aside, held, put_away
+from glassengine.writing.locations import local
 
 if TYPE_CHECKING:
     from glassengine.engine.run.session import Session

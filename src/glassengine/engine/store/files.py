@@ -18,11 +18,11 @@ import torch
 
 from glassengine.engine.store.manifest import FILE
 from glassengine.errors import CorruptError, GlassError, UsageError
-from glassengine.locations import local
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import require_directory, shown
 from glassengine.reading.tensors import open_safetensors, read_safetensors
-from glassengine.writing import exchange, remove_tree, save_safetensors
+from glassengine.writing.files import exchange, remove_tree, save_safetensors
+from glassengine.writing.locations import local
 
 WEIGHTS = "weights.safetensors"
 MAIN = "main"

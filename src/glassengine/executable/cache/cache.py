@@ -28,7 +28,7 @@ from glassengine.executable.cache.key import Parts, digest, explain_miss, key_pa
 from glassengine.executable.cache.store import Manifest, Store, list_files
 from glassengine.executable.graph.graph import CapturedGraph
 from glassengine.executable.metrics.metrics import registry
-from glassengine.writing import remove_tree
+from glassengine.writing.files import remove_tree
 
 logger = logging.getLogger("glassengine")
 

@@ -29,10 +29,10 @@ import msgspec
 
 from glassengine.errors import CorruptError, UsageError
 from glassengine.executable.cache.key import SCHEMA_VERSION, Parts, digest
-from glassengine.locations import local
 from glassengine.reading.documents import Size, parsed
 from glassengine.reading.files import open_regular, read_bytes, shown
-from glassengine.writing import append, remove_tree
+from glassengine.writing.files import append, remove_tree
+from glassengine.writing.locations import local
 
 _MANIFEST, _FILES, _USES = "manifest.json", "files", "uses"
 _MAX_MANIFEST_BYTES = 4 << 20

@@ -35,9 +35,9 @@ from glassengine.executable.graph.execution import Execution
 from glassengine.executable.profile import tensorboard as profile_events
 from glassengine.executable.profile.trace import FORMAT, SCHEMA_VERSION, annotate, sealed, summarize
 from glassengine.executable.run import observers
-from glassengine.locations import local
 from glassengine.sites import ROOT
-from glassengine.writing import aside, next_directory, remove_tree
+from glassengine.writing.files import aside, next_directory, remove_tree
+from glassengine.writing.locations import local
 
 logger = logging.getLogger("glassengine")
 

@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from glassengine.checksums import document_checksum
 from glassengine.errors import CorruptError, UsageError
 from glassengine.executable.profile.profile import SUMMARY
 from glassengine.executable.profile.trace import SCHEMA_VERSION
 from glassengine.reading.documents import Size, parsed
 from glassengine.reading.files import read_bytes
+from glassengine.writing.checksums import document_checksum
 
 # Version from which on a profile has a checksum.
 _FIRST_SEALED = 2

@@ -26,9 +26,9 @@ from glassengine.executable.profile.profile import prepare
 from glassengine.executable.profile.requests import Connection, Listener, Reply
 from glassengine.executable.profile.taker import DEFAULT_PORT, DEFAULT_S, Asked, Taker, check
 from glassengine.executable.profile.token import Entry, TokenFile, new_token, write
-from glassengine.locations import local
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import read_text
+from glassengine.writing.locations import local
 
 logger = logging.getLogger("glassengine")
 

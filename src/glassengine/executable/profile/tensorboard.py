@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from glassengine.writing import aside
+from glassengine.writing.files import aside
 
 
 def write(directory: Path, summary: Mapping[str, Any]) -> bool:

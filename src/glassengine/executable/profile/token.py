@@ -26,7 +26,7 @@ from glassengine import environment
 from glassengine.errors import GlassError, UsageError
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import open_regular, read_open
-from glassengine.writing import hold, private_directory, write_whole
+from glassengine.writing.files import hold, private_directory, write_whole
 
 logger = logging.getLogger("glassengine")
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from glassengine.checksums import document_checksum
 from glassengine.spans import PREFIX, Kernels
+from glassengine.writing.checksums import document_checksum
 
 FORMAT = "glass-profile"
 SCHEMA_VERSION = 2

@@ -20,7 +20,7 @@ from glassengine import environment
 from glassengine.errors import UsageError, nearest
 from glassengine.executable.snapshot.policy import KeepInputs, Policy
 from glassengine.executable.snapshot.taker import SnapshotTaker
-from glassengine.locations import local
+from glassengine.writing.locations import local
 
 logger = logging.getLogger("glassengine")
 

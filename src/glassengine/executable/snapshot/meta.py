@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from glassengine.checksums import document_checksum
 from glassengine.errors import CorruptError
 from glassengine.executable.snapshot import layout
 from glassengine.reading.documents import Size, parsed
 from glassengine.reading.files import read_bytes
+from glassengine.writing.checksums import document_checksum
 
 _FIRST_SEALED = 2
 """Version from which on a snapshot has a checksum."""

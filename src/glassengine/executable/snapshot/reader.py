@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from glassengine.checksums import crc32
 from glassengine.errors import CorruptError, UnknownNameError, UsageError
 from glassengine.executable.snapshot import layout
 from glassengine.executable.snapshot.graph import load_graph
@@ -20,14 +19,15 @@ from glassengine.executable.snapshot.layout import Entry
 from glassengine.executable.snapshot.meta import parsed_meta, read_meta, sealed
 from glassengine.executable.snapshot.nonfinite import Origin
 from glassengine.executable.snapshot.tensors import TensorFile, restored, write_tensors
-from glassengine.locations import local
 from glassengine.program.onnx.exported import TranslatedFile, translate_file
 from glassengine.program.onnx.file import read_onnx
 from glassengine.program.store.archive import MAX_BYTES
 from glassengine.reading.files import is_regular, read_bytes
 from glassengine.recording.layout.statistics import summarize
 from glassengine.recording.layout.values import bytes_of
-from glassengine.writing import aside
+from glassengine.writing.checksums import crc32
+from glassengine.writing.files import aside
+from glassengine.writing.locations import local
 
 _T = TypeVar("_T")
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from glassengine.checksums import crc32
 from glassengine.executable.snapshot.layout import weights_file
 from glassengine.executable.snapshot.tensors import file_key, write_tensors
 from glassengine.recording.layout.values import bytes_of
+from glassengine.writing.checksums import crc32
 
 _MAX_FILES = 4  # of one snapshot; beyond that all of its weights are written anew
 

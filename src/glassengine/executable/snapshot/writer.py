@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from glassengine import environment
-from glassengine.checksums import crc32
 from glassengine.errors import first_line
 from glassengine.executable.graph.graph import CapturedGraph
 from glassengine.executable.snapshot import layout
@@ -34,7 +33,8 @@ from glassengine.executable.snapshot.meta import read_meta, sealed
 from glassengine.executable.snapshot.tensors import obstacle
 from glassengine.executable.snapshot.weights import Home, link
 from glassengine.program.onnx.exported import without_data
-from glassengine.writing import aside, remove_tree
+from glassengine.writing.checksums import crc32
+from glassengine.writing.files import aside, remove_tree
 
 logger = logging.getLogger("glassengine")
 

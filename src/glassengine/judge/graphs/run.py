@@ -17,7 +17,7 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 
-from glassengine.backends.protocol import Backend, CachingGraphs, CompilingGraphs
+from glassengine.backends.protocol.backend import Backend, CachingGraphs, CompilingGraphs
 from glassengine.executable.graph.graph import CapturedGraph
 from glassengine.executable.run.executable import compile_executable, compile_graph, load_executable
 from glassengine.executable.snapshot import layout

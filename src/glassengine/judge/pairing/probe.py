@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from glassengine.capture.interpreter import run_program
+from glassengine.capture.observers.interpreter import run_program
 from glassengine.judge.cases import Case, StepInputs
 from glassengine.judge.sides.sides import empty_caches
 from glassengine.program.export.export import named_inputs

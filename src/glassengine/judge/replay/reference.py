@@ -15,7 +15,6 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.checksums import crc32
 from glassengine.judge.exclusions.exactness import Exactness, keeps_whole_numbers
 from glassengine.judge.exclusions.hidden_rows import HiddenRows
 from glassengine.judge.exclusions.hidden_values import HiddenValues
@@ -33,6 +32,7 @@ from glassengine.program.onnx.function import Composite
 from glassengine.program.representation.naming import is_tensor_node, op_name
 from glassengine.program.representation.program import Program
 from glassengine.results import ExemptionReason
+from glassengine.writing.checksums import crc32
 
 NUM_NOISE_RUNS = 2
 

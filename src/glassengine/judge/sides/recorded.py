@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from glassengine.capture.known_tokens import prompt_lengths
+from glassengine.capture.runs.known_tokens import prompt_lengths
 from glassengine.compare.matching import layouts
 from glassengine.compare.matching.maps import Rule, TensorMap
 from glassengine.compare.matching.rules import pair_names

@@ -11,8 +11,8 @@ from typing import Any, Literal, NoReturn, Protocol
 import torch
 from torch import nn
 
-from glassengine.capture.hooks import observing
-from glassengine.capture.interpreter import run_program
+from glassengine.capture.observers.hooks import observing
+from glassengine.capture.observers.interpreter import run_program
 from glassengine.engine.run.engine import Engine
 from glassengine.engine.run.session import Session
 from glassengine.errors import GlassError, IncomparableError

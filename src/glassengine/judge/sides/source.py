@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from glassengine.backends.calibration import kernels_of
+from glassengine.backends.accuracy.calibration import kernels_of
 from glassengine.judge.cases import Case, StepInputs
 from glassengine.judge.replay.op import Replay
 from glassengine.judge.replay.segment import SegmentReplay

@@ -92,7 +92,7 @@ class Program(HasSites):
 
     @property
     def called_as(self) -> dict[str, str]:
-        """Name by which hooks know a call -> name here; only for modules with several aliases (`capture.hooks`)."""
+        """Name by which hooks know a call -> name here; only for modules with several aliases (see `hooks`)."""
         return dict(self.metadata.get(CALLED_AS, {}))
 
     @property

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from glassengine.errors import GlassError, UnknownNameError, UsageError
-from glassengine.printable import printable
 from glassengine.program.user_code.raised import described
+from glassengine.reading.printable import printable
 
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 

@@ -27,12 +27,12 @@ import torch
 from torch import Tensor
 
 from glassengine import blocks
-from glassengine.checksums import crc32
 from glassengine.errors import UsageError
 from glassengine.recording.formats.debugger_file import FULL, OTHER_PORTS, SUMMARY
 from glassengine.recording.layout.layout import Entry
 from glassengine.sites import ROOT, port_site, with_call
-from glassengine.writing import remove_tree, save_safetensors
+from glassengine.writing.checksums import crc32
+from glassengine.writing.files import remove_tree, save_safetensors
 
 _SITE = re.compile(r"(?P<path>[^:@]*)(?:@(?P<call>\d+))?(?::(?P<port>\w+)(?P<keys>.*))?", re.DOTALL)
 _KEY = re.compile(r"\[(\d+)\]|\.([^.\[]*)", re.DOTALL)

@@ -13,7 +13,7 @@ from glassengine.errors import CorruptError
 from glassengine.reading.tensors import read_torch
 from glassengine.recording.layout.layout import STORED, Entry
 from glassengine.results import Skipped
-from glassengine.writing import open_for_torch
+from glassengine.writing.files import open_for_torch
 
 # A small file can name one list many times over; these bound what it unfolds to.
 _MAX_DEPTH = 64

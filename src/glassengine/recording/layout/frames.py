@@ -23,8 +23,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from glassengine.checksums import crc32
 from glassengine.recording.layout.layout import MAX_FRAME_BYTES, Location
+from glassengine.writing.checksums import crc32
 
 Array = np.typing.NDArray[Any]
 

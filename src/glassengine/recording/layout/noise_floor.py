@@ -20,13 +20,13 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from glassengine.checksums import crc32
 from glassengine.errors import CorruptError, GlassError
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import open_regular
 from glassengine.reading.tensors import open_safetensors
 from glassengine.recording.layout.layout import INDEX, Entry
-from glassengine.writing import aside, save_safetensors
+from glassengine.writing.checksums import crc32
+from glassengine.writing.files import aside, save_safetensors
 
 FILE = "noise_floor.safetensors"
 SCHEMA_VERSION = 1

@@ -17,7 +17,6 @@ from typing import Any, BinaryIO, TypeGuard
 
 import msgspec
 
-from glassengine.checksums import crc32
 from glassengine.recording.layout import frames
 from glassengine.recording.layout.entries import Measured
 from glassengine.recording.layout.layout import (
@@ -36,6 +35,7 @@ from glassengine.recording.layout.layout import (
     aligned,
     num_bytes,
 )
+from glassengine.writing.checksums import crc32
 
 _FRAME = struct.Struct("<II")
 _TOKENS_PER_FRAME = 1 << 15

@@ -12,13 +12,13 @@ import numpy as np
 from torch import Tensor
 
 from glassengine.errors import UnknownNameError, UsageError
-from glassengine.locations import local
 from glassengine.recording.formats.debug_tree import TreeWriter
 from glassengine.recording.formats.torch_file import save_pt
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource, open_source
 from glassengine.sites import matches, patterns_of
-from glassengine.writing import aside
+from glassengine.writing.files import aside
+from glassengine.writing.locations import local
 
 Format = Literal["pt", "npz", "debug-tree"]
 FORMATS: tuple[Format, ...] = ("pt", "npz", "debug-tree")

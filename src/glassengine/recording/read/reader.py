@@ -14,7 +14,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from glassengine.checksums import crc32
 from glassengine.errors import CorruptError, UnknownNameError, UsageError
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import open_regular, read_bytes
@@ -29,6 +28,7 @@ from glassengine.recording.read.statistics_cache import StatisticsCache
 from glassengine.recording.rescue.rescue import Recovered, recovered
 from glassengine.results import Skipped, Summary
 from glassengine.sites import matches
+from glassengine.writing.checksums import crc32
 
 
 class Recording:

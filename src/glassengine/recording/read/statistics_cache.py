@@ -19,7 +19,7 @@ from glassengine.recording.layout.layout import STATISTICS, Entry
 from glassengine.recording.layout.records import frame, read_frame
 from glassengine.recording.layout.sketch import LENGTH, NUM_QUANTILES, Sketch
 from glassengine.results import Summary
-from glassengine.writing import open_to_append, write_whole
+from glassengine.writing.files import open_to_append, write_whole
 
 _MAX_BYTES = 1 << 28
 _NUMBERS = ("min", "mean", "median", "max", "std")

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from glassengine.checksums import crc32
 from glassengine.recording.layout.records import decoded
 from glassengine.recording.ring.file import LeftRing
 from glassengine.recording.ring.journal import ENDED, HEAD, HELD, MAGIC, ROW, TOKENS
 from glassengine.recording.write import moved
+from glassengine.writing.checksums import crc32
 
 _CHECKED_FROM = 8
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 
-from glassengine.checksums import crc32
 from glassengine.recording.layout.description import Description
 from glassengine.recording.layout.layout import Entry, LeftOut, LightStatistics, Location, aligned
 from glassengine.recording.layout.records import decoded, entry_from, group_from, left_out_from, measured_from
@@ -16,6 +15,7 @@ from glassengine.recording.ring import journal
 from glassengine.recording.ring.file import LeftRing
 from glassengine.recording.write import moved
 from glassengine.recording.write.writer import RecordingWriter
+from glassengine.writing.checksums import crc32
 
 _NOWHERE = {"step": 0, "rank": 0, "shard": 0, "offset": 0, "checksum": 0}
 _Original = tuple[Description, Location | None, str | None, LightStatistics | None]

@@ -26,7 +26,7 @@ from glassengine.recording.rescue.replayed import Replay
 from glassengine.recording.ring.file import LeftRing
 from glassengine.recording.write import moved
 from glassengine.recording.write.writer import RecordingWriter
-from glassengine.writing import hold, remove_tree
+from glassengine.writing.files import hold, remove_tree
 
 _MAX_MOVED_BYTES = 1 << 30
 _PARTIAL = f"{layout.RECOVERED}.part"

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from glassengine.checksums import crc32
 from glassengine.reading.files import read_at
 from glassengine.recording.layout import layout
 from glassengine.recording.ring.memory import Memory
+from glassengine.writing.checksums import crc32
 
 _MAGIC = b"GLASSRNG"
 _VERSION = 1

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from glassengine.errors import CorruptError, UsageError
-from glassengine.locations import local
 from glassengine.reading.files import open_regular
 from glassengine.recording.layout import layout, noise_floor
 from glassengine.recording.write.intact import require_open, require_there
 from glassengine.recording.write.shard import write_all
-from glassengine.writing import hold
+from glassengine.writing.files import hold
+from glassengine.writing.locations import local
 
 
 def make_directory(path: Path, overwrite: bool) -> None:

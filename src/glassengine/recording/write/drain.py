@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from glassengine.checksums import crc32, crc32_of_small
 from glassengine.recording.layout.description import Group
 from glassengine.recording.layout.layout import LeftOut, LightStatistics, aligned
 from glassengine.recording.layout.statistics import light_of_blocks, light_of_bytes
@@ -12,6 +11,7 @@ from glassengine.recording.ring.items import Alias, Block, Commit, Copied, Note,
 from glassengine.recording.ring.pinned import PinnedCopies
 from glassengine.recording.ring.ring import Ring
 from glassengine.recording.write.writer import RecordingWriter
+from glassengine.writing.checksums import crc32, crc32_of_small
 
 # Small enough for a cache that the passes share.
 _MEASURED_BYTES = 4 << 20

@@ -13,13 +13,13 @@ import struct
 from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 
-from glassengine.checksums import crc32
 from glassengine.recording.layout import layout
 from glassengine.recording.layout.layout import LeftOut, Location
 from glassengine.recording.layout.records import left_out_frame, measured_frame
 from glassengine.recording.ring.items import Block, Copied, Note, Stored
 from glassengine.recording.ring.ring import Ring
 from glassengine.recording.write.shard import write_all
+from glassengine.writing.checksums import crc32
 
 HEAD = struct.Struct("<IIqBxxx")
 PLACE = struct.Struct("<QqqI")

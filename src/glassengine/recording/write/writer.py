@@ -14,7 +14,6 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from glassengine.checksums import crc32
 from glassengine.errors import UsageError
 from glassengine.recording.layout import layout, records
 from glassengine.recording.layout.description import Description, Group, Groups
@@ -24,6 +23,7 @@ from glassengine.recording.write.directory import begun, make_directory, manifes
 from glassengine.recording.write.intact import safe_steps
 from glassengine.recording.write.open_step import EndedStep, OpenStep
 from glassengine.recording.write.shard import Shard
+from glassengine.writing.checksums import crc32
 
 SHARD_BYTES = 1 << 31
 

@@ -1,0 +1,343 @@
+"""Program -> ONNX graph whose inputs and outputs have the program's names.
+
+Pipeline: functional form (cache updates become outputs, a converter loses mutations silently) -> torch.onnx.export ->
+checks. Two ops are translated here, because torch's own translations copy the whole cache in every step:
+
+    index_copy                     ScatterElements on the cache itself, which a runtime can carry out in place; torch's
+                                   goes through two transposes of the cache
+    scaled_dot_product_attention   query heads grouped over their key head; torch's repeats keys and values, and scales
+                                   every cached key
+
+Shape legend: B batch, H query heads, G key/value heads, S new tokens, T keys, D head size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import operator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import TensorArgument
+
+from glassengine.backends.onnx.network import mark_nodes, name_layers
+from glassengine.backends.protocol.backend import Capabilities
+from glassengine.errors import BackendError, first_line
+from glassengine.program.onnx.file import fill
+from glassengine.program.onnx.session import with_outputs
+from glassengine.program.representation.outputs import functional_form, result_names
+from glassengine.program.representation.program import OnnxGraph, Program, rebuilt
+
+MODEL_FILE = "model.onnx"
+IN_PLACE_KEY = "glassengine.in_place"
+"""Key of the model's metadata: the cache inputs whose buffer may also receive the updated cache, space-separated."""
+
+OPSET = 20
+_MOST_INSIDE = 1 << 30
+"""Bytes of weights that a file which was given to us as it is keeps inside; a graph can have twice as many."""
+_NEUTRAL = {"Add": 0.0, "Sub": 0.0, "Mul": 1.0, "Div": 1.0}
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+
+
+def export_onnx(program: Program, directory: Path) -> None:
+    """Convert `program` into `model.onnx` and one external data file in `directory`.
+
+    A program that is an ONNX graph is written as it is, with its outputs added under their own names.
+
+    Weights are held at most twice while converting: the program's, and the transposed ones of linear layers.
+
+    Raises:
+        BackendError: The program is random, or the converted graph has other inputs, outputs or dynamic dimensions than
+            the program.
+    """
+    if program.onnx is not None:
+        _write_source(program.onnx, [program.output_nodes[name] for name in result_names(program)], directory)
+        return
+    functional = functional_form(program)
+    _refuse_dropout(functional)
+    mark_nodes(functional.graph)
+    inputs = [port.name for port in functional.inputs]
+    # A state that is written in place has one name as input and as result; ONNX has one name space.
+    updated = {name: f"updated:{name}" if name in inputs else name for name in result_names(functional)}
+    outputs = list(updated.values())
+    with torch.no_grad(), _quiet(), _one_reason():
+        converted = torch.onnx.export(
+            _without_parts(functional.exported),
+            dynamo=True,
+            opset_version=OPSET,
+            custom_translation_table=_translations(),
+            optimize=False,
+            verbose=False,
+        )
+        assert converted is not None and converted.exported_program is not None
+        _keep_constants(converted.model.graph)
+        converted.optimize()
+    graph = converted.model.graph
+    name_layers(graph, converted.exported_program.graph, functional)
+    _rename(graph, inputs, outputs)
+    _check_inputs(functional, graph)
+    caches = {past: updated[present] for past, present in program.caches.items()}
+    converted.model.metadata_props[IN_PLACE_KEY] = " ".join(in_place_caches(graph, caches))
+    with _quiet():
+        converted.save(directory / MODEL_FILE, external_data=True)
+
+
+def _without_parts(exported: ExportedProgram) -> ExportedProgram:
+    """Return `exported`, whose graph is changed, with copies for outputs that are one of several results of an op.
+
+    The converter takes some such ops (meshgrid) apart, and then looks in vain for what the output was called.
+    """
+    graph, specs = exported.graph, list(exported.graph_signature.output_specs)
+    (last,) = graph.find_nodes(op="output")
+    nodes = {node.name: node for node in last.all_input_nodes}
+    for index, spec in enumerate(specs):
+        part = nodes.get(spec.arg.name)
+        if part is not None and part.target is operator.getitem:
+            with graph.inserting_before(last):
+                copied = graph.call_function(torch.ops.aten.clone.default, (part,))
+            copied.meta = dict(part.meta)
+            last.replace_input_with(part, copied)
+            specs[index] = replace(spec, arg=TensorArgument(name=copied.name))
+    signature = exported.module_call_graph[0].signature
+    assert signature is not None
+    return rebuilt(exported, graph, specs, out_spec=signature.out_spec)
+
+
+def _keep_constants(graph: Any) -> None:
+    """Give constants that are nearly 0 or 1 a dimension, beside operands that have one.
+
+    The optimizer of onnxscript takes what is within 1e-8 of 0, or within a part in 1e5 of 1, for these, and leaves out
+    what adds or multiplies it: the epsilon of a norm, say. It looks at constants without dimensions only.
+    """
+    import onnx_ir
+
+    for node in list(graph):
+        neutral = _NEUTRAL.get(node.op_type)
+        if neutral is None:
+            continue
+        for index, value in enumerate(node.inputs):
+            constant, other = onnx_ir.convenience.get_const_tensor(value), node.inputs[1 - index]
+            if constant is None or constant.shape.rank() or other.shape is None or not other.shape.rank():
+                continue
+            number = constant.numpy()
+            if number.item() != neutral and math.isclose(number.item(), neutral, rel_tol=1e-4, abs_tol=1e-7):
+                kept = onnx_ir.node("Constant", [], attributes={"value": onnx_ir.tensor(number.reshape(1))})
+                kept.outputs[0].name = f"{value.name}:{index}:of:{node.name}"
+                graph.insert_before(node, kept)
+                node.replace_input_with(index, kept.outputs[0])
+
+
+@contextlib.contextmanager
+def _one_reason() -> Iterator[None]:
+    """Tell why a conversion failed: the first error of a chain, without the advice to those who work on torch."""
+    try:
+        yield
+    except BackendError:
+        raise
+    except Exception as error:
+        first: BaseException = error
+        while first.__cause__ is not None:
+            first = first.__cause__
+        raise BackendError(
+            "the program cannot be converted to ONNX",
+            got=f"{type(first).__name__}: {first_line(first)}",
+            hint="another one with --backend, eager or inductor",
+        ) from error
+
+
+def _write_source(source: OnnxGraph, nodes: Sequence[str], directory: Path) -> None:
+    import onnx
+
+    model = with_outputs(source.file.model, [source.values[node] for node in nodes])
+    model.metadata_props.add(key=IN_PLACE_KEY, value="")
+    if source.file.with_data:
+        onnx.load_external_data_for_model(model, str(source.file.path.parent))
+    else:
+        fill(model, source.file.weights())
+    beside = sum(len(tensor.raw_data) for tensor in model.graph.initializer) > _MOST_INSIDE
+    path, data = directory / MODEL_FILE, f"{MODEL_FILE}.data"
+    onnx.save_model(model, str(path), save_as_external_data=beside, location=data, convert_attribute=False)
+
+
+def refuse_bfloat16(program: Program, capabilities: Capabilities) -> None:
+    """Refuse a program that computes in bfloat16, for which the runtimes of ONNX have no kernels on the CPU."""
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16:
+            raise BackendError(
+                "the runtimes of ONNX have no bfloat16 kernels for the CPU",
+                got=f"{node.name}: bfloat16",
+                expected=capabilities.dtypes,
+                hint=_hint_of_bfloat16(program),
+            )
+
+
+def _hint_of_bfloat16(program: Program) -> str:
+    if any(weight.dtype is torch.bfloat16 for weight in program.weights().values()):
+        return "--dtype float32"
+    return "the model's own code computes that, whatever its weights are: another --backend"
+
+
+def _refuse_dropout(functional: Program) -> None:
+    """Refuse what the translation of attention would silently leave out."""
+    for node in functional.graph.find_nodes(op="call_function", target=_ATTENTION):
+        if dict(zip(("query", "key", "value", "attn_mask", "dropout_p"), node.args, strict=False)).get("dropout_p"):
+            raise BackendError(
+                "attention with dropout is random and cannot be built",
+                got=f"{node.name}: dropout_p={node.args[4]}",
+                hint="pass dropout_p=0 to scaled_dot_product_attention when the module is not training",
+            )
+
+
+def in_place_caches(graph: Any, caches: dict[str, str]) -> list[str]:
+    """Return the inputs of `caches` (`past_*` -> `present_*`) whose buffer may also be that of the updated cache.
+
+    That is so when the data of the input is read by nothing but the one ScatterElements that writes the update, and
+    the update is its direct result: then nothing can read a slot after it was overwritten, in whatever order the
+    nodes run. Reading the shape does no harm.
+
+    Args:
+        graph: An `onnx_ir` graph.
+        caches: Input name -> output name.
+    """
+    results = {value.name: value for value in graph.outputs}
+    safe = []
+    for value in graph.inputs:
+        if value.name not in caches:
+            continue
+        readers = [(node.op_type, position) for node, position in value.uses() if node.op_type != "Shape"]
+        writer = results[caches[value.name]].producer()
+        is_only_reader = readers == [("ScatterElements", 0)] and writer is not None and writer.inputs[0] is value
+        if is_only_reader and not value.is_graph_output():
+            safe.append(value.name)
+    return safe
+
+
+def _rename(graph: Any, inputs: list[str], outputs: list[str]) -> None:
+    """Give inputs and outputs their names: where an input is a result as well, the optimizer renames it."""
+    if len(graph.outputs) != len(outputs):
+        raise BackendError(
+            "the converted graph has other outputs than the program",
+            got=f"{len(graph.outputs)} outputs",
+            expected=f"{len(outputs)}: {', '.join(outputs)}",
+        )
+    taken = {*inputs, *outputs}
+    for node in graph:
+        for value in node.outputs:
+            if value.name in taken:
+                value.name = f"inner:{value.name}"
+    for values, names in ((graph.inputs, inputs), (graph.outputs, outputs)):
+        for value, name in zip(values, names, strict=True):
+            value.name = name
+
+
+def _check_inputs(program: Program, graph: Any) -> None:
+    """Every input is there, and no size that may change was fixed by the conversion."""
+    found = {value.name: tuple(value.shape) for value in graph.inputs}
+    for port in program.inputs:
+        shape = found.get(port.name)
+        fixed = shape is not None and any(
+            isinstance(size, str) and isinstance(other, int) for size, other in zip(port.shape, shape, strict=True)
+        )
+        if shape is None or fixed:
+            raise BackendError(
+                f"the conversion to ONNX {'fixed a dynamic size' if fixed else 'lost the input'} {port.name!r}",
+                got=str(shape),
+                expected=str(port.shape),
+            )
+
+
+def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Translations of this export; the functions share the scatter indices that equal updates need."""
+    import onnxscript
+    from onnx_ir import DataType
+
+    op: Any = onnxscript.opset20
+    scatter_indices: dict[tuple[Any, ...], Any] = {}
+
+    def index_copy(self: Any, dim: int, index: Any, source: Any) -> Any:
+        """Write `source` [B, G, S, D] into `self` [B, G, T, D] at `index` [S] along `dim`."""
+        rank = len(source.shape)
+        dim %= rank
+        key = (id(index), dim, *(str(size) for size in source.shape))
+        if key not in scatter_indices:
+            column = op.Constant(value_ints=[-1 if axis == dim else 1 for axis in range(rank)])
+            scatter_indices[key] = op.Expand(op.Reshape(index, column), op.Shape(source))
+        return op.ScatterElements(self, scatter_indices[key], source, axis=dim)
+
+    def attention(
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:
+        """Attend with query [B, H, S, D], key [B, G, T, D] and value [B, G, T, Dv]; [B, H, S, Dv]."""
+
+        def constant(number: float) -> Any:
+            return op.CastLike(op.Constant(value_float=number), query)
+
+        size, rank = query.shape[-1], len(query.shape)
+        num_new, num_keys = op.Shape(query, start=-2, end=-1), op.Shape(key, start=-2, end=-1)
+        grouped = enable_gqa and query.shape[-3] != key.shape[-3]
+        if grouped:
+            # Query heads that share a key head become rows of one matrix product: keys and values are not repeated.
+            batch, heads, groups = op.Shape(query, end=-3), query.shape[-3], key.shape[-3]
+            rows = op.Concat(batch, op.Constant(value_ints=[groups, -1, size]), axis=0)
+            query = op.Reshape(query, rows)
+        if scale is None:
+            scale = 1.0 / math.sqrt(size)
+        swap_last = [*range(rank - 2), rank - 1, rank - 2]
+        # The query is scaled, not the product: float16 products would overflow.
+        scores = op.MatMul(op.Mul(query, constant(scale)), op.Transpose(key, perm=swap_last))
+        if grouped:
+            per_head = op.Concat(batch, op.Constant(value_ints=[heads]), num_new, num_keys, axis=0)
+            scores = op.Reshape(scores, per_head)
+        if is_causal:
+            ones = op.Expand(op.Constant(value_ints=[1]), op.Concat(num_new, num_keys, axis=0))
+            attn_mask = op.Cast(op.Trilu(ones, upper=0), to=DataType.BOOL)
+        if attn_mask is not None:
+            if is_causal or attn_mask.dtype == DataType.BOOL:
+                attn_mask = op.Where(attn_mask, constant(0.0), constant(-math.inf))
+            scores = op.Add(scores, attn_mask)
+        weights = op.Softmax(scores, axis=-1)
+        # A row that may see nothing is 0 in torch; NaN would spread through the cache of padded rows.
+        weights = op.Where(op.IsNaN(weights), constant(0.0), weights)
+        if grouped:
+            weights = op.Reshape(weights, op.Concat(batch, op.Constant(value_ints=[groups, -1]), num_keys, axis=0))
+        context = op.MatMul(weights, value)
+        if grouped:
+            per_head = op.Concat(batch, op.Constant(value_ints=[heads]), num_new, op.Shape(value, start=-1), axis=0)
+            context = op.Reshape(context, per_head)
+        return context
+
+    return {
+        torch.ops.aten.index_copy.default: index_copy,
+        _ATTENTION: attention,
+    }
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the converter's notices (optional packages, deprecations) off the user's screen."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

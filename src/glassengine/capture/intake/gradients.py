@@ -1,0 +1,141 @@
+"""Gradients of activations and parameters, and what an optimizer made of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from glassengine.capture.calls.names import ModuleNames
+from glassengine.capture.intake.intake import Intake
+from glassengine.sites import with_call
+
+
+def watch(tensor: Tensor, site: str, step: int, intake: Intake) -> Any:
+    """Deliver the gradient of `tensor` as `site` when a backward computes it, and as `@1` the second one's.
+
+    Returns the handle that ends it, where nothing else will: a leaf outlives the graph of the step.
+    """
+    seen = 0
+
+    def arrived(gradient: Tensor | None) -> None:
+        nonlocal seen
+        if gradient is None:
+            return  # of what a custom function has no gradient for
+        path, colon, port = site.partition(":")
+        intake.take(f"{with_call(path, seen)}{colon}{port}" if seen else site, step, gradient)
+        seen += 1
+
+    handle = tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
+    return handle if tensor.is_leaf else None
+
+
+class ParameterHooks:
+    """Delivers the gradient of every parameter each time a backward has added to it, and the state after a step.
+
+    Gradients that data-parallel ranks average are delivered when that is done.
+
+    Sites: `<parameter>:grad`, `<parameter>@1:grad` for the second backward of a step, and so on; after a step of the
+    optimizer `<parameter>:param` and `<parameter>:state.<name>`, e.g. `:state.exp_avg`.
+
+    Args:
+        names: The names of the model.
+        intake: Gets the tensors.
+        current_step: Says which step a backward or an update belongs to; None when to none.
+        gradients: Whether gradients are delivered.
+        optimizer: Whose updates are delivered.
+    """
+
+    def __init__(
+        self,
+        names: ModuleNames,
+        intake: Intake,
+        current_step: Callable[[], int | None],
+        *,
+        gradients: bool,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        self._names = names.parameters()
+        # What ranks exchange is in place when the backward ends, and not before.
+        self._is_exchanged = any(isinstance(m, nn.parallel.DistributedDataParallel) for m in names.known)
+        # Of each backward that has not ended; those that fail never do.
+        self._waiting: dict[int, list[tuple[int, Tensor]]] = {}
+        self._intake = intake
+        self._current_step = current_step
+        self._gradients = gradients
+        self._optimizer = optimizer
+        # The last backward of which the end is awaited.
+        self._backward = -1
+        # Of each step that has not ended, how often what was delivered.
+        self._num_seen: dict[int, Counter[str]] = {}
+        self._handles: list[Any] = []
+
+    def attach(self) -> None:
+        """Install the hooks."""
+        if self._gradients:
+            for parameter in self._names:
+                if parameter.requires_grad:
+                    handle = parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+                    self._handles.append(handle)
+        if self._optimizer is not None:
+            self._handles.append(self._optimizer.register_step_post_hook(self._updated))
+
+    def detach(self) -> None:
+        """Remove every hook."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        step = self._current_step()
+        if step is None or parameter.grad is None:
+            return
+        backward = torch._C._current_graph_task_id()
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+        if not self._is_exchanged:
+            if backward != self._backward:
+                self._backward = backward
+                queue(lambda: self._intake.hold(step))
+            self._deliver(step, self._names[parameter], ":grad", parameter.grad)
+            return
+        if backward not in self._waiting:
+            self._waiting[backward] = []
+            # What is called first then comes after all that was asked for meanwhile, by who exchanges them too.
+            queue(lambda: queue(lambda: self._exchanged(backward)))
+        self._waiting[backward].append((step, parameter))
+
+    def _exchanged(self, backward: int) -> None:
+        waiting = self._waiting.pop(backward, [])
+        for step, parameter in waiting:
+            if parameter.grad is not None:
+                self._deliver(step, self._names[parameter], ":grad", parameter.grad)
+        for step in {step for step, _ in waiting}:
+            self._intake.hold(step)
+
+    def _updated(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        step = self._current_step()
+        if step is None:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = self._names.get(parameter)
+                if name is None:
+                    continue
+                self._deliver(step, name, ":param", parameter)
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor):
+                        self._deliver(step, name, f":state.{key}", value)
+        self._intake.hold(step)
+
+    def _deliver(self, step: int, name: str, port: str, tensor: Tensor) -> None:
+        seen = self._num_seen.get(step)
+        if seen is None:
+            for ended in [known for known in self._num_seen if self._intake.has_ended(known)]:
+                del self._num_seen[ended]
+            seen = self._num_seen[step] = Counter()
+        call = seen[name + port]
+        seen[name + port] += 1
+        self._intake.take(f"{with_call(name, call)}{port}", step, tensor)

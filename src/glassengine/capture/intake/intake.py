@@ -1,0 +1,223 @@
+"""Takes tensors of any kind from a running model and hands to the recording what its policy asks for.
+
+Nothing here raises into the model but what its own signal handlers do: a tensor that cannot be recorded is noted with
+the reason.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._C import _DisableFuncTorch
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+from glassengine.capture.calls.interruption import is_interruption
+from glassengine.capture.intake.parts import parts_of, port_of_part, sharding_of, untransformed, waited
+from glassengine.recording.layout.layout import LeftOut, Sharding
+from glassengine.recording.layout.statistics import light
+from glassengine.recording.layout.values import dtype_name, why_not
+from glassengine.recording.write.policy import NO_VALUES, OVER_BUDGET, Policy
+
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
+_log = logging.getLogger(__name__)
+
+
+class Writer(Protocol):
+    """What takes the tensors: a `BackgroundWriter`, or something that merely counts."""
+
+    def again(self, site: str, step: int, tensor: Tensor, rank: int) -> bool:
+        """Take a tensor that comes as it did in an earlier step, if the writer remembers that."""
+
+    def write(
+        self,
+        site: str,
+        step: int,
+        tensor: Tensor,
+        *,
+        rank: int = 0,
+        axes: Mapping[str, int] | None = None,
+        node: str | None = None,
+        sharding: Sharding | None = None,
+    ) -> None:
+        """Take values."""
+
+    def measure(self, site: str, step: int, tensor: Tensor, *, rank: int, reason: str) -> bool:
+        """Take note of a tensor whose values are not wanted, if the writer measures it."""
+
+    def leave_out(self, item: LeftOut) -> None:
+        """Take note of a tensor without values."""
+
+    def hold(self, step: int, *, token_ids: Sequence[Sequence[int]] = ()) -> None:
+        """Take note that the forward of a step has ended, and that the step goes on."""
+
+    def commit(self, step: int, *, token_ids: Sequence[Sequence[int]] = (), stopped: str | None = None) -> None:
+        """Complete a step."""
+
+
+class Intake:
+    """Where hooks deliver tensors.
+
+    Args:
+        writer: Takes values and notes; owned by the caller.
+        policy: What is recorded.
+        rank: Of this process.
+
+    Attributes:
+        num_late: Tensors of steps that had been completed already.
+    """
+
+    def __init__(self, writer: Writer, policy: Policy, rank: int) -> None:
+        self.num_late = 0
+        self._writer = writer
+        self._again = writer.again
+        self._policy = policy
+        self._rank = rank
+        self._has_budget = policy.has_budget
+        self._known: dict[str, tuple[bool, bool]] = {}
+        self._committed: set[int] = set()
+        self._names: dict[int, set[str]] = {}
+
+    def take(self, site: str, step: int, tensor: Tensor, *, axes: Mapping[str, int] | None = None) -> None:
+        """Record `tensor` as it is now, if it is wanted; the parts of a tensor that is not plain each for itself."""
+        names = self._names.get(step)
+        # The short ways of nearly all tensors; hooks run thousands of times a second.
+        is_usual = type(tensor) is Tensor and not self._has_budget
+        if is_usual and names is not None and site not in names:
+            try:
+                if self._again(site, step, tensor, self._rank):
+                    names.add(site)
+                    return
+            except Exception as error:
+                if is_interruption(error):
+                    raise
+                # One without shape or memory of its own, though its type is the usual one.
+                is_usual = False
+        wanted, keeps = self._known.get(site) or self._look(site)
+        if not wanted:
+            return
+        if names is None and step not in self._committed:
+            names = self._names.setdefault(step, set())
+        if is_usual and names is not None and site not in names:
+            try:
+                if keeps:
+                    self._writer.write(site, step, tensor, rank=self._rank, axes=axes)
+                    names.add(site)
+                    return
+                if self._writer.measure(site, step, tensor, rank=self._rank, reason=NO_VALUES):
+                    names.add(site)
+                    return
+            except Exception as error:
+                if is_interruption(error):
+                    raise
+                _log.debug("%s takes the long way", site, exc_info=True)
+        self._take(site, step, tensor, keeps, axes)
+
+    def _look(self, site: str) -> tuple[bool, bool]:
+        found = self._known[site] = self._policy.wants(site)
+        return found
+
+    def _take(self, site: str, step: int, tensor: Tensor, keeps: bool, axes: Mapping[str, int] | None) -> None:
+        try:
+            if is_functorch_wrapped_tensor(tensor):
+                with _DisableFuncTorch():
+                    self._take(site, step, untransformed(tensor), keeps, None)
+            elif not _is_plain(tensor):
+                self._take_parts(site, step, tensor, keeps, axes)
+            elif self._enter(site, step):
+                self._take_plain(site, step, tensor, keeps, axes)
+        except Exception as error:
+            if is_interruption(error):
+                raise
+            _log.debug("%s is not recorded", site, exc_info=True)
+            self._leave_out(site, step, f"{type(error).__name__}: {error}"[:500], None)
+
+    def has_ended(self, step: int) -> bool:
+        """Return whether `step` is complete: what comes for it is too late."""
+        return step in self._committed
+
+    def commit(self, step: int, *, token_ids: Sequence[Sequence[int]] = (), stopped: str | None = None) -> None:
+        """Complete `step`."""
+        self._committed.add(step)
+        self._names.pop(step, None)
+        self._writer.commit(step, token_ids=token_ids, stopped=stopped)
+
+    def hold(self, step: int, *, token_ids: Sequence[Sequence[int]] = ()) -> None:
+        """Note that the forward, a backward or an update of `step` has ended, and that the step goes on."""
+        if step not in self._committed:
+            self._writer.hold(step, token_ids=token_ids)
+
+    def leave_out(self, site: str, step: int, reason: str) -> None:
+        """Note that nothing could be seen of a wanted site."""
+        if self._policy.wants(site)[0]:
+            self._leave_out(site, step, reason, None)
+
+    def _enter(self, site: str, step: int) -> bool:
+        """Whether `step` is open and does not have `site` yet."""
+        if step in self._committed:
+            self.num_late += 1
+            return False
+        names = self._names.setdefault(step, set())
+        if site in names:
+            self._leave_out(site, step, "the step has another tensor of that name", None)
+            return False
+        names.add(site)
+        return True
+
+    def _take_plain(
+        self,
+        site: str,
+        step: int,
+        tensor: Tensor,
+        keeps: bool,
+        axes: Mapping[str, int] | None,
+        sharding: Sharding | None = None,
+    ) -> None:
+        obstacle = why_not(tensor)
+        if obstacle is not None:
+            self._leave_out(site, step, obstacle, tensor)
+        elif not keeps:
+            self._leave_out(site, step, NO_VALUES, tensor, measure=True)
+        elif not self._policy.charge(tensor.nbytes):
+            self._leave_out(site, step, OVER_BUDGET, tensor, measure=True)
+        else:
+            self._writer.write(site, step, tensor, rank=self._rank, axes=axes, sharding=sharding)
+
+    def _take_parts(self, site: str, step: int, tensor: Tensor, keeps: bool, axes: Mapping[str, int] | None) -> None:
+        sharding = sharding_of(tensor)
+        if sharding is not None:
+            self._take_shard(site, step, tensor, keeps, axes, sharding)
+            return
+        parts = parts_of(tensor)
+        if parts is None:
+            self._leave_out(site, step, f"a tensor of type {type(tensor).__name__} has no plain parts", tensor)
+            return
+        for key, part in parts:
+            self._take(f"{site}{port_of_part(site, key)}{key}", step, part, keeps, None if key else axes)
+
+    def _take_shard(
+        self, site: str, step: int, tensor: Any, keeps: bool, axes: Mapping[str, int] | None, sharding: Sharding
+    ) -> None:
+        local = waited(tensor.detach().to_local())
+        if not _is_plain(local):
+            self._leave_out(site, step, f"a {sharding} whose local part is not a plain tensor", None)
+        elif self._enter(site, step):
+            self._take_plain(site, step, local, keeps, axes, sharding)
+
+    def _leave_out(self, site: str, step: int, reason: str, tensor: Tensor | None, *, measure: bool = False) -> None:
+        dtype = shape = statistics = None
+        if tensor is not None:
+            if measure and self._writer.measure(site, step, tensor, rank=self._rank, reason=reason):
+                return
+            dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
+            statistics = light(tensor) if measure else None
+        self._writer.leave_out(LeftOut(site, step, self._rank, reason, dtype, shape, statistics))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    strided = tensor.layout is torch.strided
+    return type(tensor) in _PLAIN and strided and not (tensor.is_quantized or tensor.is_nested)

@@ -1,0 +1,295 @@
+"""`glass.record`: write down what a model computes while the user's own code runs it."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from glassengine import environment
+from glassengine.capture.calls.names import ModuleNames
+from glassengine.capture.intake.gradients import ParameterHooks
+from glassengine.capture.intake.intake import Intake
+from glassengine.capture.observers.module_hooks import ModuleHooks
+from glassengine.errors import GlassError, UnknownNameError, UsageError
+from glassengine.recording.background import BackgroundWriter
+from glassengine.recording.write.policy import Policy
+from glassengine.sites import ROOT
+from glassengine.writing.locations import local
+
+_log = logging.getLogger(__name__)
+
+
+class Recorder:
+    """A recording in progress; made by `record`, a context manager.
+
+    Attributes:
+        model: The model that is observed.
+        path: Directory of the recording.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        path: str | Path,
+        policy: Policy,
+        *,
+        gradients: bool,
+        optimizer: torch.optim.Optimizer | None,
+        metadata: Mapping[str, Any],
+        overwrite: bool,
+        durable: bool,
+    ) -> None:
+        self.path = Path(path)
+        self.model = model
+        self._policy = policy
+        self._gradients = gradients
+        self._optimizer = optimizer
+        self._metadata = metadata
+        self._overwrite = overwrite
+        self._durable = durable
+        self._writer: BackgroundWriter | None = None
+
+    def __enter__(self) -> Self:
+        if self._writer is not None:
+            raise UsageError("a recorder is entered twice", got=str(self.path), hint="call glass.record again")
+        self.path = own_directory(self.path)
+        writer = BackgroundWriter(self.path, metadata=self._metadata, overwrite=self._overwrite, durable=self._durable)
+        self._writer = writer
+        self._intake = Intake(writer, self._policy, _place()[0])
+        holds = self._gradients or self._optimizer is not None
+        self._hooks = ModuleHooks(self.model, self._intake, self._policy, gradients=self._gradients, holds_steps=holds)
+        self._parameters = ParameterHooks(
+            self._hooks.names,
+            self._intake,
+            lambda: self._hooks.current_step,
+            gradients=self._gradients,
+            optimizer=self._optimizer,
+        )
+        try:
+            self._hooks.attach()
+            self._parameters.attach()
+        except BaseException:
+            self._detach()
+            writer.close("it never began")
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._detach()
+        writer = self._writer
+        assert writer is not None
+        if writer.was_forked:
+            return  # the recording is that of the process which this one was forked from
+        stopped = None if error is None else f"{type(error).__name__}: {error}".rstrip(": ")[:300]
+        reason = None if stopped is None else f"stopped by {stopped}"
+        problem: GlassError | None = None
+        try:
+            self._hooks.finish(stopped)
+            if self._hooks.steps.num_begun == 0 and reason is None:
+                reason = "the model was not called"
+                _log.warning(
+                    "nothing was recorded into %s: the model was not called, or only by compiled code; then record "
+                    "what torch.compile returned",
+                    self.path,
+                )
+            writer.metadata["not_called"] = not_called = self._hooks.not_called()
+            if self._hooks.steps.num_begun and ROOT in not_called:
+                _log.warning(
+                    "the model itself was not called, only modules inside of it: its own inputs and results are not "
+                    "recorded; model.forward(...) passes by whoever observes model(...)"
+                )
+            self._note_unseen(writer)
+            if self._intake.num_late:
+                writer.metadata["num_late"] = self._intake.num_late
+                _log.warning(
+                    "%d tensors came too late, after the step they belong to: a step ends when the next forward "
+                    "begins; to see the gradients of each, call backward between the forwards",
+                    self._intake.num_late,
+                )
+            again = self._hooks.recomputed.num_calls
+            if again:
+                writer.metadata["recomputed"] = dict(again)
+                _log.warning(
+                    "%d calls of %d modules ran again in a backward (activation checkpointing); recorded are the first",
+                    again.total(),
+                    len(again),
+                )
+            unmatched = self._policy.unmatched()
+            if unmatched and self._hooks.steps.num_begun:
+                writer.metadata["unmatched_patterns"] = unmatched
+                _log.warning("no site matches %s", ", ".join(unmatched))
+                if self._policy.nothing_matched:
+                    problem = UnknownNameError("site", unmatched[0], self._policy.seen())
+        finally:
+            writer.close(reason)
+        # What the user's own code raised comes first.
+        if problem is not None and error is None:
+            raise problem
+
+    def _note_unseen(self, writer: BackgroundWriter) -> None:
+        unseen = self._hooks.not_seen()
+        if unseen:
+            writer.metadata["not_seen"] = unseen
+            path, why = next(iter(unseen.items()))
+            what = f"{path} {why}" if len(unseen) == 1 else f"{len(unseen)} modules, e.g. {path}, which {why}"
+            hint = "to see inside, record the model before it is compiled or scripted" if " inside " in why else ""
+            _log.warning("not seen: %s%s", what, f"; {hint}" if hint else "")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a call of the model is open in this thread."""
+        return self._writer is not None and self._hooks.is_open
+
+    @property
+    def current_call(self) -> tuple[int, str] | None:
+        """Step and path of the innermost recorded call of the model that is open in this thread."""
+        return None if self._writer is None else self._hooks.current_call
+
+    def wait(self) -> None:
+        """Wait until all that was recorded so far is in the file."""
+        if self._writer is not None:
+            self._writer.wait()
+
+    def _detach(self) -> None:
+        self._parameters.detach()
+        self._hooks.detach()
+
+
+def record(
+    model: nn.Module | Callable[..., Any],
+    path: str | Path,
+    *,
+    sites: Sequence[str] | None = None,
+    values: bool | Sequence[str] = True,
+    gradients: bool = False,
+    optimizer: torch.optim.Optimizer | None = None,
+    steps: Collection[int] | None = None,
+    byte_budget: int | None = None,
+    overwrite: bool = False,
+    durable: bool = True,
+    metadata: Mapping[str, Any] | None = None,
+) -> Recorder:
+    """Record every forward of `model` that runs while the returned context manager is entered.
+
+    Each forward of the model is a step, 0 the first: `model.generate()` records a prefill and its decode steps.
+    Recorded are the inputs and results of every module (`path:in[0]`, `path:in.name`, `path`, `path:out.name`), taps
+    (`path.name`) and the key/value cache of every layer after the step (`path:kv.key`). The model computes what it
+    would compute without; the grad mode is left as it is; a disk that fills up stops the recording and not the model.
+
+        with glass.record(model, "run1"):
+            model.generate(**inputs, max_new_tokens=20)
+
+    Args:
+        model: Any module, compiled and wrapped ones included (modules inside of a compiled graph are not seen, and are
+            listed as `not_seen` in the metadata); or something callable that holds exactly one: a pipeline, a method, a
+            function.
+        path: New directory; one recording each. In a run of several ranks each writes to `rank<r>/` in it.
+        sites: Patterns of the sites to record (globs and `re:`); all when None.
+        values: False records shape, dtype, min, max, norm and the number of non-finite elements instead of values;
+            patterns keep the values of the sites they match and such statistics of all others.
+        gradients: Also record gradients of inputs (`:grad_in...`), results (`:grad_out...`) and parameters
+            (`<parameter>:grad`); a step then ends when the next forward begins.
+        optimizer: Record the parameters (`:param`) and the state (`:state.exp_avg`) after each of its steps.
+        steps: Record only these, e.g. range(3).
+        byte_budget: Most bytes of values; tensors that do not fit leave their statistics and are listed.
+        overwrite: Replace an existing recording.
+        durable: Keep every step that has ended when the process is killed. False loses the steps of the last 20 ms or
+            so then, more while the disk is slow (at most 256 MiB of values), and makes recording a small model 3 %
+            faster, a large one not; a process that ends in any other way loses nothing.
+        metadata: JSON-ready facts to keep with the recording.
+
+    Raises:
+        UsageError: `model` is not, and does not hold, one module; or the directory cannot be written, or exists.
+        UnknownNameError: (On leaving) the patterns of `sites` or `values` matched nothing.
+        GlassError: (On leaving) not everything could be written; the message says what is safe.
+    """
+    model = module_of(model)
+    if isinstance(model, torch.jit.ScriptModule):
+        what = "a scripted module runs no hooks"
+        raise UsageError(what, got=type(model).__name__, hint="record the module it was made from")
+    policy = Policy(sites=sites, values=values, steps=steps, byte_budget=byte_budget)
+    facts = {**describe_model(model), **(metadata or {}), "gradients": gradients, "byte_budget": byte_budget}
+    return Recorder(
+        model,
+        path,
+        policy,
+        gradients=gradients,
+        optimizer=optimizer,
+        metadata=facts,
+        overwrite=overwrite,
+        durable=durable,
+    )
+
+
+def module_of(target: object) -> nn.Module:
+    """Return `target` if it is a module, or else the one module that it is bound to, holds or refers to.
+
+    Raises:
+        UsageError: There is none, or more than one.
+    """
+    if isinstance(target, nn.Module):
+        return target
+    held = [getattr(target, "__self__", None)]
+    if inspect.isfunction(target):
+        names = inspect.getclosurevars(target)
+        held += [*names.nonlocals.values(), *names.globals.values()]
+    # What a method is bound to, or a function refers to, may be a pipeline in its turn.
+    holders = [item for item in (target, *held) if not isinstance(item, (nn.Module, ModuleType))]
+    held += [getattr(item, name, None) for item in holders for name in ("model", "module", "_model")]
+    found = list(dict.fromkeys(item for item in held if isinstance(item, nn.Module)))
+    if len(found) != 1:
+        hint = "engine.generate(..., record=path)" if hasattr(target, "manifest") else "name the module that it calls"
+        what = ", ".join(type(item).__name__ for item in found) or f"{type(target).__name__}, which holds no module"
+        raise UsageError("only one module can be recorded", got=what, hint=hint)
+    return found[0]
+
+
+def describe_model(model: nn.Module) -> dict[str, Any]:
+    """Return what the manifest of a recording says about the model and this process; JSON-ready."""
+    parameters = list(model.parameters())
+    floating = next((p.dtype for p in parameters if p.is_floating_point()), None)
+    return {
+        "kind": "model",
+        "class": f"{type(model).__module__}.{type(model).__qualname__}",
+        "training": model.training,
+        "dtype": None if floating is None else str(floating).removeprefix("torch."),
+        "device": sorted({str(p.device) for p in parameters}),
+        # Those of lazy modules have no size before the first call.
+        "num_parameters": sum(p.numel() for p in parameters if not is_lazy(p)),
+        # Of a wrapper and what it wraps the latter; the former is the class above.
+        "modules": {
+            path: type(module).__name__ for module, known in ModuleNames(model).known.items() for path in known.paths
+        },
+        "seed": torch.initial_seed(),
+        "rank": _place()[0],
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "num_threads": torch.get_num_threads(),
+        "environment": environment.describe(),
+        "command_line": environment.without_secrets(sys.argv),
+    }
+
+
+def own_directory(path: Path) -> Path:
+    """Return where this process writes what the ranks of its run write to `path`: `rank<r>/` in it, of several."""
+    rank, count = _place()
+    path = local(path)
+    return path / f"rank{rank}" if count > 1 and path.name != f"rank{rank}" else path
+
+
+def _place() -> tuple[int, int]:
+    """Return the rank of this process and the number of ranks, of torch's process group or else of the launcher."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    count = environment.num_ranks() or 1
+    return environment.rank() if count > 1 else 0, count

@@ -1,0 +1,233 @@
+"""Record whatever an unmodified script runs: PyTorch modules, compiled ones included, and runs of other runtimes.
+
+Each model gets a recording of its own, named after its class, in one directory. A model is a module that is called
+while no other is: its submodules are part of it. What is recorded of it is what `glass.record` records. Processes that
+this one forks are not recorded; of those it spawns see `spawned`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from glassengine.capture.calls.names import ModuleNames
+from glassengine.capture.runs.record import Recorder, own_directory, record
+from glassengine.capture.runtimes.runtimes import Runtimes, unseen_runtimes
+from glassengine.capture.runtimes.sessions import Run, SessionRecording
+from glassengine.errors import GlassError, IncomparableError, UsageError
+from glassengine.writing.locations import local
+
+MAX_MODELS = 8
+
+_log = logging.getLogger(__name__)
+
+
+class ScriptRecorder:
+    """Recordings of the models that this process calls from now on; a context manager.
+
+    Args:
+        directory: Holds one directory per model; new or empty.
+        sites: As for `record`.
+        values: As for `record`.
+        steps: As for `record`; counted for each model.
+        byte_budget: As for `record`; for each model.
+        overwrite: Replace recordings that exist.
+        durable: As for `record`.
+
+    Attributes:
+        directory: Where the recordings are.
+        options: Of each of them.
+
+    Raises:
+        UsageError: (On entering) the directory exists and is not empty, and `overwrite` is false.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        sites: Sequence[str] | None = None,
+        values: bool | Sequence[str] = True,
+        steps: Collection[int] | None = None,
+        byte_budget: int | None = None,
+        overwrite: bool = False,
+        durable: bool = True,
+    ) -> None:
+        # Scripts change the working directory.
+        self.directory = local(directory).absolute()
+        self.options: dict[str, Any] = {
+            "sites": sites,
+            "values": values,
+            "steps": steps,
+            "byte_budget": byte_budget,
+            "overwrite": overwrite,
+            "durable": durable,
+        }
+        self._overwrite = overwrite
+        self._lock = threading.RLock()
+        self._process = os.getpid()
+        # Of what is recorded, and of what is not: whether that lives on is the script's business.
+        self._known: set[nn.Module] = set()
+        self._ignored: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._recorders: list[Recorder] = []
+        self._sessions: dict[Any, SessionRecording | None] = {}
+        self._names: dict[str, int] = {}
+        self._num_ignored = 0
+        self._runtimes = Runtimes(self._note_run)
+        self._failures: list[GlassError] = []
+        self._undo = contextlib.ExitStack()
+
+    def __enter__(self) -> ScriptRecorder:
+        # Other ranks of one run write beside this one, and may have begun.
+        own = own_directory(self.directory)
+        there = self.directory.glob("*" if own == self.directory else f"*/{own.name}")
+        if any(there) and not self._overwrite:
+            raise UsageError(
+                "the output directory is not empty", got=str(self.directory), hint="replace recordings with --overwrite"
+            )
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._undo.enter_context(_module_calls(self._before_call, self._runtimes.scripted_call))
+        self._undo.enter_context(self._runtimes)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        self._undo.close()
+        if isinstance(error, SystemExit) and not error.code:
+            kind = error = None
+        failures = self._failures
+        for recording in self._all():
+            try:
+                recording.__exit__(kind, error, trace)
+            except GlassError as failure:
+                failures.append(failure)
+        if self._num_ignored:
+            _log.warning("%d more models were not recorded: at most %d are", self._num_ignored, MAX_MODELS)
+        for what, number in self._runtimes.num_unseen.items():
+            _log.warning("%d %s were not recorded", number, what)
+        if failures and error is None:
+            raise failures[0]
+
+    @property
+    def why_nothing(self) -> GlassError | None:
+        """What explains that nothing was recorded; None where something was."""
+        if self._all():
+            return None
+        seen = [f"{number} {kind}" for kind, number in self._runtimes.num_unseen.items()]
+        seen += [f"{title} was imported" for title in unseen_runtimes()]
+        number = self._runtimes.num_processes
+        seen += [f"{number} processes were started"] if number else []
+        return IncomparableError(
+            "nothing was recorded: no model was called in this process",
+            got=f"{'; '.join(seen)}: not recorded" if seen else None,
+            expected="calls of PyTorch modules, ONNX Runtime sessions, OpenVINO requests or AOTInductor packages",
+            hint="in a process that the script starts: import glassengine.auto there; plain functions: in an nn.Module",
+        )
+
+    @property
+    def recordings(self) -> list[Path]:
+        """The directories of the recordings, in the order in which their models were first called."""
+        return [recording.path for recording in self._all()]
+
+    def _all(self) -> list[Recorder | SessionRecording]:
+        return [*self._recorders, *filter(None, self._sessions.values())]
+
+    def _before_call(self, module: nn.Module) -> bool:
+        """Begin to record a model that is called for the first time; return whether it is seen from outside only."""
+        if module in self._known or torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+            return False
+        if module in self._ignored or os.getpid() != self._process:
+            return False
+        with self._lock:
+            if module in self._known or module in self._ignored:
+                return False  # since another thread called it first
+            if any(recorder.is_open for recorder in self._recorders):
+                return False  # made while its model runs
+            if isinstance(module, torch.jit.ScriptModule):
+                return True
+            inside = ModuleNames(module).known
+            recorder = self._begin(module)
+            if recorder is None:
+                self._ignored.update(inside)
+            else:
+                self._known.update(inside)
+                self._recorders.append(recorder)
+        return False
+
+    def _begin(self, module: nn.Module) -> Recorder | None:
+        if not self._has_room():
+            return None
+        path = self._path(type(getattr(module, "_orig_mod", module)).__name__)
+        try:
+            return record(module, path, **self.options).__enter__()
+        except GlassError as error:
+            self._cannot_record(path, error)
+            return None
+
+    def _cannot_record(self, path: Path, error: GlassError) -> None:
+        # The script would run without us.
+        self._failures.append(error)
+        _log.warning("%s is not recorded: %s", path.name, error)
+
+    def _note_run(self, run: Run) -> None:
+        with self._lock:
+            if run.owner not in self._sessions:
+                self._sessions[run.owner] = self._begin_session(run)
+            recording = self._sessions[run.owner]
+        if recording is not None:
+            recording.step(run)
+
+    def _begin_session(self, run: Run) -> SessionRecording | None:
+        if not self._has_room():
+            return None
+        source = run.describe(run.owner)
+        path = self._path(source.name)
+        try:
+            return SessionRecording(source, path, **self.options)
+        except GlassError as error:
+            self._cannot_record(path, error)
+            return None
+
+    def _has_room(self) -> bool:
+        if len(self._all()) < MAX_MODELS:
+            return True
+        self._num_ignored += 1
+        return False
+
+    def directory_for(self, name: str) -> Path:
+        """Return a path in the directory that nothing else of this process gets."""
+        name = re.sub(r"[^\w.-]", "_", name)[:100] or "model"
+        self._names[name] = self._names.get(name, 0) + 1
+        return self.directory / (name if self._names[name] == 1 else f"{name}-{self._names[name]}")
+
+    def _path(self, name: str) -> Path:
+        return own_directory(self.directory_for(name))
+
+
+@contextlib.contextmanager
+def _module_calls(before: Callable[[nn.Module], bool], outside: Callable[..., Any]) -> Iterator[None]:
+    """Call `before(module)` ahead of every call of a module, its own hooks included.
+
+    Where it returns true the call is left to `outside(original, (module, *args), kwargs)`.
+    """
+    original = nn.Module.__call__
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and before(self):
+            return outside(original, (self, *args), kwargs)
+        return original(self, *args, **kwargs)
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = original  # type: ignore[method-assign]

@@ -1,0 +1,1 @@
+"""Where results are written, files that appear whole or not at all, and their checksums."""

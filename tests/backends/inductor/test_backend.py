@@ -1,0 +1,159 @@
+"""The AOTInductor back-end: frozen, free of our ops, and loadable where this package is not."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import textwrap
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import glassengine as glass
+from glassengine.backends.inductor import backend as inductor
+from glassengine.backends.protocol.io import read_io
+from glassengine.executable.run.executable import compile_executable, load_executable
+from glassengine.program.export.export import export_module
+from glassengine.program.representation.program import Program
+
+BACKEND = inductor.InductorBackend()
+
+
+class Tapped(nn.Module):
+    """Two linear layers and a tap; the smallest thing in which freezing and marks can be seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(glass.tap("hidden", self.up(x).relu()))
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    torch.manual_seed(0)
+    return export_module(Tapped().eval(), [{"x": torch.randn(batch, 16)} for batch in (2, 3)])
+
+
+@pytest.fixture(scope="module")
+def frozen(program: Program, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("frozen")
+    # Gradients are on here: the back-end itself must turn them off, or freezing is silently ignored.
+    with torch.enable_grad():
+        compile_executable("tapped", lambda path: BACKEND.build(program, path), directory)
+    return directory
+
+
+def constants(package: Path) -> list[str]:
+    return torch._inductor.aoti_load_package(str(package / "model.pt2")).get_constant_fqns()
+
+
+def holds(package: Path, weight: torch.Tensor) -> bool:
+    """Whether the values of `weight` are in the package."""
+    raw = weight.detach().numpy().tobytes()
+    with zipfile.ZipFile(package / "model.pt2") as archive:
+        return any(raw in archive.read(name) for name in archive.namelist())
+
+
+def reference(program: Program, x: torch.Tensor) -> torch.Tensor:
+    return program.exported.module(check_guards=False)(x=x)
+
+
+def test_freezing_happened(program: Program, frozen: Path) -> None:
+    assert BACKEND.keeps_weights(program)
+    names = constants(frozen)
+    assert sum(name.startswith("_frozen_param") for name in names) == 2, names
+    assert not {"up.weight", "down.weight"} & set(names)
+    assert holds(frozen, program.exported.state_dict["up.bias"])
+
+
+def test_weights_of_large_models_stay_outside(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inductor, "FREEZE_LIMIT_BYTES", 0)
+    assert not BACKEND.keeps_weights(program)
+    BACKEND.build(program, tmp_path)
+    weights = dict(program.exported.state_dict)
+    assert set(constants(tmp_path)) <= set(weights)
+    # Inductor writes tensors of up to eight elements into the code.
+    assert [name for name, weight in weights.items() if holds(tmp_path, weight)] == ["down.bias"]
+    run = load_executable("tapped", lambda path: BACKEND.load(path, weights), tmp_path).run
+    x = torch.randn(5, 16)
+    torch.testing.assert_close(run({"x": x})["output"], reference(program, x))
+
+
+def test_no_op_of_ours_is_in_the_package(frozen: Path) -> None:
+    with zipfile.ZipFile(frozen / "model.pt2") as package:
+        for name in package.namelist():
+            assert not re.search(rb"glass(engine)?::", package.read(name)), name
+
+
+def test_the_package_runs_without_this_package(program: Program, frozen: Path, tmp_path: Path) -> None:
+    x = torch.randn(4, 16)
+    torch.save({"x": x, "expected": reference(program, x)}, tmp_path / "case.pt")
+    assert read_io(frozen).inputs == ("x",)
+    code = f"""
+        import sys, torch
+        sys.modules["glassengine"] = None
+        case = torch.load({str(tmp_path / "case.pt")!r}, weights_only=True)
+        package = torch._inductor.aoti_load_package({str(frozen / "model.pt2")!r})
+        torch.testing.assert_close(package(x=case["x"]), case["expected"])
+    """
+    subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], check=True, timeout=600)
+
+
+def test_inputs_of_any_layout_give_the_right_values(program: Program, frozen: Path) -> None:
+    """The compiled code assumes contiguous inputs and does not look."""
+    run = load_executable("tapped", lambda path: BACKEND.load(path, None), frozen).run
+    x = torch.randn(4, 16)
+    for same in (x.t().contiguous().t(), torch.stack([x, x], -1)[..., 0], torch.cat([x, x], 1)[:, :16]):
+        assert not same.is_contiguous()
+        torch.testing.assert_close(run({"x": same})["output"], reference(program, x))
+
+
+class Odd(nn.Module):
+    """An input written in place, a result twice, an input as a result, and a result that is no tensor."""
+
+    def forward(self, state: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor]:
+        state.add_(x)
+        y = state.sin()
+        return y, None, x, y
+
+
+def test_results_that_repeat_and_inputs_that_are_written(tmp_path: Path) -> None:
+    x = torch.randn(3, 4)
+    program = export_module(Odd(), {"state": x.clone(), "x": x})
+    BACKEND.build(program, tmp_path)
+    run = load_executable("odd", lambda path: BACKEND.load(path, None), tmp_path).run
+    for state in (torch.ones(3, 4), torch.ones(4, 3).t()):
+        results = run({"state": state, "x": x})
+        torch.testing.assert_close(state, 1 + x)
+        assert list(results) == ["0", "2", "3"]
+        torch.testing.assert_close(results["0"], (1 + x).sin())
+        torch.testing.assert_close(results["3"], (1 + x).sin())
+        torch.testing.assert_close(results["2"], x)
+    # The trap, so that the copies above are not taken for superfluous.
+    raw = torch._inductor.aoti_load_package(str(tmp_path / "model.pt2")).loader.run
+    assert not torch.allclose(raw([torch.ones(3, 4), x.t().contiguous().t()])[0], (1 + x).sin())
+
+
+def test_compiler_flags_are_options_of_an_engine(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = BACKEND.options(program)
+    monkeypatch.setenv("GLASS_CC_FLAGS", "--max_fusion_size=3 --freezing=0 --log_level=INFO")
+    given = BACKEND.options(program)
+    assert {name for name in given if given[name] != plain[name]} == {"max_fusion_size", "freezing"}
+    assert (given["max_fusion_size"], given["freezing"]) == (3, False)
+    seen = {}
+
+    def compile_(exported: object, *, inductor_configs: dict[str, object], **_: object) -> None:
+        seen.update(inductor_configs, in_effect=torch._inductor.config.max_fusion_size)
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile_)
+    monkeypatch.setattr(inductor, "write_io", lambda *_, **options: None)
+    BACKEND.build(program, Path())
+    assert (seen["max_fusion_size"], seen["freezing"], seen["in_effect"]) == (3, False, 3)
