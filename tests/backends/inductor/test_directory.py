@@ -92,8 +92,8 @@ def test_s2_whatever_compiles_or_loads_looks_first(monkeypatch: pytest.MonkeyPat
     def look() -> None:
         raise Looked
 
-    for module in ("inductor", "inductor_cache"):
-        monkeypatch.setattr(f"glassengine.backends.{module}.use_private_directory", look)
+    for module in ("backend", "cache"):
+        monkeypatch.setattr(f"glassengine.backends.inductor.{module}.use_private_directory", look)
     backend, graph = InductorBackend(), torch.fx.symbolic_trace(torch.nn.ReLU())
     with pytest.raises(Looked):
         backend.build(None, tmp_path)  # type: ignore[arg-type]
