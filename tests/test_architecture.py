@@ -18,7 +18,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / PACKAGE
 
 # From the ground up; a unit (file or folder directly under the package) imports only from floors below its own.
 FLOORS = (
-    {"errors"},
+    {"errors", "plugins"},
     {"environment", "reading", "torch_versions", "writing"},
     {"accelerators", "sites", "taps", "results", "blocks", "spans"},
     {"recording", "program"},

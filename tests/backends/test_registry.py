@@ -11,6 +11,7 @@ import pytest
 from glassengine.backends import registry
 from glassengine.backends.protocol.backend import Availability, CompilingGraphs
 from glassengine.errors import BackendError, UnknownNameError
+from glassengine.plugins import BACKENDS
 
 BUILT_IN = {"eager", "inductor", "onnxruntime", "openvino", "tensorrt_rtx"}
 Register = Callable[..., None]
@@ -22,7 +23,7 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Register:
     entries = dict(registry._entries())
 
     def add(name: str, value: str) -> None:
-        entries[name] = EntryPoint(name, value, registry.GROUP)
+        entries[name] = EntryPoint(name, value, BACKENDS)
         monkeypatch.setattr(registry, "_entries", lambda: dict(entries))
 
     return add

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 
 from glassengine.accelerators import require_device
 from glassengine.backends.protocol.backend import Backend, CompilingGraphs, TakingOnnx
 from glassengine.errors import BackendError, UnknownNameError, UsageError
+from glassengine.plugins import BACKENDS, registered, remedy
 
-GROUP = "glassengine.backends"
 DEFAULT = "inductor"
 FALLBACK = "onnxruntime"
 
@@ -35,7 +32,7 @@ def list_backends() -> list[BackendInfo]:
             state = _load(entry).available()
             infos.append(BackendInfo(name, state.available, state.reason, state.install))
         except Exception as error:
-            infos.append(BackendInfo(name, False, f"{type(error).__name__}: {error}", _install(entry)))
+            infos.append(BackendInfo(name, False, f"{type(error).__name__}: {error}", remedy(entry)))
     return infos
 
 
@@ -64,7 +61,7 @@ def find_backend(name: str) -> Backend:
         raise BackendError(
             f"back-end {name!r} cannot be imported",
             got=f"{type(error).__name__}: {error}",
-            hint=_install(entries[name]),
+            hint=remedy(entries[name]),
         ) from error
 
 
@@ -152,23 +149,9 @@ def _compiles_graphs(name: str) -> bool:
 
 
 def _entries() -> dict[str, EntryPoint]:
-    return _entries_on(tuple(sys.path), entry_points)
-
-
-@functools.lru_cache(maxsize=8)
-def _entries_on(_path: tuple[str, ...], find: Callable[..., Iterable[EntryPoint]]) -> dict[str, EntryPoint]:
-    """Return the entries of all distributions on the path: hundreds of files, asked for ten times in a check."""
-    return {entry.name: entry for entry in find(group=GROUP)}
+    return registered(BACKENDS)
 
 
 def _load(entry: EntryPoint) -> Backend:
     backend: Backend = entry.load()()
     return backend
-
-
-def _install(entry: EntryPoint) -> str:
-    """Return what should repair a back-end that cannot be imported."""
-    if entry.dist is None:
-        return "install the package that registers it again"
-    ours = entry.dist.name == "glassengine"
-    return "pip install 'glassengine[onnx]'" if ours else f"pip install --force-reinstall {entry.dist.name}"

@@ -68,8 +68,7 @@ from glassengine.numerics.ops import ACCUMULATIONS, Accumulation
 from glassengine.numerics.verdict import unit_roundoff
 from glassengine.program import load_model
 from glassengine.program.kinds.image_text import IMAGE_TOKEN, PIXELS, WITHOUT_IMAGES, without_derived
-from glassengine.recording.formats.files import KINDS
-from glassengine.recording.read.source import open_source
+from glassengine.recording.read.source import file_suffixes, open_source
 from glassengine.results import Comparison, Skipped
 from glassengine.sites import patterns_of
 
@@ -384,7 +383,7 @@ def _is_record(candidate: Any) -> bool:
     if not isinstance(candidate, (str, Path)) or not Path(candidate).exists():
         return False
     path = Path(candidate)
-    return not (path / "config.json").is_file() if path.is_dir() else path.suffix.lower() in (*KINDS, ".json")
+    return not (path / "config.json").is_file() if path.is_dir() else path.suffix.lower() in file_suffixes()
 
 
 def _described(climb: Climb, candidate: str | Path | nn.Module | None) -> str:

@@ -5,7 +5,10 @@ import os
 import pickle
 import struct
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 from glassengine.errors import CorruptError, UsageError
+from glassengine.plugins import FORMATS
+from glassengine.recording.formats.torch_file import TorchFile
+from glassengine.recording.read import source as sources
 from glassengine.recording.read.reader import Recording
 from glassengine.recording.read.source import open_source
 from glassengine.recording.write.writer import RecordingWriter
@@ -220,3 +226,64 @@ def test_f41_a_directory_with_exactly_one_recording(tmp_path: Path) -> None:
         open_source(tmp_path / "r")
     with pytest.raises(UsageError, match="there is no recording"):
         Recording.open(tmp_path / "r")
+
+
+Register = Callable[[Callable[[], Any]], None]
+
+
+@pytest.fixture
+def register(monkeypatch: pytest.MonkeyPatch) -> Register:
+    """Make what is given the entry point of another package."""
+
+    def add(load: Callable[[], Any]) -> None:
+        entry = SimpleNamespace(name="mine", load=load, dist=None)
+        monkeypatch.setattr(sources, "registered", lambda group: {"mine": entry} if group == FORMATS else {})
+
+    return add
+
+
+def test_a_format_of_another_package_is_asked_first(tmp_path: Path, register: Register) -> None:
+    for name in ("a.pt", "b.pt", "a.mine", "b.mine"):
+        torch.save({name: torch.ones(2)}, tmp_path / name)
+    with pytest.raises(UsageError, match="kind of file is not known"):
+        open_source(tmp_path / "a.mine")
+
+    def opens(path: Path) -> TorchFile | None:
+        return TorchFile(path) if path.stem == "a" else None
+
+    register(lambda: sources.Format("files called a", opens, (".pt", ".mine")))
+    assert ".mine" in sources.file_suffixes()
+    assert names(open_source(tmp_path / "a.mine")) == ["a.mine"]
+    assert names(open_source(tmp_path / "b.pt")) == ["b.pt"]
+    with pytest.raises(UsageError, match="the MINE file holds no tensors") as caught:
+        open_source(tmp_path / "b.mine")
+    assert caught.value.expected == "files called a"
+
+
+def test_a_directory_of_another_package(tmp_path: Path, register: Register) -> None:
+    (tmp_path / "odd.bin").touch()
+
+    def opens(path: Path) -> TorchFile | None:
+        torch.save({"a": torch.ones(2)}, path / "made.pt")
+        return TorchFile(path / "made.pt") if (path / "odd.bin").exists() else None
+
+    register(lambda: sources.Format("a directory with odd.bin", opens))
+    assert names(open_source(tmp_path)) == ["a"]
+
+
+def test_formats_of_other_packages_that_fail(tmp_path: Path, register: Register) -> None:
+    torch.save({"a": torch.ones(2)}, tmp_path / "a.pt")
+
+    def fails(path: Path) -> Any:
+        raise ZeroDivisionError("theirs")
+
+    register(lambda: sources.Format("files of theirs", fails, (".pt",)))
+    with pytest.raises(CorruptError, match=r"the reader of files of theirs has failed[\s\S]*ZeroDivisionError: theirs"):
+        open_source(tmp_path / "a.pt")
+
+    def missing() -> Any:
+        raise ImportError("no module named theirs")
+
+    register(missing)
+    with pytest.raises(UsageError, match=r"format 'mine' cannot be imported[\s\S]*no module named theirs"):
+        open_source(tmp_path / "a.pt")

@@ -1,14 +1,20 @@
-"""One protocol over everything that holds named tensors: recordings and foreign files."""
+"""One protocol over everything that holds named tensors: recordings and foreign files.
+
+A foreign kind is a row of `FORMATS`, or an entry point of another package.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from glassengine.errors import UsageError, nearest
+from glassengine.errors import CorruptError, GlassError, UsageError, nearest
+from glassengine.plugins import FORMATS as REGISTERED
+from glassengine.plugins import registered, remedy
 from glassengine.recording.formats.debugger_file import is_tree, open_tree, open_trees
 from glassengine.recording.formats.dumper_folder import open_dumped
 from glassengine.recording.formats.files import KINDS
@@ -54,6 +60,52 @@ class TensorSource(Protocol):
         """Return the values of one of `entries`."""
 
 
+@dataclass(frozen=True)
+class Format:
+    """A kind of file or directory that holds tensors.
+
+    Attributes:
+        expected: What it looks like, for who gave something else: "step files (step0.pt, ...)".
+        opens: Returns the tensors of a path that exists, or None where it is of another kind.
+        suffixes: Ends of the names of its files, in lower case; none for a kind of directory.
+    """
+
+    expected: str
+    opens: Callable[[Path], TensorSource | None]
+    suffixes: tuple[str, ...] = ()
+
+
+def _step_files(path: Path) -> StepFiles | None:
+    return StepFiles(path) if holds_step_files(path) else None
+
+
+def _arrays(path: Path) -> NpyFolder | None:
+    return NpyFolder(path) if holds_arrays(path) else None
+
+
+def _json(path: Path) -> TensorSource | None:
+    # Parsed once for the three: such a file may have gigabytes.
+    file = JsonFile(path)
+    if is_tree(file.document):
+        return open_tree(file)
+    if is_run_results(file.document):
+        return RunResults(file)
+    return open_dump(file) if is_dump(file.document) else None
+
+
+_JSON = "a call tree of transformers (_FULL_TENSORS.json), RunResults of Polygraphy or a dump.json of msprobe"
+FORMATS: tuple[Format, ...] = (
+    Format("a dump of transformers", open_trees),
+    Format("a dump of msprobe", open_dumps),
+    Format("a dump of SGLang", open_dumped),
+    Format("step files (step0.pt, ...)", _step_files),
+    Format("arrays (<name>-step0.npy, ...)", _arrays),
+    Format("a dumped file of SGLang", open_dumped, (".pt",)),
+    *(Format(suffix, kind, (suffix,)) for suffix, kind in KINDS.items()),
+    Format(_JSON, _json, (".json",)),
+)
+"""The built-in kinds; the first that knows a path opens it. Those of other packages are asked before them."""
+
 _OF_MODELS = "it is a model: glass sites MODEL lists its tensors, glass check MODEL --candidate OTHER compares two"
 
 
@@ -62,7 +114,7 @@ def open_source(path: str | Path) -> TensorSource:
 
     Files: `.pt`, `.pth`, `.safetensors`, `.npz`, `.npy`; `.json` of the debugger of transformers, of Polygraphy and of
     msprobe, told apart by what is in them. Directories: `rank{r}/` of recordings, `step{i}.pt`, `<name>-step<i>.npy`,
-    and what these tools and the dumper of SGLang write.
+    and what these tools and the dumper of SGLang write. What other packages register (`plugins.FORMATS`).
 
     Raises:
         UsageError: It does not exist or is of no known kind.
@@ -75,30 +127,59 @@ def open_source(path: str | Path) -> TensorSource:
         raise UsageError("there is no such file", got=str(source), expected=close or None)
     if source.is_dir():
         return _open_directory(source)
-    if source.suffix.lower() == ".json" and source.is_file():
-        return _open_json(source)
-    kind = KINDS.get(source.suffix.lower())
+    suffix = source.suffix.lower()
     # A pipe or a device would block, or never end.
-    if kind is None or not source.is_file():
-        what = "the kind of file is not known" if kind is None else "not a plain file"
-        hint = _OF_MODELS if source.suffix.lower() in (".onnx", ".pt2") else None
-        raise UsageError(what, got=str(source), expected=["a recording directory", *KINDS, ".json"], hint=hint)
-    return open_dumped(source) or kind(source)
-
-
-def _open_json(path: Path) -> TensorSource:
-    file = JsonFile(path)
-    if is_tree(file.document):
-        return open_tree(file)
-    if is_run_results(file.document):
-        return RunResults(file)
-    if is_dump(file.document):
-        return open_dump(file)
-    raise UsageError(
-        "the JSON file holds no tensors that can be read",
+    if suffix not in file_suffixes() or not source.is_file():
+        what = "not a plain file" if suffix in file_suffixes() else "the kind of file is not known"
+        hint = _OF_MODELS if suffix in (".onnx", ".pt2") else None
+        raise UsageError(what, got=str(source), expected=["a recording directory", *file_suffixes()], hint=hint)
+    formats = [found for found in _formats() if suffix in found.suffixes]
+    return _first(formats, source) or _unknown(
+        f"the {suffix.removeprefix('.').upper()} file holds no tensors that can be read",
         got=str(path),
-        expected="a call tree of transformers (_FULL_TENSORS.json), RunResults of Polygraphy or a dump.json of msprobe",
+        expected=", ".join(found.expected for found in formats),
     )
+
+
+def file_suffixes() -> tuple[str, ...]:
+    """Return the ends of the names of all files that can be opened."""
+    return tuple(dict.fromkeys(suffix for known in (*FORMATS, *_of_others()) for suffix in known.suffixes))
+
+
+def _formats() -> list[Format]:
+    return [*_of_others(), *FORMATS]
+
+
+def _of_others() -> list[Format]:
+    found = []
+    for entry in registered(REGISTERED).values():
+        try:
+            found.append(entry.load())
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise UsageError(f"format {entry.name!r} cannot be imported", got=reason, hint=remedy(entry)) from error
+    return found
+
+
+def _first(formats: Sequence[Format], path: Path) -> TensorSource | None:
+    """Return what the first format that knows `path` makes of it."""
+    for one in formats:
+        try:
+            found = one.opens(path)
+        except (GlassError, OSError):
+            raise
+        except Exception as error:
+            if one in FORMATS:
+                raise  # a bug of ours, and reported as one
+            got = f"{path}: {type(error).__name__}: {error}"
+            raise CorruptError(f"the reader of {one.expected} has failed", got=got) from error
+        if found is not None:
+            return found
+    return None
+
+
+def _unknown(what: str, *, got: str, expected: str, hint: str | None = None) -> TensorSource:
+    raise UsageError(what, got=got, expected=expected, hint=hint)
 
 
 def _is_recorded(path: Path) -> bool:
@@ -110,20 +191,16 @@ def _open_directory(path: Path) -> TensorSource:
         return Recording.open(path)
     if rank_directories(path):
         return RankRecordings(path)
-    if (foreign := open_trees(path) or open_dumps(path) or open_dumped(path)) is not None:
+    formats = [found for found in _formats() if not found.suffixes]
+    if (foreign := _first(formats, path)) is not None:
         return foreign
-    if holds_step_files(path):
-        return StepFiles(path)
-    if holds_arrays(path):
-        return NpyFolder(path)
     there = sorted(item.name for item in path.iterdir())
     recordings = [item for item in sorted(path.iterdir()) if item.is_dir() and _is_recorded(item)]
     if len(recordings) == 1:  # what a recorded script that calls one model leaves
         return _open_directory(recordings[0])
-    raise UsageError(
+    return _unknown(
         "the directory holds no tensors that can be read",
         got=f"{path}: {', '.join(there[:5]) or 'nothing'}{', ...' if len(there) > 5 else ''}",
-        expected=f"a recording ({MANIFEST}), step files (step0.pt, ...), arrays (<name>-step0.npy, ...) or a dump of "
-        "transformers, msprobe or SGLang",
+        expected=", ".join([f"a recording ({MANIFEST})", *(found.expected for found in formats)]),
         hint=f"one of the recordings in it: {', '.join(map(str, recordings[:8]))}" if recordings else None,
     )
