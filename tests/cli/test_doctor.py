@@ -143,7 +143,7 @@ def test_cache_from_elsewhere_and_damaged(
     (first / "manifest.json").write_text("{}")
     assert main(["doctor", "--cache"]) == 1
     shown = capsys.readouterr().out
-    assert "made elsewhere, and compiled again when wanted here: 1" in shown and "processor.flags: " in shown
+    assert "built elsewhere, and recompiled here on use: 1" in shown and "processor.flags: " in shown
     assert "+abacus" in shown
     assert f"damaged, compiled again when wanted: {first.name[:8]}" in shown
 

@@ -73,7 +73,7 @@ def test_hostile_profiles(
     ("arguments", "message"),
     [
         ([], "which profile"),
-        (["."], "there is no profile"),
+        (["."], "no profile found"),
         ([".", "--steps", "3"], "--steps goes with --capture"),
         ([".", "--capture", "localhost:1"], "chooses the directory"),
         (["--capture", "localhost:1"], "no program of this user has a profile server on port 1"),

@@ -217,7 +217,7 @@ def test_images_that_do_not_fit_are_told(engine: Engine, photos: list[Path], tmp
     (tmp_path / "text.png").write_text("no image")
     with pytest.raises(UsageError, match=r"image cannot be read[\s\S]*text.png"):
         engine.generate("<image>", images=[tmp_path / "text.png"])
-    with pytest.raises(UsageError, match=r"beside token ids"):
+    with pytest.raises(UsageError, match=r"with token ids"):
         engine.generate(input_ids=[ONE], images=photos[0])
     with pytest.raises(UsageError, match=r"image_features[\s\S]*4 features for 8 image tokens"):
         engine.session(1, 24, constants=engine.encode(pixel_values=PIXELS[:1])).prefill(torch.tensor([TWO]))

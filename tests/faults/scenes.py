@@ -93,7 +93,7 @@ def record_and_wait(folder: Path, shared: Path) -> None:
 def recorded(folder: Path, shared: Path, well: bool) -> str:
     safe = int((shared / "reached").read_text()) if (shared / "reached").exists() else 0
     if not (folder / "r" / "recording.json").exists():
-        return "there is no recording" if well or safe else ""
+        return "no recording found" if well or safe else ""
     if not (folder / "r" / "index.log").exists() and not well and not safe:
         return ""  # one that was to be replaced, and of which a file could not be taken away
     opened = glass.Recording.open(folder / "r")

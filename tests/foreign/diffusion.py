@@ -293,7 +293,7 @@ PAIRS = [
             "scale alone": Mistake(
                 ["down_blocks.0.resnets.0/add.0", "down_blocks.0.resnets.0/mul.0"], ["1 is", "1 +", "- 1"]
             ),
-            "shift first": Mistake(["down_blocks.0.resnets.0/*"], ["getitem.1 stands in the place of getitem.0"]),
+            "shift first": Mistake(["down_blocks.0.resnets.0/*"], ["getitem.1 instead of getitem.0"]),
             "no label": Mistake(["./add.0"], ["not added", "missing"]),
             "skips": Mistake(["up_blocks.0/cat.0"], ["parts 0 and 1"]),
             "not resized": Mistake(["down_blocks.0.downsamplers.0*"], ["turned", "reverse"]),

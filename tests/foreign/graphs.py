@@ -22,7 +22,7 @@ MOLECULES = {
 
 
 class Edges(nn.Module):
-    """Edges that are known, in the place of a search for neighbors."""
+    """Edges that are known, instead of a search for neighbors."""
 
     def __init__(self, edges: Tensor) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ PAIRS = [
             "cutoff": Mistake(["interactions.0.conv/mul.*"], ["2 times", "0.5", "twice", "factor"]),
             "width": Mistake(["distance_expansion/*"], ["times", "factor", "0.5"]),
             "shift": Mistake(["interactions.0.mlp.1/*", "interactions.0.conv.nn.1/*"], ["0.693147 is not subtracted"]),
-            "direction": Mistake(["interactions.0.conv/index_select.*"], ["stands in the place", "index", "exchanged"]),
+            "direction": Mistake(["interactions.0.conv/index_select.*"], ["instead of", "index", "exchanged"]),
             "residual": Mistake(["./add.0"], ["not added", "residual", "missing"]),
             "filter": Mistake(["interactions.0.conv/mul.*"], ["missing", "not multiplied", "has mul"]),
             "readout": Mistake(["readout/*"], ["mean", "sum", "times", "div"]),
@@ -275,7 +275,7 @@ PAIRS = [
             "edge_attr": torch.randn(LINKS.shape[1], 3, generator=G),
         },
         {
-            "sides": Mistake(["first*"], ["exchanged", "stands in the place", "att_src"]),
+            "sides": Mistake(["first*"], ["exchanged", "instead of", "att_src"]),
             "slope": Mistake(["first/leaky_relu.0"], ["slope"]),
             "normalized": Mistake(["first*"], ["not divided", "div"]),
             "activation": Mistake(["./elu.0"], ["relu"]),

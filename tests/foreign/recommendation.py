@@ -430,7 +430,7 @@ PAIRS = [
             "softmax": Mistake(["cross/softmax.0"], ["axis", "dim"]),
             "bias": Mistake(["cross/add.0"], ["bias", "missing", "not added"]),
             "transposed": Mistake(["cross/matmul.*"], ["transpos"]),
-            "residual": Mistake(["cross/add.*"], ["stands in the place"]),
+            "residual": Mistake(["cross/add.*"], ["instead of"]),
             "order": Mistake(["over/*", "./cat.1"], ["order", "concat", "columns", "permut", "rolled"]),
         },
     ),
@@ -464,9 +464,7 @@ PAIRS = [
             "outside": Mistake(["backbone.blocks.0.ffn_normalization/*"], ["norm", "reads", "order"]),
             "interleaved": Mistake(["backbone.blocks.0.attention/*"], ["interleaved", "heads"]),
             "scale": Mistake(["backbone.blocks.0.attention/*"], ["divisor"]),
-            "packed": Mistake(
-                ["backbone.blocks.0.attention.*"], ["stands in the place", "of backbone.blocks.0.attention.W_k"]
-            ),
+            "packed": Mistake(["backbone.blocks.0.attention.*"], ["instead of", "of backbone.blocks.0.attention.W_k"]),
         },
     ),
 ]

@@ -60,7 +60,7 @@ PAIRS = [
         gru,
         {"input": torch.randn(2, 15, 5, generator=G)},
         {
-            "gates": Mistake(["own/*"], ["order", "exchanged", "in the place of"]),
+            "gates": Mistake(["own/*"], ["order", "exchanged", "instead of"]),
             "order": Mistake(["own/*"], ["order", "exchanged", "reverse"]),
         },
     ),

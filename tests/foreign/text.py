@@ -171,17 +171,17 @@ PAIRS = [
         {"input_ids": torch.randint(0, 40, (2, 11), generator=G)},
         {
             # The same as one product of both whose parts are in the other order.
-            "gate": Mistake(["model.layers.0.mlp*"], ["up_proj.weight stands in the place of gate_proj.weight"]),
+            "gate": Mistake(["model.layers.0.mlp*"], ["up_proj.weight instead of gate_proj.weight"]),
             "half": Mistake(
                 ["model.layers.0.self_attn/*"], ["sign", "subtracted"], "a rotation the other way round has no hint"
             ),
-            "scale": Mistake(["model.layers.0.input_layernorm/*"], ["sum in the place of mean", "scale"]),
+            "scale": Mistake(["model.layers.0.input_layernorm/*"], ["sum instead of mean", "scale"]),
             # Frequencies of another base, read by another op, have no hint.
             "base": Mistake(["model.rotary_emb/*"], ["theta"]),
             "halves": Mistake(["model.layers.1.self_attn*"], ["interleaved"]),
             "norms": Mistake(
                 ["model.layers.1.input_layernorm/*"],
-                ["input_layernorm.weight stands in the place of", "holds the weight of model.layers.1.input_layernorm"],
+                ["input_layernorm.weight instead of", "holds the weight of model.layers.1.input_layernorm"],
                 "the sum before the first of two exchanged norms is named",
             ),
             "offset": Mistake(

@@ -247,7 +247,7 @@ PAIRS = [
             "index": Mistake(["blocks.0.attn/index.0"], ["another order"]),
             "to and from": Mistake(["blocks.0.attn/index.0"], ["another order"]),
             "scale left out": Mistake(["blocks.0/mul.1"], ["missing", "gamma_2"]),
-            "residual": Mistake(["blocks.0/add.1"], ["layer_norm", "norm2", "stands in the place"]),
+            "residual": Mistake(["blocks.0/add.1"], ["layer_norm", "norm2", "instead of"]),
             "epsilon": Mistake(["blocks.0.norm1/layer_norm.0"], ["eps"]),
             "order of rows": Mistake(
                 ["blocks.1.attn/linear.0", "blocks.1.attn/scaled_dot_product_attention.0"], ["exchanged"]

@@ -162,7 +162,7 @@ def test_a_weight_holds_what_its_shape_says(
 @pytest.mark.parametrize("content", [b"", b"hello", bytes(range(256)) * 4, b"PK\x03\x04"])
 def test_what_is_no_model_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "m.onnx").write_bytes(content)
-    with pytest.raises(UsageError, match="is no ONNX model"):
+    with pytest.raises(UsageError, match="is not an ONNX model"):
         read_onnx(tmp_path / "m.onnx")
 
 
@@ -181,7 +181,7 @@ def test_names_that_are_no_text_are_refused(name: str, tmp_path: Path) -> None:
     data = path.read_bytes()
     assert name.encode() in data
     path.write_bytes(data.replace(name.encode(), b"\xff" * len(name)))
-    with pytest.raises(CorruptError, match="a name in an ONNX file is no text"):
+    with pytest.raises(CorruptError, match="a name in an ONNX file is not text"):
         read_onnx(path)
 
 

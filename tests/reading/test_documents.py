@@ -100,7 +100,7 @@ def test_a_version_from_the_future_comes_before_what_it_changed() -> None:
 def test_a_key_that_is_there_twice() -> None:
     text = '{"schema_version": 1, "extra": {"a": 1, "b": 2, "a": 3}}'
     assert parsed(text, Listing, "a").extra["a"] == 3
-    with pytest.raises(CorruptError, match="'a' is there twice"):
+    with pytest.raises(CorruptError, match="'a' appears twice"):
         parsed(text, Listing, "a", unique=True)
 
 

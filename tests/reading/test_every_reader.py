@@ -1,4 +1,4 @@
-"""What stands in the place of a file of ours: links, pipes, devices, large and damaged files, for each reader."""
+"""What instead of a file of ours: links, pipes, devices, large and damaged files, for each reader."""
 
 from __future__ import annotations
 

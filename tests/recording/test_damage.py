@@ -356,7 +356,7 @@ def test_a_pipe_does_not_block(tmp_path: Path) -> None:
 
 
 def test_no_recording(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="there is no recording"):
+    with pytest.raises(UsageError, match="no recording found"):
         Recording.open(tmp_path)
 
 

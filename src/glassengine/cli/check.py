@@ -142,7 +142,7 @@ def command(
     own = {"--optimizer": optimizer, "--candidate-optimizer": candidate_optimizer, "--loss": loss}
     strangers = [flag for flag, value in (engines if training else own).items() if value]
     if strangers:
-        hint = "leave them out beside --training" if training else "add --training"
+        hint = "remove them, or --training" if training else "add --training"
         raise UsageError("not for this kind of check", got=", ".join(strangers), hint=hint)
     if training:
         with stages(((_TRAINING, 1.0),)) as progress:

@@ -36,8 +36,8 @@ SPELLINGS = {
 
 _RANKS = ("engines of several ranks are not built", "record the ranks and compare them: glass record, glass compare")
 _ADAPTERS = ("adapters are not chosen at run time", "merge one when building: glass build MODEL --adapter DIR")
-_PLUGINS = ("there are no plugins to turn on: attention is one op of every program", "leave the flag out")
-_BEAMS = ("tokens are chosen greedily or by sampling, not by a search", "leave the flag out, or --do-sample")
+_PLUGINS = ("no plugins exist: attention is an op of every program", "remove the flag")
+_BEAMS = ("tokens are chosen greedily or by sampling, not by a search", "remove the flag, or --do-sample")
 
 # Flags of those tools that mean nothing here -> why, and what there is instead. Without dashes, in either spelling.
 ABSENT: dict[str, tuple[str, str]] = {

@@ -195,7 +195,7 @@ def decibels(text: str) -> float:
     except ValueError:
         found = math.nan
     if not math.isfinite(found):
-        raise UsageError("--min-snr is no number of dB", got=text, expected="30dB")
+        raise UsageError("invalid --min-snr", got=text, expected="30dB")
     return found
 
 
@@ -228,7 +228,7 @@ def write_json(document: Mapping[str, Any], destination: str) -> None:
         sys.stdout.write(text)
         return
     target = local(destination).resolve()
-    # What is no plain file (a pipe, a terminal), or in a directory of others, is written where it is.
+    # What is not a plain file (a pipe, a terminal), or in a directory of others, is written where it is.
     if target.exists() and not (target.is_file() and os.access(target.parent, os.W_OK)):
         target.write_text(text, encoding="utf-8")
         return

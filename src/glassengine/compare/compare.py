@@ -50,7 +50,7 @@ from glassengine.results import (
 )
 from glassengine.sites import matches, patterns_of
 
-_PRINTED = "uncalibrated: only mean, deviation, minimum and maximum are there, as they were printed"
+_PRINTED = "uncalibrated: only printed mean, deviation, minimum and maximum are known"
 
 
 def compare(

@@ -58,7 +58,7 @@ def compare_many(
         CorruptError: As `compare`.
     """
     if not candidates:
-        raise UsageError("there is no candidate to compare", expected="one or more")
+        raise UsageError("no candidate to compare", expected="one or more")
     rules = None if map is None else load_map(map)
     left = open_source(baseline) if isinstance(baseline, str | Path) else baseline
     found = [

@@ -52,7 +52,7 @@ def printed_statistics(left: TensorSource, right: TensorSource) -> tuple[TensorS
                 "one side has statistics alone",
                 got=str(side.path),
                 expected="two summaries, or two traces with values",
-                hint=f"the file beside it that ends in {FULL}, or the summary of the other side alone",
+                hint=f"the file next to it that ends in {FULL}, or the summary of the other side alone",
             )
     return None
 

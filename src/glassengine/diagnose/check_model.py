@@ -155,9 +155,7 @@ def check(
     if candidate is not None and engine is None and (all_rungs or bisect_outputs):
         raise UsageError("--all-rungs and --bisect-outputs are for engines", got=f"the model {candidate}")
     if candidate is not None and engine is None and (backend or passes):
-        raise UsageError(
-            "--backend and --pass build an engine of BASELINE", hint="leave them out beside --candidate MODEL"
-        )
+        raise UsageError("--backend and --pass build an engine of BASELINE", hint="remove them, or --candidate MODEL")
     told: dict[str, Any] = {"fail_on": fail_on, "min_snr": min_snr, "steps": steps, "progress": progress}
     if is_quantized_candidate(baseline, candidate):
         if reproduction is not None or accumulation is not None:
@@ -187,7 +185,7 @@ def check(
         more = [name for name in more if name != PIXELS]
     if more:
         model, given = replace(model, kind="module", decoding=""), in_one_forward(given)
-    without_decoding = f"given {', '.join(more)} beside tokens, the model is judged as a plain module" if more else None
+    without_decoding = f"{', '.join(more)} given: the model is judged as a plain module" if more else None
     other = None
     if candidate is not None and engine is None and record is None:
         progress("loading the candidate")

@@ -39,7 +39,7 @@ class EagerDebugMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
             return NotImplemented
         if not isinstance(func, OpOverload):
-            count_fallback(func, "it is no single operation")
+            count_fallback(func, "it is not a single operation")
             return func(*args, **(kwargs or {}))
         return self._runner.run(func, args, kwargs or {})
 
@@ -70,7 +70,7 @@ class _ByNode(torch.fx.Interpreter):
         if isinstance(target, OpOverload):
             return self._runner.run(target, args, kwargs, self._meta)
         if isinstance(target, torch._ops.HigherOrderOperator):
-            count_fallback(target, "it is no single operation")
+            count_fallback(target, "it is not a single operation")
         return super().call_function(target, args, kwargs)
 
     def run_node(self, n: torch.fx.Node) -> Any:

@@ -30,7 +30,7 @@ logger = logging.getLogger("glassengine")
 
 _said: set[tuple[str, str]] = set()
 _NUMBER = Cause("argument", "a number changed")
-_ARGUMENT = Cause("argument", "an argument that is no tensor changed")
+_ARGUMENT = Cause("argument", "an argument that is not a tensor changed")
 _MAX_CONSTANTS = 4  # values of numbers that cannot be inputs, before an operation is left to ATen
 
 

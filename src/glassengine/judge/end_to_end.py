@@ -27,7 +27,7 @@ from glassengine.program.user_code.module_state import STATE
 from glassengine.results import FLAGGED, VERDICTS, DriftRow, ResultComparison, Verdict
 
 _CHOSEN_ALIKE = "both sides chose alike where rounding might have chosen: no tie explains the difference"
-_DRAWN = "random numbers are drawn anew in every run"
+_DRAWN = "every run draws new random numbers"
 _MISSING = "the candidate returns no such result"
 
 

@@ -54,9 +54,9 @@ UNEVEN = 2.0
 _LEAST_SHARE = 0.15
 """Of the bound: rounding is never taken to be less, or a lucky floor would make the bound the only judge."""
 
-TIE = "a tie: rounding cannot tell the values apart"
+TIE = "a tie: the values differ by less than rounding"
 
-TIED = "they hang on a tie, and other values are legal"
+TIED = "they depend on a tie, and other values are legal"
 
 _FLUSHED = (torch.bfloat16, torch.float32, torch.float64)
 """Dtypes whose numbers below the smallest normal one processors may take for 0."""

@@ -92,7 +92,7 @@ def parsed(
         what: As for `read_document`.
         version: As for `read_document`.
         nonfinite: As for `read_document`.
-        unique: Whether a key that is there twice is an error; otherwise the last one counts.
+        unique: Whether a key that appears twice is an error; otherwise the last one counts.
         items: Values that it holds at most.
         depth: Levels that it nests at most; whoever walks it may call itself for each.
 
@@ -164,7 +164,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         counts = Counter(name for name, _ in pairs)
-        raise ValueError(f"{counts.most_common(1)[0][0]!r} is there twice")
+        raise ValueError(f"{counts.most_common(1)[0][0]!r} appears twice")
     return found
 
 

@@ -181,9 +181,7 @@ def _open_inside(path: Path, directory: Path) -> int:
     except ValueError:
         parts = ()
     if not parts or ".." in parts:
-        raise CorruptError(
-            "a file lies outside of its directory", got=shown(path), expected=f"below {shown(directory)}"
-        )
+        raise CorruptError("a file is outside of its directory", got=shown(path), expected=f"below {shown(directory)}")
     if not _CAN_WALK:
         for number in range(len(parts)):
             part = directory.joinpath(*parts[: number + 1])
@@ -212,7 +210,7 @@ def _regular(mode: int, path: Path, *, owned: bool) -> None:
 
 def _reason(error: OSError) -> str:
     if error.errno in (errno.ELOOP, errno.EMLINK, errno.ENOTDIR):
-        return f"{error.strerror} (a link in the place of a file or directory)"
+        return f"{error.strerror} (a link instead of a file or directory)"
     return error.strerror or str(error)
 
 

@@ -43,7 +43,7 @@ def _result(found: ResultComparison) -> str:
     if found.method == "position":
         text += f"; the candidate calls it {found.candidate_name}"
     if found.exempt:
-        text += f"; {found.exempt:.1%} of it exempt: it hangs on a tie"
+        text += f"; {found.exempt:.1%} of it exempt: it depends on a tie"
     return text
 
 

@@ -32,7 +32,7 @@ def cache_lines(report: CacheReport) -> Iterator[str]:
     stale = [entry for entry in report.entries if entry.stale]
     if stale:
         yield ""
-        yield f"made elsewhere, and compiled again when wanted here: {len(stale)}"
+        yield f"built elsewhere, and recompiled here on use: {len(stale)}"
         for entry in stale:
             yield f"  {entry.key[:8]}  {entry.name:<{width}}  {entry.stale}"
     for key, problem in report.damaged.items():

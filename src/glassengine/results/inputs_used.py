@@ -25,7 +25,7 @@ class InputUsed:
         step: Of the case, from 0.
         origin: Where it comes from.
         recipe: How it was made, in words; "" where it was not made up.
-        dtype: torch dtype name; of what is no tensor, the name of its Python type.
+        dtype: torch dtype name; of a non-tensor, the name of its Python type.
         shape: Sizes; None for what is no tensor.
         minimum: Least finite value; None where there is none.
         maximum: Largest finite value.

@@ -47,7 +47,7 @@ def test_f23_recomputed_calls_are_recorded_once_and_told(
         path: 2 for i in range(3) for path in (f"layers.{i}", f"layers.{i}.0", f"layers.{i}.1")
     }
     assert "recomputed" not in Recording.open(plain).metadata
-    # Nothing is missing, nothing is there twice, all has the values it has without: gradients inside included.
+    # Nothing is missing, nothing appears twice, all has the values it has without: gradients inside included.
     assert set(opened.sites()) == set(Recording.open(plain).sites()) and not opened.left_out
     result = compare(plain, again)
     assert (result.ok, result.coverage) == (True, 1.0) and result.verdict in ("identical", "rounding")

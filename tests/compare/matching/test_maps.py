@@ -202,9 +202,9 @@ def test_an_alias_file_is_a_map_in_either_direction() -> None:
 
 def test_an_alias_file_that_cannot_be_resolved() -> None:
     sites = ["layers.0.mlp", "layers.1.mlp", "layers.2.mlp"]
-    with pytest.raises(UsageError, match=r"numbers of the alias 'mlp' cannot be told"):
+    with pytest.raises(UsageError, match=r"numbers of the alias 'mlp' are ambiguous"):
         pairs({"layers.*.mlp": "mlp"}, sites, ["mlp_0", "mlp_1"])
-    with pytest.raises(UsageError, match=r"numbers of the alias 'mlp' cannot be told"):
+    with pytest.raises(UsageError, match=r"numbers of the alias 'mlp' are ambiguous"):
         pairs({"layers.*.mlp": "mlp"}, sites[:2], ["mlp_0", "mlp_1", "mlp_2"])
     with pytest.raises(UnknownNameError, match=r"unknown tensor in the map 'layers\.\*\.atn'"):
         pairs({"layers.*.atn": "attn"}, sites, ["mlp_0"])
@@ -233,7 +233,7 @@ def test_aliases_that_a_recording_knows_pair_without_a_map(tmp_path: Path) -> No
         ("{}", "has no rule"),
         ('{"rules": []}', "has no rule"),
         ('{"a": 1}', "is not a map"),
-        ('{"a": "b", "a": "c"}', "'a' is there twice"),
+        ('{"a": "b", "a": "c"}', "'a' appears twice"),
         ('{"rules": [1]}', "rule 0 is not an object"),
         ('{"rules": [{"candidate": "b"}]}', "rule 0 needs 'baseline'"),
         ('{"rules": [{"baseline": "a"}]}', "rule 0 needs 'candidate'"),

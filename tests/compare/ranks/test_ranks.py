@@ -354,7 +354,7 @@ def test_recordings_of_ranks_are_one_source(tmp_path: Path) -> None:
     assert {entry.rank for entry in source.entries} == {0, 1}
     second = next(entry for entry in source.entries if (entry.site, entry.rank) == ("mlp.fc", 1))
     assert torch.equal(source.tensor(second), parts()[1]["mlp.fc"])
-    with pytest.raises(UsageError, match="there is no recording") as refused:
+    with pytest.raises(UsageError, match="no recording found") as refused:
         Recording.open(tmp_path / "y")
     assert refused.value.hint == f"that of one rank: {tmp_path / 'y' / 'rank0'}"
     # Of three ranks the one in the middle is missing.

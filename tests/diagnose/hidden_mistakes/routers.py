@@ -141,7 +141,7 @@ def equals_backwards(w: Any, x: Tensor, ids: Tensor) -> Tensor:
 
 
 def at_the_first_end(w: Any, x: Tensor, ids: Tensor) -> Tensor:
-    """CLIP: the state of the first token that ends a text; 9 is there twice."""
+    """CLIP: the state of the first token that ends a text; 9 appears twice."""
     return x[torch.arange(2), (ids == ids.amax(-1, keepdim=True)).int().argmax(-1)] @ w.v
 
 

@@ -274,7 +274,7 @@ def test_without_the_variable_nothing_is_written(tmp_path: Path, monkeypatch: py
 
 
 def test_directory_within_the_engine(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot lie in the engine"):
+    with pytest.raises(UsageError, match="cannot be inside of the engine"):
         mlp(tmp_path, artifacts=tmp_path / "e" / "artifacts")
     assert list(tmp_path.iterdir()) == []
 

@@ -114,11 +114,11 @@ def test_chats(tmp_path: Path, chat: Any, count: int) -> None:
     ("chat", "message"),
     [
         ([], "has no messages"),
-        ([[]], "this is no chat"),
-        (["Hey"], "this is no chat"),
-        ([{"content": "Hey"}], "this is no chat"),
-        ([{"role": "user"}], "this is no chat"),
-        ([{"messages": 3}], "this is no chat"),
+        ([[]], "not a chat file"),
+        (["Hey"], "not a chat file"),
+        ([{"content": "Hey"}], "not a chat file"),
+        ([{"role": "user"}], "not a chat file"),
+        ([{"messages": 3}], "not a chat file"),
     ],
 )
 def test_chats_that_are_none(chat: Any, message: str) -> None:

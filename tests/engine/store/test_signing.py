@@ -175,7 +175,7 @@ def test_s2_a_signature_for_something_else_is_none(engine: Path, key: Path) -> N
     "options", ['namespaces="git" ', 'valid-before="20200101" ', 'valid-after="20990101" ', "cert-authority "]
 )
 def test_s2_a_signer_for_something_else_is_none(engine: Path, key: Path, options: str) -> None:
-    with pytest.raises(glass.GlassError, match="by nobody you trust") as raised:
+    with pytest.raises(glass.GlassError, match="no trusted signer") as raised:
         glass.verify_engine(engine, signers_of(key, options=options))
     assert raised.value.exit_status == 1
 
@@ -183,7 +183,7 @@ def test_s2_a_signer_for_something_else_is_none(engine: Path, key: Path, options
 def test_s2_a_stranger(engine: Path, key: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mallory = new_key(tmp_path / "mallory")
     assert main(["verify", str(engine), "--signers", str(signers_of(mallory))]) == 1
-    assert "by nobody you trust" in capsys.readouterr().err
+    assert "no trusted signer" in capsys.readouterr().err
     (tmp_path / "nobody").write_text("")
     assert main(["verify", str(engine), "--signers", str(tmp_path / "nobody")]) == 1
     # He signs it again, after a change: his signature is good, and he is still a stranger.
@@ -194,7 +194,7 @@ def test_s2_a_stranger(engine: Path, key: Path, tmp_path: Path, capsys: pytest.C
 
 
 def test_what_is_asked_for_wrongly(engine: Path, key: Path, tmp_path: Path) -> None:
-    with pytest.raises(glass.UsageError, match="there is no engine"):
+    with pytest.raises(glass.UsageError, match="no engine found"):
         glass.verify_engine(tmp_path, signers_of(key))
     with pytest.raises(glass.UsageError, match="cannot be read"):
         glass.verify_engine(engine, tmp_path / "none")
@@ -203,7 +203,7 @@ def test_what_is_asked_for_wrongly(engine: Path, key: Path, tmp_path: Path) -> N
         glass.verify_engine(engine, signers_of(key))
     assert raised.value.exit_status == 1
     for wrong in (tmp_path / "none", tmp_path, Path("/dev/null")):
-        with pytest.raises(glass.UsageError, match="no such key"):
+        with pytest.raises(glass.UsageError, match="no such signing key"):
             check_key(wrong)
 
 

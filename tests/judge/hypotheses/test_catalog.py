@@ -154,7 +154,7 @@ def causal(size: int = 6, by: int = 0) -> Tensor:
 
 
 def added(seen: Tensor) -> Tensor:
-    """Return a mask that is added to scores: -9984 in the place of -1e4, as bfloat16 has it."""
+    """Return a mask that is added to scores: -9984 instead of -1e4, as bfloat16 has it."""
     return torch.where(seen, 0.0, -9984.0)
 
 
@@ -235,7 +235,7 @@ PLANTED = {
         lambda x, g, b: rms_norm(x, g) + b,
         lambda x, g, b: (x - x.mean(-1, True)) / (x.var(-1, False, keepdim=True) + 1e-5).sqrt() * g + b,
         "other",
-        "rms_norm in the place of layer_norm",
+        "rms_norm instead of layer_norm",
         ("x", "gain", "bias"),
     ),
     "unbiased variance": Planted(
@@ -246,7 +246,7 @@ PLANTED = {
         "unbiased",
     ),
     "sum for mean": Planted(
-        lambda x: x.mean(1), lambda x: x.sum(1), lambda x: x.sum(1) / 5, "other", "sum in the place of mean"
+        lambda x: x.mean(1), lambda x: x.sum(1), lambda x: x.sum(1) / 5, "other", "sum instead of mean"
     ),
     "another dimension": Planted(
         lambda x: x.softmax(-1),
@@ -555,7 +555,7 @@ PLANTED = {
         lambda x: x.mean(1, keepdim=True),
         lambda x: x.amax(1, keepdim=True),
         "other",
-        "mean in the place of max",
+        "mean instead of max",
     ),
     "pooling of an image": Planted(
         lambda x: F.adaptive_avg_pool2d(x, 1),
@@ -578,11 +578,11 @@ PLANTED = {
         lambda x, w, b: F.linear(x, drawn("weight2"), b),
         lambda x, w, b: x @ w.T + b,
         "swapped",
-        "weight2 stands in the place of weight",
+        "weight2 instead of weight",
         LINEAR,
     ),
     "another residual": Planted(
-        lambda x: x * 2 + x, lambda x: x * 2 + drawn("y"), lambda x: x * 3, "swapped", "y stands in the place of x"
+        lambda x: x * 2 + x, lambda x: x * 2 + drawn("y"), lambda x: x * 3, "swapped", "y instead of x"
     ),
     "rows permuted": Planted(
         F.linear,

@@ -53,7 +53,7 @@ def test_blank_images_fill_up_the_prompts_of_a_batch() -> None:
     mask[1, 1] = 0
     assert [tuple(image.shape) for image in image_text.one_by_one(pixels, 2)] == [(1, 1, 3, 4, 4)] * 3
     assert len(image_text.one_by_one(pixels, 1)) == 4
-    with pytest.raises(UsageError, match="no image that is not blank"):
+    with pytest.raises(UsageError, match="all images are blank"):
         image_text.one_by_one(0 * pixels, 2)
     ids = torch.tensor([[7, TOKEN]])
     given = {"input_ids": ids, "pixel_values": pixels, "pixel_attention_mask": mask, "mm_token_type_ids": ids == TOKEN}

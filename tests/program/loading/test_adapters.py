@@ -269,5 +269,5 @@ def test_damaged_adapters(tmp_path: Path) -> None:
         load_model(model, adapter=directory)
     with pytest.raises(UnknownNameError, match=r"unknown adapter[\s\S]*nearest: .*none"):
         load_model(model, adapter=tmp_path / "nope")
-    with pytest.raises(UsageError, match="there is no adapter"):
+    with pytest.raises(UsageError, match="no adapter"):
         load_model(model, adapter=tmp_path / "none" / "nope", weights=False)

@@ -100,9 +100,9 @@ def test_s6_a_pipe_among_the_files_of_a_checkpoint_is_refused(tmp_path: Path) ->
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
     require_plain_files(tmp_path)
     os.mkfifo(tmp_path / "model.safetensors")
-    with pytest.raises(UsageError, match=r"model\.safetensors is no plain file"):
+    with pytest.raises(UsageError, match=r"model\.safetensors is not a plain file"):
         require_plain_files(tmp_path)
-    with pytest.raises(UsageError, match=r"model\.safetensors is no plain file"):
+    with pytest.raises(UsageError, match=r"model\.safetensors is not a plain file"):
         load_model(tmp_path)
 
 

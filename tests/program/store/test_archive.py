@@ -134,7 +134,7 @@ def test_more_than_a_graph_is_refused(
 ) -> None:
     rewrite(stored, name, change)
     monkeypatch.setattr(torch.export, "load", lambda path: pytest.fail("torch has seen it"))
-    with pytest.raises(CorruptError, match=rf"program.pt2 is no stored program\n.*{message}"):
+    with pytest.raises(CorruptError, match=rf"program.pt2 is not a stored program\n.*{message}"):
         load_program(stored, {})
 
 

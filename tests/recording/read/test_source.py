@@ -224,7 +224,7 @@ def test_f41_a_directory_with_exactly_one_recording(tmp_path: Path) -> None:
         writer.commit(0)
     with pytest.raises(UsageError, match="one of the recordings in it"):
         open_source(tmp_path / "r")
-    with pytest.raises(UsageError, match="there is no recording"):
+    with pytest.raises(UsageError, match="no recording found"):
         Recording.open(tmp_path / "r")
 
 

@@ -89,7 +89,7 @@ def _level(name: str, level: str) -> Iterator[None]:
 
 def _one_of(level: str, word: str, source: str) -> str:
     if level not in _LEVELS:
-        raise UsageError(f"{word} in {source} is no log level", got=repr(level), expected=_LEVELS)
+        raise UsageError(f"{word} in {source} is not a log level", got=repr(level), expected=_LEVELS)
     return level
 
 

@@ -24,7 +24,7 @@ _MAX_TEXT_BYTES = 256 << 20
 _OF_THIS_MACHINE = re.compile(r"^// .*\.(wrapper|kernel)\.(cpp|o)\b.*\n", re.MULTILINE)
 _NOTE = (
     "Kernels and library calls in the order of the generated code (inductor_wrapper.cpp, inductor_kernel.cpp). Inputs "
-    "and outputs are what enters and leaves the nodes of a kernel; one that computes a node anew names it again."
+    "and outputs are what enters and leaves the nodes of a kernel; one that recomputes a node names it again."
 )
 
 

@@ -182,7 +182,7 @@ def refuse_bfloat16(program: Program, capabilities: Capabilities) -> None:
 def _hint_of_bfloat16(program: Program) -> str:
     if any(weight.dtype is torch.bfloat16 for weight in program.weights().values()):
         return "--dtype float32"
-    return "the model's own code computes that, whatever its weights are: another --backend"
+    return "the model's own code computes in that dtype at every --dtype: choose another --backend"
 
 
 def _refuse_dropout(functional: Program) -> None:

@@ -25,7 +25,7 @@ def check_graph(directory: Path, name: str) -> None:
     lie in the same directory is what ONNX Runtime checks by itself.
 
     Raises:
-        CorruptError: It is damaged, or something in the directory is no plain file.
+        CorruptError: It is damaged, or something in the directory is not a plain file.
     """
     if importlib.util.find_spec("onnx") is not None:
         read_graph(directory / name)

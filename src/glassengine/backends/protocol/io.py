@@ -48,5 +48,5 @@ def read_io(directory: Path) -> IOOrder:
     order = read_document(directory / _FILE, IOOrder, most=_MAX_BYTES, inside=directory, what=_FILE)
     unknown = [name for name in (*order.caches, *order.one_token) if name not in order.inputs]
     if unknown:
-        raise damaged(_FILE, directory / _FILE, f"{unknown[0]!r} is no input")
+        raise damaged(_FILE, directory / _FILE, f"{unknown[0]!r} is not an input")
     return order

@@ -222,7 +222,7 @@ class _Notes:
 
 
 def _texts(port: str, value: Any, depth: int) -> Iterator[tuple[str, str]]:
-    """Yield (port with keys, text) of what is no tensor in `value`."""
+    """Yield (port with keys, text) of a non-tensor in `value`."""
     if isinstance(value, Tensor):
         return
     children: list[tuple[str, Any]]

@@ -107,7 +107,7 @@ class Recorder:
             if self._hooks.steps.num_begun and ROOT in not_called:
                 _log.warning(
                     "the model itself was not called, only modules inside of it: its own inputs and results are not "
-                    "recorded; model.forward(...) passes by whoever observes model(...)"
+                    "recorded; call model(...) instead of model.forward(...)"
                 )
             self._note_unseen(writer)
             if self._intake.num_late:

@@ -110,7 +110,7 @@ class SessionRecording:
             is_usual = array.flags.writeable and all(stride >= 0 for stride in array.strides)
             tensor = torch.from_numpy(array if is_usual else array.copy())
         except (TypeError, ValueError, RuntimeError):
-            self._intake.leave_out(site, step, f"a {type(value).__name__} of elements that are no numbers")
+            self._intake.leave_out(site, step, f"a {type(value).__name__} of non-numeric elements")
         else:
             self._intake.take(site, step, tensor)
 

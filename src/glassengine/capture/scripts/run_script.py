@@ -81,7 +81,7 @@ def record_script(
     with _import_path(str(Path.cwd() if is_module else Path(script).resolve().parent)):
         file = _file_of(str(script)) if is_module else str(Path(script).absolute())
         if not Path(file).is_file():
-            raise UsageError("there is no such script", got=str(script), hint="glass record -o DIR -- script.py ARGS")
+            raise UsageError("no such script", got=str(script), hint="glass record -o DIR -- script.py ARGS")
         recorder = ScriptRecorder(
             path,
             sites=sites,
@@ -139,10 +139,10 @@ def _file_of(module: str) -> str:
             spec = importlib.util.find_spec(f"{module}.__main__")
     except Exception as error:  # of the packages around it, which this imports: one is missing, or raises
         got = f"{module}: {type(error).__name__}: {error}"
-        raise UsageError("there is no such module to run", got=got, hint=f"python -c 'import {module}'") from error
+        raise UsageError("no such module", got=got, hint=f"python -c 'import {module}'") from error
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         expected = "a module, or a package with a __main__, in this directory or installed"
-        raise UsageError("there is no such module to run", got=module, expected=expected)
+        raise UsageError("no such module", got=module, expected=expected)
     return spec.origin
 
 

@@ -116,7 +116,7 @@ def _aliased(rule: Rule, having: NameIndex, other: NameIndex, aliases: Mapping[s
         return []
     if len(there) < len(names) or f"{alias}_{len(names)}" in other:
         raise UsageError(
-            f"the numbers of the alias {alias!r} cannot be told",
+            f"the numbers of the alias {alias!r} are ambiguous",
             got=f"{rule.baseline!r} names {len(names)} tensors on one side, and the other has other aliases: "
             f"{', '.join(name for name in other.names if name.startswith(f'{alias}_'))[:200]}",
             hint="give each its own line in the map: SITE -> ALIAS_N",

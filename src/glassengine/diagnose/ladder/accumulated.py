@@ -63,7 +63,7 @@ def judge_alike(climb: Climb, judge: Callable[[Sequence[Score]], None], progress
             worst = max(suspects, key=lambda one: len(one.flagged))
             number = f"{len(worst.flagged)} of {worst.num_judged}"
             return (
-                f"products are summed in {name}, which nobody declared: {number} show it alike, and the rest is judged "
+                f"products are summed in {name}, undeclared: {number} show it, and the rest is judged "
                 f"under it (--accum {name} if that is meant)"
             )
     climb.accumulation, climb.scores = FLOAT32_SUMS, first

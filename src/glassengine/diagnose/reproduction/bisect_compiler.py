@@ -149,7 +149,7 @@ def bisect_graph(
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     whole = piece_of(nodes, values)
     if whole is None:
-        raise UsageError("the graph cannot be taken to pieces", got="graphs within it, or results that are no tensors")
+        raise UsageError("the graph cannot be split", got="inner graphs, or results that are not tensors")
     progress(f"compiling {len(nodes)} ops with {backend.name}")
     trials = Trials(backend, graph.kind, weights_of(graph))
     attempt = trials.try_piece

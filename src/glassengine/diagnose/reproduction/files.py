@@ -93,7 +93,7 @@ def require_free(directory: Path) -> None:
     if not directory.exists():
         return
     if not directory.is_dir():
-        raise UsageError(f"{directory} is no directory", hint="--reproduction DIR, of its own")
+        raise UsageError(f"{directory} is not a directory", hint="--reproduction DIR, an empty one")
     others = [
         p.name for p in directory.iterdir() if not (p.name in _ALL_FILES or _EARLIER.fullmatch(p.name) or _is_left(p))
     ]

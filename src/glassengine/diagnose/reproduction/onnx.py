@@ -92,7 +92,7 @@ def one_piece(
     names = {source.values[node.name] for node in piece.ops if node.name in source.values}
     protos = [proto for proto in model.graph.node if names.intersection(proto.output)]
     if not protos:
-        raise UsageError("these ops are no nodes of the ONNX file", got=", ".join(node.name for node in piece.ops))
+        raise UsageError("these ops are not nodes of the ONNX file", got=", ".join(node.name for node in piece.ops))
     made = {name for proto in protos for name in proto.output}
     graph = helper.make_graph(protos, "piece", [], [])
     read = list(dict.fromkeys(name for name in free_names(graph) if name not in made))
@@ -116,7 +116,7 @@ def one_piece(
             inputs[name] = _array(tensor)
             graph.input.append(helper.make_tensor_value_info(name, ELEMENT_TYPES[tensor.dtype], list(tensor.shape)))
         else:
-            raise UsageError(f"a value that the nodes read is not at hand: {name}")
+            raise UsageError(f"an input of these nodes is not available: {name}")
     if size > MAX_BYTES:
         raise UsageError("the weights of these nodes are too large for one file", got=f"{size:,} bytes")
     for node, value in zip(piece.outputs, results, strict=True):
@@ -132,7 +132,7 @@ def _initializer(name: str, tensor: torch.Tensor | None) -> onnx.TensorProto:
     from onnx import numpy_helper
 
     if tensor is None or tensor.is_meta or tensor.dtype not in ELEMENT_TYPES:
-        raise UsageError(f"a weight that the nodes read is not at hand: {name}")
+        raise UsageError(f"a weight of these nodes is not available: {name}")
     return numpy_helper.from_array(_array(tensor), name)
 
 

@@ -9,7 +9,7 @@ HEADER = """\
 #
 #     python test_repro.py        (or: python -m pytest test_repro.py)
 #
-# It needs {needs}, and the files beside it.
+# It needs {needs}, and the files next to it.
 #
 {about}
 

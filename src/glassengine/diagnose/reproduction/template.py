@@ -10,7 +10,7 @@ HEADER = """\
 #
 #     python test_repro.py        (or: python -m pytest test_repro.py)
 #
-# It needs {needs}, and the tensors beside it.
+# It needs {needs}, and the tensors next to it.
 #
 {about}
 

@@ -44,7 +44,7 @@ class ReplayedOutput(Result):
 
     Attributes:
         name: As in the snapshot.
-        dtype: torch dtype name, or the type of what is no tensor.
+        dtype: torch dtype name, or the type of a non-tensor.
         shape: Sizes.
         same_bits: Whether it is what was recorded, bit by bit; None where nothing was recorded.
         num_different: Elements that are not; None likewise.

@@ -50,7 +50,7 @@ def train(
     """Train `module` for one step per batch and keep what happened. The module is changed.
 
     Raises:
-        UsageError: The optimizer needs a closure, or the loss is no scalar.
+        UsageError: The optimizer needs a closure, or the loss is not a scalar.
     """
     plain = getattr(module, "_orig_mod", module)
     updates, scheduler = split(optimizer(module))
@@ -61,7 +61,7 @@ def train(
         state = _copied(state_of(plain))
         value = loss(module(**batch))
         if not isinstance(value, Tensor) or value.numel() != 1:
-            raise UsageError("the loss is no scalar", got=str(getattr(value, "shape", type(value).__name__)))
+            raise UsageError("the loss is not a scalar", got=str(getattr(value, "shape", type(value).__name__)))
         value.backward()  # type: ignore[no-untyped-call]
         gradients = {
             name: None if parameter.grad is None else parameter.grad.detach().clone()

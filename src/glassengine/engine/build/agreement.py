@@ -45,7 +45,7 @@ def require_agreement(model: LoadedModel, program: Program, max_seq_len: int | N
         raise UsageError(
             f"an engine of {model.spec} would not generate what the model does",
             got=f"logits that are off by {min(worst):.2g} of the largest in a cache of {length} slots",
-            expected="code that tells the tokens so far from the length of the cache",
+            expected="code that tells the number of tokens from the length of the cache",
             hint=f"glass check {model.spec} names the operation; --inputs FILE builds one forward, without a cache",
         )
 

@@ -206,7 +206,9 @@ def build(
     where = Path(artifacts) if artifacts is not None else environment.debug_artifacts_dir()
     if where is not None and target is not None and where.absolute().is_relative_to(target.absolute()):
         raise UsageError(
-            "artifacts cannot lie in the engine", got=str(where), hint="another directory: --artifacts DIR"
+            "artifacts cannot be inside of the engine",
+            got=str(where),
+            hint="another directory: --artifacts DIR",
         )
     writer = encoder_writer = None
     with contextlib.ExitStack() as writing:

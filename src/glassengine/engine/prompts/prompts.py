@@ -186,7 +186,7 @@ def read_input_ids(path: Path) -> list[list[int]]:
     if path.suffix == ".json" and path.is_file():
         data = _document(_text_of(path), path)
     elif not path.is_file():
-        raise UsageError("there is no such file of token ids", got=str(path), hint="--input-ids FILE")
+        raise UsageError("no such file of token ids", got=str(path), hint="--input-ids FILE")
     else:
         data = load_inputs(str(path))[0]
     if isinstance(data, dict):
@@ -212,7 +212,7 @@ def as_rows(data: Any, origin: str) -> list[list[int]]:
     problem = _not_rows(rows)
     if problem:
         raise UsageError(
-            "these are no token ids",
+            "not token ids",
             got=f"{problem} in {origin}",
             expected="input_ids: a list of whole numbers, or one list per sequence",
         )
@@ -275,7 +275,7 @@ def read_chat(chat: Chat) -> list[list[Message]]:
             or not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) and len(m) > 1 for m in messages)
         ):
             raise UsageError(
-                "this is no chat",
+                "not a chat file",
                 got=f"{type(messages).__name__} in {origin}",
                 expected='messages, each {"role": "user", "content": "..."}, or a list of such lists',
             )
@@ -329,7 +329,7 @@ def _document(text: str, path: Path) -> Any:
 def _items_of(path: Path) -> list[Any]:
     """Return the entries of a .json list or the lines of a .jsonl file."""
     if path.suffix not in (".json", ".jsonl"):
-        raise UsageError(f"{path} is no file of prompts", expected=".txt, .json or .jsonl")
+        raise UsageError(f"{path} is not a prompt file", expected=".txt, .json or .jsonl")
     text = _text_of(path)
     if path.suffix == ".jsonl":
         return [_document(line, path) for line in text.split("\n") if line.strip()]

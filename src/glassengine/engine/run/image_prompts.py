@@ -51,7 +51,7 @@ def read_request(engine: Engine, request: Request) -> Prompts:
         if request.inputs is not None or request.input_ids is not None:
             raise UsageError(
                 "images go through the processor with the text around them",
-                got="--image beside token ids or tensors",
+                got="--image together with token ids or tensors",
                 hint="--image FILE --input-text TEXT, or --inputs FILE with pixel_values",
             )
         return _processed(engine, request, request.images)

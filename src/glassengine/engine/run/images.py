@@ -104,7 +104,7 @@ class PromptImages:
             problem = (f"{self._num} features for {most} image tokens", "as many image tokens as features")
         elif not torch.equal(self._rows >= 0, input_ids == self._token):
             # Compiled code would read behind the index.
-            problem = (f"{ROWS} says something of other tokens than the image tokens", "leave it out")
+            problem = (f"{ROWS} does not match the image tokens", "leave it out")
         return [row_of(FEATURES, features[: self._num], built, *problem)]
 
     def index(self, start: int, stop: int, batch: int) -> torch.Tensor:

@@ -171,7 +171,7 @@ class GenerationSettings:
             criteria = host._get_stopping_criteria(config, StoppingCriteriaList(), tokenizer)
         generator = None
         if seed is not None and not -(2**63) <= seed < 2**64:
-            raise UsageError("this is no seed", got=str(seed), expected="a whole number of 64 bits", hint="--seed N")
+            raise UsageError("invalid seed", got=str(seed), expected="a whole number of 64 bits", hint="--seed N")
         if config.do_sample:
             generator = torch.Generator()
             seed = generator.seed() if seed is None else seed

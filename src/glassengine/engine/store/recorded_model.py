@@ -90,7 +90,7 @@ def load_recorded(
     if adapter is not None and reason is None:
         reason = _why_not_adapter(Path(adapter))
     if reason is None and attention is not None and not attention.isidentifier():
-        reason = f"an implementation of attention from elsewhere: {attention}"
+        reason = f"a custom attention implementation: {attention}"
     if reason is not None:
         raise UsageError(
             "the weights are not in the engine, and the model that it names is not loaded on its word",
@@ -148,7 +148,7 @@ def _asks_for_code(config: dict[str, Any]) -> Iterator[str]:
             if key == "auto_map" and item:
                 yield "its configuration names code of its own (auto_map)"
             if key.endswith("_implementation") and isinstance(item, str) and not item.isidentifier():
-                yield f"its configuration names code of elsewhere ({key}: {item})"
+                yield f"its configuration names remote code ({key}: {item})"
             if key in ("use_pretrained_backbone", "use_kernels") and item:
                 yield f"its configuration fetches more ({key})"
 

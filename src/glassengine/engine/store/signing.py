@@ -63,7 +63,7 @@ def check_key(key: str | Path) -> Path:
     _program()
     if not is_regular(key):
         raise UsageError(
-            "there is no such key to sign with",
+            "no such signing key",
             got=shown(key),
             expected="a private key of OpenSSH, or the public one where an agent has the private one",
             hint="ssh-keygen -t ed25519 makes one",
@@ -113,7 +113,7 @@ def verify_engine(directory: str | Path, signers: str | Path) -> Signature:
     place, trusted = Path(directory), Path(signers)
     program = _program()
     if not os.path.lexists(place / FILE):
-        raise UsageError("there is no engine", got=shown(place), expected=f"a directory with {FILE}")
+        raise UsageError("no engine found", got=shown(place), expected=f"a directory with {FILE}")
     with open_regular(trusted):  # says why it cannot be read
         pass
     if not os.path.lexists(place / SIGNATURE) or not os.path.lexists(place / SUMS):
@@ -148,7 +148,7 @@ def _signer(program: str, sums: bytes, signature: bytes, trusted: Path) -> tuple
             if _run(command, sums)[0]:
                 return name, key
     raise GlassError(
-        "the engine is signed by nobody you trust",
+        "no trusted signer has signed the engine",
         got=key,
         expected=f"a signer of {shown(trusted)}, valid today and for {NAMESPACE}",
         hint=f"if you know this key: add a line 'NAME namespaces=\"{NAMESPACE}\" KEY' to the file of signers",

@@ -67,7 +67,7 @@ def require_trust(name: str, backend: str, folder: Path, listed: Set[Path], *, o
     shortened = ", ".join(files[:5]) + (f" and {len(files) - 5} more" if len(files) > 5 else "")
     raise UsageError(
         f"the engine {name!r} brings native code that you did not build on this machine",
-        got=shown(f"{shortened}: back-end {backend} loads it into this process, where it can do whatever you can"),
+        got=shown(f"{shortened}: back-end {backend} loads it into this process, with your permissions"),
         expected="an engine that you built here, or one whose builder you trust",
         hint="glass verify ENGINE --signers FILE says who signed it; add --trust-engine (trust=True), or build it here",
     )

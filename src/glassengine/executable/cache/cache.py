@@ -90,7 +90,7 @@ def compiled(
     store = open_store() if cache is not None else None
     directory = _new_directory() if store is not None else None
     if cache is None or store is None or directory is None:
-        return Compiled(compiler(), "", "off", "there is no cache")
+        return Compiled(compiler(), "", "off", "the cache is off")
     parts = key_parts(graph, cache.parts())
     key = digest(parts)
     # Compilers find their directory through a variable of the process.

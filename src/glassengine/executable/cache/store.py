@@ -319,7 +319,7 @@ def _read_manifest(path: Path) -> Manifest:
 
 
 def _require_own_directories(entry: Path, manifest: Manifest) -> None:
-    """Raise CorruptError where a link stands in the place of a directory of an entry."""
+    """Raise CorruptError where a link instead of a directory of an entry."""
     directories = {parent for name in manifest.files for parent in PurePosixPath(_FILES, name).parents}
     for path in directories:
         if (entry / path).is_symlink():

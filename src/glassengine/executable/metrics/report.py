@@ -116,7 +116,7 @@ class MetricsReport(Result):
             counters = {str(name): int(value) for name, value in data["counters"].items()}
             return MetricsReport(metrics, counters, tuple(int(rank) for rank in data["ranks"]))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CorruptError("these are no metrics", got=f"{type(error).__name__}: {error}") from error
+            raise CorruptError("not a metrics report", got=f"{type(error).__name__}: {error}") from error
 
 
 def summarize(name: str, unit: Unit, total_samples: int, accumulator: float, samples: Samples) -> MetricSummary:

@@ -281,7 +281,7 @@ class Listener:
         if len(tokens) != 1 or not hmac.compare_digest(tokens[0], self._token):
             return Reply(HTTPStatus.UNAUTHORIZED, {"error": "the token of this server is missing or another one"})
         if request.target != PATH.encode():
-            return Reply(HTTPStatus.NOT_FOUND, {"error": f"only {PATH} is there"})
+            return Reply(HTTPStatus.NOT_FOUND, {"error": f"not found; the path is {PATH}"})
         if request.method not in (b"POST", b"DELETE"):
             return Reply(HTTPStatus.METHOD_NOT_ALLOWED, {"error": "POST takes a profile, DELETE ends it"})
         return None

@@ -173,7 +173,7 @@ class SnapshotTaker:
         names = [f"{kinds} in {name}" for name, kinds in list(found.items())[:3]]
         if len(found) > len(names):
             names.append(f"and {len(found) - len(names)} more")
-        cause = "the op cannot be told: the graph cannot be run node by node here" if finding is None else str(finding)
+        cause = "unknown op: the graph cannot be run node by node here" if finding is None else str(finding)
         number, name = _named(execution)
         where = path or self._wrong
         hint = "no snapshot could be written; the log says why"

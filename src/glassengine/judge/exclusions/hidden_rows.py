@@ -30,7 +30,7 @@ class HiddenRows(Undefined):
     """
 
     kind: ExemptionReason = "masked rows"
-    reason = "rows of attention that see no key, and what hangs on them"
+    reason = "fully masked attention rows, and elements that depend on them"
 
     def __init__(self, hidden: Callable[[Node], torch.Tensor | None] | None = None) -> None:
         super().__init__()

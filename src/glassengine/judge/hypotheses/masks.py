@@ -46,7 +46,7 @@ def _masks(question: Question, node: Node) -> Iterator[Hypothesis]:
     if seen is None or not torch.equal(both, seen.expand(both.shape)):
         yield Hypothesis("mask", "a causal mask that the baseline has not", {node: _masked(both)})
         if seen is not None:
-            yield Hypothesis("mask", f"{what} is missing, and a causal one is there", {node: _masked(causal)})
+            yield Hypothesis("mask", f"{what} is missing; there is a causal mask instead", {node: _masked(causal)})
     if seen is not None:
         # The last position of a causal mask sees all that is no padding.
         beside = seen[..., -1:, :].expand(seen.shape)
@@ -95,7 +95,7 @@ def _written_out(question: Question, node: Node) -> Iterator[Hypothesis]:
         "softmax is over the queries (dim -2), not over the keys": hidden.softmax(-2) @ value,
         "the mask is inverted": scores.masked_fill(seen, lowest).softmax(-1) @ value,
         "softmax is missing": scores.masked_fill(~seen, 0.0) @ value,
-        "sigmoid in the place of softmax": hidden.sigmoid() @ value,
+        "sigmoid instead of softmax": hidden.sigmoid() @ value,
         "the mask is multiplied after the softmax": (scores.softmax(-1) * seen) @ value,
         "hidden scores are zero, not minus infinity": scores.masked_fill(~seen, 0.0).softmax(-1) @ value,
         "the scores are scaled after the softmax": (plain.masked_fill(~seen, lowest).softmax(-1) * scores / plain)

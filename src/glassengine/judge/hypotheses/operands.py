@@ -147,8 +147,8 @@ def altered(question: Question) -> Iterator[Hypothesis]:
         else:
             yield Hypothesis("scale", f"{name} has the other sign", {node: _value(-value)})
             if node.name in question.weights:
-                yield Hypothesis("scale", f"1 + {name} stands in the place of {name}", {node: _value(value + 1)})
-                yield Hypothesis("scale", f"{name} - 1 stands in the place of {name}", {node: _value(value - 1)})
+                yield Hypothesis("scale", f"1 + {name} instead of {name}", {node: _value(value + 1)})
+                yield Hypothesis("scale", f"{name} - 1 instead of {name}", {node: _value(value - 1)})
         yield from _moved(node, name, value)
 
 
@@ -191,7 +191,7 @@ def another(question: Question) -> Iterator[Hypothesis]:
             if torch.equal(other, value):
                 continue
             kind = "swapped" if value.is_floating_point() else "mask" if value.dtype is torch.bool else "position"
-            text = f"{name} stands in the place of {question.label(node)}"
+            text = f"{name} instead of {question.label(node)}"
             yield Hypothesis(kind, text, {node: _value(other)})
             readers = [user for user in node.users if user in trial.values]
             for reader in readers if len(readers) > 1 else ():

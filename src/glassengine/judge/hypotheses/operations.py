@@ -116,10 +116,10 @@ def other_ops(question: Question) -> Iterator[Hypothesis]:
             if name in pair:
                 other = pair[1 - pair.index(name)]
                 kind = "mask" if pair in _COMPARED else "position" if other in ("sin", "cos") else "other"
-                yield Hypothesis(kind, f"{other} in the place of {name}", {node: _by_name(other)})
+                yield Hypothesis(kind, f"{other} instead of {name}", {node: _by_name(other)})
         if name in ("max", "min") and isinstance(trial.values[node], (tuple, list)):
             for other in ("mean", "min" if name == "max" else "max"):
-                yield Hypothesis("other", f"{other} in the place of {name}", {node: _along(other)})
+                yield Hypothesis("other", f"{other} instead of {name}", {node: _along(other)})
         if name in ("layer_norm", "rms_norm"):
             for text, edit in _other_norms(node):
                 yield Hypothesis("eps" if text.startswith("eps") else "other", text, {node: edit})
@@ -134,7 +134,7 @@ def other_ops(question: Question) -> Iterator[Hypothesis]:
             yield from _convolutions(question, node)
         if re.fullmatch("(adaptive_)?(max|avg)_pool[123]d", name):
             other = name.replace("max", "avg") if "max" in name else name.replace("avg", "max")
-            yield Hypothesis("other", f"{other} in the place of {name}", {node: _pooled(other)})
+            yield Hypothesis("other", f"{other} instead of {name}", {node: _pooled(other)})
         if "upsample" in name:
             yield from _resized(question, node)
 
@@ -175,9 +175,9 @@ def _other_norms(node: Node) -> Iterator[tuple[str, Any]]:
         return edit
 
     if is_centered:
-        yield "the mean is not subtracted: rms_norm in the place of layer_norm", normed(center=False)
+        yield "the mean is not subtracted: rms_norm instead of layer_norm", normed(center=False)
     else:
-        yield "the mean is subtracted: layer_norm in the place of rms_norm", normed(center=True)
+        yield "the mean is subtracted: layer_norm instead of rms_norm", normed(center=True)
     yield "the variance is unbiased: of n - 1", normed(center=is_centered, over="n - 1")
     yield "eps is added to the root, not below it", normed(center=is_centered, eps_outside=True)
 

@@ -40,7 +40,7 @@ def trees_differ(ours: Node, theirs: Node) -> str | None:
             apart = (one.double() - other.double()).abs().reshape(len(probe), -1).amax(1)
             rows = int((apart > _SAME * max(float(one.double().abs().max()), 1e-30)).sum())
         if rows:
-            return f"the trees differ: {rows} of {len(probe)} rows of values around their thresholds end elsewhere"
+            return f"the trees differ: {rows} of {len(probe)} rows around their thresholds end in another leaf"
     return None
 
 

@@ -204,7 +204,7 @@ def relation(
     alike = ((n, t.detach().double()) for n, t in others.items() if n != name and t.shape == ours.shape)
     twin = next((n for n, tensor in alike if _is_same(tensor, theirs)), None)
     if twin is not None and (own.endswith(twin) or twin.endswith(own)):
-        return "swapped", f"{own} is read in the place of {name}"
+        return "swapped", f"{own} is read instead of {name}"
     if twin is not None:
         return "swapped", f"{there} holds the weight of {twin}"
     if not bool(theirs.any()):

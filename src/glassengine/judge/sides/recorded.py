@@ -223,9 +223,9 @@ def case_of(source: TensorSource, kind: str) -> Case | None:
     if case is None and kind == "causal_lm":
         raise IncomparableError(
             "the record does not say on which tokens it was made",
-            got=f"{source.path}: no token ids of rows that can be told apart",
+            got=f"{source.path}: no token ids of distinguishable rows",
             expected="a recording of a model that is given input_ids [batch, sequence], or those of one row",
-            hint="say them: --inputs FILE",
+            hint="give them: --inputs FILE",
         )
     return case
 
@@ -266,7 +266,7 @@ def recorded_case(source: TensorSource) -> Case | None:
         return None
     if steps != list(range(len(steps))) or any(len(r) < n + len(steps) - 1 for r, n in zip(rows, lengths, strict=True)):
         raise IncomparableError(
-            "the tokens of the record's steps cannot be told",
+            "the tokens of the record's steps are unknown",
             got=f"steps {steps[:8]}, rows of {[len(row) for row in rows]} tokens, prompts of {lengths}",
             expected="all steps from the prefill on",
         )

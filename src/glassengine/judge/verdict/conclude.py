@@ -321,7 +321,7 @@ def _written_differently(program: Program, scores: Sequence[Score]) -> Iterator[
 
 
 def _without_value(program: Program) -> list[Skipped]:
-    reasons = dict.fromkeys(RANDOM, "random: every run draws anew") | dict.fromkeys(UNDEFINED, "memory not yet written")
+    reasons = dict.fromkeys(RANDOM, "random: drawn by every run") | dict.fromkeys(UNDEFINED, "memory not yet written")
     nodes = [node for node in program.graph.nodes if op_name(node) in reasons and is_tensor_node(node)]
     return [Skipped(program.sites.by_node[node.name][0].name, "both", reasons[op_name(node)]) for node in nodes]
 

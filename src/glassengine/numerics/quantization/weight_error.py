@@ -92,7 +92,7 @@ def judge_weight(
     mistakes = mistakes or list(_whole(sums))
     rms = math.sqrt(sums.bounded / max(sums.num_quantized, 1))
     if not sums.is_finite:
-        mistakes = [Hint("not a number", "the quantized weight has values that are no numbers", 1.0)]
+        mistakes = [Hint("not a number", "the quantized weight has NaN values", 1.0)]
         rms = math.inf
     elif sums.correlation < _WRONG or (mistakes and sums.correlation < _RIGHT):
         instead = _instead(b, c, others or {}, sums.correlation)

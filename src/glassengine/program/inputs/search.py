@@ -132,7 +132,7 @@ class _Search:
         for attempt in self._weaker(specs, wanted, uses, step, plain):
             if self._is_taken({name: one.value for name, one in attempt.items()}):
                 return attempt
-        return {name: Made(value, "plain numbers: the model takes nothing else") for name, value in plain.items()}
+        return {name: Made(value, "plain numbers: the model accepts no other value") for name, value in plain.items()}
 
     def _weaker(
         self,

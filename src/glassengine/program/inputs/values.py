@@ -63,7 +63,7 @@ def make(spec: Spec, use: Use, step: int, generator: torch.Generator) -> Made:
 def plainest(spec: Spec, number: int, generator: torch.Generator) -> Made:
     """Return values that few models refuse: small random numbers, and `number` wherever numbers are whole."""
     if spec.is_whole:
-        return Made(torch.full(spec.shape, number, dtype=spec.dtype), f"all {number}: the model takes nothing else")
+        return Made(torch.full(spec.shape, number, dtype=spec.dtype), f"all {number}: the model accepts no other value")
     return Made(torch.randn(spec.shape, generator=generator).to(spec.dtype), "random, normal")
 
 

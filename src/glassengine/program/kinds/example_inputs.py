@@ -156,7 +156,7 @@ class _Maker:
         return mask
 
     def types(self, tokens: int) -> torch.Tensor:
-        """[B, S] int64: a first and a second text, which begins elsewhere in each row."""
+        """[B, S] int64: a first and a second text, with another boundary in each row."""
         starts = torch.tensor([max(1, tokens // (2 + row)) if row < 2 else 1 for row in range(self._batch)])
         return (torch.arange(tokens) >= starts[:, None]).long()
 
@@ -202,7 +202,7 @@ _MAKERS = {
 _RECIPES = {
     "input_ids": "token ids, several values a row",
     "attention_mask": "zeros and ones: padding ends the last row and begins another, none in the first",
-    "token_type_ids": "a first and a second text, which begins elsewhere in each row",
+    "token_type_ids": "a first and a second text, with another boundary in each row",
     "pixel_values": "random, of the size that the configuration states",
     "input_features": "random, of the size that the configuration states",
     "input_values": "random sound, long enough for the convolutions before the first frame",

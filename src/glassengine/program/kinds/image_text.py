@@ -209,7 +209,7 @@ def one_by_one(pixel_values: torch.Tensor, num_leading: int) -> tuple[torch.Tens
     if num_leading > 1:
         images = images[(images != 0).flatten(1).any(1)]
     if not len(images):
-        raise UsageError("there is no image that is not blank", got=f"{PIXELS} {list(pixel_values.shape)}")
+        raise UsageError("all images are blank", got=f"{PIXELS} {list(pixel_values.shape)}")
     return tuple(image.reshape(*[1] * num_leading, *image.shape) for image in images)
 
 

@@ -43,7 +43,7 @@ def _parsed(pattern: str) -> tuple[re.Pattern[str], int, int]:
         _count(parser.parse(whole), counts, inside=False)
         return re.compile(whole), counts[0], counts[1]
     except (re.error, RecursionError, OverflowError, MemoryError) as error:
-        raise CorruptError("a pattern of the adapter is no regular expression", got=pattern[:400]) from error
+        raise CorruptError("a pattern of the adapter is not a regular expression", got=pattern[:400]) from error
     except _RepeatedError as error:
         raise CorruptError("a pattern of the adapter repeats a repetition", got=pattern[:400]) from error
 

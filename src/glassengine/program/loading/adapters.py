@@ -113,7 +113,7 @@ def _base_of(directory: Path) -> str:
         raise UsageError(f"the adapter {directory} names no base model", hint=hint)
     # A name that a file gives must not run code, as a factory given by the user does.
     if is_factory(named) or named.startswith("~"):
-        raise UsageError(f"the adapter {directory} names a base that is no model directory", got=named, hint=hint)
+        raise UsageError(f"the adapter {directory} names a base that is not a model directory", got=named, hint=hint)
     found = next((place for place in (Path(named), directory / named) if (place / "config.json").is_file()), None)
     if found is None and (Path(named).is_absolute() or named.startswith(".")):
         raise UsageError(f"the base of the adapter {directory} is not there", got=named, hint=hint)
@@ -132,7 +132,7 @@ def read_adapter(directory: str | Path) -> Adapter:
         hint = f"a directory with {CONFIG}, as peft saves it"
         here = [str(p.parent) for p in path.parent.glob(f"*/{CONFIG}")] if path.parent.is_dir() else []
         if not here:
-            raise UsageError(f"there is no adapter {directory}", hint=hint)
+            raise UsageError(f"no adapter {directory}", hint=hint)
         raise UnknownNameError("adapter", str(directory), here, hint=hint)
     settings = _settings(path)
     _require_mergeable(path, settings)

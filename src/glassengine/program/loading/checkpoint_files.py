@@ -100,8 +100,8 @@ def require_plain_files(directory: Path) -> None:
             mode = path.stat().st_mode
             if not stat.S_ISREG(mode):
                 raise UsageError(
-                    f"{shown(directory)} is no checkpoint",
-                    got=f"{shown(path.name)} is no plain file",
+                    f"{shown(directory)} is not a checkpoint",
+                    got=f"{shown(path.name)} is not a plain file",
                     expected="a directory of plain files, or links to them",
                 )
 

@@ -35,7 +35,7 @@ def onnx_program(file: OnnxFile, *, metadata: dict[str, Any] | None = None) -> P
     """Return the program of an ONNX file.
 
     Raises:
-        UsageError: The graph is not valid, or takes or returns something that is no tensor.
+        UsageError: The graph is not valid, or takes or returns something that is not a tensor.
     """
     found = translate_file(file)
     ports = []
@@ -91,7 +91,7 @@ def _sites(file: str, found: TranslatedFile) -> SiteTable:
         if node in returned:
             sites.append(_site(f".:out.{name}", "module", node, proto.op_type, kind, prints[name], source))
     if num_unknown:
-        logger.warning("%d values of %s are no tensors of a known type, and so no sites", num_unknown, file)
+        logger.warning("%d values of %s are not tensors of a known type, and have no sites", num_unknown, file)
     return SiteTable(sites)
 
 

@@ -75,7 +75,7 @@ def read_stored(
         raise UsageError(
             "a stored program is what it is: dtype and attention were chosen when it was made",
             got=f"{flag}, for {path.name} with {own} weights",
-            hint="leave the flag out, or give the model that the program was made of",
+            hint="remove the flag, or give the model that the program was made of",
         )
     kind = "onnx.ModelProto" if program.onnx is not None else "torch.export.ExportedProgram"
     program.metadata |= {"model": str(path), "class": kind, "dtype": own, "attn_implementation": None}

@@ -44,7 +44,7 @@ def check_declared(model: onnx.ModelProto, path: Path) -> None:
 def _check(name: str, dimensions: int, sizes: list[int], path: Path, most: int) -> None:
     if dimensions > MAX_DIMENSIONS:
         got, expected = f"{dimensions} dimensions", f"at most {MAX_DIMENSIONS}"
-        raise CorruptError(f"{path.name}: {shown(name)!r} is no tensor", got=got, expected=expected)
+        raise CorruptError(f"{path.name}: {shown(name)!r} is not a tensor", got=got, expected=expected)
     elements = 1
     for size in sizes:
         elements *= max(size, 1)

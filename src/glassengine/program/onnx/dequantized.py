@@ -195,7 +195,7 @@ class _Twin:
 
 def _unknown(node: onnx.NodeProto) -> UsageError:
     return UsageError(
-        f"a quantized file with {node.op_type} is judged beside an ONNX file of floats only",
+        f"a quantized file with {node.op_type} is judged only against an ONNX file of floats",
         got=node.name or node.output[0],
         hint="export the baseline to ONNX, and give the file that was quantized as BASELINE",
     )

@@ -61,7 +61,7 @@ def translate_file(file: OnnxFile) -> TranslatedFile:
     """Translate an ONNX file.
 
     Raises:
-        UsageError: The graph is not valid, or takes or returns something that is no tensor.
+        UsageError: The graph is not valid, or takes or returns something that is not a tensor.
     """
     model, types = file.model, value_types(file)
     weights = list(dict.fromkeys(name for name, _ in named_weights(model)))
@@ -112,7 +112,7 @@ def _require_tensors(file: OnnxFile, inputs: list[str], types: dict[str, ValueTy
     for name in inputs:
         if name not in types or types[name].dtype is None or types[name].shape is None:
             raise UsageError(
-                f"{file.path.name} takes {name!r}, which is no tensor that torch has",
+                f"{file.path.name} takes {name!r}, which is not a tensor type of torch",
                 got="a sequence, an optional, text, or a tensor of unknown rank",
                 expected="tensors of numbers, each with a shape (sizes may be dynamic)",
             )
@@ -126,7 +126,7 @@ def _results(file: OnnxFile, types: dict[str, ValueType]) -> list[str]:
     kept = [name for name in names if name in types and types[name].dtype is not None]
     if len(kept) < len(names):
         raise UsageError(
-            f"{file.path.name} returns something that is no tensor",
+            f"{file.path.name} returns something that is not a tensor",
             got=", ".join(name for name in names if name not in kept),
             expected="tensors of numbers",
         )

@@ -111,7 +111,7 @@ def read_onnx(path: str | Path, *, with_data: bool = True) -> OnnxFile:
 
     Raises:
         BackendError: The package onnx is not installed.
-        UsageError: There is no such file, or it is no ONNX model.
+        UsageError: There is no such file, or it is not an ONNX model.
         CorruptError: A weight lies outside of the directory, is not there, or has another size than it says; or a name
             is no text.
     """
@@ -128,10 +128,10 @@ def read_onnx(path: str | Path, *, with_data: bool = True) -> OnnxFile:
     try:
         model.ParseFromString(raw)
     except Exception as error:  # of protobuf, which has no types and several implementations
-        raise UsageError(f"{path} is no ONNX model", got=str(error)) from error
+        raise UsageError(f"{path} is not an ONNX model", got=str(error)) from error
     if not model.ir_version or not model.graph.output or not model.opset_import:
         raise UsageError(
-            f"{path} is no ONNX model", got="no graph with outputs and an opset", hint="a file of onnx.save"
+            f"{path} is not an ONNX model", got="no graph with outputs and an opset", hint="a file of onnx.save"
         )
     check_texts(model, path)
     check_declared(model, path)

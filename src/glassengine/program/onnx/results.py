@@ -39,8 +39,8 @@ def return_tensors(graph: onnx.GraphProto, file: str) -> None:
         found = [name for name in _tensors_of(value.name, makers) if name in makers and name not in names]
         names.update(found)
         kept += [_named(name) for name in found]
-        said = f"its place take {', '.join(map(printable, found))}" if found else "it is not judged"
-        logger.warning("%s returns %s, which is no tensor of numbers: %s", file, printable(value.name), said)
+        said = f"replaced by {', '.join(map(printable, found))}" if found else "it is not judged"
+        logger.warning("%s returns %s, which is not a numeric tensor: %s", file, printable(value.name), said)
     if not kept:
         return
     del graph.output[:]

@@ -84,28 +84,28 @@ def place(proto: onnx.TensorProto, path: Path) -> tuple[Path, int, int]:
     is_inside = location and not PurePosixPath(location).is_absolute() and not PureWindowsPath(location).drive
     if not is_inside or ".." in parts or not _NO_PLACE.isdisjoint(location):
         raise CorruptError(
-            f"the weight {proto.name!r} lies outside of the directory of the model",
+            f"the weight {proto.name!r} is outside of the model directory",
             got=location[:200] or "no location",
-            expected="a file beside the model",
+            expected="a file next to the model",
         )
     file = path.parent / location
     if not file.is_file():
         raise CorruptError(
             f"the file with the weight {proto.name!r} is missing",
             got=f"no {location} in {path.parent}",
-            hint="copy the data file beside the .onnx file: the two belong together",
+            hint="copy the data file next to the .onnx file",
         )
     # A hub's cache links every file of a model to one folder of blobs: beside the real graph is inside, too.
     real = file.resolve()
     if not any(real.is_relative_to(folder) for folder in (path.parent.resolve(), path.resolve().parent)):
         raise CorruptError(
-            f"the weight {proto.name!r} lies outside of the directory of the model", got=f"{location}, a link elsewhere"
+            f"the weight {proto.name!r} is outside of the model directory", got=f"{location}, a link to elsewhere"
         )
     try:
         offset = int(entries.get("offset", "0"))
         size = int(entries["length"]) if "length" in entries else _num_bytes(proto, math.prod(proto.dims))
     except ValueError as error:
-        raise CorruptError(f"the place of the weight {proto.name!r} is no number", got=str(error)) from error
+        raise CorruptError(f"the position of the weight {proto.name!r} is not a number", got=str(error)) from error
     if offset < 0 or size < 0 or offset + size > real.stat().st_size:
         raise CorruptError(
             f"the weight {proto.name!r} goes beyond its file",

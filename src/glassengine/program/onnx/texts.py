@@ -29,7 +29,7 @@ def check_texts(model: onnx.ModelProto, path: Path) -> None:
             elif field.type == field.TYPE_STRING and field.name not in _PROSE:
                 wrong = next((text for text in values if isinstance(text, bytes)), None)
                 if wrong is not None:
-                    raise CorruptError("a name in an ONNX file is no text", got=f"{path.name}: {wrong[:80]!r}")
+                    raise CorruptError("a name in an ONNX file is not text", got=f"{path.name}: {wrong[:80]!r}")
 
 
 def _fields(message: Any) -> Iterator[tuple[Any, Any]]:

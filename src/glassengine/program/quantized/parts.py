@@ -79,4 +79,4 @@ def check_indices(indices: Tensor, number: int, what: str) -> Tensor:
     return wide
 
 
-ELSEWHERE = "dequantize it with the package that made it, save_pretrained, and give that directory"
+ELSEWHERE = "dequantize it with its own package, call save_pretrained, and use that directory"

@@ -143,7 +143,7 @@ def _rewritten(files: Mapping[str, bytes]) -> io.BytesIO:
 
 def _refusal(path: Path, found: str) -> CorruptError:
     return CorruptError(
-        f"{path.name} is no stored program",
+        f"{path.name} is not a stored program",
         got=found,
         expected="a graph, names and tensors, as torch.export.save and glass build write",
     )

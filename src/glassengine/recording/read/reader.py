@@ -85,7 +85,7 @@ class Recording:
             if len(inside) == 1:
                 return cls.open(inside[0].parent)
             raise UsageError(
-                "there is no recording",
+                "no recording found",
                 got=str(directory),
                 expected=f"a directory that holds {layout.MANIFEST}",
                 hint=f"that of one rank: {of_ranks[0].parent}" if of_ranks else None,

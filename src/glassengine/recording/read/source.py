@@ -124,7 +124,7 @@ def open_source(path: str | Path) -> TensorSource:
     if not source.exists():
         there = [item.name for item in source.parent.iterdir()] if source.parent.is_dir() else []
         close = nearest(source.name, there)
-        raise UsageError("there is no such file", got=str(source), expected=close or None)
+        raise UsageError("no such file", got=str(source), expected=close or None)
     if source.is_dir():
         return _open_directory(source)
     suffix = source.suffix.lower()

@@ -39,7 +39,7 @@ class Replay:
         self._shards = shards
         self._places = {position: said for position, kind, said in frames if kind == moved.AT}
         self._measured = {position: said for position, kind, said in frames if kind == moved.MEASURED}
-        # Nothing is there twice: a file that says otherwise must not fill the disk.
+        # Nothing appears twice: a file that says otherwise must not fill the disk.
         self._room = ring.num_bytes[0] + sum(shards.data_bytes.values())
         self._descriptions: dict[bytes, Description] = {}
         self._groups: dict[bytes, tuple[tuple[Description, ...], tuple[tuple[int, int], ...], list[Entry]]] = {}

@@ -110,7 +110,7 @@ def num_left(directory: Path) -> int | None:
             ring = LeftRing.read(file)
             return 0 if ring is None else len(_missing(directory, ring, ShardFiles(directory))[0])
     except (GlassError, OSError, ValueError) as error:
-        _log.warning("steps that only the ring of %s holds cannot be told: %s", directory, error)
+        _log.warning("steps in the ring of %s cannot be read: %s", directory, error)
         return None
 
 
@@ -118,7 +118,7 @@ def with_left(error: Exception, num_steps: int | None) -> Exception:
     """Return an error that says, too, how many steps are in the ring, as `num_left` has it."""
     if num_steps == 0 or not isinstance(error, UsageError):
         return error
-    said = f"in {layout.RING}: {num_steps or 'perhaps some'} more, recovered when the recording is opened"
+    said = f"in {layout.RING}: {num_steps or 'possibly some'} more, recovered when the recording is opened"
     hint = said if error.hint is None else f"{error.hint}; {said}"
     return UsageError(error.what, got=error.got, expected=error.expected, hint=hint)
 
@@ -132,7 +132,7 @@ def _has_ended(ring: LeftRing, *, is_held: bool, directory: Path) -> bool:
     if not ring.owner.is_of_this_machine():
         _log.warning(
             "%s was not closed, and the machine that wrote it was started again since, or is another one: the last "
-            "steps, which only its ring holds, cannot be told from what was lost",
+            "steps, in its ring only, may be incomplete",
             directory,
         )
         return False

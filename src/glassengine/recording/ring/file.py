@@ -125,7 +125,7 @@ class RingFile:
     def __init__(self, directory: Path, num_bytes: tuple[int, int]) -> None:
         owner = Owner.this()
         if owner is None:
-            raise OSError(errno.ENOSYS, "this system does not tell when it and its processes began")
+            raise OSError(errno.ENOSYS, "this system has no start times of processes")
         self.first = (FIRST, FIRST + num_bytes[0])
         size = FIRST + sum(num_bytes)
         self._path = directory / layout.RING
@@ -183,7 +183,7 @@ def ring_file(directory: Path, num_bytes: tuple[int, int]) -> RingFile | None:
     except OSError as error:
         _log.log(
             logging.INFO if error.errno == errno.ENOSYS else logging.WARNING,
-            "a process that is killed loses the last steps of %s, at most %d MiB: there is no file for its ring: %s",
+            "a killed process loses the last steps of %s, at most %d MiB: no file for the ring: %s",
             directory,
             num_bytes[0] >> 20,
             error.strerror,

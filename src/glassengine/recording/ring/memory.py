@@ -54,7 +54,7 @@ class Memory:
             if file is not None:
                 raise OSError(number, os.strerror(number))
             raise GlassError(
-                "there is no memory to record into",
+                "no memory to record into",
                 got=f"{os.strerror(number)}: {num_bytes >> 20} MiB",
                 hint="allow the process more (ulimit -v)",
             )

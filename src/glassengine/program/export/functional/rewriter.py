@@ -274,7 +274,7 @@ class Rewriter:
     def _first(self, node: Node) -> _Tensor:
         found = self.tensors[node.args[0]]  # type: ignore[index]
         if not isinstance(found, _Tensor):
-            raise Unknown(f"{node.target} of what is no tensor")
+            raise Unknown(f"{node.target} of a non-tensor")
         return found
 
     # ---- the end
@@ -298,7 +298,7 @@ class Rewriter:
                 continue
             tensor = self.tensors[result]
             if not isinstance(tensor, _Tensor) or tensor.seen != tensor.storage.written:
-                raise Unknown("a result that is no tensor, or one that was written to")
+                raise Unknown("a result that is not a tensor, or is written to")
             if any(tensor.storage is held.storage for held in self.inputs.values()):
                 raise Unknown("a result that is an input")
             results.append(tensor.value)
