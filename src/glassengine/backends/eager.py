@@ -12,6 +12,7 @@ from glassengine.backends.protocol.backend import (
     Availability,
     Capabilities,
     GraphFunction,
+    MemoryUse,
     Network,
     Run,
     Weights,
@@ -27,7 +28,11 @@ class EagerBackend:
     name = "eager"
     takes_onnx = True
     capabilities = Capabilities(
-        dtypes=("float32", "bfloat16", "float16", "float64"), kv="functional", portable=True, native_code=False
+        dtypes=("float32", "bfloat16", "float16", "float64"),
+        kv="functional",
+        portable=True,
+        native_code=False,
+        memory={False: MemoryUse(mapped=1.0)},
     )
 
     def available(self) -> Availability:

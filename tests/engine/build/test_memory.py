@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import glassengine as glass
+from glassengine.backends.protocol import Capabilities, MemoryUse
 from glassengine.backends.registry import find_backend
 from glassengine.engine.build.memory import LIBRARIES_BYTES, RUNTIME_BYTES, expected_peaks, weights_bytes
 from glassengine.program import Program
@@ -43,14 +45,17 @@ def test_every_backend_for_the_cpu_is_known(backend: str) -> None:
     assert peaks["build"] > LIBRARIES_BYTES and peaks["run"] > RUNTIME_BYTES and peaks["check"] > peaks["run"]
 
 
-def test_unknown_backend_is_not_guessed() -> None:
+def test_a_backend_says_what_it_takes_and_none_is_guessed() -> None:
     class Foreign:
-        name = "foreign"
+        capabilities = Capabilities(dtypes=("float32",), kv="functional", portable=True)
 
         def keeps_weights(self, program: Program) -> bool:
             return True
 
     assert expected_peaks([exported(Bag())], Foreign()) == {}  # type: ignore[arg-type]
+    Foreign.capabilities = replace(Foreign.capabilities, memory={True: MemoryUse(loaded=3.0)})
+    peaks = expected_peaks([exported(Bag())], Foreign())  # type: ignore[arg-type]
+    assert peaks["run"] == RUNTIME_BYTES + 3 * 2 * 1000 * 16 * 4
 
 
 def test_a_tied_weight_is_held_once_and_packed_twice() -> None:

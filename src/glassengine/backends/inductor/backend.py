@@ -25,7 +25,15 @@ from glassengine.backends.inductor.directory import use_private_directory
 from glassengine.backends.inductor.grouped_queries import with_grouped_queries
 from glassengine.backends.inductor.kernels import kernel_nodes, list_kernels
 from glassengine.backends.inductor.one_row import of_one_token, one_token_shapes
-from glassengine.backends.protocol.backend import Availability, Capabilities, GraphFunction, Network, Run, Weights
+from glassengine.backends.protocol.backend import (
+    Availability,
+    Capabilities,
+    GraphFunction,
+    MemoryUse,
+    Network,
+    Run,
+    Weights,
+)
 from glassengine.backends.protocol.devices import brought, device_of, moved
 from glassengine.backends.protocol.io import read_io, write_io
 from glassengine.executable.cache.cache import CompilerCache
@@ -47,7 +55,14 @@ class InductorBackend:
 
     name = "inductor"
     capabilities = Capabilities(
-        dtypes=("float32", "bfloat16", "float16"), kv="mutated", portable=False, devices=("cpu", "cuda")
+        dtypes=("float32", "bfloat16", "float16"),
+        kv="mutated",
+        portable=False,
+        devices=("cpu", "cuda"),
+        memory={
+            False: MemoryUse(fixed_bytes=450_000_000, bytes_per_op=200_000, observed_bytes=550_000_000, mapped=1.0),
+            True: MemoryUse(packed=4.6, fixed_bytes=130_000_000, observed_bytes=550_000_000, loaded=2.0),
+        },
     )
 
     def available(self) -> Availability:

@@ -11,7 +11,6 @@ the process and of the compilers it starts, pages of mapped files included.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -28,37 +27,6 @@ _JUDGED_WIDE_BYTES_PER_ELEMENT = 32
 """Of the largest weight while its op is judged; the second where operands may be wider, and noise is put on them."""
 
 
-@dataclass(frozen=True)
-class _Costs:
-    """Of a back-end, in copies of the weights and bytes.
-
-    Attributes:
-        packed: Copies in the back-end's own layout that building holds beside the weights.
-        fixed_bytes: What compiling takes beside.
-        bytes_per_op: Likewise, for each op.
-        observed_bytes: What compiling takes more where every op is an output, and another engine was compiled before.
-        mapped: Copies of the weights, as they are, that a loaded engine holds.
-        loaded: Copies in the back-end's own layout that a loaded engine holds.
-    """
-
-    packed: float = 0.0
-    fixed_bytes: int = 80_000_000
-    bytes_per_op: int = 0
-    observed_bytes: int = 0
-    mapped: float = 0.0
-    loaded: float = 0.0
-
-
-_COSTS = {
-    ("eager", False): _Costs(mapped=1.0),
-    ("inductor", False): _Costs(fixed_bytes=450_000_000, bytes_per_op=200_000, observed_bytes=550_000_000, mapped=1.0),
-    ("inductor", True): _Costs(packed=4.6, fixed_bytes=130_000_000, observed_bytes=550_000_000, loaded=2.0),
-    ("onnxruntime", True): _Costs(packed=1.0, loaded=1.0),
-    ("openvino", True): _Costs(packed=1.0, loaded=1.0),
-}
-"""(name of a back-end, whether its files hold the weights) -> what it takes."""
-
-
 def expected_peaks(programs: Sequence[Program], backend: Backend) -> dict[str, int]:
     """Return the most bytes resident in "build", "run" and "check"; empty for a back-end that nobody has measured.
 
@@ -68,7 +36,7 @@ def expected_peaks(programs: Sequence[Program], backend: Backend) -> dict[str, i
         programs: All programs of the engine.
         backend: What builds them.
     """
-    costs = _COSTS.get((backend.name, backend.keeps_weights(programs[-1])))
+    costs = backend.capabilities.memory.get(backend.keeps_weights(programs[-1]))
     if costs is None:
         return {}
     weights, packed = weights_bytes(programs), _packed_bytes(programs)
