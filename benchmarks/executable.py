@@ -63,7 +63,11 @@ def main() -> None:
     inductor, eager = compiled("glass", {"backend": "inductor"}), compiled("glass", {"backend": "eager"})
     rows: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[], Any], str]] = {
         "eager code": (by_operation, contextlib.nullcontext, ""),
-        "eager code, mark_step after it": (lambda x: (by_operation(x), glass.mark_step()), contextlib.nullcontext, ""),
+        "eager code, mark_step after it": (
+            lambda x: (by_operation(x), glass.compat.mark_step()),
+            contextlib.nullcontext,
+            "",
+        ),
         "eager debug, back-end eager": (by_operation, lambda: eager_debug("eager"), "eager code"),
         "eager debug, back-end inductor": (by_operation, lambda: eager_debug("inductor"), "eager code"),
         "torch.compile inductor": (plain, contextlib.nullcontext, ""),

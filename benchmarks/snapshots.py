@@ -88,7 +88,7 @@ def _interleave(run: Callable[[], None], directory: Path) -> dict[str, float]:
     for round_index in range(1 + ROUNDS):  # the first round warms up
         for name in ("plain", *ARMED):
             armed = (
-                glass.snapshots(directory / "dump", on=WRONG, keep_inputs=ARMED[name])
+                glass.snapshots.take(directory / "dump", on=WRONG, keep_inputs=ARMED[name])
                 if name in ARMED
                 else contextlib.nullcontext()
             )
@@ -133,7 +133,7 @@ def _rates(directory: Path) -> dict[str, list[float]]:
         return target
 
     def snapshot() -> Path:
-        with glass.snapshots(directory / "dump", min_free_bytes=0) as taking:
+        with glass.snapshots.take(directory / "dump", min_free_bytes=0) as taking:
             executable.run(list(tensors))
         return taking.written[-1]
 

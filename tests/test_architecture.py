@@ -18,7 +18,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / PACKAGE
 
 # From the ground up; a unit (file or folder directly under the package) imports only from floors below its own.
 FLOORS = (
-    {"errors", "plugins"},
+    {"errors", "lazy", "plugins"},
     {"environment", "reading", "torch_versions", "writing"},
     {"accelerators", "sites", "taps", "results", "blocks", "spans"},
     {"recording", "program"},
@@ -28,13 +28,14 @@ FLOORS = (
     {"frontends", "engine"},
     {"judge"},
     {"diagnose"},
+    {"commands", "compat", "metrics", "profiler", "snapshots"},
     {"testing", "cli", "pytest_plugin", "auto", "eager_debug"},
     {"__main__"},
 )
 FLOOR_OF = {unit: level for level, floor in enumerate(FLOORS) for unit in floor}
 
 # Beside the public names, what the command line may use: reading, writing, the words it prints, its exit status.
-CLI_MAY_IMPORT = {"errors", "environment", "reading", "results", "report", "writing", "cli"}
+CLI_MAY_IMPORT = {"commands", "errors", "environment", "reading", "results", "report", "writing", "cli"}
 
 MAX_LINES = 400
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import glassengine as glass
+from glassengine import commands
 
 HEAVY = ("torch", "numpy", "transformers", "rich", "typer", "onnx", "onnxruntime", "safetensors")
 
@@ -47,36 +48,69 @@ def test_import_changes_no_setting() -> None:
     fresh(code)
 
 
-def test_all_is_the_table() -> None:
-    assert glass.__all__ == ["__version__", *sorted(glass._PUBLIC)]
-    assert set(glass.__all__) <= set(dir(glass))
+NAMESPACES = ("compat", "metrics", "profiler", "snapshots")
+LAZY = [glass, commands, *(getattr(glass, name) for name in NAMESPACES)]
 
 
-def test_type_checkers_see_the_same_names() -> None:
-    tree = ast.parse(Path(glass.__file__).read_text(encoding="utf-8"))
+def test_what_the_public_sees() -> None:
+    assert set(glass.__all__) - {"__version__"} == {
+        *("build", "check", "check_training", "compare", "export", "list_backends", "load", "open", "record"),
+        *("replay", "sites", "tap"),
+        *("Comparison", "Divergence", "Engine", "GlassError", "Recording", "Session"),
+        *NAMESPACES,
+    }
+
+
+@pytest.mark.parametrize("module", LAZY)
+def test_all_is_the_table(module: types.ModuleType) -> None:
+    assert set(module.__all__) == {*module._PUBLIC, *(["__version__"] if module is glass else [])}
+    assert set(module.__all__) <= set(dir(module))
+
+
+@pytest.mark.parametrize("module", LAZY)
+def test_type_checkers_see_the_same_names(module: types.ModuleType) -> None:
+    tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
     (block,) = [
         node
         for node in tree.body
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
     ]
     seen = {
-        alias.asname: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names
+        alias.asname or alias.name: (node.module, alias.name)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
     }
-    assert seen == glass._PUBLIC
+    assert {name: f"{origin}.{known}" for name, (origin, known) in seen.items()} == {
+        name: where.replace(":", ".") if ":" in where or where == f"glassengine.{name}" else f"{where}.{name}"
+        for name, where in module._PUBLIC.items()
+    }
 
 
-@pytest.mark.parametrize("name", sorted(glass._PUBLIC))
-def test_public_name_resolves(name: str) -> None:
-    module = glass._PUBLIC[name]
-    value = getattr(glass, name)
+@pytest.mark.parametrize(("module", "name"), [(module, name) for module in LAZY for name in module._PUBLIC])
+def test_public_name_resolves(module: types.ModuleType, name: str) -> None:
+    origin, _, known = module._PUBLIC[name].partition(":")
+    value = getattr(module, name)
+    if module is glass and name in NAMESPACES:
+        assert value is importlib.import_module(origin)
+        return
     assert callable(value)
     assert not isinstance(value, types.ModuleType)
-    assert value is getattr(importlib.import_module(module), name)
+    assert value is getattr(importlib.import_module(origin), known or name)
+
+
+def test_a_namespace_is_imported_when_it_is_named() -> None:
+    code = "import sys, glassengine as glass; glass.metrics.report(); print('torch' in sys.modules, glass.open is open)"
+    assert fresh(code) == "False False"
+    assert fresh("import glassengine.compat as xm, sys; print(sorted(xm.__all__)[0], 'torch' in sys.modules)") == (
+        "Dump False"
+    )
 
 
 def test_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no_such_name"):
-        _ = glass.no_such_name
+    for module in LAZY:
+        with pytest.raises(AttributeError, match=f"module '{module.__name__}' has no attribute 'no_such_name'"):
+            _ = module.no_such_name
 
 
 def test_submodule_does_not_hide_the_function_of_its_name(tmp_path: Path) -> None:

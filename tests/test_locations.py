@@ -74,11 +74,11 @@ def test_f22_calls_that_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for call in (
         lambda: glass.record(net, URL).__enter__(),
         lambda: glass.record(net, Path(URL)).__enter__(),
-        lambda: glass.profile(URL).__enter__(),
-        lambda: glass.snapshots(URL),
-        lambda: glass.start_server(0, directory=URL),
-        lambda: glass.StepFiles(URL),
-        lambda: glass.model_addition_debugger_context(net, URL).__enter__(),
+        lambda: glass.profiler.profile(URL).__enter__(),
+        lambda: glass.snapshots.take(URL),
+        lambda: glass.profiler.start_server(0, directory=URL),
+        lambda: glass.compat.StepFiles(URL),
+        lambda: glass.compat.model_addition_debugger_context(net, URL).__enter__(),
     ):
         with pytest.raises(UsageError, match="only files of this machine"):
             call()

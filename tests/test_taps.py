@@ -47,14 +47,14 @@ class Unused(Plain):
         return x
 
 
-class Mixin(glass.NetworkOutputs, Plain):
+class Mixin(glass.compat.NetworkOutputs, Plain):
     def mark(self, x: torch.Tensor) -> torch.Tensor:
         self.register_network_output("inter", x)
         return x
 
 
 class Assigned(Plain):
-    register_network_output = glass.register_network_output
+    register_network_output = glass.compat.register_network_output
 
     def mark(self, x: torch.Tensor) -> torch.Tensor:
         self.register_network_output("inter", x)
@@ -97,8 +97,8 @@ def test_a_tap_returns_its_argument_itself() -> None:
     seen = []
     with tap_sink(lambda name, tensor: seen.append((name, tensor))):
         assert glass.tap("a", x) is x
-        assert glass.register_network_output(None, "b", x) is x
-        assert glass.NetworkOutputs().register_network_output("c", x) is x
+        assert glass.compat.register_network_output(None, "b", x) is x
+        assert glass.compat.NetworkOutputs().register_network_output("c", x) is x
     assert glass.tap("d", x) is x
     assert [(name, tensor is x) for name, tensor in seen] == [("a", True), ("b", True), ("c", True)]
 
@@ -216,7 +216,7 @@ def test_the_users_own_export_and_compile_see_nothing() -> None:
 class MLP(nn.Module):
     """The document's example, its layers translated and nothing else."""
 
-    register_network_output = glass.register_network_output
+    register_network_output = glass.compat.register_network_output
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int, bias: bool = True) -> None:
         super().__init__()
@@ -234,12 +234,12 @@ class MLP(nn.Module):
 def test_the_example_of_the_document() -> None:
     model, x = MLP(4, 16).eval(), torch.randn(3, 4)
     outputs = {}
-    for k, v in glass.named_network_outputs(model, x):
+    for k, v in glass.compat.named_network_outputs(model, x):
         outputs[k] = v
     assert outputs.keys() == {"inter"}
     assert torch.equal(outputs["inter"], model.fc(x).relu())
     program = export_module(model, {"hidden_states": x})
-    assert [(name, site.shape) for name, site in glass.named_network_outputs(program)] == [("inter", (3, 16))]
+    assert [(name, site.shape) for name, site in glass.compat.named_network_outputs(program)] == [("inter", (3, 16))]
 
 
 class Anything:
@@ -255,7 +255,7 @@ class Anything:
 )
 def test_what_has_no_taps_says_what_to_give(target: object, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        glass.named_network_outputs(target)
+        glass.compat.named_network_outputs(target)
 
 
 def test_f39_taps_of_modules_programs_engines_and_exports() -> None:

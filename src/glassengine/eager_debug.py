@@ -2,7 +2,7 @@
 
 With GLASS_EAGER_DEBUG=1 or NEURON_USE_EAGER_DEBUG_MODE=1 set before the import, each operation that the importing
 thread calls from then on is compiled and run alone, until the process ends. Otherwise nothing happens, so that the line
-can stay. For a part of a script there is `with glassengine.eager_debug():`.
+can stay. For a part of a script there is `with glassengine.compat.eager_debug():`.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def span(kind: Kind, name: str) -> contextlib.AbstractContextManager[Any]:
 class Trace:
     """A named span of the user's own code, as a context manager or a decorator.
 
-        with glass.Trace("model_build"):
+        with glass.profiler.Trace("model_build"):
             loss = model(batch)
 
     Args:

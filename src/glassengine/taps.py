@@ -89,7 +89,7 @@ def _require_tensor(name: str, value: object) -> None:
 
 
 def register_network_output(module: object, name: str, value: T) -> T:
-    """Drop-in for TensorRT-LLM's method: `MyModule.register_network_output = glass.register_network_output`."""
+    """Drop-in for TensorRT-LLM's method: `MyModule.register_network_output = glass.compat.register_network_output`."""
     return tap(name, value)
 
 

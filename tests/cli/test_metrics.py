@@ -17,7 +17,7 @@ PROMPT = ("--input-text", "Hey, are you conscious?", "--max-new-tokens", "4")
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
-    glass.reset_metrics()
+    glass.metrics.reset()
 
 
 @pytest.mark.parametrize("before", [True, False])

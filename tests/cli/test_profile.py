@@ -96,7 +96,7 @@ def test_a_capture_is_shown(
 ) -> None:
     monkeypatch.setenv("GLASS_CACHE_DIR", str(tmp_path / "cache"))
     file = tmp_path / "token" if named else None
-    server = glass.start_server(0, directory=tmp_path, token_file=file)
+    server = glass.profiler.start_server(0, directory=tmp_path, token_file=file)
     import threading
 
     from glassengine import spans

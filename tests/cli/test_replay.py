@@ -33,7 +33,7 @@ torch.manual_seed(0)
 model = Net()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 compiled = torch.compile(model, backend="glass", options={"backend": sys.argv[2]})
-with glass.snapshots(sys.argv[1], on="nonfinite"):
+with glass.snapshots.take(sys.argv[1], on="nonfinite"):
     for step in range(10):
         shift = torch.tensor(-1e9 if step == 7 else 1.0)  # the mistake: the logarithm of a negative number
         loss = compiled(torch.randn(4, 8), shift).square().mean()

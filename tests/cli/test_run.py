@@ -119,14 +119,14 @@ def test_a_disk_that_fills_up_does_not_cost_the_text(
 def test_an_interrupt_says_what_is_on_disk(
     engine_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write = glass.StepFiles.__call__
+    write = glass.compat.StepFiles.__call__
 
-    def interrupt(self: glass.StepFiles, session: Any) -> None:
+    def interrupt(self: glass.compat.StepFiles, session: Any) -> None:
         if session.step == 2:
             raise KeyboardInterrupt
         write(self, session)
 
-    monkeypatch.setattr(glass.StepFiles, "__call__", interrupt)
+    monkeypatch.setattr(glass.compat.StepFiles, "__call__", interrupt)
     flags = ("--max-new-tokens", 5, "--debug-dir", tmp_path / "d", "--debug-format", "pt", "--record", tmp_path / "r")
     assert run(engine_directory, "--input-text", PROMPT, *flags) == 130
     error = capsys.readouterr().err

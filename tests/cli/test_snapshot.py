@@ -33,7 +33,7 @@ def test_an_engine_leaves_a_snapshot_of_each_step(dump: Path, engine_directory: 
     name = glass.load(engine_directory).executable.name.replace("/", ".")
     assert [path.name.partition("-executable")[0] for path in paths] == [f"{name}-process000000"] * 3
     assert [path.name[-6:] for path in paths] == ["000000", "000001", "000002"]
-    found = [glass.Snapshot.open(path) for path in paths]
+    found = [glass.snapshots.Snapshot.open(path) for path in paths]
     assert [snapshot.kind for snapshot in found] == ["engine"] * 3
     # Weights and graph once on disk, whatever the number of steps.
     for file in ("weights-0.safetensors", "graph.pt2"):

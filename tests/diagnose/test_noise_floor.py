@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import glassengine as glass
+from glassengine import commands
 from glassengine.cli.main import main
 from glassengine.errors import CorruptError, GlassError
 from glassengine.recording.layout.noise_floor import FILE, read_noise_floor
@@ -22,7 +23,7 @@ INPUTS = {"input_ids": IDS, "attention_mask": (IDS > 0).long()}
 
 
 def recorded(model: nn.Module, path: Path, *, floor: bool = False) -> Path:
-    glass.record_target(model, path, inputs=INPUTS, then=glass.measure_noise_floor if floor else None)
+    commands.record_target(model, path, inputs=INPUTS, then=commands.measure_noise_floor if floor else None)
     return path
 
 
@@ -86,10 +87,10 @@ def test_a_mistake_is_beyond_the_floor_where_it_is_made(baseline: tuple[Path, to
 
 def test_the_floor_of_generated_steps_follows_the_recorded_tokens(tmp_path: Path) -> None:
     options = {"inputs": INPUTS, "max_new_tokens": 4}
-    glass.record_target(models.llama(), tmp_path / "a", then=glass.measure_noise_floor, **options)  # type: ignore[arg-type]
+    commands.record_target(models.llama(), tmp_path / "a", then=commands.measure_noise_floor, **options)  # type: ignore[arg-type]
     model = models.llama()
     in_halves(model)
-    glass.record_target(model, tmp_path / "b", **options)  # type: ignore[arg-type]
+    commands.record_target(model, tmp_path / "b", **options)  # type: ignore[arg-type]
     result = glass.compare(tmp_path / "a", tmp_path / "b")
     assert {pair.step for pair in result.pairs if pair.judged_by == "noise floor"} == {0, 1, 2, 3}
     assert result.ok and max(pair.noise_ratio for pair in result.pairs if pair.noise_ratio is not None) < 2
@@ -125,10 +126,10 @@ def test_a_module_that_counts_its_calls_begins_anew(tmp_path: Path) -> None:
 
     torch.manual_seed(0)
     model, x = Counting(), torch.randn(3, 4)
-    glass.record_target(model, tmp_path / "a", inputs=[{"x": x}, {"x": x}], then=glass.measure_noise_floor)
+    commands.record_target(model, tmp_path / "a", inputs=[{"x": x}, {"x": x}], then=commands.measure_noise_floor)
     model.calls.zero_()
     model.linear.bias.data[1] += 0.01
-    glass.record_target(model, tmp_path / "b", inputs=[{"x": x}, {"x": x}])
+    commands.record_target(model, tmp_path / "b", inputs=[{"x": x}, {"x": x}])
     result = glass.compare(tmp_path / "a", tmp_path / "b")
     assert result.first_divergence is not None and result.first_divergence.site == "linear"
 
@@ -146,12 +147,12 @@ def test_tensors_that_are_no_plain_ones_have_a_floor_too(tmp_path: Path) -> None
             return self.linear(x), self.weight
 
     torch.manual_seed(0)
-    glass.record_target(
+    commands.record_target(
         Returning(),
         tmp_path / "a",
         inputs={"x": torch.randn(3, 4)},
         byte_budget=1 << 20,
-        then=glass.measure_noise_floor,
+        then=commands.measure_noise_floor,
     )
     recording, floor = glass.Recording.open(tmp_path / "a"), read_noise_floor(tmp_path / "a")
     assert floor is not None
@@ -172,7 +173,7 @@ def test_a_distributed_tensor_has_the_floor_of_its_shard(tmp_path: Path) -> None
 
         torch.manual_seed(0)
         model, inputs = nn.Sequential(Spread(4, 4)), {"input": torch.randn(3, 4)}
-        glass.record_target(model, tmp_path / "a", inputs=inputs, then=glass.measure_noise_floor)
+        commands.record_target(model, tmp_path / "a", inputs=inputs, then=commands.measure_noise_floor)
     finally:
         distributed.destroy_process_group()
     recording, floor = glass.Recording.open(tmp_path / "a"), read_noise_floor(tmp_path / "a")
@@ -220,7 +221,9 @@ def test_a_damaged_floor_is_refused(tmp_path: Path, fault: str) -> None:
     torch.manual_seed(0)
     for name in ("a", "b"):
         model = nn.Sequential(nn.Linear(2, 3) if name == "a" else nn.Linear(2, 5))
-        glass.record_target(model, tmp_path / name, inputs={"input": torch.ones(1, 2)}, then=glass.measure_noise_floor)
+        commands.record_target(
+            model, tmp_path / name, inputs={"input": torch.ones(1, 2)}, then=commands.measure_noise_floor
+        )
     file = tmp_path / "a" / FILE
     data = file.read_bytes()
     if fault == "cut":
@@ -241,7 +244,7 @@ def test_a_full_disk_leaves_the_recording_as_it_was(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("glassengine.recording.layout.noise_floor.save_safetensors", full)
     model, inputs = nn.Sequential(nn.Linear(2, 3)), {"input": torch.ones(1, 2)}
     with pytest.raises(GlassError, match="the recording is complete without it"):
-        glass.record_target(model, tmp_path / "a", inputs=inputs, then=glass.measure_noise_floor)
+        commands.record_target(model, tmp_path / "a", inputs=inputs, then=commands.measure_noise_floor)
     assert glass.Recording.open(tmp_path / "a").complete
     assert not [path for path in (tmp_path / "a").iterdir() if path.name.endswith(".partial")]
     assert glass.compare(tmp_path / "a", tmp_path / "a").calibration == "uncalibrated"

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import glassengine as glass
+from glassengine import commands
 from glassengine.testing.onnx_models import onnx_text
 
 
@@ -17,8 +18,8 @@ def test_a_record_of_an_onnx_file_needs_no_inputs(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     text = "g (float[B, 4] x) => (float[B, 4] y) { t = Tanh (x) y = Exp (t) }"
     onnx.save(onnx_text(text), tmp_path / "one.onnx")
-    glass.record_target(tmp_path / "one.onnx", tmp_path / "made_up")
-    glass.record_target(tmp_path / "one.onnx", tmp_path / "given", inputs={"x": torch.randn(5, 4)})
+    commands.record_target(tmp_path / "one.onnx", tmp_path / "made_up")
+    commands.record_target(tmp_path / "one.onnx", tmp_path / "given", inputs={"x": torch.randn(5, 4)})
     for record in ("made_up", "given"):
         result = glass.check(tmp_path / "one.onnx", candidate=tmp_path / record)
         assert result.ok and result.inputs[0].inputs[0].origin == "given"

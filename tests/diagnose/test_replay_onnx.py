@@ -24,7 +24,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     onnx.save(onnx_control_flow(), folder / "flow.onnx")
     engine = glass.build(folder / "flow.onnx", folder / "engine", backend="onnxruntime", add_output=["chosen"])
     x = torch.linspace(-1, 1, 8).reshape(2, 4)
-    with glass.snapshots(folder / "kept", on="every", contents="inputs outputs") as snapshots:
+    with glass.snapshots.take(folder / "kept", on="every", contents="inputs outputs") as snapshots:
         engine(x=x)
     (path,) = snapshots.written
     shutil.rmtree(folder / "engine")

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 import glassengine as glass
+from glassengine.errors import CorruptError
 from glassengine.executable.profile import requests as profile_requests
 from glassengine.executable.profile.requests import Connection, Listener, Reply
 from glassengine.executable.profile.taker import Asked
@@ -30,7 +31,7 @@ import sys, threading, time
 import torch
 import glassengine as glass
 
-server = glass.start_server(0, directory=sys.argv[1], token_file=sys.argv[2])
+server = glass.profiler.start_server(0, directory=sys.argv[1], token_file=sys.argv[2])
 torch.manual_seed(0)
 layers = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(8)])
 optimizer = torch.optim.SGD(layers.parameters(), lr=1e-3)
@@ -41,7 +42,7 @@ for number in range(10**9):
     optimizer.zero_grad()
     layers(x).square().mean().backward()
     optimizer.step()
-    glass.mark_step()
+    glass.compat.mark_step()
     if number % 20 == 0:
         fields = dict(line.split(":", 1) for line in open("/proc/self/status").read().splitlines())
         memory, threads = int(fields["VmRSS"].split()[0]), threading.active_count()
@@ -151,7 +152,7 @@ def attacked(training: Training, requests: int, *, most: float, seconds: float) 
     assert training.said[-1][3] - memory < 50_000, "kilobytes"
     assert max(said[4] for said in training.said) <= threads + 1
     assert during < most * before, (before, during)
-    found = glass.request_profile(f"localhost:{training.port}", steps=2, token_file=training.token_file)
+    found = glass.profiler.request(f"localhost:{training.port}", steps=2, token_file=training.token_file)
     assert found["complete"]
 
 
@@ -175,7 +176,7 @@ def answered(requests: int, monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     def answer(method: str, body: bytes, client: Connection) -> Reply:
         try:
             parsed(body, Asked, "the body")
-        except glass.CorruptError as error:
+        except CorruptError as error:
             return Reply(400, {"error": str(error)})
         return Reply(200, {})
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import glassengine as glass
+from glassengine import commands
 from glassengine.recording import background as worker
 from glassengine.recording.background import BackgroundWriter
 from glassengine.recording.ring.flag import Flag
@@ -196,7 +197,7 @@ def artifacts_written(folder: Path, shared: Path, well: bool) -> str:
     if not (folder / "a" / "manifest.json").exists():
         return "it ended well, and there are no artifacts" if well else ""
     try:
-        glass.compare_artifacts(folder / "a", folder / "a")
+        commands.compare_artifacts(folder / "a", folder / "a")
     except glass.GlassError as error:
         # Of a build that failed there is what its manifest got to.
         return f"they cannot be compared: {error}" if well else ""
@@ -232,7 +233,7 @@ def exported(folder: Path, shared: Path, well: bool) -> str:
     for path in folder.iterdir():
         if path.is_dir() and not any(path.glob("[!.]*")):
             continue
-        opened = glass.open_dump(path)
+        opened = glass.open(path)
         for entry in opened.entries:
             opened.tensor(entry)
     return ""
@@ -250,7 +251,7 @@ def one_engine(shared: Path) -> None:
 
 def snapshots(folder: Path, shared: Path) -> None:
     loaded = glass.load(str(shared / "engine"))
-    with glass.snapshots(folder / "s", contents="inputs outputs"):
+    with glass.snapshots.take(folder / "s", contents="inputs outputs"):
         for step in range(2):
             loaded.forward(inputs={"x": X + step})
         (shared / "reached").write_text("2")
@@ -260,7 +261,7 @@ def snapshots_written(folder: Path, shared: Path, well: bool) -> str:
     if not (folder / "s").exists():
         return ""
     for path in (folder / "s").glob("[!.]*"):
-        snapshot = glass.Snapshot.open(path)
+        snapshot = glass.snapshots.Snapshot.open(path)
         snapshot.arguments()
     return ""
 
@@ -275,7 +276,7 @@ def pack(folder: Path, shared: Path) -> int:
 def packed(folder: Path, shared: Path, well: bool) -> str:
     if not (folder / "packed.safetensors").exists():
         return "it ended well, and nothing is there" if well else ""
-    glass.Snapshot.open(folder / "packed.safetensors").arguments()
+    glass.snapshots.Snapshot.open(folder / "packed.safetensors").arguments()
     return ""
 
 
@@ -286,7 +287,7 @@ def one_snapshot(shared: Path) -> None:
 
 def profile(folder: Path, shared: Path) -> None:
     loaded = glass.load(str(shared / "engine"))
-    with glass.profile(folder / "p"):
+    with glass.profiler.profile(folder / "p"):
         loaded.forward(inputs={"x": X})
         (shared / "reached").write_text("1")
 
@@ -295,7 +296,7 @@ def profiled(folder: Path, shared: Path, well: bool) -> str:
     taken = list((folder / "p").glob("*/profile.json"))
     if not taken:
         return "it ended well, and there is no profile" if well else ""
-    data = glass.read_profiles(folder / "p")[0].data
+    data = glass.profiler.read(folder / "p")[0].data
     levels = [data["flame"]]
     for level in levels:
         for name, entry in level.items():

@@ -52,11 +52,11 @@ def fresh() -> Iterator[None]:
 
 def compiled(*calls: Callable[[Any], Any]) -> list[Compilation]:
     """Make each call with one compiled model, and return what was compiled for forward and inference graphs."""
-    before = len(glass.compilations())
+    before = len(glass.metrics.compilations())
     model = torch.compile(Model(), backend="glass", options={"backend": "eager"})
     for call in calls:
         call(model)
-    return [noted for noted in glass.compilations()[before:] if noted.kind != "backward"]
+    return [noted for noted in glass.metrics.compilations()[before:] if noted.kind != "backward"]
 
 
 def without_grad(model: Any) -> None:
@@ -223,9 +223,9 @@ def test_nothing_is_compiled_twice_for_one_cause() -> None:
 
 
 def test_a_backward_graph_names_its_forward_graph() -> None:
-    before = len(glass.compilations())
+    before = len(glass.metrics.compilations())
     torch.compile(Model(), backend="glass", options={"backend": "eager"})(X).sum().backward()
-    forward, backward = glass.compilations()[before:]
+    forward, backward = glass.metrics.compilations()[before:]
     assert (backward.cause.kind, backward.cause.text) == ("backward", f"it is the backward graph of {forward.name}")
 
 
@@ -242,15 +242,15 @@ def broken(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_graph_breaks_are_counted_with_reasons_and_named_as_causes() -> None:
-    glass.reset_metrics()
-    before = len(glass.compilations())
+    glass.metrics.reset()
+    before = len(glass.metrics.compilations())
     torch.compile(broken, backend="glass", options={"backend": "eager"})(X)
-    first, rest = glass.compilations()[before:]
+    first, rest = glass.metrics.compilations()[before:]
     line = broken.__code__.co_firstlineno + 2
     assert rest.cause.kind == "graph break"
     assert rest.cause.text.startswith(f"broken goes on after a graph break at {__file__}:{line}: ")
     assert (first.name.partition("/")[0], rest.name.partition("/")[0]) == ("broken", f"broken:{line}")
-    counters = glass.metrics().counters
+    counters = glass.metrics.current().counters
     assert counters["GraphBreak"] == 1
     (reason,) = [name for name in counters if name.startswith("GraphBreak::")]
     assert reason.removeprefix("GraphBreak::") in rest.cause.text
@@ -261,21 +261,21 @@ def branching(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_branches_on_values_and_code_that_is_given_up_are_counted() -> None:
-    glass.reset_metrics()
+    glass.metrics.reset()
     torch.compile(branching, backend="glass", options={"backend": "eager"})(X)
-    assert glass.metrics().counters["GraphBreak::Data-dependent branching"] == 1
+    assert glass.metrics.current().counters["GraphBreak::Data-dependent branching"] == 1
     model = torch.compile(Model(), backend="glass", options={"backend": "eager"}, dynamic=False)
     for size in range(2, 4 + torch._dynamo.config.recompile_limit):
         model(torch.ones(size, 3))
-    assert glass.metrics().counters["GraphBreak::Dynamo recompile limit exceeded"] == 1
+    assert glass.metrics.current().counters["GraphBreak::Dynamo recompile limit exceeded"] == 1
 
 
 def test_metrics_of_compilations() -> None:
-    glass.reset_metrics()
-    before = len(glass.compilations())
+    glass.metrics.reset()
+    before = len(glass.metrics.compilations())
     compiled(plain, lambda model: model(X.clone()), lambda model: model(X, 7))
-    noted = glass.compilations()[before:]
-    report = glass.metrics()
+    noted = glass.metrics.compilations()[before:]
+    report = glass.metrics.current()
     assert report.counters["UncachedCompile"] == report.metric("CompileTime").total_samples == len(noted)
     assert [value for _, value in report.metric("TensorsGraphSize").samples] == [one.num_ops for one in noted]
     assert report.counters["CachedCompile"] == 1
@@ -334,7 +334,7 @@ def called(function: Callable[..., Any], *calls: tuple[Any, ...]) -> Compilation
     compiled_function = torch.compile(function, backend="glass", options={"backend": "eager"})
     for arguments in calls:
         compiled_function(*arguments)
-    return glass.compilations()[-1]
+    return glass.metrics.compilations()[-1]
 
 
 def test_causes_as_torch_words_them_now() -> None:

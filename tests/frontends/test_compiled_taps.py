@@ -126,14 +126,14 @@ def test_listening_compiles_nothing_and_changes_nothing(tmp_path: Path) -> None:
     model = Model()
     compiled = torch.compile(model, backend="glass", options={"backend": "eager"})
     first = compiled(X)
-    num_compiled = len(glass.compilations())
+    num_compiled = len(glass.metrics.compilations())
     heard: list[str] = []
     with tap_sink(lambda name, value: heard.append(name)):
         second = compiled(X)
     assert set(heard) == SITES
     assert torch.equal(first, second)
     compiled(X)
-    assert len(heard) == len(SITES) and len(glass.compilations()) == num_compiled
+    assert len(heard) == len(SITES) and len(glass.metrics.compilations()) == num_compiled
 
 
 ENCLOSED = {

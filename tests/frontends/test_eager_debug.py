@@ -470,16 +470,16 @@ def test_observers_see_every_operation_with_the_names_of_its_schema(runner: OpRu
 
 def test_public_mode_ends_with_its_block() -> None:
     number = len(compilations())
-    with glass.eager_debug(backend="eager"):
+    with glass.compat.eager_debug(backend="eager"):
         X.sinh()
     X.cosh()
     assert compiled_since(number) == ["aten.sinh.default"]
-    with glass.eager_debug(backend="eager"):
+    with glass.compat.eager_debug(backend="eager"):
         X.sinh()
     assert compiled_since(number) == ["aten.sinh.default"]
-    with pytest.raises(UnknownNameError, match="eagr"), glass.eager_debug(backend="eagr"):
+    with pytest.raises(UnknownNameError, match="eagr"), glass.compat.eager_debug(backend="eagr"):
         pass
-    with pytest.raises(UsageError, match="cannot compile a graph"), glass.eager_debug(backend="onnxruntime"):
+    with pytest.raises(UsageError, match="cannot compile a graph"), glass.compat.eager_debug(backend="onnxruntime"):
         pass
 
 
@@ -528,11 +528,11 @@ linear2 = torch.nn.Linear(30,20)
 output1 = linear1(input1)
 output2 = linear2(output1)
 
-print(glass.metrics_report())
+print(glass.metrics.report())
 
 print(output2)
 print(output1)
-print(glass.metrics_report())
+print(glass.metrics.report())
 """
 
 EXAMPLE_2 = """
@@ -557,15 +557,15 @@ linear4 = torch.nn.Linear(30,20)
 # Running forward
 output1 = linear1(input1)
 output2 = linear2(output1)
-print(glass.metrics_report(), "---")  # added: the state at the statement that the document names
+print(glass.metrics.report(), "---")  # added: the state at the statement that the document names
 output3 = linear3(output2)
 
 # Note the number of compiles at this point and compare
 # with the compiles in the next metrics print
-print(glass.metrics_report(), "---")
+print(glass.metrics.report(), "---")
 
 output4 = linear4(output3)
-print(glass.metrics_report())
+print(glass.metrics.report())
 """
 
 
@@ -645,10 +645,10 @@ def test_code_of_other_kinds_is_bitwise(kind: str) -> None:
 def test_operation_that_makes_a_value_that_is_not_finite_is_named(tmp_path: Path) -> None:
     x = torch.tensor([1.0, -1.0])
     with (
-        glass.snapshots(tmp_path, on="nonfinite"),
-        pytest.raises(glass.NonFiniteError, match=r"aten\.log\.default"),
-        glass.eager_debug(backend="eager"),
+        glass.snapshots.take(tmp_path, on="nonfinite"),
+        pytest.raises(glass.snapshots.NonFiniteError, match=r"aten\.log\.default"),
+        glass.compat.eager_debug(backend="eager"),
     ):
         (x * 2).log().add(1)
     (snapshot,) = (path for path in tmp_path.iterdir() if path.name.startswith("aten.log.default"))
-    assert torch.equal(glass.Snapshot.open(snapshot).input("self"), x * 2)
+    assert torch.equal(glass.snapshots.Snapshot.open(snapshot).input("self"), x * 2)

@@ -163,14 +163,14 @@ def train(model: torch.nn.Module, call: Callable[..., Any], steps: int) -> tuple
     losses, late = [], 0
     for step in range(steps):
         ids = torch.randint(0, 64, (2, 16), generator=generator)
-        before = glass.metrics().counters.get("UncachedCompile", 0)
+        before = glass.metrics.current().counters.get("UncachedCompile", 0)
         loss = call(input_ids=ids, labels=ids).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        glass.mark_step()
+        glass.compat.mark_step()
         losses.append(loss.item())
-        late += (step > 1) * (glass.metrics().counters.get("UncachedCompile", 0) - before)
+        late += (step > 1) * (glass.metrics.current().counters.get("UncachedCompile", 0) - before)
     return losses, late
 
 

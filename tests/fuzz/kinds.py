@@ -106,7 +106,7 @@ def copied(name: str) -> Callable[[Path, Path], None]:
 
 
 def snapshot(here: Path, shared: Path) -> None:
-    with glass.snapshots(here / "all", contents="inputs outputs") as taken:
+    with glass.snapshots.take(here / "all", contents="inputs outputs") as taken:
         glass.load(str(shared / "small")).forward(inputs={"x": X})
     taken.written[0].rename(here / "it")
     shutil.rmtree(here / "all")
@@ -124,7 +124,7 @@ def profile(here: Path, shared: Path) -> None:
     from glassengine import spans
 
     engine = glass.load(str(shared / "small"))
-    with glass.profile(here / "it"):
+    with glass.profiler.profile(here / "it"):
         for _ in range(2):
             engine.forward(inputs={"x": X})
             spans.step_ended()

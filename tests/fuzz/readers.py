@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import glassengine as glass
+from glassengine.errors import UsageError
 
 SERVER_SECONDS = 8.0
 
@@ -107,7 +108,7 @@ def use_cache(here: Path, shared: Path) -> int:
 
 def examine_cache(here: Path, shared: Path) -> int:
     with _cache_in(here / "it"):
-        report = glass.examine_cache()
+        report = glass.metrics.cache()
     json.dumps([str(report)], allow_nan=False)
     return 0
 
@@ -115,7 +116,7 @@ def examine_cache(here: Path, shared: Path) -> int:
 def ask_server(here: Path, shared: Path) -> int:
     """Send the bytes, read what comes back, and ask as one should: that is answered as if nothing had been."""
     file = here / "token.json"
-    server = glass.start_server(0, directory=here / "profiles", token_file=file)
+    server = glass.profiler.start_server(0, directory=here / "profiles", token_file=file)
     token = json.loads(file.read_bytes())["token"]
     address = ("127.0.0.1", server.port)
     with socket.create_connection(address, timeout=SERVER_SECONDS) as connection, contextlib.suppress(OSError):
@@ -125,10 +126,10 @@ def ask_server(here: Path, shared: Path) -> int:
             pass
     for _ in range(50):  # a profile that was asked for takes a moment to be written
         try:
-            answer = glass.request_profile(f"localhost:{server.port}", steps=1, timeout_s=0.01, token_file=file)
+            answer = glass.profiler.request(f"localhost:{server.port}", steps=1, timeout_s=0.01, token_file=file)
             assert answer["num_steps"] == 0, answer
             return 0
-        except glass.UsageError as error:
+        except UsageError as error:
             if "another profile" not in str(error):
                 raise
             time.sleep(0.1)

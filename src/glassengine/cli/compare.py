@@ -11,6 +11,7 @@ import msgspec
 import typer
 
 import glassengine as glass
+from glassengine import commands
 from glassengine.cli.options import TrustEngine, decibels, err, out, write_json
 from glassengine.errors import GlassError, UsageError
 from glassengine.reading.documents import read_document
@@ -125,7 +126,7 @@ def _tensors(baseline: str, candidates: Sequence[str], options: dict[str, Any], 
 
             out.print(comparison(one))
         return 0 if one.ok else 4 if one.too_little else 1
-    many = glass.compare_many(baseline, candidates, **options)
+    many = commands.compare_many(baseline, candidates, **options)
     _write(many.to_dict(), json)
     if json != "-":
         from glassengine.report.terminal_many import comparisons
@@ -137,7 +138,7 @@ def _tensors(baseline: str, candidates: Sequence[str], options: dict[str, Any], 
 def _engines(sides: Sequence[str], options: dict[str, Any], json: str | None) -> int:
     steps = {"max_new_tokens": options["max_new_tokens"]} if options["max_new_tokens"] is not None else {}
     trust = bool(options["trust_engine"])
-    result = glass.side_by_side(sides, prompts=options["input_text"], trust_engine=trust, **steps)
+    result = commands.side_by_side(sides, prompts=options["input_text"], trust_engine=trust, **steps)
     _write(result.to_dict(), json)
     if json != "-":
         from glassengine.report.terminal_engines import side_by_side
@@ -151,7 +152,7 @@ def _artifacts(sides: Sequence[str], json: str | None) -> int:
         raise UsageError("build artifacts are compared two at a time", got=f"{len(sides)} sides")
     # The manifest stands for its directory, where that holds tensors as well.
     directories = [Path(side).parent if Path(side).is_file() else Path(side) for side in sides]
-    result = glass.compare_artifacts(*directories)
+    result = commands.compare_artifacts(*directories)
     _write(result.to_dict(), json)
     if json != "-":
         from glassengine.report.terminal_artifacts import comparison

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 import glassengine as glass
-from glassengine import environment
+from glassengine import commands, environment
 from glassengine.cli.options import out, write_json
 from glassengine.report.terminal_cache import cache_lines
 
@@ -52,7 +52,7 @@ def command(
 
 
 def _show_cache(json: bool) -> int:
-    report = glass.examine_cache()
+    report = glass.metrics.cache()
     if json:
         write_json({"schema_version": 1, **report.to_dict()}, "-")
     else:
@@ -63,7 +63,7 @@ def _show_cache(json: bool) -> int:
 
 def _calibrate(json: bool) -> int:
     """Measure the kernels; what is more than rounding is shown."""
-    entries = glass.calibrate()
+    entries = commands.calibrate()
     if json:
         write_json({"schema_version": 1, "entries": entries}, "-")
         return 0

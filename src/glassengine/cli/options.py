@@ -181,7 +181,7 @@ def print_metrics() -> None:
     if settings.metrics:
         import glassengine as glass
 
-        err.print(glass.metrics_report().rstrip() or "no metrics: nothing was compiled or run, or GLASS_METRICS=0")
+        err.print(glass.metrics.report().rstrip() or "no metrics: nothing was compiled or run, or GLASS_METRICS=0")
 
 
 def decibels(text: str) -> float:
@@ -222,7 +222,7 @@ def write_json(document: Mapping[str, Any], destination: str) -> None:
     if settings.metrics:
         import glassengine as glass
 
-        document = {**document, "metrics": glass.metrics().to_dict()}
+        document = {**document, "metrics": glass.metrics.current().to_dict()}
     text = json_text(document)
     if destination == "-":
         sys.stdout.write(text)

@@ -11,7 +11,7 @@ from glassengine.cli.options import out, write_json
 from glassengine.errors import UsageError
 
 _ENDED = {
-    "time": ("the program ended too few steps in time", "glass.mark_step() at the end of each of its steps"),
+    "time": ("the program ended too few steps in time", "glass.compat.mark_step() at the end of each of its steps"),
     "memory": ("the profile ended early: it takes much of the memory that is left", "--steps N, with a smaller N"),
     "cancelled": ("the profile was ended before its last step", "ask again"),
 }
@@ -21,7 +21,7 @@ def command(
     directory: Annotated[
         str | None,
         typer.Argument(
-            help="Directory of --profile or glass.profile; its newest profile is shown.", show_default=False
+            help="Directory of --profile or glass.profiler.profile; its newest profile is shown.", show_default=False
         ),
     ] = None,
     against: Annotated[
@@ -29,7 +29,9 @@ def command(
     ] = None,
     capture: Annotated[
         str | None,
-        typer.Option(metavar="ADDRESS", help="Take a profile of a program that called glass.start_server(PORT)."),
+        typer.Option(
+            metavar="ADDRESS", help="Take a profile of a program that called glass.profiler.start_server(PORT)."
+        ),
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="With --capture: number of steps; default: 1.")] = None,
     token_file: Annotated[
@@ -43,7 +45,7 @@ def command(
     if capture is not None:
         if directory is not None:
             raise UsageError("the program that is profiled chooses the directory", got=directory, hint="leave it out")
-        answer = glass.request_profile(capture, steps=steps or 1, token_file=token_file)
+        answer = glass.profiler.request(capture, steps=steps or 1, token_file=token_file)
         directory = str(answer["directory"])
         if not answer["complete"]:
             ended, hint = _ENDED.get(answer["ended"], _ENDED["time"])
@@ -55,7 +57,7 @@ def command(
         raise UsageError(f"{flag} goes with --capture", got=f"{value}")
     if directory is None:
         raise UsageError("which profile?", expected="a directory, or --capture ADDRESS", hint="glass profile DIR")
-    found, earlier = glass.read_profiles(directory, against=against)
+    found, earlier = glass.profiler.read(directory, against=against)
     if json:
         document = {"directory": str(found.directory), **found.data, "against": earlier.data if earlier else None}
         write_json(document, "-")

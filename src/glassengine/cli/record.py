@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 
 import glassengine as glass
-from glassengine import environment
+from glassengine import commands, environment
 from glassengine.cli.options import err, out, progress, settings, write_json
 from glassengine.cli.script_line import ScriptLine, read_script_line
 from glassengine.errors import IncomparableError, UsageError
@@ -95,7 +95,7 @@ def command(
     if len(target) > 1:
         raise UsageError("more than one TARGET", got=" ".join(target), hint="glass record -o DIR -- script.py ARGS...")
     with progress(f"recording {target[0]}"):
-        result = glass.record_target(
+        result = commands.record_target(
             target[0],
             None if dry_run else output_dir,
             inputs=inputs,
@@ -107,7 +107,7 @@ def command(
             trust_remote_code=trust_remote_code,
             revision=revision,
             adapter=adapter,
-            then=glass.measure_noise_floor if noise_floor else None,
+            then=commands.measure_noise_floor if noise_floor else None,
             **policy,
         )
     if json:
@@ -123,7 +123,7 @@ def command(
 
 def _script(line: ScriptLine, output_dir: str, policy: dict[str, Any], json: bool) -> int:
     absolute = Path(output_dir).absolute()
-    result = glass.record_script(
+    result = commands.record_script(
         line.script,
         line.arguments,
         path=output_dir,
@@ -155,7 +155,7 @@ def _write_steps(recording: Path, directory: Path) -> None:
     by_step: dict[int, list[Any]] = {}
     for entry in opened.entries:
         by_step.setdefault(entry.step, []).append(entry)
-    with glass.StepFiles(directory) as files:
+    with glass.compat.StepFiles(directory) as files:
         for step, entries in by_step.items():
             tensors = {entry.site: opened.tensor(entry) for entry in entries}
             files(SimpleNamespace(step=step, debug_buffers=tensors))  # type: ignore[arg-type]

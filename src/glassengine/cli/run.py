@@ -204,7 +204,7 @@ def command(
     loaded = glass.load(str(engine or engine_dir), trust=trust_engine, model=model)
     if synchronous:
         loaded.executable.synchronous = True
-    profiling = glass.profile(profile) if profile is not None else contextlib.nullcontext()
+    profiling = glass.profiler.profile(profile) if profile is not None else contextlib.nullcontext()
     if loaded.manifest.kind == "module":
         others = {**given, "prompt_file": None, "max_new_tokens": max_new_tokens, "debug_dir": files}
         sources = {
@@ -255,7 +255,7 @@ def command(
     return 0
 
 
-def _step_files(directory: str | None, formats: Sequence[str], debug_mode: bool) -> glass.StepFiles | None:
+def _step_files(directory: str | None, formats: Sequence[str], debug_mode: bool) -> glass.compat.StepFiles | None:
     """Return what writes the files of the steps; None where none were asked for."""
     named = environment.debug_artifacts_dir() if debug_mode or formats else None
     target = directory or named
@@ -265,7 +265,7 @@ def _step_files(directory: str | None, formats: Sequence[str], debug_mode: bool)
         )
     if target is None:
         return None
-    return glass.StepFiles(target, formats=formats) if formats else glass.StepFiles(target)
+    return glass.compat.StepFiles(target, formats=formats) if formats else glass.compat.StepFiles(target)
 
 
 @contextlib.contextmanager
@@ -276,7 +276,7 @@ def _snapshots(directory: str | None, on: Sequence[str] | None) -> Iterator[None
             raise UsageError("--snapshot-on needs a directory", hint="--snapshot DIR")
         yield
         return
-    with glass.snapshots(directory, on=on or "every") as taking:  # type: ignore[arg-type]  # words are checked there
+    with glass.snapshots.take(directory, on=on or "every") as taking:  # type: ignore[arg-type]  # words are checked there
         try:
             yield
         finally:
@@ -304,7 +304,7 @@ def _line() -> Iterator[Callable[[str], None]]:
 
 
 @contextlib.contextmanager
-def _kept(files: glass.StepFiles | None, record: str | None) -> Iterator[None]:
+def _kept(files: glass.compat.StepFiles | None, record: str | None) -> Iterator[None]:
     """Say what is on disk when the user stops the run."""
     try:
         yield
@@ -356,7 +356,7 @@ def _print_texts(result: Any) -> None:
         _write(f"{prompt}Output: {text}\n")
 
 
-def _print_notes(result: Any, files: glass.StepFiles | None) -> None:
+def _print_notes(result: Any, files: glass.compat.StepFiles | None) -> None:
     # A recurrent engine takes a step for every token of a prompt, too.
     steps = max(len(row) for row in result.token_ids) - 1
     each = f", {result.decode_s / steps * 1e3:.2f} ms each" if steps else ""

@@ -56,7 +56,7 @@ def command(
     from glassengine.report import terminal_recording
     from glassengine.report.terminal_compare import recording as table
 
-    opened = glass.open_dump(recording)
+    opened = glass.open(recording)
     wanted = set(step or ())
     missing = sorted(wanted - set(opened.steps))
     if missing:

@@ -38,7 +38,7 @@ def command(
     if action == "pack":
         if statistics:
             raise UsageError("--statistics goes with show", hint=f"glass snapshot show {snapshot} --statistics")
-        found = glass.Snapshot.open(snapshot)
+        found = glass.snapshots.Snapshot.open(snapshot)
         path = found.pack(output or f"{snapshot.rstrip('/')}.safetensors", overwrite=overwrite)
         if json:
             write_json({"schema_version": 1, "packed": str(path), "num_bytes": path.stat().st_size}, "-")
@@ -50,13 +50,13 @@ def command(
     from glassengine.report import terminal_snapshot
 
     if Path(snapshot).is_dir() and not Path(snapshot, "meta.json").exists():
-        several = glass.list_snapshots(snapshot)
+        several = glass.snapshots.list(snapshot)
         if json:
             write_json({"schema_version": 1, "snapshots": [listed.to_dict() for listed in several]}, "-")
         else:
             out.print(terminal_snapshot.several(several))
         return 0
-    found = glass.Snapshot.open(snapshot)
+    found = glass.snapshots.Snapshot.open(snapshot)
     if json:
         write_json({"schema_version": 1, **found.to_dict(statistics=statistics)}, "-")
     else:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-import glassengine as glass
+from glassengine import commands
 from glassengine.cli.options import out, write_json
 
 
@@ -19,7 +19,7 @@ def command(
     json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
 ) -> int:
     """Check the signature and all files of an engine, without running it."""
-    found = glass.verify_engine(engine, signers)
+    found = commands.verify_engine(engine, signers)
     if json:
         write_json({"schema_version": 1, **found.to_dict()}, "-")
         return 0

@@ -40,7 +40,7 @@ HOW = f"{NUM_RUNS} runs with every op rounded otherwise and attention written ou
 
 
 def measure_noise_floor(path: Path, run_again: Callable[[Writer], None]) -> None:
-    """Measure the noise floor of a finished recording and keep it there; `then` of `glass.record_target`.
+    """Measure the noise floor of a finished recording and keep it there; `then` of `record_target`.
 
     Costs two runs of the model, each several times slower than usual, and no memory beyond one tensor's.
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import glassengine as glass
+from glassengine import commands
 from glassengine.errors import BackendError
 from glassengine.recording.read.reader import Recording
 from glassengine.testing.onnx_models import onnx_control_flow, onnx_mlp, onnx_text
@@ -113,7 +114,7 @@ def test_recordings_of_one_file_pair(mlp: Path, engine: glass.Engine, tmp_path: 
     command = [sys.executable, "-m", "glassengine.cli", "record", "-o", str(tmp_path / "script"), "--", "script.py"]
     subprocess.run(command, cwd=mlp.parent, check=True, capture_output=True)
     engine.forward(inputs={"x": X}, record=tmp_path / "engine")
-    glass.record_target(mlp, tmp_path / "source", inputs={"x": X})
+    commands.record_target(mlp, tmp_path / "source", inputs={"x": X})
     sites = {entry.site for entry in Recording.open(tmp_path / "source").entries}
     assert sites == {".:in.x", "normal", "wide", "/mlp/act", "scores", "y", ".:out.y"}
     for baseline, candidate, number in [

@@ -16,6 +16,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 import glassengine as glass
+from glassengine import commands
 from glassengine.accelerators import require_device
 from glassengine.backends.inductor.backend import InductorBackend
 from glassengine.backends.onnxruntime import OnnxRuntimeBackend
@@ -190,6 +191,6 @@ def test_a_model_is_recorded_on_a_gpu_as_on_the_cpu(root: Path, tmp_path: Path) 
     inputs = {"input_ids": torch.arange(3, 13)[None]}
     for device in ("cpu", "cuda"):
         model = str(root / "examples" / "tiny-llama")
-        glass.record_target(model, tmp_path / device, inputs=inputs, device=device, max_new_tokens=3)
+        commands.record_target(model, tmp_path / device, inputs=inputs, device=device, max_new_tokens=3)
     assert glass.compare(tmp_path / "cpu", tmp_path / "cuda", rtol=1e-3, atol=1e-3).ok
     assert glass.compare(tmp_path / "cuda", tmp_path / "cuda", device="cuda").verdict == "identical"

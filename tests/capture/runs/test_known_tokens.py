@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import glassengine as glass
+from glassengine import commands
 from glassengine.capture.runs.known_tokens import KnownTokens
 from glassengine.cli.main import main
 from glassengine.errors import IncomparableError, UsageError
@@ -74,31 +75,31 @@ def test_rows_that_ended_and_prompts_one_after_the_other(tmp_path: Path) -> None
     model = models.llama()
     first = model.generate(**INPUTS, max_new_tokens=3, do_sample=False)  # type: ignore[operator]
     model.generation_config.eos_token_id = int(first[0, 7])  # type: ignore[union-attr]
-    glass.record_target(model, tmp_path / "a", inputs=batches, max_new_tokens=5)
-    glass.record_target(negated(), tmp_path / "b", inputs=batches, tokens_of=tmp_path / "a")
+    commands.record_target(model, tmp_path / "a", inputs=batches, max_new_tokens=5)
+    commands.record_target(negated(), tmp_path / "b", inputs=batches, tokens_of=tmp_path / "a")
     assert tokens_of(tmp_path / "a") == tokens_of(tmp_path / "b")
     assert glass.Recording.open(tmp_path / "a").steps == glass.Recording.open(tmp_path / "b").steps
     # With a noise floor, its runs take the same tokens.
-    glass.record_target(
-        negated(), tmp_path / "c", inputs=batches, tokens_of=tmp_path / "a", then=glass.measure_noise_floor
+    commands.record_target(
+        negated(), tmp_path / "c", inputs=batches, tokens_of=tmp_path / "a", then=commands.measure_noise_floor
     )
     result = glass.compare(tmp_path / "c", tmp_path / "b")
     assert result.ok and result.calibration == f"calibrated by the floor of {tmp_path / 'c'}"
 
 
 def test_a_recording_of_one_forward_each(tmp_path: Path) -> None:
-    glass.record_target(models.llama(), tmp_path / "a", inputs=INPUTS)
-    found = glass.record_target(negated(), tmp_path / "b", inputs=INPUTS, tokens_of=tmp_path / "a")
+    commands.record_target(models.llama(), tmp_path / "a", inputs=INPUTS)
+    found = commands.record_target(negated(), tmp_path / "b", inputs=INPUTS, tokens_of=tmp_path / "a")
     assert found.num_steps == 1 and tokens_of(tmp_path / "a") == tokens_of(tmp_path / "b")
 
 
 def test_other_prompts_and_no_tokens_are_refused(tmp_path: Path) -> None:
-    glass.record_target(models.llama(), tmp_path / "a", inputs=INPUTS, max_new_tokens=2)
+    commands.record_target(models.llama(), tmp_path / "a", inputs=INPUTS, max_new_tokens=2)
     with pytest.raises(IncomparableError, match="other prompts"):
-        glass.record_target(negated(), tmp_path / "b", inputs={"input_ids": IDS[1:] + 1}, tokens_of=tmp_path / "a")
+        commands.record_target(negated(), tmp_path / "b", inputs={"input_ids": IDS[1:] + 1}, tokens_of=tmp_path / "a")
     with pytest.raises(UsageError, match="no tokens"):
-        glass.record_target(models.vision(), tmp_path / "b", inputs=models.vision_inputs(), tokens_of=tmp_path / "a")
-    glass.record_target(models.vision(), tmp_path / "image", inputs=models.vision_inputs())
+        commands.record_target(models.vision(), tmp_path / "b", inputs=models.vision_inputs(), tokens_of=tmp_path / "a")
+    commands.record_target(models.vision(), tmp_path / "image", inputs=models.vision_inputs())
     with pytest.raises(UsageError, match="has no tokens"):
         KnownTokens(tmp_path / "image")
     assert not (tmp_path / "b").exists()

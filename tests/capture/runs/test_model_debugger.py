@@ -38,7 +38,7 @@ class Calls(nn.Module):
 
 
 def debug(model: nn.Module, path: Path, *args: Any, use_repr: bool = False, **kwargs: Any) -> TensorSource:
-    with glass.model_addition_debugger_context(model, path, do_prune_layers=False, use_repr=use_repr):
+    with glass.compat.model_addition_debugger_context(model, path, do_prune_layers=False, use_repr=use_repr):
         model(*args, **kwargs)
     return open_source(path)
 
@@ -56,7 +56,7 @@ def tree(path: Path, name: str = "Calls_debug_tree_FULL_TENSORS.json") -> dict[s
 def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory with what the original and ours write of one forward, as text and as files."""
     folder = tmp_path_factory.mktemp("both")
-    for context, side in ((original, "original"), (glass.model_addition_debugger_context, "ours")):
+    for context, side in ((original, "original"), (glass.compat.model_addition_debugger_context, "ours")):
         for use_repr in (True, False):
             model, path = llama(), str(folder / f"{side}-{use_repr}")
             with context(model, debug_path=path, do_prune_layers=False, use_repr=use_repr):
@@ -66,7 +66,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_signature_is_the_documented_one() -> None:
-    ours = inspect.signature(glass.model_addition_debugger_context).parameters
+    ours = inspect.signature(glass.compat.model_addition_debugger_context).parameters
     theirs = inspect.signature(original).parameters
     assert [(p.name, p.default) for p in ours.values()] == [(p.name, p.default) for p in theirs.values()]
 
@@ -108,7 +108,7 @@ def test_the_originals_traces_compare_with_ours(family: Any, use_repr: bool, tmp
 
 def test_a_call_and_its_forward_are_the_same(both: Path, tmp_path: Path) -> None:
     model = Calls(lambda self, x: self.a(x), a=nn.Linear(4, 3))
-    with glass.model_addition_debugger_context(model, tmp_path, use_repr=False) as same:
+    with glass.compat.model_addition_debugger_context(model, tmp_path, use_repr=False) as same:
         assert same is model
         model.forward(X)
         model(X)
@@ -138,7 +138,7 @@ def test_results_of_containers_are_kept(both: Path) -> None:
 
 def test_every_step_of_generate_and_its_caches_are_kept(tmp_path: Path) -> None:
     model = llama()
-    with glass.model_addition_debugger_context(model, tmp_path, use_repr=False):
+    with glass.compat.model_addition_debugger_context(model, tmp_path, use_repr=False):
         made = model.generate(IDS, max_new_tokens=3, do_sample=False, eos_token_id=None)
     source = open_source(tmp_path)
     assert sorted({entry.step for entry in source.entries}) == [0, 1, 2]
@@ -185,13 +185,16 @@ def test_an_exception_loses_nothing(tmp_path: Path) -> None:
         return self.b(y)
 
     model = Calls(run, a=nn.Linear(4, 4), b=nn.Linear(4, 4))
-    with pytest.raises(ValueError, match="planted"), glass.model_addition_debugger_context(model, tmp_path / "x"):
+    with (
+        pytest.raises(ValueError, match="planted"),
+        glass.compat.model_addition_debugger_context(model, tmp_path / "x"),
+    ):
         model(X, fail=True)
     found = tensors(open_source(tmp_path / "x"))
     assert set(found) == {".:in[0]", "a:in[0]", "a"}
     torch.testing.assert_close(found["a"], model.a(X).detach(), rtol=1e-4, atol=0)
     # One that is caught inside the block leaves nothing behind either.
-    with glass.model_addition_debugger_context(model, tmp_path / "y"):
+    with glass.compat.model_addition_debugger_context(model, tmp_path / "y"):
         with pytest.raises(ValueError, match="planted"):
             model(X, fail=True)
         model(X)
@@ -257,7 +260,7 @@ def test_every_dtype_has_statistics(tensor: torch.Tensor, use_repr: bool, tmp_pa
 @pytest.mark.filterwarnings("ignore:std\\(\\):UserWarning")
 def test_f38_statistics_are_those_of_the_original(tmp_path: Path, dtype: torch.dtype, numel: int) -> None:
     x = (torch.arange(numel) / 3000 - 0.3).to(dtype)
-    for context, name in ((original, "theirs"), (glass.model_addition_debugger_context, "ours")):
+    for context, name in ((original, "theirs"), (glass.compat.model_addition_debugger_context, "ours")):
         model = Calls(lambda self, x: self.a(x), a=nn.ReLU())
         with context(model, str(tmp_path / name), do_prune_layers=False):
             model.forward(x)
@@ -281,7 +284,7 @@ def test_f38_calls_are_inside_of_the_call_that_called_them(tmp_path: Path) -> No
 
     nothing = Calls(lambda self: None)
     trees = []
-    for context, name in ((original, "theirs"), (glass.model_addition_debugger_context, "ours")):
+    for context, name in ((original, "theirs"), (glass.compat.model_addition_debugger_context, "ours")):
         model = Calls(forward, text=text, tower=nn.Linear(4, 4), head=nn.Linear(4, 2), gate=nothing)
         with context(model, str(tmp_path / name), do_prune_layers=False):
             model.forward(X)
@@ -301,7 +304,7 @@ def test_f38_calls_are_inside_of_the_call_that_called_them(tmp_path: Path) -> No
 @pytest.mark.parametrize("family", [gpt2, gemma3])
 def test_f38_trees_of_models_are_those_of_the_original(family: Any, tmp_path: Path) -> None:
     model = family()
-    for context, name in ((original, "theirs"), (glass.model_addition_debugger_context, "ours")):
+    for context, name in ((original, "theirs"), (glass.compat.model_addition_debugger_context, "ours")):
         with context(model, str(tmp_path / name), do_prune_layers=False):
             model.forward(IDS)
     torch.set_printoptions(profile="default")
@@ -341,7 +344,7 @@ def test_hooks_that_replace_a_result_are_seen_and_later_changes_in_place_are_not
 
 def test_no_gradients_here_and_gradients_on_request_there(tmp_path: Path) -> None:
     model = Calls(lambda self, x: self.a(x), a=nn.Linear(4, 3))
-    with glass.model_addition_debugger_context(model, tmp_path / "d"):
+    with glass.compat.model_addition_debugger_context(model, tmp_path / "d"):
         assert not model(X).requires_grad
     assert torch.is_grad_enabled()
     with glass.record(model, tmp_path / "r", gradients=True):
@@ -386,7 +389,9 @@ def test_pruning_saves_files_and_keeps_first_and_last(tmp_path: Path) -> None:
     model = llama(num_hidden_layers=4)
     sizes = {}
     for prune in (True, False):
-        with glass.model_addition_debugger_context(model, tmp_path / str(prune), do_prune_layers=prune, use_repr=False):
+        with glass.compat.model_addition_debugger_context(
+            model, tmp_path / str(prune), do_prune_layers=prune, use_repr=False
+        ):
             model(IDS)
         sites = tensors(open_source(tmp_path / str(prune)))
         assert {site.split(".")[2].partition(":")[0] for site in sites if site.startswith("model.layers.")} == (
@@ -397,18 +402,18 @@ def test_pruning_saves_files_and_keeps_first_and_last(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_called_or_written(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="only a module"), glass.model_addition_debugger_context(len):  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="only a module"), glass.compat.model_addition_debugger_context(len):  # type: ignore[arg-type]
         pass
     (tmp_path / "file").touch()
     with (
         pytest.raises(UsageError, match="cannot write"),
-        glass.model_addition_debugger_context(nn.Linear(1, 1), tmp_path / "file"),
+        glass.compat.model_addition_debugger_context(nn.Linear(1, 1), tmp_path / "file"),
     ):
         pass
 
 
 def test_a_model_that_is_not_called_leaves_nothing(tmp_path: Path) -> None:
-    with glass.model_addition_debugger_context(nn.Linear(1, 1), tmp_path):
+    with glass.compat.model_addition_debugger_context(nn.Linear(1, 1), tmp_path):
         pass
     assert list(tmp_path.iterdir()) == []
 

@@ -13,11 +13,13 @@ import torch
 from rich.console import Console
 
 import glassengine as glass
+from glassengine import commands
 from glassengine.diagnose.engines import logits as judging
 from glassengine.diagnose.engines import side_by_side as module
 from glassengine.diagnose.engines.logits import judge_logits, token_differences
 from glassengine.diagnose.engines.side_by_side import SideBySide
 from glassengine.engine import Engine, build_program
+from glassengine.errors import IncomparableError, UsageError
 from glassengine.program import LoadedModel, Program, export_program, load_model
 from glassengine.program.kinds.causal_lm import USER_MODULE
 from glassengine.report import terminal_engines
@@ -64,7 +66,7 @@ def loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*engines: Path, **options: Any) -> SideBySide:
-    return glass.side_by_side(engines, **{"max_new_tokens": 6, "rounds": 1, "prompts": PROMPTS, **options})
+    return commands.side_by_side(engines, **{"max_new_tokens": 6, "rounds": 1, "prompts": PROMPTS, **options})
 
 
 def draw(result: SideBySide) -> str:
@@ -200,7 +202,7 @@ def test_margins_of_a_changed_token() -> None:
 
 def test_without_weights_the_tolerance_stands_in(release: Path, debug: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(*_: object) -> float:
-        raise glass.UsageError("the checkpoint is not where it was")
+        raise UsageError("the checkpoint is not where it was")
 
     monkeypatch.setattr(module, "measure_floors", gone)
     result = run(release, debug, max_new_tokens=2)
@@ -245,7 +247,7 @@ def test_refusals(release: Path, tmp_path: Path) -> None:
         ([release, release], {"max_new_tokens": 500}, "--max-seq-len"),
         ([release, tmp_path / "none"], {}, "unknown engine directory"),
     ):
-        with pytest.raises(glass.UsageError, match=message):
+        with pytest.raises(UsageError, match=message):
             run(*engines, **options)
 
 
@@ -255,11 +257,11 @@ def test_engines_of_different_models_are_incomparable(release: Path, program: Pr
         return build_program(changed, tmp_path / name, backend="eager").directory
 
     other = build("other", fingerprint="of other weights")
-    with pytest.raises(glass.IncomparableError, match=r"not of one model\n.*weights of other weights") as error:
+    with pytest.raises(IncomparableError, match=r"not of one model\n.*weights of other weights") as error:
         run(release, other)
     assert "glass check BASELINE --candidate" in str(error.value)
-    with pytest.raises(glass.IncomparableError, match=r"not of one model\n.*some\.Other of"):
+    with pytest.raises(IncomparableError, match=r"not of one model\n.*some\.Other of"):
         run(release, build("class", **{"class": "some.Other"}))
     plain = glass.build(torch.nn.Linear(2, 2), tmp_path / "plain", backend="eager", inputs={"input": torch.ones(1, 2)})
-    with pytest.raises(glass.IncomparableError, match="does not generate"):
+    with pytest.raises(IncomparableError, match="does not generate"):
         run(release, plain.directory)

@@ -118,13 +118,17 @@ def test_all_rungs_judges_every_op_compiled_alone(
 def test_every_op_is_compiled_alone_as_torch_counts_it(inputs: str) -> None:
     torch._dynamo.reset()
     counters.clear()
-    before = glass.metrics().counters.get("UncachedCompile", 0) + glass.metrics().counters.get("CachedCompile", 0)
+    before = glass.metrics.current().counters.get("UncachedCompile", 0) + glass.metrics.current().counters.get(
+        "CachedCompile", 0
+    )
     program = export_program(load_model(models.drawn(Net)), inputs=load_inputs(inputs))
     pairs = {pair.baseline.node: pair for pair in pair_sites(program, program)[0]}
     side = op_by_op(program, program, pairs, "inductor")
     side.begin(None)  # type: ignore[arg-type]
     side.step(load_inputs(inputs)[0])
-    after = glass.metrics().counters.get("UncachedCompile", 0) + glass.metrics().counters.get("CachedCompile", 0)
+    after = glass.metrics.current().counters.get("UncachedCompile", 0) + glass.metrics.current().counters.get(
+        "CachedCompile", 0
+    )
     # Two linears of different shapes, silu, add.
     assert after - before == 4
     assert counters["inductor"]["fxgraph_cache_miss"] + counters["inductor"]["fxgraph_cache_hit"] == 4

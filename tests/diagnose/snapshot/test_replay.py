@@ -41,7 +41,7 @@ class Net(nn.Module):
 def taken(directory: Path, backend: str) -> Path:
     """Take a snapshot of one execution; the bits are those of the back-end."""
     torch._dynamo.reset()
-    with glass.snapshots(directory, contents="inputs outputs") as snapshots, torch.no_grad():
+    with glass.snapshots.take(directory, contents="inputs outputs") as snapshots, torch.no_grad():
         torch.compile(Net(), backend="glass", options={"backend": backend})(torch.linspace(-2, 2, 24).reshape(3, 8))
     assert snapshots is not None
     (found,) = directory.iterdir()
@@ -67,7 +67,7 @@ def test_executions_of_an_engine_are_replayed_bit_by_bit(tmp_path: Path, backend
     if backend == "openvino":
         pytest.importorskip("openvino")
     engine = glass.build(models.llama(num_hidden_layers=1), tmp_path / "engine", backend=backend, max_seq_len=16)
-    with glass.snapshots(tmp_path / "snapshots", contents="inputs outputs") as snapshots:
+    with glass.snapshots.take(tmp_path / "snapshots", contents="inputs outputs") as snapshots:
         engine.generate(input_ids=[[5, 6, 7], [0, 9, 10], [11, 12, 13]], max_new_tokens=2)
     prefill, decode = snapshots.written
     for path, length in ((prefill, 3), (decode, 1)):
@@ -172,7 +172,7 @@ def test_a_compiler_that_kills_its_process_is_cut_down_elsewhere(
     torch._dynamo.reset()
     try:
         torch.set_num_threads(2)
-        with glass.snapshots(tmp_path / "snapshots"), torch.no_grad():
+        with glass.snapshots.take(tmp_path / "snapshots"), torch.no_grad():
             torch.compile(model, backend="glass", options={"backend": "eager"})(torch.randn(256, 256))
     finally:
         torch.set_num_threads(threads)
@@ -197,8 +197,8 @@ def test_a_nan_of_a_compiled_optimizer_is_replayed(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     step = torch.compile(lambda: optimizer.step(), backend="glass", options={"backend": "eager"})
-    policy = glass.snapshots(tmp_path / "snapshots", on="nonfinite")
-    with policy, pytest.raises(glass.NonFiniteError) as caught:
+    policy = glass.snapshots.take(tmp_path / "snapshots", on="nonfinite")
+    with policy, pytest.raises(glass.snapshots.NonFiniteError) as caught:
         for number in range(5):
             optimizer.zero_grad()
             model(torch.full((2, 4), float(number))).sum().backward()
@@ -220,7 +220,7 @@ def test_a_nan_of_a_compiled_optimizer_is_replayed(tmp_path: Path) -> None:
 def test_a_graph_that_raises_has_no_first_nonfinite_op(tmp_path: Path) -> None:
     torch._dynamo.reset()
     take = torch.compile(lambda x, index: x[index], backend="glass", options={"backend": "eager"})
-    with glass.snapshots(tmp_path, on="error") as snapshots, torch.no_grad(), pytest.raises(IndexError):
+    with glass.snapshots.take(tmp_path, on="error") as snapshots, torch.no_grad(), pytest.raises(IndexError):
         take(torch.ones(3), torch.tensor([7]))
     (path,) = snapshots.written
     found = glass.replay(path)
@@ -231,7 +231,7 @@ def test_a_graph_that_raises_has_no_first_nonfinite_op(tmp_path: Path) -> None:
 
 def test_complex_results_may_not_be_finite(tmp_path: Path) -> None:
     torch._dynamo.reset()
-    with glass.snapshots(tmp_path, contents="inputs outputs") as snapshots, torch.no_grad():
+    with glass.snapshots.take(tmp_path, contents="inputs outputs") as snapshots, torch.no_grad():
         torch.compile(lambda x: torch.fft.fft(x) / 0, backend="glass", options={"backend": "eager"})(torch.randn(4))
     (output,) = glass.replay(snapshots.written[0]).outputs
     assert "NaN" in output.nonfinite and output.same_bits
@@ -250,7 +250,7 @@ def test_a_result_is_json(eager: Path) -> None:
 
 
 def test_what_has_no_values_cannot_be_replayed(tmp_path: Path) -> None:
-    with glass.snapshots(tmp_path, redact=True), torch.no_grad():
+    with glass.snapshots.take(tmp_path, redact=True), torch.no_grad():
         torch._dynamo.reset()
         torch.compile(Net(), backend="glass", options={"backend": "eager"})(torch.ones(2, 8))
     (found,) = tmp_path.iterdir()

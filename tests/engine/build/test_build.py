@@ -427,7 +427,7 @@ import glassengine as glass
 from glassengine.testing import models
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-class Layer(LlamaDecoderLayer, glass.NetworkOutputs):
+class Layer(LlamaDecoderLayer, glass.compat.NetworkOutputs):
     def forward(self, hidden_states, position_embeddings=None, **kwargs):
         residual = hidden_states
         hidden_states = self.input_layernorm(hidden_states)

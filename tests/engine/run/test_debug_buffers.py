@@ -12,6 +12,7 @@ import glassengine as glass
 from glassengine.engine.run.debug_buffers import DebugBuffers
 from glassengine.engine.run.engine import Engine
 from glassengine.engine.store.manifest import AddedOutput
+from glassengine.errors import UsageError
 
 
 def added(name: str, site: str, node: str) -> AddedOutput:
@@ -53,7 +54,7 @@ def test_names(buffers: DebugBuffers, wanted: str, index: int | None) -> None:
         return
     with pytest.raises(KeyError) as caught:
         buffers[wanted]
-    assert isinstance(caught.value, glass.UsageError) and "model.layers.6.mlp_output" in str(caught.value)
+    assert isinstance(caught.value, UsageError) and "model.layers.6.mlp_output" in str(caught.value)
 
 
 def test_it_is_a_dict_of_the_names_asked_for(buffers: DebugBuffers) -> None:

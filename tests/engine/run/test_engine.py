@@ -28,7 +28,7 @@ class MLP(nn.Module):
         self.fc = nn.Linear(4, 8)
         self.proj = nn.Linear(8, 4)
 
-    register_network_output = glass.register_network_output
+    register_network_output = glass.compat.register_network_output
 
     def forward(self, hidden_states: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         inter = torch.relu(self.fc(hidden_states)) * scale

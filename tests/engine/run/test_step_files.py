@@ -17,6 +17,7 @@ import torch
 import glassengine as glass
 from glassengine.engine import Engine
 from glassengine.engine.run import step_files as module
+from glassengine.errors import UsageError
 
 PROMPT = "Hey, are you conscious?"
 
@@ -31,7 +32,7 @@ def names(directory: Path) -> set[str]:
 
 
 def write(directory: Path, *steps: int, formats: tuple[str, ...] = ("pt",), **tensors: torch.Tensor) -> None:
-    with glass.StepFiles(directory, formats=formats) as files:
+    with glass.compat.StepFiles(directory, formats=formats) as files:
         for step in steps:
             files(session(step, **(tensors or {"x": torch.tensor([float(step)])})))
 
@@ -42,7 +43,7 @@ def load(path: Path) -> dict[str, torch.Tensor]:
 
 def test_every_input_and_output_of_every_step(engine: Engine, tmp_path: Path) -> None:
     kept: list[dict[str, torch.Tensor]] = []
-    with glass.StepFiles(tmp_path / "new" / "a") as files:
+    with glass.compat.StepFiles(tmp_path / "new" / "a") as files:
 
         def both(current: Any) -> None:
             files(current)
@@ -64,7 +65,7 @@ def test_every_input_and_output_of_every_step(engine: Engine, tmp_path: Path) ->
 
 def test_files_of_two_engines_are_compared(engine: Engine, tmp_path: Path) -> None:
     for side in "ab":
-        with glass.StepFiles(tmp_path / side, formats=["pt"]) as files:
+        with glass.compat.StepFiles(tmp_path / side, formats=["pt"]) as files:
             engine.generate(PROMPT, max_new_tokens=1, debug=["mlp", "logits"], on_step=files)
     result = glass.compare(tmp_path / "a/step0.pt", tmp_path / "b/step0.pt")
     assert result.ok and result.verdict == "identical" and result.counts["compared"] == 3
@@ -78,7 +79,7 @@ def test_files_of_two_engines_are_compared(engine: Engine, tmp_path: Path) -> No
 
 def test_files_are_compared_with_a_recording_of_the_same_run(engine: Engine, tmp_path: Path) -> None:
     """Files have the documents' names, recordings those of sites: the recording knows both, the logits' too."""
-    with glass.StepFiles(tmp_path / "files", formats=["pt"]) as files:
+    with glass.compat.StepFiles(tmp_path / "files", formats=["pt"]) as files:
         engine.generate(PROMPT, max_new_tokens=2, debug=["mlp", "logits"], on_step=files, record=tmp_path / "recording")
     for sides in (("recording", "files"), ("files", "recording")):
         result = glass.compare(tmp_path / sides[0], tmp_path / sides[1], min_coverage=0.0)
@@ -123,7 +124,7 @@ def test_numpy_files(tmp_path: Path) -> None:
 
 
 def test_numpy_files_of_steps_with_other_tensors_keep_their_names(tmp_path: Path) -> None:
-    with glass.StepFiles(tmp_path, formats=("npy",)) as files:
+    with glass.compat.StepFiles(tmp_path, formats=("npy",)) as files:
         for step, tensors in enumerate(({"a/b": 0, "first": 1}, {"a.b": 2}, {"a.b": 3, "a/b": 4})):
             files(session(step, **{name: torch.tensor(value) for name, value in tensors.items()}))
     notes = json.loads((tmp_path / module.NAMES).read_text())["files"]
@@ -183,7 +184,7 @@ def test_files_of_an_earlier_run_are_moved_and_nothing_else(tmp_path: Path, capl
 
 def test_an_earlier_run_stays_where_it_is_until_there_is_a_step(tmp_path: Path) -> None:
     write(tmp_path, 0)
-    with glass.StepFiles(tmp_path):
+    with glass.compat.StepFiles(tmp_path):
         pass
     assert names(tmp_path) == {"step0.pt"}
 
@@ -235,8 +236,8 @@ def test_a_disk_that_fills_up_keeps_the_run_and_the_complete_steps(
     monkeypatch.setattr(module.torch, "save", fill_up)
     expected = engine.generate(PROMPT, max_new_tokens=4)
     made = None
-    full = pytest.raises(glass.UsageError, match=r"from step 2 on\n.*No space left")
-    with full as error, glass.StepFiles(tmp_path, formats=["pt"]) as files:
+    full = pytest.raises(UsageError, match=r"from step 2 on\n.*No space left")
+    with full as error, glass.compat.StepFiles(tmp_path, formats=["pt"]) as files:
         made = engine.generate(PROMPT, max_new_tokens=4, debug=True, on_step=files)
     assert made is not None and made.texts == expected.texts
     assert "2 steps were written" in str(error.value) and "--debug-dir" in str(error.value)
@@ -248,7 +249,7 @@ def test_what_torch_makes_of_a_full_disk(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200, before[1]))
     try:
-        with pytest.raises(glass.UsageError, match="File too large"):
+        with pytest.raises(UsageError, match="File too large"):
             write(tmp_path, 0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -272,18 +273,18 @@ def test_refusals_before_the_first_step(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for directory in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/no/such")):
         with (
-            pytest.raises(glass.UsageError, match=r"cannot be written\n(.*\n)*.*--debug-dir"),
-            glass.StepFiles(directory),
+            pytest.raises(UsageError, match=r"cannot be written\n(.*\n)*.*--debug-dir"),
+            glass.compat.StepFiles(directory),
         ):
             pass
-    with pytest.raises(glass.UsageError, match=r"format.*\n.*csv\n.*pt, txt, npy"):
-        glass.StepFiles(tmp_path, formats=["pt", "csv"])
+    with pytest.raises(UsageError, match=r"format.*\n.*csv\n.*pt, txt, npy"):
+        glass.compat.StepFiles(tmp_path, formats=["pt", "csv"])
 
 
 def test_two_runs_at_once_do_not_share_a_directory(tmp_path: Path) -> None:
-    with glass.StepFiles(tmp_path, formats=["pt"]) as files:
+    with glass.compat.StepFiles(tmp_path, formats=["pt"]) as files:
         files(session(0, x=torch.tensor([1.0])))
-        with pytest.raises(glass.UsageError, match=r"another run is writing.*\n.*\n.*--debug-dir"):
+        with pytest.raises(UsageError, match=r"another run is writing.*\n.*\n.*--debug-dir"):
             write(tmp_path, 0, 1)
         files(session(1, x=torch.tensor([1.0])))
     assert names(tmp_path) == {"step0.pt", "step1.pt"} and load(tmp_path / "step0.pt")["x"].item() == 1
@@ -292,5 +293,5 @@ def test_two_runs_at_once_do_not_share_a_directory(tmp_path: Path) -> None:
 
 
 def test_a_session_that_keeps_nothing_is_an_error(engine: Engine, tmp_path: Path) -> None:
-    with pytest.raises(glass.UsageError, match="debug=True"), glass.StepFiles(tmp_path) as files:
+    with pytest.raises(UsageError, match="debug=True"), glass.compat.StepFiles(tmp_path) as files:
         engine.generate(PROMPT, max_new_tokens=1, on_step=files)

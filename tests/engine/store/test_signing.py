@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 import glassengine as glass
+from glassengine import commands
 from glassengine.cli.main import main
 from glassengine.engine.store.signing import NAMESPACE, SIGNATURE, SUMS, check_key, sign_engine
+from glassengine.errors import CorruptError, UsageError
 
 pytestmark = pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs ssh-keygen, of OpenSSH's client")
 
@@ -52,7 +54,7 @@ def engine(tmp_path: Path, key: Path) -> Path:
 
 
 def test_a_good_signature(engine: Path, key: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = glass.verify_engine(engine, signers_of(key))
+    found = commands.verify_engine(engine, signers_of(key))
     assert found.signer == "alice@example.com" and found.key.startswith("ED25519 key SHA256:") and found.files == 4
     assert main(["verify", str(engine), "--signers", str(signers_of(key))]) == 0
     assert "signed by alice@example.com" in capsys.readouterr().out
@@ -74,7 +76,7 @@ def test_it_can_be_checked_without_us(engine: Path, key: Path) -> None:
 def test_signers_that_are_known(engine: Path, key: Path, options: str) -> None:
     is_name = "=" not in options and options
     path = signers_of(key, name=options) if is_name else signers_of(key, options=options)
-    assert glass.verify_engine(engine, path).files == 4
+    assert commands.verify_engine(engine, path).files == 4
 
 
 def damage(engine: Path, how: str) -> None:
@@ -155,20 +157,20 @@ def test_s2_a_signature_of_another_engine(engine: Path, key: Path, tmp_path: Pat
     (other / "engine.json").write_text('{"other": 1}')
     sign_engine(other, key)
     shutil.copy(other / SIGNATURE, engine / SIGNATURE)
-    with pytest.raises(glass.CorruptError, match="not one of this engine"):
-        glass.verify_engine(engine, signers_of(key))
+    with pytest.raises(CorruptError, match="not one of this engine"):
+        commands.verify_engine(engine, signers_of(key))
     # With its sums, the signature is good, and the files are others.
     shutil.copy(other / SUMS, engine / SUMS)
-    with pytest.raises(glass.CorruptError, match="not as it was signed"):
-        glass.verify_engine(engine, signers_of(key))
+    with pytest.raises(CorruptError, match="not as it was signed"):
+        commands.verify_engine(engine, signers_of(key))
 
 
 def test_s2_a_signature_for_something_else_is_none(engine: Path, key: Path) -> None:
     (engine / SIGNATURE).unlink()
     command = ["ssh-keygen", "-Y", "sign", "-q", "-f", str(key), "-n", "git", str(engine / SUMS)]
     subprocess.run(command, check=True, timeout=60)
-    with pytest.raises(glass.CorruptError, match="not one of this engine"):
-        glass.verify_engine(engine, signers_of(key))
+    with pytest.raises(CorruptError, match="not one of this engine"):
+        commands.verify_engine(engine, signers_of(key))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +178,7 @@ def test_s2_a_signature_for_something_else_is_none(engine: Path, key: Path) -> N
 )
 def test_s2_a_signer_for_something_else_is_none(engine: Path, key: Path, options: str) -> None:
     with pytest.raises(glass.GlassError, match="no trusted signer") as raised:
-        glass.verify_engine(engine, signers_of(key, options=options))
+        commands.verify_engine(engine, signers_of(key, options=options))
     assert raised.value.exit_status == 1
 
 
@@ -189,40 +191,40 @@ def test_s2_a_stranger(engine: Path, key: Path, tmp_path: Path, capsys: pytest.C
     # He signs it again, after a change: his signature is good, and he is still a stranger.
     damage(engine, "a byte")
     sign_engine(engine, mallory)
-    assert glass.verify_engine(engine, signers_of(mallory)).files == 4
+    assert commands.verify_engine(engine, signers_of(mallory)).files == 4
     assert main(["verify", str(engine), "--signers", str(signers_of(key))]) == 1
 
 
 def test_what_is_asked_for_wrongly(engine: Path, key: Path, tmp_path: Path) -> None:
-    with pytest.raises(glass.UsageError, match="no engine found"):
-        glass.verify_engine(tmp_path, signers_of(key))
-    with pytest.raises(glass.UsageError, match="cannot be read"):
-        glass.verify_engine(engine, tmp_path / "none")
+    with pytest.raises(UsageError, match="no engine found"):
+        commands.verify_engine(tmp_path, signers_of(key))
+    with pytest.raises(UsageError, match="cannot be read"):
+        commands.verify_engine(engine, tmp_path / "none")
     (engine / SIGNATURE).unlink()
     with pytest.raises(glass.GlassError, match="is not signed") as raised:
-        glass.verify_engine(engine, signers_of(key))
+        commands.verify_engine(engine, signers_of(key))
     assert raised.value.exit_status == 1
     for wrong in (tmp_path / "none", tmp_path, Path("/dev/null")):
-        with pytest.raises(glass.UsageError, match="no such signing key"):
+        with pytest.raises(UsageError, match="no such signing key"):
             check_key(wrong)
 
 
 def test_a_key_that_does_not_sign(engine: Path, tmp_path: Path) -> None:
     (tmp_path / "key").write_text("no key")
     (tmp_path / "key").chmod(0o600)
-    with pytest.raises(glass.UsageError, match="cannot be signed with this key"):
+    with pytest.raises(UsageError, match="cannot be signed with this key"):
         sign_engine(engine, tmp_path / "key")
     assert not (engine / SIGNATURE).exists() and not (engine / SUMS).exists()
     (engine / "two\nlines").write_text("")
-    with pytest.raises(glass.UsageError, match="has a name that cannot be signed"):
+    with pytest.raises(UsageError, match="has a name that cannot be signed"):
         sign_engine(engine, tmp_path / "key")
 
 
 def test_a_machine_without_ssh(engine: Path, key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    with pytest.raises(glass.UsageError, match="need ssh-keygen"):
-        glass.verify_engine(engine, signers_of(key))
-    with pytest.raises(glass.UsageError, match="need ssh-keygen"):
+    with pytest.raises(UsageError, match="need ssh-keygen"):
+        commands.verify_engine(engine, signers_of(key))
+    with pytest.raises(UsageError, match="need ssh-keygen"):
         check_key(key)
 
 

@@ -120,7 +120,7 @@ class Scaled(torch.nn.Module):
 def test_an_engine_reads_its_graph_when_asked(tmp_path: Path) -> None:
     engine = glass.build(Scaled(), tmp_path / "engine", inputs={"x": X}, backend="eager")
     assert callable(engine.executable.graph)
-    (noted,) = [one for one in glass.compilations() if one.name == engine.executable.name][-1:]
+    (noted,) = [one for one in glass.metrics.compilations() if one.name == engine.executable.name][-1:]
     graph = engine.executable.captured()
     assert graph is not None and graph is engine.executable.captured()
     assert [(spec.name, spec.kind) for spec in graph.inputs] == [

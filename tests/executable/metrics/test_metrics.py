@@ -281,13 +281,13 @@ def test_our_grammar_is_that_of_torchs_own_lazy_core() -> None:
 
 
 def test_executions_are_measured() -> None:
-    glass.reset_metrics()
+    glass.metrics.reset()
     executable = Executable("tiny/main", lambda inputs: {"y": inputs["x"] * 2})
     for _ in range(3):
         executable.run({"x": torch.ones(2)})
-    report = glass.metrics()
+    report = glass.metrics.current()
     execute = report.metric("ExecuteTime")
     assert execute is not None and execute.unit == "ns"
     assert execute.total_samples == 3 and execute.accumulator == pytest.approx(executable.execute_s * 1e9, rel=1e-6)
     assert report.counters["CachedCompile"] == 2
-    assert GRAMMAR.fullmatch(glass.metrics_report())
+    assert GRAMMAR.fullmatch(glass.metrics.report())

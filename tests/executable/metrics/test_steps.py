@@ -18,38 +18,40 @@ from glassengine.executable.metrics import steps
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "_steps", steps._Steps())
-    glass.reset_metrics()
+    glass.metrics.reset()
 
 
 def test_steps_are_counted() -> None:
-    assert glass.current_step() == 0
+    assert glass.compat.current_step() == 0
     for number in range(1, 4):
-        glass.mark_step()
-        assert glass.current_step() == number
-    assert glass.metrics().counters == {"MarkStep": 3}
+        glass.compat.mark_step()
+        assert glass.compat.current_step() == number
+    assert glass.metrics.current().counters == {"MarkStep": 3}
 
 
 def test_closures_run_once_at_the_end_of_their_step_in_order() -> None:
     seen: list[tuple[str, int]] = []
 
     def note(name: str) -> None:
-        seen.append((name, glass.current_step()))
+        seen.append((name, glass.compat.current_step()))
 
-    glass.add_step_closure(note, args=("a",))
-    glass.add_step_closure(note, ("b",))
+    glass.compat.add_step_closure(note, args=("a",))
+    glass.compat.add_step_closure(note, ("b",))
     assert seen == []
-    glass.mark_step()
+    glass.compat.mark_step()
     assert seen == [("a", 0), ("b", 0)]
-    glass.mark_step()
+    glass.compat.mark_step()
     assert len(seen) == 2
 
 
 def test_a_closure_added_by_a_closure_belongs_to_the_next_step() -> None:
     seen: list[int] = []
-    glass.add_step_closure(lambda: glass.add_step_closure(lambda: seen.append(glass.current_step())))
-    glass.mark_step()
+    glass.compat.add_step_closure(
+        lambda: glass.compat.add_step_closure(lambda: seen.append(glass.compat.current_step()))
+    )
+    glass.compat.mark_step()
     assert seen == []
-    glass.mark_step()
+    glass.compat.mark_step()
     assert seen == [1]
 
 
@@ -62,8 +64,8 @@ def test_an_asynchronous_closure_runs_beside_and_sees_the_values_of_its_step() -
         seen.append((given["loss"].item(), threading.current_thread().name))
 
     loss = torch.tensor(1.0, requires_grad=True)
-    glass.add_step_closure(note, ({"loss": loss},), run_async=True)
-    glass.mark_step()
+    glass.compat.add_step_closure(note, ({"loss": loss},), run_async=True)
+    glass.compat.mark_step()
     with torch.no_grad():
         loss.fill_(2.0)
     assert seen == []
@@ -78,13 +80,13 @@ def fail(text: str) -> None:
 
 def test_an_error_comes_out_of_mark_step_after_all_closures_and_the_count() -> None:
     seen: list[int] = []
-    glass.add_step_closure(fail, ("first",))
-    glass.add_step_closure(lambda: seen.append(1))
+    glass.compat.add_step_closure(fail, ("first",))
+    glass.compat.add_step_closure(lambda: seen.append(1))
     with pytest.raises(ValueError, match="first") as error:
-        glass.mark_step()
+        glass.compat.mark_step()
     assert error.value.__notes__ == ["in the step closure fail, added in step 0"]
-    assert (seen, glass.current_step()) == ([1], 1)
-    glass.mark_step()
+    assert (seen, glass.compat.current_step()) == ([1], 1)
+    glass.compat.mark_step()
 
 
 def test_asynchronous_errors_come_out_of_the_next_step() -> None:
@@ -94,30 +96,30 @@ def test_asynchronous_errors_come_out_of_the_next_step() -> None:
         assert go.wait(10)
         fail(text)
 
-    glass.add_step_closure(fail_later, ("late",), run_async=True)
-    glass.add_step_closure(fail_later, ("later",), run_async=True)
-    glass.mark_step()
+    glass.compat.add_step_closure(fail_later, ("late",), run_async=True)
+    glass.compat.add_step_closure(fail_later, ("later",), run_async=True)
+    glass.compat.mark_step()
     go.set()
     steps._steps.waiting.join()
     with pytest.raises(ExceptionGroup) as error:
-        glass.mark_step()
+        glass.compat.mark_step()
     assert [str(part) for part in error.value.exceptions] == ["late", "later"]
-    assert glass.current_step() == 2
-    glass.mark_step()
+    assert glass.compat.current_step() == 2
+    glass.compat.mark_step()
 
 
 def test_an_asynchronous_closure_may_add_another() -> None:
     seen: list[int] = []
-    glass.add_step_closure(lambda: glass.add_step_closure(lambda: seen.append(1)), run_async=True)
-    glass.mark_step()
+    glass.compat.add_step_closure(lambda: glass.compat.add_step_closure(lambda: seen.append(1)), run_async=True)
+    glass.compat.mark_step()
     steps._steps.waiting.join()
-    glass.mark_step()
+    glass.compat.mark_step()
     assert seen == [1]
 
 
 def test_a_tensor_is_no_list_of_arguments() -> None:
     with pytest.raises(UsageError, match=r"hint: args=\(tensor,\)"):
-        glass.add_step_closure(lambda loss: None, torch.ones(3))
+        glass.compat.add_step_closure(lambda loss: None, torch.ones(3))
 
 
 def test_the_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,8 +127,8 @@ def test_the_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "_steps", steps._Steps())
     go = threading.Event()
     for _ in range(4):
-        glass.add_step_closure(go.wait, (10,), run_async=True)
-    ended = threading.Thread(target=glass.mark_step)
+        glass.compat.add_step_closure(go.wait, (10,), run_async=True)
+    ended = threading.Thread(target=glass.compat.mark_step)
     ended.start()
     ended.join(0.3)
     assert ended.is_alive()  # one runs, two wait, and the step waits for a place
@@ -137,10 +139,10 @@ def test_the_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_listener_hears_of_the_step() -> None:
     heard: list[int] = []
-    undo = spans.on_step_end(lambda: heard.append(glass.current_step()))
-    glass.mark_step()
+    undo = spans.on_step_end(lambda: heard.append(glass.compat.current_step()))
+    glass.compat.mark_step()
     undo()
-    glass.mark_step()
+    glass.compat.mark_step()
     assert heard == [1]
 
 
@@ -153,16 +155,16 @@ def slow(text):
     os.write(1, f"{text}\\n".encode())
 def fail():
     raise ValueError("too late")
-glass.add_step_closure(slow, ("parent",), run_async=True)
-glass.add_step_closure(fail, run_async=True)
-glass.mark_step()
+glass.compat.add_step_closure(slow, ("parent",), run_async=True)
+glass.compat.add_step_closure(fail, run_async=True)
+glass.compat.mark_step()
 pid = os.fork()
 if not pid:
-    glass.add_step_closure(slow, ("child",), run_async=True)
-    glass.mark_step()
+    glass.compat.add_step_closure(slow, ("child",), run_async=True)
+    glass.compat.mark_step()
     sys.exit()
 os.waitpid(pid, 0)
-glass.add_step_closure(slow, ("never",))
+glass.compat.add_step_closure(slow, ("never",))
 """
 
 
@@ -178,24 +180,24 @@ def test_marking_within_compiled_code_is_not_traced() -> None:
     @torch.compile(backend="eager")
     def train(x: torch.Tensor) -> torch.Tensor:
         y = x + 1
-        glass.mark_step()
+        glass.compat.mark_step()
         return y * 2
 
     for expected in (1, 2, 3):
         train(torch.ones(2))
-        assert glass.current_step() == expected
+        assert glass.compat.current_step() == expected
 
 
 def test_f39_the_first_process_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    assert glass.is_master_ordinal() and glass.is_master_ordinal(local=False)
+    assert glass.compat.is_master_ordinal() and glass.compat.is_master_ordinal(local=False)
     monkeypatch.setenv("RANK", "4")
-    assert not glass.is_master_ordinal() and not glass.is_master_ordinal(local=False)
+    assert not glass.compat.is_master_ordinal() and not glass.compat.is_master_ordinal(local=False)
     monkeypatch.setenv("LOCAL_RANK", "0")  # the first on the second machine
-    assert glass.is_master_ordinal() and not glass.is_master_ordinal(local=False)
+    assert glass.compat.is_master_ordinal() and not glass.compat.is_master_ordinal(local=False)
 
 
 def test_f39_the_callback_is_registered_by_the_name_of_the_document() -> None:
-    before = glass.register_hlo_snapshot_callback(lambda name, addressable_device_index, execution_count: "")
-    assert glass.register_snapshot_callback(before)("x", 0, 0) == ""
+    before = glass.compat.register_hlo_snapshot_callback(lambda name, addressable_device_index, execution_count: "")
+    assert glass.snapshots.register_callback(before)("x", 0, 0) == ""

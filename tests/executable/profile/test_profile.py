@@ -19,7 +19,7 @@ from torch import nn
 
 import glassengine as glass
 from glassengine import spans
-from glassengine.errors import CorruptError
+from glassengine.errors import BackendError, CorruptError, UsageError
 from glassengine.executable.profile import tensorboard as profile_events
 from glassengine.executable.profile.trace import Span, annotate, kind_of, nest, summarize
 from glassengine.executable.run import observers
@@ -56,13 +56,13 @@ def test_modules_executions_steps_and_the_users_spans_are_named_and_nested(tmp_p
     model, x = Block(), torch.randn(2, 8)
     executable = Executable("double/main", lambda inputs: {"y": inputs["x"] * 2})
 
-    @glass.Trace("decorated")
+    @glass.profiler.Trace("decorated")
     def decorated() -> None:
         executable.run({"x": x})
 
-    with glass.profile(tmp_path) as taken:
+    with glass.profiler.profile(tmp_path) as taken:
         for _ in range(3):
-            with glass.Trace("forward"):
+            with glass.profiler.Trace("forward"):
                 model(x)
             decorated()
             spans.step_ended()
@@ -123,9 +123,9 @@ def test_compilations_transfers_executions_and_snapshots_are_nested_and_named(tm
     torch.compiler.reset()
     model = torch.compile(Root(), backend="glass", options={"backend": "eager"})
     policy = {"on": ("every", "nonfinite"), "keep_inputs": "host"}
-    with glass.profile(tmp_path / "profiles") as taken, glass.snapshots(tmp_path / "snapshots", **policy):
+    with glass.profiler.profile(tmp_path / "profiles") as taken, glass.snapshots.take(tmp_path / "snapshots", **policy):
         for _ in range(2):
-            with glass.Trace("loss"):
+            with glass.profiler.Trace("loss"):
                 loss = model(torch.randn(2, 8)).sum()
             loss.backward()
     found = nested(trace_of(taken))
@@ -154,13 +154,13 @@ def test_an_execution_that_ends_otherwise_ends_its_span(tmp_path: Path) -> None:
 
     broken, whole = Executable("broken", run), Executable("whole", lambda inputs: {"y": inputs["x"].log()})
     zero = {"x": torch.zeros(2)}
-    with glass.snapshots(tmp_path / "bad", on="nonfinite"), glass.profile(tmp_path / "profiles") as taken:
-        for error in (KeyboardInterrupt, glass.BackendError):
+    with glass.snapshots.take(tmp_path / "bad", on="nonfinite"), glass.profiler.profile(tmp_path / "profiles") as taken:
+        for error in (KeyboardInterrupt, BackendError):
             with pytest.raises(error):
                 broken.run(zero)
-        with pytest.raises(glass.NonFiniteError):
+        with pytest.raises(glass.snapshots.NonFiniteError):
             whole.run(zero)
-        with glass.Trace("after"):
+        with glass.profiler.Trace("after"):
             torch.ones(2).sum()
     chains = [chain for chain in nested(trace_of(taken)) if not chain[-1].startswith("snapshot")]
     assert chains == [("execute broken",), ("execute broken",), ("execute whole",), ("trace after",)]
@@ -175,20 +175,20 @@ def test_copies_of_an_accelerator_are_transfers() -> None:
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     model, x = Block(), torch.randn(2, 8)
-    with pytest.raises(KeyError), glass.profile(tmp_path):
+    with pytest.raises(KeyError), glass.profiler.profile(tmp_path):
         model(x)
         raise KeyError("of the user")
     assert (tmp_path / "profile-000001" / "profile.json").is_file(), "what was taken so far is kept"
     assert not observers.observers() and not spans.is_recording()
     assert not nn.modules.module._has_any_global_hook()
-    with glass.profile(tmp_path) as second:
+    with glass.profiler.profile(tmp_path) as second:
         model(x)
     assert second.directory.name == "profile-000002"
 
 
 def test_a_module_that_raises_ends_its_spans(tmp_path: Path) -> None:
     model = Block()
-    with glass.profile(tmp_path) as taken:
+    with glass.profiler.profile(tmp_path) as taken:
         with pytest.raises(RuntimeError):
             model(torch.randn(2, 7))
         model(torch.randn(2, 8))
@@ -196,13 +196,17 @@ def test_a_module_that_raises_ends_its_spans(tmp_path: Path) -> None:
 
 
 def test_two_at_once_are_refused(tmp_path: Path) -> None:
-    with glass.profile(tmp_path), pytest.raises(glass.UsageError, match="another profile"), glass.profile(tmp_path):
+    with (
+        glass.profiler.profile(tmp_path),
+        pytest.raises(UsageError, match="another profile"),
+        glass.profiler.profile(tmp_path),
+    ):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["profile-000001"]
 
 
 def test_it_ends_after_the_steps_that_were_asked_for(tmp_path: Path) -> None:
-    with glass.profile(tmp_path, steps=2) as taken:
+    with glass.profiler.profile(tmp_path, steps=2) as taken:
         for _ in range(5):
             torch.ones(2).sum()
             spans.step_ended()
@@ -211,7 +215,7 @@ def test_it_ends_after_the_steps_that_were_asked_for(tmp_path: Path) -> None:
 
 def test_other_threads_are_in_it(tmp_path: Path) -> None:
     model, x = Block(), torch.randn(2, 8)
-    with glass.profile(tmp_path) as taken:
+    with glass.profiler.profile(tmp_path) as taken:
         thread = threading.Thread(target=lambda: model(x))
         thread.start()
         thread.join()
@@ -229,7 +233,7 @@ def test_compiled_code_is_not_compiled_again(tmp_path: Path) -> None:
     model, x = torch.compile(Block(), backend=count), torch.randn(2, 8)
     with torch.no_grad():
         before = model(x)
-        with glass.profile(tmp_path):
+        with glass.profiler.profile(tmp_path):
             assert torch.equal(model(x), before)
         model(x)
     assert len(compiled) == 1
@@ -237,7 +241,7 @@ def test_compiled_code_is_not_compiled_again(tmp_path: Path) -> None:
 
 def test_ranks_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
-    with glass.profile(tmp_path) as taken:
+    with glass.profiler.profile(tmp_path) as taken:
         torch.ones(2).sum()
     assert taken.directory == tmp_path / "rank3" / "profile-000001"
     assert (taken.directory / "rank3.pt.trace.json.gz").is_file()
@@ -245,17 +249,17 @@ def test_ranks_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_directory_that_cannot_be_written_is_said_before_anything_runs(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(glass.UsageError, match="cannot be written"), glass.profile(tmp_path / "file"):
+    with pytest.raises(UsageError, match="cannot be written"), glass.profiler.profile(tmp_path / "file"):
         raise AssertionError
     assert not spans.is_recording()
-    with glass.profile(tmp_path / "other"):  # the lock was given back
+    with glass.profiler.profile(tmp_path / "other"):  # the lock was given back
         pass
 
 
 def test_tensorboard_reads_the_steps(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with glass.profile(tmp_path) as taken:
+    with glass.profiler.profile(tmp_path) as taken:
         for _ in range(3):
             torch.ones(2).sum()
             spans.step_ended()
@@ -281,7 +285,7 @@ if __name__ == "__main__":
 
 
 def test_the_plugin_of_tensorboard_reads_the_trace(tmp_path: Path) -> None:
-    with glass.profile(tmp_path) as taken:
+    with glass.profiler.profile(tmp_path) as taken:
         for _ in range(3):
             Block()(torch.randn(2, 8))
             spans.step_ended()
@@ -332,7 +336,7 @@ def memory() -> int:
 def test_s5_a_child_forked_meanwhile_takes_no_profile(tmp_path: Path) -> None:
     """It went on recording for as long as it lived: 180 MB in 200 000 operations."""
     x = torch.ones(8)
-    with glass.profile(tmp_path / "parent") as taken:
+    with glass.profiler.profile(tmp_path / "parent") as taken:
         x.sum()
         child = os.fork()
         if child == 0:
@@ -343,9 +347,9 @@ def test_s5_a_child_forked_meanwhile_takes_no_profile(tmp_path: Path) -> None:
             wrong |= 2 * spans.is_recording()
             taken.stop()
             wrong |= 4 * (taken.directory / "profile.json").exists()
-            with glass.profile(tmp_path / "child") as own:  # one of its own is its own
+            with glass.profiler.profile(tmp_path / "child") as own:  # one of its own is its own
                 x.sum()
-            wrong |= 8 * ("aten::sum" not in glass.read_profiles(own.directory)[0].data["flame"])
+            wrong |= 8 * ("aten::sum" not in glass.profiler.read(own.directory)[0].data["flame"])
             os._exit(wrong)
         _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
@@ -353,30 +357,30 @@ def test_s5_a_child_forked_meanwhile_takes_no_profile(tmp_path: Path) -> None:
 
 
 def test_s13_a_profile_is_what_was_written(tmp_path: Path) -> None:
-    with glass.profile(tmp_path) as taken:
+    with glass.profiler.profile(tmp_path) as taken:
         torch.ones(2).sum()
     found = summary_of(taken)
-    assert glass.read_profiles(tmp_path)[0].data == {key: found[key] for key in found if key != "checksum"}
+    assert glass.profiler.read(tmp_path)[0].data == {key: found[key] for key in found if key != "checksum"}
     # Another layout says the same; another number does not.
     path = taken.directory / "profile.json"
     path.write_text(json.dumps(found, indent=3, sort_keys=True))
-    glass.read_profiles(tmp_path)
+    glass.profiler.read(tmp_path)
     path.write_text(json.dumps({**found, "wall_us": found["wall_us"] + 1}))
     with pytest.raises(CorruptError, match="not what was written"):
-        glass.read_profiles(tmp_path)
+        glass.profiler.read(tmp_path)
     # Profiles of the first version have no checksum.
     del found["checksum"]
     path.write_text(json.dumps(found))
     with pytest.raises(CorruptError, match="not what was written"):
-        glass.read_profiles(tmp_path)
+        glass.profiler.read(tmp_path)
     path.write_text(json.dumps({**found, "schema_version": 1}))
-    assert glass.read_profiles(tmp_path)[0].data["wall_us"] == found["wall_us"]
+    assert glass.profiler.read(tmp_path)[0].data["wall_us"] == found["wall_us"]
 
 
 @pytest.mark.parametrize("jump_s", [-7200.0, 0.2, 1e7])
 def test_a_clock_that_is_set_meanwhile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump_s: float) -> None:
     real = time.time
-    with pytest.raises(glass.UsageError, match="clock of this machine was set"), glass.profile(tmp_path):
+    with pytest.raises(UsageError, match="clock of this machine was set"), glass.profiler.profile(tmp_path):
         torch.ones(2).sum()
         monkeypatch.setattr(time, "time", lambda: real() + jump_s)
     assert not [path for path in tmp_path.rglob("*") if not path.is_dir()]
@@ -391,7 +395,7 @@ def test_s10_a_trace_that_torch_could_not_write_is_no_bug(
             Path(path).write_text(text)
 
     monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", cut)
-    with pytest.raises(glass.UsageError, match="cannot write its trace"), glass.profile(tmp_path):
+    with pytest.raises(UsageError, match="cannot write its trace"), glass.profiler.profile(tmp_path):
         torch.ones(2).sum()
     assert not [path for path in tmp_path.rglob("*") if not path.is_dir()]
 
@@ -403,7 +407,7 @@ def test_scalars_that_cannot_be_written_do_not_end_a_profile(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(profile_events, "write", full)
-    with glass.profile(tmp_path):
+    with glass.profiler.profile(tmp_path):
         torch.ones(2).sum()
-    assert glass.read_profiles(tmp_path)[0].data["wall_us"] > 0
+    assert glass.profiler.read(tmp_path)[0].data["wall_us"] > 0
     assert "no scalars for TensorBoard: No space left" in caplog.text

@@ -19,6 +19,7 @@ import torch
 
 import glassengine as glass
 from glassengine import spans
+from glassengine.errors import UsageError
 from glassengine.executable.profile import taker as profile_taker
 from glassengine.executable.profile.server import ProfileServer
 from glassengine.executable.profile.taker import MAX_S, MAX_STEPS
@@ -38,7 +39,7 @@ def wait_for(done: Callable[[], object], seconds: float = 20.0) -> None:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ProfileServer]:
-    server = glass.start_server(0, directory=tmp_path / "profiles")
+    server = glass.profiler.start_server(0, directory=tmp_path / "profiles")
     yield server
     server.stop()
 
@@ -63,9 +64,9 @@ def training() -> Iterator[None]:
 @pytest.mark.usefixtures("training")
 def test_over_loopback(server: ProfileServer) -> None:
     for number in (1, 2):
-        answer = glass.request_profile(f"localhost:{server.port}", steps=3)
+        answer = glass.profiler.request(f"localhost:{server.port}", steps=3)
         assert answer["complete"] and answer["num_steps"] >= 3
-        found, earlier = glass.read_profiles(answer["directory"])
+        found, earlier = glass.profiler.read(answer["directory"])
         assert found.directory == server.directory / f"profile-{number:06d}"
         assert (earlier is None) == (number == 1)
         assert len(found.data["steps_us"]) == answer["num_steps"]
@@ -76,12 +77,12 @@ def test_over_loopback(server: ProfileServer) -> None:
 def test_a_program_and_a_client_in_other_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer named a directory of the program, as seen from there."""
     monkeypatch.chdir(tmp_path)
-    server = glass.start_server(0, directory="profiles")
+    server = glass.profiler.start_server(0, directory="profiles")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    answer = glass.request_profile(f"localhost:{server.port}")
+    answer = glass.profiler.request(f"localhost:{server.port}")
     server.stop()
-    assert glass.read_profiles(answer["directory"])[0].directory == tmp_path / "profiles" / "profile-000001"
+    assert glass.profiler.read(answer["directory"])[0].directory == tmp_path / "profiles" / "profile-000001"
 
 
 @pytest.mark.usefixtures("training")
@@ -91,12 +92,12 @@ def test_by_a_file(server: ProfileServer) -> None:
     while not list(server.directory.glob("profile-*/profile.json")):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    found, _ = glass.read_profiles(server.directory)
+    found, _ = glass.profiler.read(server.directory)
     assert found.data["num_steps"] >= 4 and not (server.directory / "capture").exists()
 
 
 def test_a_program_that_ends_no_step_is_said(server: ProfileServer) -> None:
-    answer = glass.request_profile(f"localhost:{server.port}", steps=3, timeout_s=0.2)
+    answer = glass.profiler.request(f"localhost:{server.port}", steps=3, timeout_s=0.2)
     assert not answer["complete"] and answer["num_steps"] == 0
 
 
@@ -161,13 +162,13 @@ def test_s5_a_long_capture_is_ended_by_a_client_that_leaves(server: ProfileServe
         assert status == 409 and "another profile" in answer["error"]
     wait_for(lambda: not spans.is_recording())
     wait_for(lambda: not server.cancel())
-    assert glass.request_profile(f"localhost:{server.port}")["complete"]
+    assert glass.profiler.request(f"localhost:{server.port}")["complete"]
 
 
 def test_s5_a_long_capture_is_ended_by_a_request(server: ProfileServer) -> None:
     answers: list[dict[str, Any]] = []
     asking = threading.Thread(
-        target=lambda: answers.append(glass.request_profile(f"localhost:{server.port}", steps=50))
+        target=lambda: answers.append(glass.profiler.request(f"localhost:{server.port}", steps=50))
     )
     asking.start()
     wait_for(spans.is_recording)
@@ -236,7 +237,7 @@ def test_s5_a_program_that_profiles_itself_is_left_alone(server: ProfileServer) 
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as own:
         torch.ones(4).sum()
         status, answer = ask(server, '{"timeout_s": 0.1}')
-        glass.start_server(0, directory=server.directory / "second").stop()
+        glass.profiler.start_server(0, directory=server.directory / "second").stop()
     assert status == 409 and "torch.profiler itself" in answer["error"]
     assert any(event.name == "aten::sum" for event in own.events())
     assert ask(server, '{"timeout_s": 0.1}')[0] == 200
@@ -282,7 +283,7 @@ def test_s5_a_forked_worker_holds_neither_port_nor_token(server: ProfileServer, 
         wait_for(lambda: not mine & links())
         assert ask(server, '{"timeout_s": 0}')[0] == 200, "the parent answers"
         server.stop()
-        glass.start_server(server.port, directory=tmp_path / "again").stop()  # the port is free
+        glass.profiler.start_server(server.port, directory=tmp_path / "again").stop()  # the port is free
     finally:
         os.close(tell)
         _, status = os.waitpid(child, 0)
@@ -293,7 +294,7 @@ def test_s5_nothing_is_left_of_a_server_that_stopped(tmp_path: Path) -> None:
     before = {thread.ident for thread in threading.enumerate()}
     files = len(list(Path("/proc/self/fd").iterdir())) if Path("/proc/self/fd").is_dir() else None
     for _ in range(3):
-        server = glass.start_server(0, directory=tmp_path)
+        server = glass.profiler.start_server(0, directory=tmp_path)
         assert ask(server, '{"timeout_s": 0}')[0] == 200
         server.stop()
         assert not server.token_file.exists()
@@ -308,13 +309,13 @@ import torch
 import glassengine as glass
 from pathlib import Path
 
-server = glass.start_server(0, directory=sys.argv[1])
+server = glass.profiler.start_server(0, directory=sys.argv[1])
 Path(sys.argv[1], "capture").write_text("1000")
 while not list(server.directory.glob("profile-*")):
     time.sleep(0.05)
 for _ in range(5):
     torch.ones(8).sum()
-    glass.mark_step()
+    glass.compat.mark_step()
     time.sleep(0.05)
 """
 
@@ -323,32 +324,32 @@ def test_a_process_that_ends_first_leaves_what_was_taken(tmp_path: Path) -> None
     command = [sys.executable, "-c", ENDING, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
-    found, _ = glass.read_profiles(tmp_path)
+    found, _ = glass.profiler.read(tmp_path)
     assert 1 <= found.data["num_steps"] <= 5
 
 
 def test_a_request_while_a_profile_is_taken_is_refused(server: ProfileServer, tmp_path: Path) -> None:
-    with glass.profile(tmp_path / "other"), pytest.raises(glass.UsageError, match="another profile"):
-        glass.request_profile(f"localhost:{server.port}")
+    with glass.profiler.profile(tmp_path / "other"), pytest.raises(UsageError, match="another profile"):
+        glass.profiler.request(f"localhost:{server.port}")
 
 
 def test_the_port_is_taken(server: ProfileServer, tmp_path: Path) -> None:
-    with pytest.raises(glass.UsageError, match=f"port {server.port}"):
-        glass.start_server(server.port, directory=tmp_path)
+    with pytest.raises(UsageError, match=f"port {server.port}"):
+        glass.profiler.start_server(server.port, directory=tmp_path)
 
 
 @pytest.mark.parametrize("port", [-1, 65536, 1 << 40])
 def test_no_port_at_all(port: int, tmp_path: Path) -> None:
-    with pytest.raises(glass.UsageError, match="cannot listen"):
-        glass.start_server(port, directory=tmp_path)
+    with pytest.raises(UsageError, match="cannot listen"):
+        glass.profiler.start_server(port, directory=tmp_path)
 
 
 def test_it_lives_without_being_kept(tmp_path: Path) -> None:
-    port = glass.start_server(0, directory=tmp_path).port
+    port = glass.profiler.start_server(0, directory=tmp_path).port
     import gc
 
     gc.collect()
-    assert glass.request_profile(f"localhost:{port}", timeout_s=0)["ended"] == "time"
+    assert glass.profiler.request(f"localhost:{port}", timeout_s=0)["ended"] == "time"
 
 
 @pytest.mark.parametrize(
@@ -356,12 +357,12 @@ def test_it_lives_without_being_kept(tmp_path: Path) -> None:
     ["localhost", "example.com:9012", "localhost:x", "", "localhost:0", "localhost:99999", "127.0.0.1:1/x"],
 )
 def test_only_loopback_is_asked(address: str) -> None:
-    with pytest.raises(glass.UsageError, match="not the address"):
-        glass.request_profile(address)
+    with pytest.raises(UsageError, match="not the address"):
+        glass.profiler.request(address)
 
 
 def test_no_server(tmp_path: Path) -> None:
-    server = glass.start_server(0, directory=tmp_path)
+    server = glass.profiler.start_server(0, directory=tmp_path)
     server.stop()
-    with pytest.raises(glass.UsageError, match=f"no program of this user has a profile server on port {server.port}"):
-        glass.request_profile(f"localhost:{server.port}")
+    with pytest.raises(UsageError, match=f"no program of this user has a profile server on port {server.port}"):
+        glass.profiler.request(f"localhost:{server.port}")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-import glassengine as glass
+from glassengine.errors import CorruptError, UsageError
 from glassengine.executable.cache.store import Store
 from glassengine.executable.profile.token import Entry, TokenFile, new_token, running, token_of, write
 
@@ -52,7 +52,7 @@ def test_s5_a_client_of_the_same_user_finds_it(cache: Path) -> None:
     token, file = written()
     assert file.path.is_relative_to(cache) and token_of(9012, None) == token
     assert [entry.port for entry in running()] == [9012]
-    with pytest.raises(glass.UsageError, match=r"(?s)on port 9013.*localhost:9012"):
+    with pytest.raises(UsageError, match=r"(?s)on port 9013.*localhost:9012"):
         token_of(9013, None)
     file.remove()
     assert not running()
@@ -86,7 +86,7 @@ def test_s5_a_cache_that_cannot_be_written_has_a_second_place(cache: Path, tmp_p
     file.remove()
     (tmp_path / "temporary" / file.path.parts[-3]).rename(tmp_path / "away")
     (tmp_path / "temporary" / file.path.parts[-3]).write_text("another file")
-    with pytest.raises(glass.UsageError, match="has no place that only its user can read"):
+    with pytest.raises(UsageError, match="has no place that only its user can read"):
         written()
 
 
@@ -94,13 +94,13 @@ def test_s5_a_cache_that_cannot_be_written_has_a_second_place(cache: Path, tmp_p
 def test_s5_a_place_of_another_user_is_refused(cache: Path, tmp_path: Path) -> None:
     _, file = written()
     os.chown(file.path.parent, 65534, 65534)
-    with pytest.raises(glass.UsageError, match="belongs to another user"):
+    with pytest.raises(UsageError, match="belongs to another user"):
         token_of(9012, None)
     _, elsewhere = written()
     assert not elsewhere.path.is_relative_to(cache)
     os.chown(file.path.parent, 0, 0)
     os.chown(file.path, 65534, 65534)
-    with pytest.raises(glass.UsageError, match="belongs to another user"):
+    with pytest.raises(UsageError, match="belongs to another user"):
         token_of(9012, None)
     assert not running() or running()[0].port == 9012
     file.remove()
@@ -134,7 +134,7 @@ def test_s5_another_user_cannot_read_it() -> None:
 def test_s5_a_file_that_others_can_read_is_not_used(mode: int, tmp_path: Path) -> None:
     _, file = written(path=tmp_path / "token")
     file.path.chmod(mode)
-    with pytest.raises(glass.UsageError, match="others can read or write"):
+    with pytest.raises(UsageError, match="others can read or write"):
         token_of(9012, file.path)
     file.path.chmod(0o400)
     token_of(9012, file.path)
@@ -161,14 +161,14 @@ def test_s5_a_damaged_file_is_an_error(text: str, tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text(text)
     path.chmod(0o600)
-    with pytest.raises(glass.CorruptError):
+    with pytest.raises(CorruptError):
         token_of(9012, path)
 
 
 def test_s5_what_is_no_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     for path in (tmp_path / "pipe", tmp_path, tmp_path / "none", Path("/dev/zero")):
-        with pytest.raises(glass.UsageError):
+        with pytest.raises(UsageError):
             token_of(9012, path)
 
 
@@ -177,7 +177,7 @@ def test_s5_a_link_in_its_place_is_not_followed(tmp_path: Path) -> None:
     _, usual = written()
     usual.path.unlink()
     usual.path.symlink_to(file.path)
-    with pytest.raises(glass.CorruptError):
+    with pytest.raises(CorruptError):
         token_of(9012, None)
     assert token_of(9012, usual.path) == token, "one that the user named may be a link"
     usual.remove()

@@ -49,7 +49,7 @@ def test_the_variables_of_2_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, e
     executable.run([X])
     found = names(tmp_path / "dump")
     assert [name[-6:] for name in found] == ["000001", "000002"]
-    snapshot = glass.Snapshot.open(tmp_path / "dump" / found[0])
+    snapshot = glass.snapshots.Snapshot.open(tmp_path / "dump" / found[0])
     assert torch.equal(snapshot.input("x"), X) and snapshot.outputs is None
 
 
@@ -100,10 +100,10 @@ def test_on_nrt_error_takes_one_and_stops(
     assert (policy.on, policy.keep_inputs) == ({"nonfinite", "error"}, kept)
     executable.run([X])
     assert names(tmp_path / "dump") == []
-    with pytest.raises(glass.NonFiniteError, match=r"aten.sqrt.default"):
+    with pytest.raises(glass.snapshots.NonFiniteError, match=r"aten.sqrt.default"):
         executable.run([-X])
     (name,) = names(tmp_path / "dump")
-    assert math.isnan(float(glass.Snapshot.open(tmp_path / "dump" / name).output("output[0]")[0]))
+    assert math.isnan(float(glass.snapshots.Snapshot.open(tmp_path / "dump" / name).output("output[0]")[0]))
 
 
 @pytest.mark.parametrize(

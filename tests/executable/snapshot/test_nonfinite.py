@@ -27,11 +27,11 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.flatten().view(torch.uint8)
 
 
-def stopped(executable: Executable, *arguments: Any, directory: Path, **options: Any) -> glass.NonFiniteError:
+def stopped(executable: Executable, *arguments: Any, directory: Path, **options: Any) -> glass.snapshots.NonFiniteError:
     """Run once, armed, and return the error."""
     with (
-        glass.snapshots(directory, on=WRONG, **options) as snapshots,
-        pytest.raises(glass.NonFiniteError) as caught,
+        glass.snapshots.take(directory, on=WRONG, **options) as snapshots,
+        pytest.raises(glass.snapshots.NonFiniteError) as caught,
     ):
         executable.run(list(arguments))
     assert [caught.value.snapshot] == list(snapshots.written)
@@ -39,7 +39,7 @@ def stopped(executable: Executable, *arguments: Any, directory: Path, **options:
 
 
 def passed(executable: Executable, *arguments: Any, directory: Path) -> None:
-    with glass.snapshots(directory, on=WRONG) as snapshots:
+    with glass.snapshots.take(directory, on=WRONG) as snapshots:
         for _ in range(2):
             executable.run(list(arguments))
     assert snapshots.written == ()
@@ -91,7 +91,7 @@ def test_the_op_that_made_it_is_named(tmp_path: Path, make_executable: MakeExecu
     assert (error.origin.num_elements, error.origin.total_elements) == (3, 6)
     assert "execution 0 of 'tiny/main'" in str(error) and "NaN in output[0]" in str(error)
     assert f"glass replay {error.snapshot} --first-nonfinite" in str(error)
-    snapshot = glass.Snapshot.open(error.snapshot or "")
+    snapshot = glass.snapshots.Snapshot.open(error.snapshot or "")
     assert (snapshot.reason, snapshot.origin) == ("nonfinite", error.origin)
     # Both sides of the execution are there.
     assert torch.equal(snapshot.input("x"), X)
@@ -150,9 +150,9 @@ def test_minus_infinity_in_a_weight_or_gradient_is_no_mask(
 def test_nan_is_never_legal(tmp_path: Path, make_executable: MakeExecutable) -> None:
     # A row that is masked from end to end: the classic.
     executable = make_executable(lambda x, m: (softmax(x + m, -1), m * 1), x=torch.ones(3, 3), m=CAUSAL)
-    with glass.snapshots(tmp_path, on="nonfinite"):
+    with glass.snapshots.take(tmp_path, on="nonfinite"):
         executable.run([torch.ones(3, 3), CAUSAL])
-        with pytest.raises(glass.NonFiniteError) as caught:
+        with pytest.raises(glass.snapshots.NonFiniteError) as caught:
             executable.run([torch.ones(3, 3), torch.full((3, 3), -math.inf)])
     assert caught.value.origin is not None and caught.value.origin.op == "aten._softmax.default"
 
@@ -214,7 +214,7 @@ def test_an_input_that_the_graph_writes_to_is_looked_at(tmp_path: Path, make_exe
     error = stopped(executable, X, X.clone(), directory=tmp_path)
     assert error.origin is not None and error.origin.op == "aten.sqrt.default"
     assert "NaN in total" in str(error)
-    assert torch.equal(glass.Snapshot.open(error.snapshot or "").input("total"), X)
+    assert torch.equal(glass.snapshots.Snapshot.open(error.snapshot or "").input("total"), X)
 
 
 @pytest.mark.parametrize("keep_inputs", ["reference", "device", "host"])
@@ -227,15 +227,15 @@ def test_inputs_outlast_a_run_that_overwrites_them(
 
     executable = make_executable(function, x=X, total=X.clone())
     base = torch.zeros(2, 3)
-    with glass.snapshots(tmp_path, on="nonfinite", keep_inputs=keep_inputs) as snapshots:
+    with glass.snapshots.take(tmp_path, on="nonfinite", keep_inputs=keep_inputs) as snapshots:
         for _ in range(3):
             executable.run([X, base])
         expected = base.clone()
-        with pytest.raises(glass.NonFiniteError):
+        with pytest.raises(glass.snapshots.NonFiniteError):
             executable.run([-10 * X, base])
     (path,) = snapshots.written
-    assert torch.equal(glass.Snapshot.open(path).input("total"), expected)
-    assert torch.equal(glass.Snapshot.open(path).input("x"), -10 * X)
+    assert torch.equal(glass.snapshots.Snapshot.open(path).input("total"), expected)
+    assert torch.equal(glass.snapshots.Snapshot.open(path).input("x"), -10 * X)
 
 
 @pytest.mark.parametrize(("keep_inputs", "samples"), [("reference", 0), ("device", 0), ("host", 3)])
@@ -243,11 +243,11 @@ def test_what_is_brought_to_the_host_is_measured(
     tmp_path: Path, make_executable: MakeExecutable, keep_inputs: Any, samples: int
 ) -> None:
     executable = make_executable(lambda x, y: (x + y,), x=X, y=X)
-    glass.reset_metrics()
-    with glass.snapshots(tmp_path, on="nonfinite", keep_inputs=keep_inputs):
+    glass.metrics.reset()
+    with glass.snapshots.take(tmp_path, on="nonfinite", keep_inputs=keep_inputs):
         for _ in range(3):
             executable.run([X, X])
-    found = {metric.name: metric for metric in glass.metrics().metrics}
+    found = {metric.name: metric for metric in glass.metrics.current().metrics}
     assert ("TransferFromDeviceTime" in found) == ("InboundData" in found) == (samples > 0)
     if samples:
         assert found["TransferFromDeviceTime"].total_samples == samples
@@ -261,16 +261,16 @@ def test_a_view_of_what_is_overwritten_is_kept_as_well(tmp_path: Path, make_exec
 
     executable = make_executable(function, row=X[0], total=X)
     total = -3 * X
-    with glass.snapshots(tmp_path, on="nonfinite") as snapshots, pytest.raises(glass.NonFiniteError):
+    with glass.snapshots.take(tmp_path, on="nonfinite") as snapshots, pytest.raises(glass.snapshots.NonFiniteError):
         executable.run([total[0], total])
-    assert torch.equal(glass.Snapshot.open(snapshots.written[0]).input("row"), -3 * X[0])
+    assert torch.equal(glass.snapshots.Snapshot.open(snapshots.written[0]).input("row"), -3 * X[0])
 
 
 def test_one_snapshot_and_an_error_each_time(tmp_path: Path, make_executable: MakeExecutable) -> None:
     executable = make_executable(lambda x: (torch.sqrt(x),), x=X)
-    with glass.snapshots(tmp_path / "a b", on=WRONG) as snapshots:
+    with glass.snapshots.take(tmp_path / "a b", on=WRONG) as snapshots:
         for execution in range(3):
-            with pytest.raises(glass.NonFiniteError, match=f"execution {execution} of") as caught:
+            with pytest.raises(glass.snapshots.NonFiniteError, match=f"execution {execution} of") as caught:
                 executable.run([-X])
             assert caught.value.snapshot == snapshots.written[0]
             assert f"glass replay '{snapshots.written[0]}' --first-nonfinite" in str(caught.value)
@@ -281,12 +281,12 @@ def test_with_every_execution_taken_the_one_that_goes_wrong_is_taken_once(
     tmp_path: Path, make_executable: MakeExecutable
 ) -> None:
     executable = make_executable(lambda x: (torch.sqrt(x),), x=X)
-    with glass.snapshots(tmp_path, on=("every", *WRONG)) as snapshots:
+    with glass.snapshots.take(tmp_path, on=("every", *WRONG)) as snapshots:
         executable.run([X])
-        with pytest.raises(glass.NonFiniteError) as caught:
+        with pytest.raises(glass.snapshots.NonFiniteError) as caught:
             executable.run([-X])
     assert len(snapshots.written) == 2 and caught.value.snapshot == snapshots.written[1]
-    first, second = map(glass.Snapshot.open, snapshots.written)
+    first, second = map(glass.snapshots.Snapshot.open, snapshots.written)
     assert (first.reason, first.outputs) == ("every", None)
     assert second.reason == "nonfinite" and second.origin == caught.value.origin
     assert bool(second.output("output[0]").isnan().all())
@@ -300,11 +300,14 @@ def test_an_error_leaves_a_snapshot_and_stays_what_it_is(
         raise RuntimeError("segment of the third kind")
 
     executable = make_executable(lambda x: (x,), function=fail, x=X)
-    with glass.snapshots(tmp_path, on="error") as snapshots, pytest.raises(RuntimeError, match="third kind") as caught:
+    with (
+        glass.snapshots.take(tmp_path, on="error") as snapshots,
+        pytest.raises(RuntimeError, match="third kind") as caught,
+    ):
         executable.run([X])
     (path,) = snapshots.written
     assert f"snapshot: {path}" in caught.value.__notes__ and str(path) in caplog.text
-    snapshot = glass.Snapshot.open(path)
+    snapshot = glass.snapshots.Snapshot.open(path)
     assert torch.equal(snapshot.input("x"), X)
     assert snapshot.reason == "error" and "segment of the third kind" in snapshot.meta["error"]
 
@@ -314,7 +317,7 @@ def test_an_interruption_is_no_error(make_executable: MakeExecutable, tmp_path: 
         raise KeyboardInterrupt
 
     executable = make_executable(lambda x: (x * 2,), function=interrupted, x=X)
-    with glass.snapshots(tmp_path, on=WRONG) as snapshots, pytest.raises(KeyboardInterrupt):
+    with glass.snapshots.take(tmp_path, on=WRONG) as snapshots, pytest.raises(KeyboardInterrupt):
         executable.run([X])
     assert snapshots.written == () and list(tmp_path.iterdir()) == []
 
@@ -324,9 +327,9 @@ def test_an_error_of_an_engine_leaves_a_snapshot(tmp_path: Path) -> None:
         raise RuntimeError("third kind")
 
     executable = Executable("tiny/main", fail)
-    with glass.snapshots(tmp_path, on="error") as snapshots, pytest.raises(BackendError):
+    with glass.snapshots.take(tmp_path, on="error") as snapshots, pytest.raises(BackendError):
         executable.run({"x": X})
-    assert torch.equal(glass.Snapshot.open(snapshots.written[0]).input("x"), X)
+    assert torch.equal(glass.snapshots.Snapshot.open(snapshots.written[0]).input("x"), X)
 
 
 def test_a_snapshot_that_cannot_be_written_does_not_hide_the_nan(
@@ -334,7 +337,10 @@ def test_a_snapshot_that_cannot_be_written_does_not_hide_the_nan(
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     executable = make_executable(lambda x: (torch.sqrt(x),), x=X)
-    with glass.snapshots(tmp_path / "file", on="nonfinite") as snapshots, pytest.raises(glass.NonFiniteError) as caught:
+    with (
+        glass.snapshots.take(tmp_path / "file", on="nonfinite") as snapshots,
+        pytest.raises(glass.snapshots.NonFiniteError) as caught,
+    ):
         executable.run([-X])
     assert caught.value.snapshot is None and caught.value.origin is not None
     assert "no snapshot could be written" in str(caught.value) and snapshots.left_out.total() == 1
@@ -389,13 +395,13 @@ def test_a_nan_in_step_7_of_training_leaves_one_snapshot_and_the_right_op(
     tmp_path: Path, training: Callable[[str, int | None], list[float]], backend: str
 ) -> None:
     plain = training(backend, None)
-    with glass.snapshots(tmp_path, on=WRONG) as snapshots:
+    with glass.snapshots.take(tmp_path, on=WRONG) as snapshots:
         # Armed, nothing else changes: the same losses, to the bit.
         assert training(backend, None) == plain
-        with pytest.raises(glass.NonFiniteError) as caught:
+        with pytest.raises(glass.snapshots.NonFiniteError) as caught:
             training(backend, 7)
     (path,) = snapshots.written
-    snapshot = glass.Snapshot.open(path)
+    snapshot = glass.snapshots.Snapshot.open(path)
     assert (snapshot.kind, snapshot.execution) == ("forward", 7)
     origin = caught.value.origin
     assert origin is not None and origin == snapshot.origin
@@ -421,9 +427,9 @@ def test_a_nan_of_the_backward_graph_is_found_there(tmp_path: Path) -> None:
     torch.compiler.reset()
     model = Model()
     step = torch.compile(model, backend="glass", options={"backend": "eager"})
-    with glass.snapshots(tmp_path, on=WRONG) as snapshots, pytest.raises(glass.NonFiniteError) as caught:
+    with glass.snapshots.take(tmp_path, on=WRONG) as snapshots, pytest.raises(glass.snapshots.NonFiniteError) as caught:
         step(torch.ones(2, 4)).backward()
-    snapshot = glass.Snapshot.open(snapshots.written[0])
+    snapshot = glass.snapshots.Snapshot.open(snapshots.written[0])
     assert snapshot.kind == "backward"
     assert caught.value.origin is not None
     assert "test_nonfinite.py" in (caught.value.origin.source or "")
@@ -434,12 +440,12 @@ def test_op_by_op_the_op_itself_is_stopped_and_its_snapshot_runs_again(tmp_path:
     options = {"backend": "eager", "mode": "eager_debug"}
     step = torch.compile(lambda x: torch.log(x * 2 - 3).exp(), backend="glass", options=options)
     with (
-        glass.snapshots(tmp_path, on=("every", "nonfinite"), contents="inputs outputs") as snapshots,
-        pytest.raises(glass.NonFiniteError, match=r"execution 0 of 'aten\.log\.default'") as caught,
+        glass.snapshots.take(tmp_path, on=("every", "nonfinite"), contents="inputs outputs") as snapshots,
+        pytest.raises(glass.snapshots.NonFiniteError, match=r"execution 0 of 'aten\.log\.default'") as caught,
     ):
         step(torch.ones(3))
     assert "torch.log(x * 2 - 3)" in str(caught.value)
-    found = [glass.Snapshot.open(path) for path in snapshots.written]
+    found = [glass.snapshots.Snapshot.open(path) for path in snapshots.written]
     assert [snapshot.name for snapshot in found[:2]] == ["aten.mul.Tensor", "aten.sub.Tensor"]
     for snapshot in found[:2]:
         results = torch.utils._pytree.tree_leaves(snapshot.graph.graph_module(*snapshot.arguments()))
@@ -458,7 +464,7 @@ def test_models_with_masks_train_undisturbed(tmp_path: Path) -> None:
     mask[0, :3] = 0
     torch.compiler.reset()
     compiled = torch.compile(model, backend="glass", options={"backend": "eager"})
-    with glass.snapshots(tmp_path, on=WRONG) as snapshots:
+    with glass.snapshots.take(tmp_path, on=WRONG) as snapshots:
         compiled(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
     assert snapshots.written == () and snapshots.left_out.total() == 0
 

@@ -31,21 +31,21 @@ def scale(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (x * w, (x @ w).exp())
 
 
-def taken(directory: Path, executable: Executable, *arguments: Any, **options: Any) -> glass.Snapshot:
+def taken(directory: Path, executable: Executable, *arguments: Any, **options: Any) -> glass.snapshots.Snapshot:
     """Run once and return the snapshot of it."""
-    with glass.snapshots(directory, **{"contents": "inputs outputs", **options}) as snapshots:
+    with glass.snapshots.take(directory, **{"contents": "inputs outputs", **options}) as snapshots:
         executable.run(list(arguments))
     assert snapshots.left_out.total() == 0
-    return glass.Snapshot.open(snapshots.written[-1])
+    return glass.snapshots.Snapshot.open(snapshots.written[-1])
 
 
-def replayed(snapshot: glass.Snapshot) -> tuple[Any, ...]:
+def replayed(snapshot: glass.snapshots.Snapshot) -> tuple[Any, ...]:
     with torch.random.fork_rng(), torch.no_grad():
         torch.set_rng_state(snapshot.rng_states["cpu"])
         return snapshot.graph.graph_module(*snapshot.arguments())
 
 
-def assert_replays(snapshot: glass.Snapshot) -> None:
+def assert_replays(snapshot: glass.snapshots.Snapshot) -> None:
     """The graph on the inputs gives the outputs, bit for bit."""
     results = replayed(snapshot)
     assert len(results) == len(snapshot.output_names) > 0
@@ -55,7 +55,7 @@ def assert_replays(snapshot: glass.Snapshot) -> None:
 
 def test_names_are_those_of_the_document(tmp_path: Path, make_executable: MakeExecutable) -> None:
     executable = make_executable(scale, x=X, w=W)
-    with glass.snapshots(tmp_path) as snapshots:
+    with glass.snapshots.take(tmp_path) as snapshots:
         for _ in range(3):
             executable.run([X, W])
     number = f"{executable.number:06d}"
@@ -69,7 +69,7 @@ def test_names_are_those_of_the_document(tmp_path: Path, make_executable: MakeEx
         "meta.json",
         "rng.safetensors",
     ]
-    assert glass.Snapshot.open(snapshots.written[2]).outputs is None
+    assert glass.snapshots.Snapshot.open(snapshots.written[2]).outputs is None
 
 
 @pytest.mark.parametrize("name", ["../../etc/x", "a" * 4096, "モデル/main", "", "a b\n\0c", "..."])
@@ -142,7 +142,7 @@ def test_plain_values_and_missing_ones_are_told_apart(tmp_path: Path) -> None:
 def test_weights_are_written_once_and_again_when_they_change(tmp_path: Path, make_executable: MakeExecutable) -> None:
     executable = make_executable(scale, {"w": "parameter"}, x=X, w=W)
     w = W.clone()
-    with glass.snapshots(tmp_path) as snapshots:
+    with glass.snapshots.take(tmp_path) as snapshots:
         executable.run([X, w])
         executable.run([X, w])
         w.add_(1)
@@ -153,7 +153,7 @@ def test_weights_are_written_once_and_again_when_they_change(tmp_path: Path, mak
     files = [path / "weights-0.safetensors" for path in snapshots.written]
     inodes = [file.stat().st_ino for file in files]
     assert inodes[0] == inodes[1] and len(set(inodes)) == 3
-    found = [glass.Snapshot.open(path).input("w") for path in snapshots.written]
+    found = [glass.snapshots.Snapshot.open(path).input("w") for path in snapshots.written]
     for value, expected in zip(found, (W, W, W + 1, (W + 1) * 2), strict=True):
         assert torch.equal(value, expected)
     graphs = {(path / "graph.pt2").stat().st_ino for path in snapshots.written}
@@ -167,10 +167,10 @@ def test_two_executables_of_one_graph_keep_their_own_lines(tmp_path: Path, make_
         assert graph is not None
         for node in graph.nodes:
             node.meta["nn_module_stack"] = {"0": (f"layers.{index}", "Layer")}
-    with glass.snapshots(tmp_path) as snapshots:
+    with glass.snapshots.take(tmp_path) as snapshots:
         for executable in executables:
             executable.run([X, W])
-    found = [glass.Snapshot.open(path) for path in snapshots.written]
+    found = [glass.snapshots.Snapshot.open(path) for path in snapshots.written]
     assert found[0].graph_hash == found[1].graph_hash
     for index, snapshot in enumerate(found):
         node = snapshot.graph.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)[0]
@@ -179,11 +179,11 @@ def test_two_executables_of_one_graph_keep_their_own_lines(tmp_path: Path, make_
 
 def test_what_others_deleted_is_written_again(tmp_path: Path, make_executable: MakeExecutable) -> None:
     executable = make_executable(scale, {"w": "parameter"}, x=X, w=W)
-    with glass.snapshots(tmp_path, contents="inputs outputs") as snapshots:
+    with glass.snapshots.take(tmp_path, contents="inputs outputs") as snapshots:
         executable.run([X, W])
         shutil.rmtree(snapshots.written[0])
         executable.run([X, W])
-    assert_replays(glass.Snapshot.open(snapshots.written[1]))
+    assert_replays(glass.snapshots.Snapshot.open(snapshots.written[1]))
 
 
 def test_tied_weights_are_written_once(tmp_path: Path, make_executable: MakeExecutable) -> None:
@@ -200,17 +200,17 @@ def test_an_existing_snapshot_is_never_replaced(tmp_path: Path, make_executable:
     executable.executions.clear()  # as another process with the same names would count
     second = taken(tmp_path, executable, X + 1, W)
     assert second.path.name == f"{first.path.name}-2"
-    assert torch.equal(glass.Snapshot.open(first.path).input("x"), X)
+    assert torch.equal(glass.snapshots.Snapshot.open(first.path).input("x"), X)
     assert torch.equal(second.input("x"), X + 1)
 
 
 def test_a_snapshot_is_there_before_the_run_that_may_kill_the_process(
     tmp_path: Path, make_executable: MakeExecutable
 ) -> None:
-    seen: list[glass.Snapshot] = []
+    seen: list[glass.snapshots.Snapshot] = []
 
     def look(arguments: list[Any]) -> list[Any]:
-        seen.extend(glass.Snapshot.open(path) for path in tmp_path.iterdir())
+        seen.extend(glass.snapshots.Snapshot.open(path) for path in tmp_path.iterdir())
         return [X, X]
 
     snapshot = taken(tmp_path, make_executable(scale, function=look, x=X, w=W), X, W)
@@ -264,7 +264,7 @@ def test_a_packed_snapshot_is_one_file_with_everything(tmp_path: Path, make_exec
     snapshot = taken(tmp_path / "dump", executable, X, W)
     packed = snapshot.pack(tmp_path / "sent.safetensors")
     shutil.rmtree(tmp_path / "dump")
-    found = glass.Snapshot.open(packed)
+    found = glass.snapshots.Snapshot.open(packed)
     assert_replays(found)
     assert found.to_dict() == snapshot.to_dict()
     assert torch.equal(load_file(packed)["weights-0.safetensors/w"], W)
@@ -297,16 +297,16 @@ def test_redaction_of_what_went_wrong_keeps_code_and_texts_back(
 
     executable = make_executable(lambda x: (torch.log(x),), x=X)
     with (
-        glass.snapshots(tmp_path / "nan", on="nonfinite", redact=True) as snapshots,
-        pytest.raises(glass.NonFiniteError),
+        glass.snapshots.take(tmp_path / "nan", on="nonfinite", redact=True) as snapshots,
+        pytest.raises(glass.snapshots.NonFiniteError),
     ):
         executable.run([-X])
-    origin = glass.Snapshot.open(snapshots.written[0]).origin
+    origin = glass.snapshots.Snapshot.open(snapshots.written[0]).origin
     assert origin is not None and (origin.op, origin.source) == ("aten.log.default", None)
     executable.function = fail
-    with glass.snapshots(tmp_path / "error", on="error", redact=True) as snapshots, pytest.raises(ValueError):
+    with glass.snapshots.take(tmp_path / "error", on="error", redact=True) as snapshots, pytest.raises(ValueError):
         executable.run([X])
-    assert glass.Snapshot.open(snapshots.written[0]).meta["error"] == "ValueError"
+    assert glass.snapshots.Snapshot.open(snapshots.written[0]).meta["error"] == "ValueError"
     plain = Executable("plain", lambda arguments: [], ("size", "rate", "text"), ())
     snapshot = taken(tmp_path / "plain", plain, 7, 1234.5678, "secret", redact=True)
     assert snapshot.input("size") == 7
@@ -320,11 +320,11 @@ def test_a_graph_that_cannot_be_read_costs_the_graph_alone(tmp_path: Path) -> No
         raise UsageError("the checkpoint is gone")
 
     executable = Executable("engine", lambda inputs: {"y": inputs["x"]}, graph=missing)
-    with glass.snapshots(tmp_path, on=("every", "nonfinite")) as snapshots:
+    with glass.snapshots.take(tmp_path, on=("every", "nonfinite")) as snapshots:
         executable.run({"x": X})
-        with pytest.raises(glass.NonFiniteError, match="cannot be run node by node"):
+        with pytest.raises(glass.snapshots.NonFiniteError, match="cannot be run node by node"):
             executable.run({"x": X / 0})
-    snapshot = glass.Snapshot.open(snapshots.written[0])
+    snapshot = glass.snapshots.Snapshot.open(snapshots.written[0])
     assert torch.equal(snapshot.input("x"), X)
     with pytest.raises(UsageError, match="the checkpoint is gone"):
         _ = snapshot.graph
@@ -337,22 +337,22 @@ def test_a_graph_that_torch_cannot_write_costs_the_graph_alone(
     graph = executable.captured()
     assert graph is not None
     graph.module.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)[0].target = torch.mul  # planted
-    with glass.snapshots(tmp_path) as snapshots:
+    with glass.snapshots.take(tmp_path) as snapshots:
         executable.run([X, W])
         executable.run([X, W])
     assert caplog.text.count("snapshots of tiny/main hold no graph: torch cannot write it") == 1
-    snapshot = glass.Snapshot.open(snapshots.written[1])
+    snapshot = glass.snapshots.Snapshot.open(snapshots.written[1])
     assert torch.equal(snapshot.input("x"), X)
     with pytest.raises(UsageError, match="torch cannot write it"):
         _ = snapshot.graph
 
 
 @pytest.fixture
-def planted(tmp_path: Path, make_executable: MakeExecutable) -> glass.Snapshot:
+def planted(tmp_path: Path, make_executable: MakeExecutable) -> glass.snapshots.Snapshot:
     return taken(tmp_path, make_executable(scale, {"w": "parameter"}, x=X, w=W), X, W)
 
 
-def edit(snapshot: glass.Snapshot, change: Callable[[dict[str, Any]], Any]) -> None:
+def edit(snapshot: glass.snapshots.Snapshot, change: Callable[[dict[str, Any]], Any]) -> None:
     path = snapshot.path / "meta.json"
     meta = json.loads(path.read_text())
     change(meta)
@@ -372,18 +372,18 @@ def edit(snapshot: glass.Snapshot, change: Callable[[dict[str, Any]], Any]) -> N
     ],
 )
 def test_planted_damage_of_the_description_is_found(
-    planted: glass.Snapshot, change: Callable[[dict[str, Any]], Any], message: str
+    planted: glass.snapshots.Snapshot, change: Callable[[dict[str, Any]], Any], message: str
 ) -> None:
     edit(planted, change)
     with pytest.raises(CorruptError, match=message):
-        glass.Snapshot.open(planted.path)
+        glass.snapshots.Snapshot.open(planted.path)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b"\xff\xfe", b"[]"])
-def test_a_description_that_is_none_is_refused(planted: glass.Snapshot, content: bytes) -> None:
+def test_a_description_that_is_none_is_refused(planted: glass.snapshots.Snapshot, content: bytes) -> None:
     (planted.path / "meta.json").write_bytes(content)
     with pytest.raises(CorruptError, match="the description of the snapshot"):
-        glass.Snapshot.open(planted.path)
+        glass.snapshots.Snapshot.open(planted.path)
 
 
 @pytest.mark.parametrize(
@@ -398,7 +398,7 @@ def test_a_description_that_is_none_is_refused(planted: glass.Snapshot, content:
     ],
 )
 def test_s13_whatever_is_changed_in_the_description_is_found(
-    planted: glass.Snapshot, change: Callable[[dict[str, Any]], Any], tmp_path: Path
+    planted: glass.snapshots.Snapshot, change: Callable[[dict[str, Any]], Any], tmp_path: Path
 ) -> None:
     path = planted.path / "meta.json"
     before = path.read_text()
@@ -406,48 +406,50 @@ def test_s13_whatever_is_changed_in_the_description_is_found(
     change(meta)
     path.write_text(json.dumps(meta))
     with pytest.raises(CorruptError, match="not what was written"):
-        glass.Snapshot.open(planted.path)
+        glass.snapshots.Snapshot.open(planted.path)
     # The counterpart: another layout of the same document is the same description, also packed.
     path.write_text(json.dumps(json.loads(before), indent=7))
-    packed = glass.Snapshot.open(planted.path).pack(tmp_path / "packed.safetensors")
-    assert torch.equal(glass.Snapshot.open(packed).input("x"), X)
+    packed = glass.snapshots.Snapshot.open(planted.path).pack(tmp_path / "packed.safetensors")
+    assert torch.equal(glass.snapshots.Snapshot.open(packed).input("x"), X)
 
 
-def test_snapshots_of_the_first_version_are_read(planted: glass.Snapshot) -> None:
+def test_snapshots_of_the_first_version_are_read(planted: glass.snapshots.Snapshot) -> None:
     path = planted.path / "meta.json"
     meta = json.loads(path.read_text())
     del meta["checksum"]
     path.write_text(json.dumps({**meta, "schema_version": 1, "unknown": {"to": "us"}}))
-    assert torch.equal(glass.Snapshot.open(planted.path).input("x"), X)
+    assert torch.equal(glass.snapshots.Snapshot.open(planted.path).input("x"), X)
 
 
-def test_a_changed_byte_is_found(planted: glass.Snapshot) -> None:
+def test_a_changed_byte_is_found(planted: glass.snapshots.Snapshot) -> None:
     path = planted.path / "inputs.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    found = glass.Snapshot.open(planted.path)
+    found = glass.snapshots.Snapshot.open(planted.path)
     with pytest.raises(CorruptError, match=r"bytes of 'x' are not what was written"):
         found.arguments()
 
 
-def test_another_shape_than_the_file_has_is_found(planted: glass.Snapshot) -> None:
+def test_another_shape_than_the_file_has_is_found(planted: glass.snapshots.Snapshot) -> None:
     edit(planted, lambda meta: meta["inputs"][0].update(shape=[3, 2], stride=[2, 1]))
     with pytest.raises(CorruptError, match=r"not what meta.json says"):
-        glass.Snapshot.open(planted.path).input("x")
+        glass.snapshots.Snapshot.open(planted.path).input("x")
 
 
-def test_a_strides_bomb_takes_no_memory(planted: glass.Snapshot) -> None:
+def test_a_strides_bomb_takes_no_memory(planted: glass.snapshots.Snapshot) -> None:
     edit(planted, lambda meta: meta["inputs"][0].update(stride=[1 << 50, 1]))
-    assert torch.equal(glass.Snapshot.open(planted.path).input("x"), X)
+    assert torch.equal(glass.snapshots.Snapshot.open(planted.path).input("x"), X)
 
 
 @pytest.mark.parametrize("name", ["inputs.safetensors", "graph.pt2"])
-def test_truncated_missing_and_linked_files_are_refused(planted: glass.Snapshot, tmp_path: Path, name: str) -> None:
+def test_truncated_missing_and_linked_files_are_refused(
+    planted: glass.snapshots.Snapshot, tmp_path: Path, name: str
+) -> None:
     path = planted.path / name
 
     def read() -> None:
-        found = glass.Snapshot.open(planted.path)
+        found = glass.snapshots.Snapshot.open(planted.path)
         assert found.graph is not None
         found.arguments()
 
@@ -466,15 +468,15 @@ def test_truncated_missing_and_linked_files_are_refused(planted: glass.Snapshot,
 
 
 def test_a_graph_of_something_else_is_refused(
-    planted: glass.Snapshot, tmp_path: Path, make_executable: MakeExecutable
+    planted: glass.snapshots.Snapshot, tmp_path: Path, make_executable: MakeExecutable
 ) -> None:
     other = taken(tmp_path / "other", make_executable(lambda x: (x + 1,), x=X), X)
     shutil.copyfile(other.path / "graph.pt2", planted.path / "graph.pt2")
     with pytest.raises(CorruptError, match="the bytes of the graph are not what was written"):
-        _ = glass.Snapshot.open(planted.path).graph
+        _ = glass.snapshots.Snapshot.open(planted.path).graph
 
 
-def test_reading_runs_no_code(planted: glass.Snapshot, tmp_path: Path) -> None:
+def test_reading_runs_no_code(planted: glass.snapshots.Snapshot, tmp_path: Path) -> None:
     # Planted: torch's own reader would unpickle what this archive calls example inputs.
     import io
     import pickle
@@ -494,29 +496,31 @@ def test_reading_runs_no_code(planted: glass.Snapshot, tmp_path: Path) -> None:
         for name, content in files.items():
             archive.writestr(name, content)
     with pytest.raises(CorruptError):
-        _ = glass.Snapshot.open(planted.path).graph
+        _ = glass.snapshots.Snapshot.open(planted.path).graph
     assert not (tmp_path / "exploded").exists()
 
 
-def test_what_is_no_snapshot_is_refused_with_a_hint(planted: glass.Snapshot, tmp_path: Path) -> None:
-    assert glass.Snapshot.open(tmp_path).path == planted.path  # the only one there: F24
+def test_what_is_no_snapshot_is_refused_with_a_hint(planted: glass.snapshots.Snapshot, tmp_path: Path) -> None:
+    assert glass.snapshots.Snapshot.open(tmp_path).path == planted.path  # the only one there: F24
     shutil.copytree(planted.path, tmp_path / "a-copy")
     with pytest.raises(UsageError, match=rf"one of its 2 snapshots, such as .*{planted.path.name}"):
-        glass.Snapshot.open(tmp_path)
+        glass.snapshots.Snapshot.open(tmp_path)
     with pytest.raises(UsageError, match="not a snapshot"):
-        glass.Snapshot.open(tmp_path / "nothing")
+        glass.snapshots.Snapshot.open(tmp_path / "nothing")
     with pytest.raises(CorruptError, match="not a packed snapshot"):
-        glass.Snapshot.open(planted.path / "inputs.safetensors")
+        glass.snapshots.Snapshot.open(planted.path / "inputs.safetensors")
     with pytest.raises(UsageError, match="no snapshots"):
-        glass.list_snapshots(planted.path)
+        glass.snapshots.list(planted.path)
 
 
-def test_a_directory_is_listed_with_what_is_damaged_or_unfinished(planted: glass.Snapshot, tmp_path: Path) -> None:
+def test_a_directory_is_listed_with_what_is_damaged_or_unfinished(
+    planted: glass.snapshots.Snapshot, tmp_path: Path
+) -> None:
     shutil.copytree(planted.path, tmp_path / "copy")
     (tmp_path / "copy" / "meta.json").write_text("{")
     (tmp_path / ".x.1-2.partial").mkdir()
     (tmp_path / "unrelated").mkdir()
-    listed = {item.directory: (item.reason, item.contents) for item in glass.list_snapshots(tmp_path)}
+    listed = {item.directory: (item.reason, item.contents) for item in glass.snapshots.list(tmp_path)}
     assert listed == {
         planted.path.name: ("every", ("graph", "inputs", "outputs")),
         "copy": ("damaged", ()),
@@ -539,8 +543,8 @@ def test_f24_inputs_that_a_graph_was_specialized_for(tmp_path: Path) -> None:
     given = {"use_cache": False, "scale": 3.0, "mode": "b"}
     x = torch.ones(1, 2)
     engine = glass.build(Switched(), tmp_path / "e", backend="eager", inputs={"x": x, **given, "mask": None})
-    with glass.snapshots(tmp_path / "s") as taking:
+    with glass.snapshots.take(tmp_path / "s") as taking:
         engine(x=x, **given)
     (written,) = taking.written
-    assert [entry.name for entry in glass.Snapshot.open(written).inputs] == ["fc.weight", "fc.bias", "x"]
+    assert [entry.name for entry in glass.snapshots.Snapshot.open(written).inputs] == ["fc.weight", "fc.bias", "x"]
     assert glass.replay(tmp_path / "s").ok

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import glassengine as glass
+from glassengine import commands
 from glassengine.cli.main import main
 from glassengine.errors import IncomparableError, UsageError
 from glassengine.recording.read.reader import Recording
@@ -56,7 +57,7 @@ def test_a_recording_of_modules_is_judged_by_segments(tmp_path: Path, baseline: 
     model = models.llama() if kind == "right" else wrong_llama()
     ids = torch.tensor([[0, 0, 0, *PROMPTS[0]], PROMPTS[1]])
     inputs = {"input_ids": ids, "attention_mask": (ids > 0).long()}
-    glass.record_target(model, tmp_path / "recording", inputs=inputs, max_new_tokens=3)
+    commands.record_target(model, tmp_path / "recording", inputs=inputs, max_new_tokens=3)
     result = glass.check(baseline, candidate=tmp_path / "recording", min_coverage=0.5)
     rungs = {rung.name: rung for rung in result.rungs}
     assert rungs["record"].guarantee == "judged by segments"

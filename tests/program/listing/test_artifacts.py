@@ -14,6 +14,7 @@ from rich.console import Console
 from torch import nn
 
 import glassengine as glass
+from glassengine import commands
 from glassengine.errors import CorruptError, UsageError
 from glassengine.program.listing.artifacts import ArtifactComparison, is_artifacts, read_manifest
 from glassengine.report.terminal_artifacts import comparison
@@ -71,14 +72,14 @@ def statuses(result: ArtifactComparison) -> dict[str, str]:
 
 
 def test_two_builds_of_the_same(artifacts: dict[str, Path]) -> None:
-    result = glass.compare_artifacts(artifacts["plain"], artifacts["again"])
+    result = commands.compare_artifacts(artifacts["plain"], artifacts["again"])
     assert result.ok and result.differences == () and result.files == ()
     assert set(statuses(result).values()) == {"identical"}
     assert result.to_dict()["stages"][0] == {"name": "exported", "status": "identical", "changes": []}
 
 
 def test_builds_that_differ_in_one_pass_show_exactly_that_pass(artifacts: dict[str, Path]) -> None:
-    result = glass.compare_artifacts(artifacts["swap"], artifacts["scale, swap"])
+    result = commands.compare_artifacts(artifacts["swap"], artifacts["scale, swap"])
     assert not result.ok
     assert statuses(result) == {
         "exported": "identical", "functional": "identical", "pass-scale": "candidate only", "pass-swap": "inherited",
@@ -92,7 +93,7 @@ def test_builds_that_differ_in_one_pass_show_exactly_that_pass(artifacts: dict[s
 
 
 def test_pass_of_one_name_that_does_something_else(artifacts: dict[str, Path]) -> None:
-    result = glass.compare_artifacts(artifacts["scale, swap"], artifacts["other scale, swap"])
+    result = commands.compare_artifacts(artifacts["scale, swap"], artifacts["other scale, swap"])
     assert [name for name, status in statuses(result).items() if status not in ("identical", "inherited")] == [
         "pass-scale"
     ]
@@ -101,12 +102,12 @@ def test_pass_of_one_name_that_does_something_else(artifacts: dict[str, Path]) -
 
 
 def test_two_sides_in_either_order(artifacts: dict[str, Path]) -> None:
-    result = glass.compare_artifacts(artifacts["scale, swap"], artifacts["plain"])
+    result = commands.compare_artifacts(artifacts["scale, swap"], artifacts["plain"])
     assert statuses(result)["pass-scale"] == statuses(result)["pass-swap"] == "baseline only"
 
 
 def test_options_that_differ(artifacts: dict[str, Path]) -> None:
-    result = glass.compare_artifacts(artifacts["plain"], artifacts["outputs"])
+    result = commands.compare_artifacts(artifacts["plain"], artifacts["outputs"])
     assert [(entry.name, entry.baseline, entry.candidate) for entry in result.differences] == [
         ("options.add_output", [], ["relu"])
     ]
@@ -119,7 +120,7 @@ def test_versions_that_differ(artifacts: dict[str, Path], tmp_path: Path) -> Non
     manifest["versions"]["torch"] = "1.0"
     manifest["files"]["plugin.txt"]["sha256"] = "0"
     (copy / "manifest.json").write_text(json.dumps(manifest))
-    result = glass.compare_artifacts(artifacts["plain"], copy)
+    result = commands.compare_artifacts(artifacts["plain"], copy)
     assert not result.ok and set(statuses(result).values()) == {"identical"}
     assert [entry.name for entry in result.differences] == ["versions.torch"]
     assert result.files == ("plugin.txt",)
@@ -130,17 +131,17 @@ def test_unfinished_build_is_compared_and_said(artifacts: dict[str, Path], tmp_p
     manifest = json.loads((copy / "manifest.json").read_text())
     manifest |= {"complete": False, "failure": "BackendError: no", "stages": manifest["stages"][:2]}
     (copy / "manifest.json").write_text(json.dumps(manifest))
-    result = glass.compare_artifacts(artifacts["plain"], copy)
+    result = commands.compare_artifacts(artifacts["plain"], copy)
     assert not result.ok and "BackendError: no" in result.notes[0]
     assert statuses(result)["outputs"] == "baseline only"
     (copy / "manifest.json").write_text(json.dumps({**manifest, "stages": []}))
     with pytest.raises(UsageError, match="no stages"):
-        glass.compare_artifacts(copy, copy)
+        commands.compare_artifacts(copy, copy)
 
 
 def test_terminal(artifacts: dict[str, Path]) -> None:
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(comparison(glass.compare_artifacts(artifacts["swap"], artifacts["scale, swap"])))
+    console.print(comparison(commands.compare_artifacts(artifacts["swap"], artifacts["scale, swap"])))
     text = console.export_text()
     assert text.startswith("different: first in stage pass-scale, candidate only")
     assert "+ mul_tensor: float32[2, 4]" in text and "files of the back-end that differ" in text
@@ -165,4 +166,4 @@ def test_missing_listing(artifacts: dict[str, Path], tmp_path: Path) -> None:
     copy = Path(shutil.copytree(artifacts["plain"], tmp_path / "copy"))
     (copy / "01-functional" / "graph.json").unlink()
     with pytest.raises(CorruptError, match=r"graph\.json"):
-        glass.compare_artifacts(artifacts["plain"], copy)
+        commands.compare_artifacts(artifacts["plain"], copy)

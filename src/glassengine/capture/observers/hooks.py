@@ -74,7 +74,7 @@ def named_network_outputs(
         raise UsageError(
             "the taps of a module are found by one call of it, and its forward needs arguments",
             got=f"{type(target).__name__} without any",
-            hint="glass.named_network_outputs(module, *args, **kwargs)",
+            hint="glass.compat.named_network_outputs(module, *args, **kwargs)",
         )
     found: dict[str, torch.Tensor] = {}
 

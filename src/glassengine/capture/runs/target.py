@@ -98,7 +98,8 @@ def record_target(
         revision: Of a hub id.
         adapter: As for `build`.
         then: Called with the finished recording and a function that runs the model again, on the same tokens, for
-            another writer: `glass.measure_noise_floor` keeps in the recording what rounding does to each tensor.
+            another writer: `measure_noise_floor` of `glassengine.commands` keeps in the recording what rounding does to
+            each tensor.
 
     Raises:
         UsageError: The target or its inputs cannot be loaded, or the recording cannot be written.

@@ -47,7 +47,7 @@ _MAX_STEM = 120  # characters of a name that become part of a file's
 class StepFiles:
     """Writes `session.debug_buffers` of each step: an `on_step` callback and a context manager.
 
-        with glass.StepFiles("artifacts") as files:
+        with glass.compat.StepFiles("artifacts") as files:
             engine.generate(PROMPT, debug=True, on_step=files)
 
     A disk that fills up does not end the run: what is missing is raised as an error when the block ends.

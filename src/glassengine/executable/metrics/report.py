@@ -165,7 +165,7 @@ def _merge(group: Sequence[MetricSummary]) -> MetricSummary:
             raise UsageError(
                 f"metric {metric.name!r} cannot be merged",
                 got=f"no samples, as in a report read from text, or another unit than {first.unit!r}",
-                hint="merge the JSON forms: json.dumps(glass.metrics().to_dict())",
+                hint="merge the JSON forms: json.dumps(glass.metrics.current().to_dict())",
             )
     samples = tuple(sorted(sample for metric in group for sample in metric.samples))
     rates = [metric.rate for metric in group if metric.rate is not None]

@@ -63,7 +63,9 @@ def request_profile(
         answer = parsed(response.read(_MAX_ANSWER), _Answer, address, what="the answer of a profile server")
     except (OSError, http.client.HTTPException, CorruptError) as error:
         raise UsageError(
-            "no profile server answers", got=f"{address}: {error}", hint=f"glass.start_server({port}) in the program"
+            "no profile server answers",
+            got=f"{address}: {error}",
+            hint=f"glass.profiler.start_server({port}) in the program",
         ) from error
     finally:
         connection.close()

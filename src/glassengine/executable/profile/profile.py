@@ -79,7 +79,9 @@ class Profile:
         """
         global _active
         if not _one_at_a_time.acquire(blocking=False):
-            raise UsageError("another profile is being taken in this process", hint="one glass.profile at a time")
+            raise UsageError(
+                "another profile is being taken in this process", hint="one glass.profiler.profile at a time"
+            )
         self._undo.callback(_one_at_a_time.release)
         _active = self
         try:
@@ -225,7 +227,7 @@ def profile(directory: str | Path, *, steps: int | None = None) -> Iterator[Prof
 
     Args:
         directory: A new directory `profile-NNNNNN` is made in it; in `rank<r>/` of it for ranks above 0.
-        steps: End after this many steps (`glass.mark_step`, or runs of an engine that generates); None: with the block.
+        steps: End after this many steps (`mark_step`, or runs of an engine that generates); None: with the block.
 
     Raises:
         UsageError: Nothing can be written there, or another profile is being taken.

@@ -1,6 +1,6 @@
 """Take profiles of a process that runs: asked for over loopback, or by a file.
 
-The process says `glass.start_server(9012)` once. Then, from another terminal of the same user,
+The process says `glass.profiler.start_server(9012)` once. Then, from another terminal of the same user,
 
     glass profile --capture localhost:9012 --steps 5
 

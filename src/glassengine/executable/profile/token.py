@@ -99,7 +99,7 @@ def write(entry: Entry, path: Path | None) -> TokenFile:
     raise UsageError(
         "the token of the profile server has no place that only its user can read",
         got="; ".join(failed),
-        hint="glass.start_server(..., token_file=FILE)",
+        hint="glass.profiler.start_server(..., token_file=FILE)",
     )
 
 
@@ -123,7 +123,7 @@ def token_of(port: int, path: str | Path | None) -> str:
     raise UsageError(
         f"no program of this user has a profile server on port {port} of this machine",
         expected=[f"localhost:{entry.port} (process {entry.pid})" for entry in running()] or None,
-        hint=f"glass.start_server({port}) in the program, or --token-file FILE of another user's",
+        hint=f"glass.profiler.start_server({port}) in the program, or --token-file FILE of another user's",
     )
 
 

@@ -1,4 +1,4 @@
-"""`glass.snapshots`: snapshots of every executable of this process, for as long as one likes."""
+"""`glass.snapshots.take`: snapshots of every executable of this process, for as long as one likes."""
 
 from __future__ import annotations
 

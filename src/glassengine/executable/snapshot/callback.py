@@ -42,7 +42,7 @@ _lock = threading.Lock()
 def register_snapshot_callback(callback: Callback) -> Callback:
     """Let `callback` decide, before each execution, what its snapshot holds.
 
-    It is asked while snapshots of every execution are asked for: by `glass.snapshots(DIRECTORY)` or by the variable
+    It is asked while snapshots of every execution are asked for: by `glass.snapshots.take(DIRECTORY)` or by
     `XLA_FLAGS="--xla_dump_hlo_snapshots --xla_dump_to=DIRECTORY"`. One that raises is logged once and not asked again:
     no more snapshots are taken until another one is registered.
 

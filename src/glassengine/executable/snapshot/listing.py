@@ -51,7 +51,9 @@ def list_snapshots(directory: str | Path) -> tuple[ListedSnapshot, ...]:
         elif (path / layout.META).exists():
             listed.append(_listed(path))
     if not listed:
-        raise UsageError("no snapshots", got=str(root), hint="glass run ENGINE --snapshot DIR, or glass.snapshots(DIR)")
+        raise UsageError(
+            "no snapshots", got=str(root), hint="glass run ENGINE --snapshot DIR, or glass.snapshots.take(DIR)"
+        )
     return tuple(listed)
 
 

@@ -17,7 +17,7 @@ from glassengine.sites import matches
 
 
 class Dump:
-    """Tensors that are not in one recording, for reading; made by `open_dump`.
+    """Tensors that are not in one recording, for reading; made by `glassengine.open`.
 
     Attributes:
         path: Where they are.

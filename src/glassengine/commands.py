@@ -1,0 +1,45 @@
+"""The commands of `glass` as functions, as far as the package itself has no name for them.
+
+`glass record MODEL` is `record_target`, `glass record -- SCRIPT` is `record_script`, and `--noise-floor` is
+`measure_noise_floor`. `glass compare` of more than two records is `compare_many`, of engines `side_by_side`, of the
+artifacts of two builds `compare_artifacts`. `glass verify` is `verify_engine`, `glass doctor --calibrate` `calibrate`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from glassengine.lazy import lazy
+
+if TYPE_CHECKING:
+    from glassengine.backends.accuracy.calibration import calibrate
+    from glassengine.capture.runs.target import record_target
+    from glassengine.capture.scripts.run_script import record_script
+    from glassengine.compare.many import compare_many
+    from glassengine.diagnose.engines.side_by_side import side_by_side
+    from glassengine.diagnose.noise_floor import measure_noise_floor
+    from glassengine.engine.store.signing import verify_engine
+    from glassengine.program.listing.artifacts import compare_artifacts
+
+__all__ = [
+    "calibrate",
+    "compare_artifacts",
+    "compare_many",
+    "measure_noise_floor",
+    "record_script",
+    "record_target",
+    "side_by_side",
+    "verify_engine",
+]
+
+_PUBLIC = {
+    "calibrate": "glassengine.backends.accuracy.calibration",
+    "compare_artifacts": "glassengine.program.listing.artifacts",
+    "compare_many": "glassengine.compare.many",
+    "measure_noise_floor": "glassengine.diagnose.noise_floor",
+    "record_script": "glassengine.capture.scripts.run_script",
+    "record_target": "glassengine.capture.runs.target",
+    "side_by_side": "glassengine.diagnose.engines.side_by_side",
+    "verify_engine": "glassengine.engine.store.signing",
+}
+__getattr__, __dir__ = lazy(__name__, _PUBLIC)

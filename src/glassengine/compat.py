@@ -1,0 +1,63 @@
+"""What other tools call by name, so that a script of theirs needs other imports only.
+
+| of | names |
+|---|---|
+| TensorRT-LLM | `NetworkOutputs` and its method `register_network_output`, `named_network_outputs` |
+| Ditto | `StepFiles`: the `step<i>.pt` and `step<i>.txt` of a run |
+| PyTorch NeuronX, torch-xla | `mark_step`, `add_step_closure`, `is_master_ordinal`, `metrics_report` |
+| | `register_hlo_snapshot_callback`; `eager_debug` is their eager debug mode, `current_step` counts the steps |
+| transformers | `model_addition_debugger_context` |
+
+`torch_xla.debug.profiler` is `glassengine.profiler`. `Dump` is a record of tensors that any other tool wrote, as
+`glassengine.open` returns it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from glassengine.lazy import lazy
+
+if TYPE_CHECKING:
+    from glassengine.capture.observers.hooks import NetworkOutputs, named_network_outputs
+    from glassengine.capture.runs.model_debugger import model_addition_debugger_context
+    from glassengine.engine.run.step_files import StepFiles
+    from glassengine.executable.metrics.metrics import metrics_report
+    from glassengine.executable.metrics.steps import add_step_closure, current_step, is_master_ordinal, mark_step
+    from glassengine.executable.snapshot.callback import register_hlo_snapshot_callback
+    from glassengine.frontends.eager_debug import eager_debug
+    from glassengine.recording.read.dump import Dump
+    from glassengine.taps import register_network_output
+
+__all__ = [
+    "Dump",
+    "NetworkOutputs",
+    "StepFiles",
+    "add_step_closure",
+    "current_step",
+    "eager_debug",
+    "is_master_ordinal",
+    "mark_step",
+    "metrics_report",
+    "model_addition_debugger_context",
+    "named_network_outputs",
+    "register_hlo_snapshot_callback",
+    "register_network_output",
+]
+
+_PUBLIC = {
+    "Dump": "glassengine.recording.read.dump",
+    "NetworkOutputs": "glassengine.capture.observers.hooks",
+    "StepFiles": "glassengine.engine.run.step_files",
+    "add_step_closure": "glassengine.executable.metrics.steps",
+    "current_step": "glassengine.executable.metrics.steps",
+    "eager_debug": "glassengine.frontends.eager_debug",
+    "is_master_ordinal": "glassengine.executable.metrics.steps",
+    "mark_step": "glassengine.executable.metrics.steps",
+    "metrics_report": "glassengine.executable.metrics.metrics",
+    "model_addition_debugger_context": "glassengine.capture.runs.model_debugger",
+    "named_network_outputs": "glassengine.capture.observers.hooks",
+    "register_hlo_snapshot_callback": "glassengine.executable.snapshot.callback",
+    "register_network_output": "glassengine.taps",
+}
+__getattr__, __dir__ = lazy(__name__, _PUBLIC)

@@ -1,0 +1,37 @@
+"""Counters and times of this process: what was compiled, run and transferred, how often, and why.
+
+`report()` is the text that `torch_xla.debug.metrics.metrics_report()` prints, `current()` the same as data. `read()`
+takes such a text, of either age of that program, or the JSON of ours; `merge()` puts the reports of several ranks into
+one. `compilations()` names the cause of each compilation, `cache()` every hit and miss of the cache on disk.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from glassengine.lazy import lazy
+
+if TYPE_CHECKING:
+    from glassengine.executable.cache.report import examine_cache as cache
+    from glassengine.executable.metrics.compilation import Compilation, compilations
+    from glassengine.executable.metrics.metrics import metrics as current
+    from glassengine.executable.metrics.metrics import metrics_report as report
+    from glassengine.executable.metrics.metrics import reset_metrics as reset
+    from glassengine.executable.metrics.reader import read_metrics as read
+    from glassengine.executable.metrics.report import MetricsReport
+    from glassengine.executable.metrics.report import merge_metrics as merge
+
+__all__ = ["Compilation", "MetricsReport", "cache", "compilations", "current", "merge", "read", "report", "reset"]
+
+_PUBLIC = {
+    "Compilation": "glassengine.executable.metrics.compilation",
+    "MetricsReport": "glassengine.executable.metrics.report",
+    "cache": "glassengine.executable.cache.report:examine_cache",
+    "compilations": "glassengine.executable.metrics.compilation",
+    "current": "glassengine.executable.metrics.metrics:metrics",
+    "merge": "glassengine.executable.metrics.report:merge_metrics",
+    "read": "glassengine.executable.metrics.reader:read_metrics",
+    "report": "glassengine.executable.metrics.metrics:metrics_report",
+    "reset": "glassengine.executable.metrics.metrics:reset_metrics",
+}
+__getattr__, __dir__ = lazy(__name__, _PUBLIC)

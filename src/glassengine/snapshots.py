@@ -1,0 +1,34 @@
+"""Snapshots: graph, inputs and outputs of one execution, kept on disk to be run again elsewhere.
+
+`take` keeps them while a block runs, of every execution or of those that `register_callback` chooses; with
+`on="nonfinite"` the first execution that makes a NaN or an infinity ends with a `NonFiniteError`. `Snapshot.open` reads
+one of them, `list` finds those of a directory, and `glassengine.replay` runs one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from glassengine.lazy import lazy
+
+if TYPE_CHECKING:
+    from glassengine.executable.run.snapshots import Snapshots
+    from glassengine.executable.run.snapshots import snapshots as take
+    from glassengine.executable.snapshot.callback import register_snapshot_callback as register_callback
+    from glassengine.executable.snapshot.listing import ListedSnapshot
+    from glassengine.executable.snapshot.listing import list_snapshots as list
+    from glassengine.executable.snapshot.nonfinite import NonFiniteError
+    from glassengine.executable.snapshot.reader import Snapshot
+
+__all__ = ["ListedSnapshot", "NonFiniteError", "Snapshot", "Snapshots", "list", "register_callback", "take"]
+
+_PUBLIC = {
+    "ListedSnapshot": "glassengine.executable.snapshot.listing",
+    "NonFiniteError": "glassengine.executable.snapshot.nonfinite",
+    "Snapshot": "glassengine.executable.snapshot.reader",
+    "Snapshots": "glassengine.executable.run.snapshots",
+    "list": "glassengine.executable.snapshot.listing:list_snapshots",
+    "register_callback": "glassengine.executable.snapshot.callback:register_snapshot_callback",
+    "take": "glassengine.executable.run.snapshots:snapshots",
+}
+__getattr__, __dir__ = lazy(__name__, _PUBLIC)
