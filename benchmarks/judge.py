@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.report import keep, surroundings
-from glassengine.judge.sides.sides import ModuleSide
+from glassengine.judge.sides.module import ModuleSide
 from glassengine.program import export_program, load_model
 from glassengine.testing import models
 from tests.corpus import corpus

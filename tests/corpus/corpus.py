@@ -22,7 +22,9 @@ from glassengine.judge.pairing.programs import pair_programs
 from glassengine.judge.replay.op import Replay
 from glassengine.judge.replay.region import RegionReplay
 from glassengine.judge.sides.arranged import Arranged
-from glassengine.judge.sides.sides import EngineSide, ModuleSide, ProgramSide
+from glassengine.judge.sides.module import ModuleSide
+from glassengine.judge.sides.program import ProgramSide
+from glassengine.judge.sides.protocol import Place, Side
 from glassengine.judge.verdict.conclude import conclude
 from glassengine.judge.verdict.run import run_cases
 from glassengine.judge.verdict.score import Score
@@ -135,7 +137,7 @@ def interpreted(bench: Bench, program: Program) -> ProgramSide:
     is_whole = all(site.node in pairs for site in bench.program.sites if site.kind == "op")
     replay = (Replay if is_whole else RegionReplay)(bench.program)
     replay.worth_a_bound = 0.0
-    return ProgramSide(program, pairs, rung="candidate", replay=replay, arranged=Arranged(bench.program, pairs))
+    return ProgramSide(program, pairs, place=Place.CANDIDATE, replay=replay, arranged=Arranged(bench.program, pairs))
 
 
 def varied(bench: Bench, program: Program, variation: Variation, *, worth_a_bound: float = 0.0) -> VariedSide:
@@ -259,14 +261,9 @@ def _is_listed(program: Program, item: Planted, known: Mapping[str, str]) -> boo
     return any(is_near(program, item, name, known) for name in listed)
 
 
-def own_nodes(side: Any) -> dict[str, str]:
-    """Return which node of its own program a side observes for each node of the baseline."""
-    if isinstance(side, ProgramSide):
-        return {node: pair.candidate.node for node, pair in side.pairs.items()}
-    if isinstance(side, EngineSide):
-        table = {ours: side.engine.sites.get(site) for ours, (_, site, _) in side.nodes.items()}
-        return {ours: site.node for ours, site in table.items() if site is not None}
-    return dict(side.nodes)
+def own_nodes(side: Side) -> dict[str, str]:
+    """Return which node of its own program a side, which has run, observes for each node of the baseline."""
+    return {node: own for node, own in side.counterparts.items() if side.observed(node)}
 
 
 def rows_of_legitimate(

@@ -10,12 +10,14 @@ from typing import Any
 from glassengine.diagnose.ladder.rungs import Climb, add_built, add_engine
 from glassengine.engine.build.build import build_program
 from glassengine.judge.cases import Case
-from glassengine.judge.sides.sides import EngineSide, ModuleSide
+from glassengine.judge.replay.op import Replay
+from glassengine.judge.sides.module import ModuleSide
+from glassengine.judge.sides.protocol import Side
 from glassengine.program import Program
 from tests.corpus.corpus import Bench
 
 
-def built(bench: Bench, backend: str, cases: Sequence[Case], stack: ExitStack) -> list[EngineSide]:
+def built(bench: Bench, backend: str, cases: Sequence[Case], stack: ExitStack) -> list[Side]:
     """Return the observed engine and the release engine of the unchanged program, able to run `cases`."""
     climb = _climb(bench, cases, stack)
     add_built(climb, backend, (), lambda text: None)
@@ -24,7 +26,7 @@ def built(bench: Bench, backend: str, cases: Sequence[Case], stack: ExitStack) -
 
 def built_from(
     bench: Bench, program: Program, backend: str, cases: Sequence[Case], folder: Path, stack: ExitStack
-) -> EngineSide:
+) -> Side:
     """Return the observed engine of a changed program: it is judged by the names and ops of the unchanged one."""
     climb = _climb(bench, cases, stack)
     sizes: dict[str, Any] = {}
@@ -37,10 +39,9 @@ def built_from(
     return _with_margins(climb.scores[0].side)
 
 
-def _with_margins(side: Any) -> EngineSide:
+def _with_margins(side: Side) -> Side:
     """Have the bound ratio worked out for every tensor."""
-    assert isinstance(side, EngineSide)
-    if side.replay is not None:
+    if isinstance(side.replay, Replay):
         side.replay.worth_a_bound = 0.0
     return side
 

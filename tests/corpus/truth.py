@@ -20,10 +20,9 @@ from torch.utils import _pytree as pytree
 from glassengine.capture.observers.interpreter import run_program
 from glassengine.judge.cases import StepInputs
 from glassengine.judge.exclusions.padding import valid_mask
-from glassengine.judge.sides.sides import empty_caches
+from glassengine.judge.sides.step_inputs import by_name, empty_caches
 from glassengine.numerics.float64 import double, retarget, target_of
 from glassengine.numerics.ops import RANDOM, UNDEFINED
-from glassengine.program.export.export import named_inputs
 from glassengine.program.representation.naming import is_tensor_node, op_name
 from glassengine.program.representation.program import Program
 from tests.corpus.edits import Mutant
@@ -68,7 +67,7 @@ def find_guilt(program: Program, mutant: Mutant, steps: Steps) -> Guilt:
         def keep(node: Node, value: Any, own: dict[str, Any] = own) -> None:
             own[node.name] = value
 
-        named = inputs.named() if isinstance(inputs, StepInputs) else named_inputs(inputs)
+        named = by_name(inputs)
         if program.layout is not None and not caches:
             caches = empty_caches(program, named)
         outputs = run_program(mutant.program, {**named, **caches}, keep)
@@ -171,7 +170,7 @@ class _Wide:
     def step(self, inputs: StepInputs | Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the results by name."""
         program = self._program
-        named = inputs.named() if isinstance(inputs, StepInputs) else named_inputs(inputs)
+        named = by_name(inputs)
         if program.layout is not None and not self._caches:
             self._caches = empty_caches(program, named)
         fed = {**named, **self._caches}

@@ -26,7 +26,7 @@ from glassengine.diagnose.ladder.accumulated import judge_alike
 from glassengine.diagnose.ladder.bisect_release import bisect_release
 from glassengine.diagnose.ladder.encoder_decoder import beside_source, joined, start_both
 from glassengine.diagnose.ladder.image_text import start_with_images
-from glassengine.diagnose.ladder.op_by_op import RUNG, explain
+from glassengine.diagnose.ladder.op_by_op import explain
 from glassengine.diagnose.ladder.other_model import add_model, start_stage
 from glassengine.diagnose.ladder.rungs import (
     Climb,
@@ -53,9 +53,9 @@ from glassengine.judge.cases import (
     read_inputs,
     tokens_in_one_forward,
 )
+from glassengine.judge.sides.module import ModuleSide
+from glassengine.judge.sides.protocol import Place
 from glassengine.judge.sides.recorded import PARTIAL, RecordedTensors, case_of, recorded_inputs, require_one_rank
-from glassengine.judge.sides.recorded import RUNG as RECORD
-from glassengine.judge.sides.sides import EngineSide, ModuleSide
 from glassengine.judge.sides.source import SourceSide
 from glassengine.judge.threads import threads_for
 from glassengine.judge.verdict.conclude import conclude
@@ -254,7 +254,9 @@ def check(
                 bisect_release(climb, built_by, again, progress)
             _explain(climb, engine.manifest.backend if engine is not None else backend, coarsest, progress)
             if record is not None:
-                climb.skipped += [Skipped(name, "candidate", PARTIAL, rung=RECORD) for name in sorted(tensors.partial)]
+                climb.skipped += [
+                    Skipped(name, "candidate", PARTIAL, rung=Place.RECORD) for name in sorted(tensors.partial)
+                ]
             result = conclude(
                 climb.program,
                 climb.scores,
@@ -317,13 +319,13 @@ def _judge_again(climb: Climb, coarsest: torch.dtype | None, scores: Sequence[Sc
 
 def _explain(climb: Climb, backend: str | None, coarsest: torch.dtype | None, progress: Progress) -> None:
     """Compile alone what the engine got wrong, unless every op was compiled alone already."""
-    engine = next((score for score in climb.scores if score.side.rung == "engine"), None)
+    engine = next((score for score in climb.scores if score.side.place is Place.ENGINE), None)
     if engine is None or not engine.divergences:
         return
-    alone = next((score for score in climb.scores if score.side.rung == RUNG), None)
+    alone = next((score for score in climb.scores if score.side.place is Place.OP_BY_OP), None)
     if alone is None:
         add_op_by_op(climb, backend, progress)
-        alone = next((score for score in climb.scores if score.side.rung == RUNG), None)
+        alone = next((score for score in climb.scores if score.side.place is Place.OP_BY_OP), None)
         if alone is None:
             return
         # The tokens are those of the untouched model again.
@@ -364,7 +366,7 @@ def _severity_counter(climb: Climb, progress: Progress) -> Callable[[Case, int, 
             if not found:
                 continue
             logits = found[-1].tensor[:, -1]
-            against = before if score.side.rung == "release" else model
+            against = before if score.side.place is Place.RELEASE else model
             climb.severity.setdefault(score.side.rung, Severity()).add(
                 against, logits, noise, f"{case.name}, step {step}"
             )
@@ -385,8 +387,6 @@ def _is_record(candidate: Any) -> bool:
 
 
 def _described(climb: Climb, candidate: str | Path | nn.Module | None) -> str:
-    if candidate is not None:
-        return type(candidate).__name__ if isinstance(candidate, nn.Module) else str(candidate)
-    side = next(score.side for score in climb.scores if isinstance(score.side, EngineSide))
-    manifest = side.engine.manifest
-    return f"{manifest.backend} engine, {manifest.dtype}"
+    if candidate is None:
+        return climb.candidate
+    return type(candidate).__name__ if isinstance(candidate, nn.Module) else str(candidate)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from glassengine.judge.cases import Case
-from glassengine.judge.sides.sides import EngineSide
+from glassengine.judge.sides.protocol import Side
 from glassengine.program.representation.naming import op_name
 from tests.corpus.corpus import Bench, Planted
 from tests.corpus.edits import DoesNotApply, Edit, Mistake, Mutant
@@ -42,7 +42,7 @@ def _made_by_the_compiler(edit: Edit) -> None:
 
 def built_with_bug(
     bench: Bench, bug: CompilerBug, cases: Sequence[Case], folder: Path, stack: ExitStack
-) -> tuple[Planted, EngineSide]:
+) -> tuple[Planted, Side]:
     """Return the truth, and the observed engine that Inductor builds of the unchanged program with `bug`.
 
     Raises:

@@ -15,7 +15,9 @@ from torch.fx import GraphModule, Node
 
 from glassengine.capture.observers.interpreter import run_program
 from glassengine.judge.replay.op import Replay
-from glassengine.judge.sides.sides import ModuleSide, ProgramSide
+from glassengine.judge.sides.module import ModuleSide
+from glassengine.judge.sides.program import ProgramSide
+from glassengine.judge.sides.protocol import Place
 from glassengine.program import Program, export_program, load_model
 from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.program import copied_graph
@@ -112,4 +114,4 @@ def other_attention(bench: Bench) -> list[ProgramSide | ModuleSide]:
     except ValueError as error:
         raise DoesNotApply from error
     program: Program = export_program(load_model(model, dtype=bench.model.dtype))
-    return [interpreted(bench, program), ModuleSide(model, bench.program, rung="candidate, untouched")]
+    return [interpreted(bench, program), ModuleSide(model, bench.program, place=Place.UNTOUCHED)]

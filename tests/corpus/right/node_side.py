@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from glassengine.judge.cases import Case, StepInputs
+from glassengine.judge.cases import Case
 from glassengine.judge.end_to_end import results_of
 from glassengine.judge.replay.op import Replay
-from glassengine.judge.sides.sides import Level, Observed, empty_caches
-from glassengine.program.export.export import named_inputs
+from glassengine.judge.sides.protocol import Observed, Place, Side
+from glassengine.judge.sides.step_inputs import Given, by_name, empty_caches
 from glassengine.program.representation.outputs import weight_only_nodes
 from glassengine.program.representation.program import Program
 
 
-class NodeSide(ABC):
+class NodeSide(Side):
     """Subclasses say how the nodes are computed.
 
     Args:
         program: With weights.
         nodes: Baseline node -> node of `program`; those that depend on weights alone are left out.
         replay: Of the baseline, for compiled sides.
-        rung: Name on screen.
     """
 
-    guarantee = "judged op by op"
-    level: Level = "op"
-
-    def __init__(self, program: Program, nodes: Mapping[str, str], replay: Replay, *, rung: str = "engine") -> None:
-        self.rung = rung
-        self.replay = replay
+    def __init__(self, program: Program, nodes: Mapping[str, str], replay: Replay) -> None:
+        super().__init__(place=Place.ENGINE)
+        self.replay: Replay = replay
         constant = {node.name for node in weight_only_nodes(program)}
         self.nodes = {ours: theirs for ours, theirs in nodes.items() if theirs not in constant}
         self._program = program
@@ -41,15 +37,19 @@ class NodeSide(ABC):
         self._values: dict[str, Any] = {}
         self._caches: dict[str, Tensor] = {}
 
+    @property
+    def counterparts(self) -> Mapping[str, str]:
+        """What is observed."""
+        return self.nodes
+
     def begin(self, case: Case) -> None:
         """Start with an empty cache."""
         self._values, self._caches = {}, {}
 
-    def step(self, inputs: StepInputs | Mapping[str, Any]) -> None:
+    def step(self, inputs: Given) -> None:
         """Compute one step."""
-        named = inputs.named() if isinstance(inputs, StepInputs) else named_inputs(inputs)
-        if self._program.layout is not None and not self._caches:
-            self._caches = empty_caches(self._program, named)
+        named = by_name(inputs)
+        self._caches = self._caches or empty_caches(self._program, named)
         fed = {**named, **self._caches}
         with torch.no_grad():
             self._values = self._run(fed)

@@ -172,7 +172,6 @@ class VariedSide(NodeSide):
         nodes: Likewise.
         variation: How.
         replay: As in `NodeSide`.
-        rung: Likewise.
         plain: Nodes of `program` that are computed as they are written: those of a planted mistake.
     """
 
@@ -183,10 +182,9 @@ class VariedSide(NodeSide):
         variation: Variation,
         replay: Replay,
         *,
-        rung: str = "engine",
         plain: Collection[str] = (),
     ) -> None:
-        super().__init__(program, nodes, replay, rung=rung)
+        super().__init__(program, nodes, replay)
         self._variation = variation
         self._plain = plain
 

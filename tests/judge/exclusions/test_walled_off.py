@@ -10,7 +10,8 @@ from glassengine.judge.cases import module_cases
 from glassengine.judge.exclusions.walled_off import walled_off
 from glassengine.judge.graphs.by_name import SitePair, pair_sites
 from glassengine.judge.replay.op import Replay
-from glassengine.judge.sides.sides import ProgramSide
+from glassengine.judge.sides.program import ProgramSide
+from glassengine.judge.sides.protocol import Place
 from glassengine.program import export_program, load_model
 from tests.corpus import corpus
 from tests.corpus.corpus import Bench
@@ -38,7 +39,7 @@ def flagged(candidate: Sums) -> tuple[str, list[str]]:
     bench = Bench("sums/float32", model, export_program(model, inputs=[{"x": x}]), module_cases([{"x": x}])[0])
     other = export_program(load_model(candidate.eval()), inputs=[{"x": x}])
     pairs: dict[str, SitePair] = {pair.baseline.node: pair for pair in pair_sites(bench.program, other)[0]}
-    side = ProgramSide(other, pairs, rung="candidate", replay=Replay(bench.program))
+    side = ProgramSide(other, pairs, place=Place.CANDIDATE, replay=Replay(bench.program))
     result = corpus.judge(bench, [side])[1]
     return result.verdict, [str(origin.node) for origin in result.origins]
 

@@ -11,7 +11,7 @@ from torch import nn
 import glassengine as glass
 from glassengine.judge.cases import Case
 from glassengine.judge.replay.segment import SegmentReplay
-from glassengine.judge.sides.sides import ModuleSide
+from glassengine.judge.sides.module import ModuleSide
 from glassengine.program.export.export import export_module
 from glassengine.results import Comparison
 from glassengine.testing import models

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from glassengine.diagnose import check
 from glassengine.judge.replay.unread import differing, unread, unread_nodes
-from glassengine.judge.verdict.score import float_nodes
+from glassengine.judge.sides.countable import float_nodes
 from glassengine.program import export_program, load_model
 
 G = torch.Generator().manual_seed(3)

@@ -24,7 +24,7 @@ import torch
 from glassengine.judge.cases import Case, StepInputs
 from glassengine.judge.exclusions.padding import valid_mask
 from glassengine.judge.replay.reference import ReferenceRun
-from glassengine.judge.sides.sides import empty_caches
+from glassengine.judge.sides.step_inputs import empty_caches
 from glassengine.numerics.metrics.measure import measure
 from glassengine.numerics.metrics.tolerance import tolerance
 from glassengine.numerics.verdict import WRONG

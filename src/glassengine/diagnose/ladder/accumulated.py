@@ -95,6 +95,5 @@ def _again(score: Score, accumulation: Accumulation) -> Score:
 
 
 def _sum_by(score: Score, accumulation: Accumulation) -> None:
-    replay = getattr(score.side, "replay", None)
-    if replay is not None:
-        replay.accumulate(accumulation)
+    if score.side.replay is not None:
+        score.side.replay.accumulate(accumulation)

@@ -6,14 +6,18 @@ import dataclasses
 import tempfile
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from glassengine.diagnose.ladder.bisection import RUNG, bisect, most_builds
+from glassengine.diagnose.ladder.bisection import bisect, most_builds
 from glassengine.diagnose.ladder.rungs import Climb, Progress, engine_nodes, observable, sizes_of
 from glassengine.engine.build.build import build_program
-from glassengine.judge.sides.sides import EngineSide, ModuleSide
-from glassengine.judge.verdict.score import Score, float_nodes
+from glassengine.judge.sides.countable import float_nodes
+from glassengine.judge.sides.engine import EngineSide
+from glassengine.judge.sides.module import ModuleSide
+from glassengine.judge.sides.protocol import Guarantee, Place
+from glassengine.judge.verdict.score import Score
 from glassengine.results import FLAGGED, Hint, Skipped
 
 Judge = Callable[[ModuleSide, Sequence[Score]], None]
@@ -28,7 +32,7 @@ def bisect_release(climb: Climb, backend: str | None, judge: Judge, progress: Pr
         judge: Runs the cases on a model (for the tokens) and scores.
         progress: Told how many builds there will be at most, and of each.
     """
-    release = next(score for score in climb.scores if score.side.rung == "release")
+    release = next(score for score in climb.scores if score.side.place is Place.RELEASE)
     wrong = [node for node in climb.program.output_nodes.values() if node in release.divergences]
     if not wrong:
         return
@@ -47,9 +51,8 @@ def bisect_release(climb: Climb, backend: str | None, judge: Judge, progress: Pr
         with tempfile.TemporaryDirectory(prefix="glassengine-bisect-") as folder:
             engine = build_program(program, Path(folder) / "e", backend=backend, outputs=asked, **sizes_of(climb.cases))
             table = engine_nodes(climb, engine, asked)
-            score = Score(
-                EngineSide(engine, table, RUNG, "judged at a few outputs a build", level="result"), climb.program
-            )
+            options: dict[str, Any] = {"place": Place.BISECTION, "guarantee": Guarantee.FEW_OUTPUTS}
+            score = Score(EngineSide(engine, table, program=program, **options), climb.program)
             model = climb.chooser()
             judge(model, [Score(model, climb.program), score])
         flagged = {pair.site for pair in score.pairs if pair.verdict in FLAGGED}
@@ -62,7 +65,7 @@ def bisect_release(climb: Climb, backend: str | None, judge: Judge, progress: Pr
         found = bisect(program, nodes, last, observe)
     for node in found.vanished:
         reason = "as an output of the engine it makes the mistake vanish"
-        climb.skipped.append(Skipped(own[node], "candidate", reason, rung=RUNG))
+        climb.skipped.append(Skipped(own[node], "candidate", reason, rung=Place.BISECTION))
     if found.first_wrong is None:
         _note(release, wrong[0], found.suspects, own, found.num_builds)
         return

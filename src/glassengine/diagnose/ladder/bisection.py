@@ -21,7 +21,6 @@ NUM_OUTPUTS = 3
 _SPARE = 2
 """Builds beyond those of a chain of ops: branches cannot always be cut evenly."""
 
-RUNG = "bisection"
 
 Observe = Callable[[Sequence[str]], tuple[Collection[str], bool]]
 """Builds and runs with outputs at these nodes: returns those that are wrong, and whether the results still are."""

@@ -22,7 +22,7 @@ from glassengine.diagnose.ladder.rungs import Climb, Progress
 from glassengine.errors import UsageError
 from glassengine.judge.cases import Case, Inputs, StepInputs, causal_cases
 from glassengine.judge.replay.segment import SegmentReplay
-from glassengine.judge.sides.sides import ModuleSide
+from glassengine.judge.sides.module import ModuleSide
 from glassengine.numerics.exemptions import together
 from glassengine.program import LoadedModel, export_programs
 from glassengine.program.kinds.encoder_decoder import SOURCE_MASK, Encoder, start_token, takes_mask

@@ -22,7 +22,7 @@ from glassengine.engine.prompts.prompts import pad_left
 from glassengine.errors import UsageError
 from glassengine.judge.cases import Case, Inputs, StepInputs, causal_cases
 from glassengine.judge.replay.segment import SegmentReplay
-from glassengine.judge.sides.sides import ModuleSide
+from glassengine.judge.sides.module import ModuleSide
 from glassengine.program import LoadedModel, export_programs
 from glassengine.program.kinds.image_text import (
     FEATURES,

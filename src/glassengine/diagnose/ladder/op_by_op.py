@@ -19,14 +19,13 @@ from glassengine.errors import UsageError
 from glassengine.frontends.eager_ops import OpRunner, op_runner
 from glassengine.judge.graphs.by_name import SitePair
 from glassengine.judge.replay.op import Replay
-from glassengine.judge.sides.sides import Level, ProgramSide
+from glassengine.judge.sides.program import ProgramSide
+from glassengine.judge.sides.protocol import Guarantee, Place
 from glassengine.judge.verdict.score import Score
 from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
 from glassengine.program.representation.naming import of_any_layout, op_name
 from glassengine.program.representation.program import Program
 from glassengine.results import FLAGGED, Hint, worst
-
-RUNG = "op-by-op"
 
 
 @dataclass
@@ -35,6 +34,11 @@ class OpByOpSide(ProgramSide):
 
     runner: OpRunner = field(kw_only=True)
     alone: frozenset[str] | None = field(kw_only=True)
+
+    def observable(self) -> frozenset[str]:
+        """Return the nodes that are compiled alone and have a counterpart."""
+        known = super().observable()
+        return known if self.alone is None else known & self.alone
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Interpret one step; see `ProgramSide.run`."""
@@ -99,17 +103,15 @@ def op_by_op(
         raise UsageError("an ONNX file is run node by node already, by the rung source")
     runner = op_runner(type(choose_graph_backend(backend)))
     alone = None
-    counterparts = {name: pair.candidate.node for name, pair in pairs.items()}
     if around is not None:
         nodes = [program.node(pairs[name].candidate.node) for name in around if name in pairs]
         alone = frozenset(near.name for node in nodes for near in (node, *node.all_input_nodes, *node.users))
-        pairs = {name: pair for name, pair in pairs.items() if pair.candidate.node in alone}
     dtype: torch.dtype | None = getattr(torch, str(program.metadata.get("dtype")), None)
     replay = Replay(baseline, compiled=True, dtype=dtype, accumulation=accumulation)
-    guarantee = "judged op by op" if around is None else "judged near the error"
-    level: Level = "op" if around is None else "result"
-    options: dict[str, Any] = {"counterparts": counterparts, "runner": runner, "alone": alone, "level": level}
-    return OpByOpSide(program, pairs, RUNG, replay, guarantee, **options)
+    guarantee = Guarantee.EVERY_OP if around is None else Guarantee.NEAR_THE_ERROR
+    return OpByOpSide(
+        program, pairs, place=Place.OP_BY_OP, guarantee=guarantee, replay=replay, runner=runner, alone=alone
+    )
 
 
 def explain(engine: Score, alone: Score) -> None:

@@ -17,8 +17,8 @@ from glassengine.judge.pairing.stored_weights import compare_weights, weights_of
 from glassengine.judge.pairing.weights import compare_paired_weights
 from glassengine.judge.replay.segment import SegmentReplay
 from glassengine.judge.sides.arranged import Arranged
-from glassengine.judge.sides.sides import ModuleSide, ProgramSide
-from glassengine.judge.sides.source import RUNTIME
+from glassengine.judge.sides.program import ProgramSide
+from glassengine.judge.sides.protocol import RUNTIME, Place
 from glassengine.judge.sides.untouched import UntouchedCandidate, own_names
 from glassengine.program import LoadedModel
 from glassengine.results import Skipped, WeightsComparison
@@ -53,7 +53,7 @@ def add_model(
         exported = program_of(candidate)
     if isinstance(exported, UsageError):
         reason = f"no op-level rung: {exported.what} ({exported.got})"
-        climb.skipped.append(Skipped("*", "candidate", reason, rung="candidate"))
+        climb.skipped.append(Skipped("*", "candidate", reason, rung=Place.CANDIDATE))
         climb.weights = _weights_by_name(climb, candidate)
     else:
         program = exported
@@ -71,20 +71,18 @@ def add_model(
         }
         replay = replay_of(climb, by_node, **options)
         climb.pairs, arranged = by_node, Arranged(climb.program, by_node)
-        climb.add(ProgramSide(program, by_node, rung="candidate", replay=replay, arranged=arranged))
-        skip_unpaired(climb, program, by_node, "candidate")
+        climb.add(ProgramSide(program, by_node, place=Place.CANDIDATE, replay=replay, arranged=arranged))
+        skip_unpaired(climb, program, by_node, Place.CANDIDATE)
         observable = {"names": own_names(program, by_node), "arranged": arranged}
     coarsest: torch.dtype = getattr(torch, candidate.dtype)
     runs_onnx = candidate.stored is not None and candidate.stored.onnx is not None
     accumulation = climb.of_runtime(kernels_of(RUNTIME)) if runs_onnx else climb.accumulation
     segments = SegmentReplay(climb.program, coarsest=coarsest, accumulation=accumulation)
-    beside = climb.model if isinstance(climb.model, ModuleSide) else None
     untouched_side = UntouchedCandidate(
         candidate.module,
         climb.program,
-        rung="candidate, untouched",
         replay=segments,
-        beside=beside,
+        beside=climb.model,
         arguments=arguments,
         state=candidate.state,
         **observable,

@@ -15,7 +15,7 @@ import torch
 
 from glassengine.backends import registry
 from glassengine.backends.accuracy.calibration import kernels_of, of_any_runtime
-from glassengine.diagnose.ladder.op_by_op import RUNG, op_by_op
+from glassengine.diagnose.ladder.op_by_op import op_by_op
 from glassengine.engine.build.build import build_program
 from glassengine.engine.run.engine import Engine
 from glassengine.errors import GlassError, IncomparableError, UsageError
@@ -28,9 +28,11 @@ from glassengine.judge.replay.region import RegionReplay, covered
 from glassengine.judge.replay.segment import SegmentReplay
 from glassengine.judge.sides.arguments import Arguments, without_cache
 from glassengine.judge.sides.arranged import Arranged
-from glassengine.judge.sides.recorded import RUNG as RECORD
+from glassengine.judge.sides.engine import EngineSide
+from glassengine.judge.sides.module import ModuleSide
+from glassengine.judge.sides.program import ProgramSide
+from glassengine.judge.sides.protocol import Guarantee, Place, Side
 from glassengine.judge.sides.recorded import RecordedOps, RecordedTensors, module_side
-from glassengine.judge.sides.sides import EngineSide, ModuleSide, ProgramSide
 from glassengine.judge.sides.source import SourceSide, untouched
 from glassengine.judge.verdict.score import Score
 from glassengine.judge.verdict.severity import Severity
@@ -58,7 +60,8 @@ Progress = Callable[[str], None]
 class Climb:
     """Everything one check has at hand; filled rung by rung.
 
-    `built` is what the engines are built from, `pairs` which of its ops are those of the baseline's program.
+    `built` is what the engines are built from, `pairs` which of its ops are those of the baseline's program, and
+    `candidate` names what is built.
     """
 
     baseline: LoadedModel
@@ -70,6 +73,7 @@ class Climb:
     kernels: Kernels = UNMEASURED
     built: Program | None = None
     pairs: Mapping[str, SitePair] = field(default_factory=dict)
+    candidate: str = ""
     skipped: list[Skipped] = field(default_factory=list)
     severity: dict[str, Severity] = field(default_factory=dict)
     weights: WeightsComparison | None = None
@@ -80,15 +84,13 @@ class Climb:
         self.kernels = self.kernels.joined(kernels)
         return replace(self.accumulation, kernels=kernels)
 
-    def add(self, side: Any) -> None:
+    def add(self, side: Side) -> None:
         """Add a side to judge."""
         self.scores.append(Score(side, self.program))
 
     def chooser(self) -> ModuleSide:
         """Return the untouched model once more, to choose the same tokens for sides that are judged later."""
-        if isinstance(self.model, ModuleSide):
-            return replace(self.model, replay=None)
-        return ModuleSide(self.baseline.module, self.program)
+        return self.model.chooser()
 
 
 def start(
@@ -124,11 +126,8 @@ def start(
     if exported is None:
         progress("exporting the program")
     program = export_program(model, inputs=given) if exported is None else exported
-    side = untouched(model, program)
-    if isinstance(side, ModuleSide):
-        side.arguments = arguments
-    kernels = side.replay.accumulation.kernels if isinstance(side, SourceSide) else UNMEASURED
-    climb = Climb(model, program, cases, side, [], kernels=kernels, stack=stack)
+    side = untouched(model, program, arguments)
+    climb = Climb(model, program, cases, side, [], kernels=side.kernels, stack=stack)
     climb.add(side)
     return climb
 
@@ -160,6 +159,7 @@ def add_built(
     if release.manifest.added_outputs:
         raise GlassError("the release engine has debug outputs", got=str(release.manifest.added_outputs))
     climb.of_runtime(kernels_of(release.manifest.backend))
+    climb.candidate = f"{release.manifest.backend} engine, {release.manifest.dtype}"
     climb.add(_release_side(climb, release))
 
 
@@ -171,21 +171,23 @@ def add_passes(climb: Climb, passes: Sequence[str], progress: Progress) -> None:
         progress(f"applying {spec}")
         climb.built = apply_pass(climb.built, spec)
         climb.pairs = pair_programs(climb.program, climb.built, climb.cases)
-        rung = f"pass {spec}"
-        climb.add(ProgramSide(climb.built, climb.pairs, rung=rung, replay=replay_of(climb, climb.pairs)))
-        skip_unpaired(climb, climb.built, climb.pairs, rung)
+        side = ProgramSide(
+            climb.built, climb.pairs, place=Place.PASS, detail=spec, replay=replay_of(climb, climb.pairs)
+        )
+        climb.add(side)
+        skip_unpaired(climb, climb.built, climb.pairs, side.rung)
 
 
 def add_op_by_op(climb: Climb, backend: str | None, progress: Progress) -> None:
     """Every op of what the engine is built from, or those around what the engine got wrong, compiled alone."""
     program = climb.built or climb.program
-    engine = next((score for score in climb.scores if score.side.rung == "engine"), None)
+    engine = next((score for score in climb.scores if score.side.place is Place.ENGINE), None)
     around = None if engine is None else list(engine.divergences)
     progress("compiling every op alone" if around is None else f"compiling {len(around)} ops and what is near alone")
     try:
         side = op_by_op(climb.program, program, climb.pairs, backend, around=around, accumulation=climb.accumulation)
     except UsageError as error:
-        climb.skipped.append(Skipped("*", "candidate", f"no op-by-op rung: {error.what}", rung=RUNG))
+        climb.skipped.append(Skipped("*", "candidate", f"no op-by-op rung: {error.what}", rung=Place.OP_BY_OP))
         return
     place = len(climb.scores) if engine is None else climb.scores.index(engine)
     climb.scores.insert(place, Score(side, climb.program))
@@ -215,8 +217,8 @@ def add_engine(climb: Climb, release: Engine, progress: Progress, *, only_releas
 
 
 def _release_side(climb: Climb, release: Engine) -> EngineSide:
-    nodes = _result_nodes(climb.program, release)
-    return EngineSide(release, nodes, "release", "judged at results and caches", level="result")
+    options: dict[str, Any] = {"place": Place.RELEASE, "guarantee": Guarantee.RESULTS_AND_CACHES}
+    return EngineSide(release, _result_nodes(climb.program, release), program=climb.built or climb.program, **options)
 
 
 def _add_observable(climb: Climb, engine: Engine, observed: Sequence[str]) -> None:
@@ -229,10 +231,16 @@ def _add_observable(climb: Climb, engine: Engine, observed: Sequence[str]) -> No
         wide_operands=capabilities.wide_operands,
         accumulation=climb.of_runtime(kernels_of(engine.manifest.backend)),
     )
-    nodes = engine_nodes(climb, engine, observed)
-    counterparts = {node: pair.candidate.node for node, pair in climb.pairs.items()}
-    arranged = Arranged(climb.program, climb.pairs)
-    climb.add(EngineSide(engine, nodes, "engine", replay=replay, counterparts=counterparts, arranged=arranged))
+    side = EngineSide(
+        engine,
+        engine_nodes(climb, engine, observed),
+        place=Place.ENGINE,
+        program=climb.built or climb.program,
+        pairs=climb.pairs,
+        replay=replay,
+        arranged=Arranged(climb.program, climb.pairs),
+    )
+    climb.add(side)
 
 
 def replay_of(climb: Climb, pairs: Mapping[str, SitePair], **options: Any) -> Replay:
@@ -284,12 +292,12 @@ def add_record(climb: Climb, tensors: RecordedTensors) -> torch.dtype | None:
     accumulation = climb.of_runtime(of_any_runtime())
     if "op" in tensors.kinds:
         replay = Replay(climb.program, compiled=True, dtype=dtype, accumulation=accumulation)
-        climb.add(RecordedOps(tensors, climb.program, replay))
+        climb.add(RecordedOps(tensors, climb.program, replay=replay))
     else:
         segments = SegmentReplay(climb.program, coarsest=dtype, accumulation=accumulation)
         climb.add(module_side(tensors, climb.program, replay=segments))
     for item in tensors.source.skipped:
-        climb.skipped.append(Skipped(item.site, "candidate", item.reason, step=item.step, rung=RECORD))
+        climb.skipped.append(Skipped(item.site, "candidate", item.reason, step=item.step, rung=Place.RECORD))
     return dtype
 
 
@@ -303,11 +311,11 @@ def observable(climb: Climb, program: Program) -> OutputPlan:
         sizes = {"batch": longest.batch, "sequence": longest.input_ids.shape[1], "cache": longest.cache_length}
     plan = plan_outputs(program, nodes, sizes=sizes, byte_budget=BYTE_BUDGET)
     for node, reason in plan.left_out.items():
-        climb.skipped.append(Skipped(program.sites.by_node[node][0].name, "candidate", reason, rung="engine"))
+        climb.skipped.append(Skipped(program.sites.by_node[node][0].name, "candidate", reason, rung=Place.ENGINE))
     constant = [node for node, reason in plan.derived.items() if reason == "depends on weights alone"]
     for node in constant:
         name = program.sites.by_node[node][0].name
-        climb.skipped.append(Skipped(name, "both", "depends on weights alone: folded by compilers", rung="engine"))
+        climb.skipped.append(Skipped(name, "both", "depends on weights alone: folded by compilers", rung=Place.ENGINE))
     kept = {node: reason for node, reason in plan.derived.items() if node not in constant}
     return OutputPlan(plan.added, kept, plan.left_out, plan.num_bytes)
 

@@ -26,7 +26,8 @@ from glassengine.judge.graphs.cut import Recorder, clone
 from glassengine.judge.graphs.flat import with_values
 from glassengine.judge.graphs.run import GraphRun, compile_run, program_of, without_numbers
 from glassengine.judge.replay.op import Replay
-from glassengine.judge.sides.sides import Level, Observed, by_node
+from glassengine.judge.sides.protocol import Guarantee, Observed, Place, Side
+from glassengine.judge.sides.step_inputs import Given
 from glassengine.judge.verdict.conclude import conclude
 from glassengine.judge.verdict.run import run_cases
 from glassengine.judge.verdict.score import Score
@@ -35,33 +36,27 @@ from glassengine.program.representation.naming import is_tensor_node, op_name
 from glassengine.program.representation.program import Program, copied_graph
 from glassengine.results import Comparison, Skipped
 
-_WITH_ALL = "judged op by op"
-_AT_RESULTS = "judged at results"
-
 
 @dataclass
-class _GraphSide:
+class _GraphSide(Side):
     """A compiled graph, or results that were recorded, as a side of a check.
 
     Attributes:
-        program: The reference.
+        baseline: The reference.
         run: Gives the values of `nodes`, in order.
-        nodes: Of the program.
+        nodes: Of the reference.
     """
 
-    program: Program
+    baseline: Program
     run: Callable[[], Sequence[Any]]
     nodes: Sequence[str]
-    rung: str
-    guarantee: str
-    replay: Replay | None = None
-    level: Level = "op"
-    _values: dict[str, torch.Tensor] = field(default_factory=dict)
+    replay: Replay | None = field(default=None, kw_only=True)
+    _values: dict[str, torch.Tensor] = field(default_factory=dict, init=False)
 
     def begin(self, case: Case) -> None:
         """Nothing outlives a case."""
 
-    def step(self, inputs: StepInputs | Mapping[str, Any]) -> None:
+    def step(self, inputs: Given) -> None:
         """Run the graph."""
         assert not isinstance(inputs, StepInputs)
         found = dict(zip(self.nodes, self.run(), strict=True))
@@ -73,11 +68,11 @@ class _GraphSide:
         """Return the value of `node`."""
         if node not in self._values:
             return []
-        return [Observed(self._values[node], self.program.sites.by_node[node][0].name, "name+fingerprint")]
+        return [Observed(self._values[node], self.baseline.sites.by_node[node][0].name, "name+fingerprint")]
 
     def results(self) -> Mapping[str, torch.Tensor]:
         """Return the results of the graph."""
-        return by_node(self, self.program)
+        return self.results_by_node(self.baseline)
 
 
 def judge_snapshot(
@@ -121,36 +116,37 @@ def judge_snapshot(
     sides = []
     skipped = []
     if is_random and snapshot.meta.get("backend") != "eager":
-        skipped.append(Skipped("*", "baseline", "what was recorded was drawn by another generator", rung="recorded"))
+        skipped.append(
+            Skipped("*", "baseline", "what was recorded was drawn by another generator", rung=Place.RECORDED)
+        )
     elif snapshot.outputs is not None:
         values = _recorded(snapshot, program)
         kept = [node for node in values if node in judged]
-        sides.append(
-            _GraphSide(program, lambda: [values[n] for n in kept], kept, "recorded", _AT_RESULTS, level="result")
-        )
+        options: dict[str, Any] = {"place": Place.RECORDED, "guarantee": Guarantee.RESULTS}
+        sides.append(_GraphSide(program, lambda: [values[n] for n in kept], kept, **options))
     with tempfile.TemporaryDirectory(prefix="glassengine-replay-") as folder:
-        for rung, nodes in (("engine", ops), ("release", [name for name in dict.fromkeys(results) if name in judged])):
+        asked = ((Place.ENGINE, ops), (Place.RELEASE, [name for name in dict.fromkeys(results) if name in judged]))
+        for rung, nodes in asked:
             progress(f"compiling with {backend.name}, {len(nodes)} results")
             observable = _returning(graph, program, nodes)
             directory = Path(folder, rung)
             directory.mkdir()
             run = compile_run(f"{snapshot.name}/{rung}", observable, arguments, backend, directory)
-            replay = None
-            if rung == "engine":
+            replay, guarantee = None, Guarantee.RESULTS
+            if rung is Place.ENGINE:
+                guarantee = Guarantee.EVERY_OP
                 wide = backend.capabilities.wide_operands
                 replay = Replay(
                     program, compiled=backend.name != "eager", wide_operands=wide, accumulation=accumulation
                 )
-            level: Level = "result" if replay is None else "op"
-            guarantee = _AT_RESULTS if replay is None else _WITH_ALL
-            sides.append(_GraphSide(program, run_of(run), nodes, rung, guarantee, replay, level))
+            sides.append(_GraphSide(program, run_of(run), nodes, place=rung, guarantee=guarantee, replay=replay))
         progress(f"judging {len(ops)} ops")
         scores = [Score(side, program) for side in sides]
         # The model chooses the tokens of a generation; there are none here.
         run_cases(
             program,
             module_cases([given]),
-            None,  # type: ignore[arg-type]
+            None,
             scores,
             coarsest=None,
             accumulation=accumulation,

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from glassengine.diagnose.training.findings import GUARANTEES, Found
+from glassengine.diagnose.training.findings import Found
 from glassengine.diagnose.training.gradient_graph import (
     GRADIENT,
     LOSS,
@@ -38,15 +38,18 @@ from glassengine.diagnose.training.run import (
 from glassengine.diagnose.training.target import batches_of, loss_of, module_of, optimizer_of
 from glassengine.diagnose.training.updates import judge_updates
 from glassengine.errors import IncomparableError
-from glassengine.judge.cases import Case, StepInputs
+from glassengine.judge.cases import Case
 from glassengine.judge.graphs.by_name import SitePair, pair_sites
 from glassengine.judge.pairing.programs import pair_programs
 from glassengine.judge.pairing.stored_weights import compare_weights
 from glassengine.judge.replay.op import Replay
-from glassengine.judge.sides.sides import Level, ModuleSide, Observed, ProgramSide, by_node
+from glassengine.judge.sides.countable import float_nodes
+from glassengine.judge.sides.program import ProgramSide
+from glassengine.judge.sides.protocol import Guarantee, Observed, Place, Side
+from glassengine.judge.sides.step_inputs import Given
 from glassengine.judge.verdict.conclude import as_written
 from glassengine.judge.verdict.run import run_cases
-from glassengine.judge.verdict.score import Score, float_nodes
+from glassengine.judge.verdict.score import Score
 from glassengine.program.representation.program import Program
 from glassengine.results import FLAGGED, Comparison, Divergence, Hint, Pair, Skipped
 from glassengine.sites import Site
@@ -135,25 +138,22 @@ def _list_statistics(found: Found, steps: Sequence[StepTaken]) -> None:
 
 
 @dataclass
-class _RunSide:
+class _RunSide(Side):
     """What the candidate's own run made: loss and gradients, by node of the baseline's program."""
 
-    program: Program
+    baseline: Program
     taken: StepTaken
-    rung: str = "run"
-    guarantee: str = GUARANTEES["run"]
-    level: Level = "result"
 
     def begin(self, case: Case) -> None:
         """Nothing is carried from case to case."""
 
-    def step(self, inputs: StepInputs | Mapping[str, Any]) -> None:
+    def step(self, inputs: Given) -> None:
         """It has run."""
 
     def observed(self, node: str) -> list[Observed]:
         """Return loss and gradients; a parameter without a gradient has one of zeros."""
         found = []
-        for name, own in self.program.output_nodes.items():
+        for name, own in self.baseline.output_nodes.items():
             if own != node:
                 continue
             if name == LOSS:
@@ -167,7 +167,7 @@ class _RunSide:
 
     def results(self) -> Mapping[str, torch.Tensor]:
         """Return loss and gradients."""
-        return by_node(self, self.program)
+        return self.results_by_node(self.baseline)
 
 
 def _judge_gradients(
@@ -188,12 +188,10 @@ def _judge_gradients(
 
     def scores_of(pairs: Mapping[str, SitePair]) -> tuple[Score, Score]:
         scores = [
-            Score(ProgramSide(theirs, pairs, rung="step", replay=Replay(program)), program),
-            Score(_RunSide(program, taken), program),
+            Score(ProgramSide(theirs, pairs, place=Place.STEP, replay=Replay(program)), program),
+            Score(_RunSide(program, taken, place=Place.RUN, guarantee=Guarantee.GRADIENTS), program),
         ]
-        # What picks the next token in other checks has nothing to pick here.
-        nobody = ModuleSide(nn.Identity(), program)
-        run_cases(program, [case], nobody, scores, coarsest=None, on_step=lambda *_: None)
+        run_cases(program, [case], None, scores, coarsest=None, on_step=lambda *_: None)
         return scores[0], scores[1]
 
     pairs, only_ours, only_theirs = pair_sites(program, theirs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from glassengine import environment
+from glassengine.judge.sides.protocol import Guarantee
 from glassengine.results import (
     FLAGGED,
     VERDICTS,
@@ -20,9 +21,9 @@ from glassengine.results import (
 )
 
 GUARANTEES = {
-    "forward": "judged op by op",
-    "backward": "judged op by op",
-    "run": "judged at loss and gradients",
+    "forward": Guarantee.EVERY_OP.text,
+    "backward": Guarantee.EVERY_OP.text,
+    "run": Guarantee.GRADIENTS.text,
     "update": "judged by the optimizer's step",
 }
 RUNGS = tuple(GUARANTEES)

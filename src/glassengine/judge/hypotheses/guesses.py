@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.fx import Node
@@ -12,6 +11,7 @@ from glassengine.judge.hypotheses.of_sides import asked_of
 from glassengine.judge.hypotheses.probed_trees import trees_differ
 from glassengine.judge.hypotheses.product_errors import is_summed_coarsely
 from glassengine.judge.replay.replayed import called
+from glassengine.judge.sides.protocol import Side
 from glassengine.numerics.metrics.hints import tensor_hints
 from glassengine.numerics.verdict import Reference
 from glassengine.program.onnx.control import never_run
@@ -34,7 +34,7 @@ class Guesses:
         side: Under judgement.
     """
 
-    def __init__(self, program: Program, side: Any) -> None:
+    def __init__(self, program: Program, side: Side) -> None:
         self._program = program
         self._side = side
         self._num_asked = 0

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from glassengine.capture.observers.interpreter import run_program
 from glassengine.judge.cases import Case, StepInputs
-from glassengine.judge.sides.sides import empty_caches
+from glassengine.judge.sides.step_inputs import by_name, empty_caches
 from glassengine.program.export.export import named_inputs
 from glassengine.program.kinds.image_text import ROWS
 from glassengine.program.representation.naming import is_tensor_node
@@ -51,7 +51,7 @@ def probe(program: Program, cases: Sequence[Case]) -> list[ProbeStep]:
             inputs = of_module[number]
         else:
             inputs = StepInputs.first(case) if number == 0 else inputs.following(case.input_ids[:, 0])
-        named = inputs.named() if isinstance(inputs, StepInputs) else named_inputs(inputs)
+        named = by_name(inputs)
         if program.layout is not None and not caches:
             caches = empty_caches(program, named)
         values: dict[str, torch.Tensor] = {}

@@ -27,7 +27,7 @@ from glassengine.judge.replay.composites import NUM_RUNS, bound_of, rounded_insi
 from glassengine.judge.replay.computed_again import MOST_DEPTH, ComputedAgain, NoCounterpart
 from glassengine.judge.replay.folded import Folded
 from glassengine.judge.replay.reference import NUM_NOISE_RUNS
-from glassengine.judge.replay.replayed import Replayed, called, part_of
+from glassengine.judge.replay.replayed import Replayed, Valid, called, part_of
 from glassengine.numerics.bounds import rounding_bound
 from glassengine.numerics.float64 import retarget, target_of, unwritten_nodes
 from glassengine.numerics.known import NOTHING, Known
@@ -64,6 +64,7 @@ class Replay:
     """
 
     method = "reverse replay"
+    has_regions = False
 
     def __init__(
         self,
@@ -76,6 +77,7 @@ class Replay:
         seed: int = 0,
         worth_a_bound: float = 1.6,
     ) -> None:
+        self.program = program
         self.worth_a_bound = worth_a_bound
         self._compiled = compiled
         self._wide_operands = wide_operands
@@ -93,6 +95,9 @@ class Replay:
         self._values: dict[str, Any] = {}
         self._known = NOTHING
 
+    def begin(self) -> None:
+        """Start a case; ops are judged each by itself, and know nothing of earlier steps."""
+
     def begin_step(self, inputs: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
         """Take over a step of the candidate.
 
@@ -102,6 +107,9 @@ class Replay:
         """
         self._values = {self._inputs[name]: tensor for name, tensor in inputs.items() if name in self._inputs}
         self._values |= values
+
+    def begin_region_step(self, inputs: Mapping[str, torch.Tensor], valid: Valid) -> None:
+        """Take over a step for regions, where there are any (see `RegionReplay`)."""
 
     def accumulate(self, how: Accumulation) -> None:
         """Take products to be summed so from the next case on; kernels stay those of the side's runtime."""

@@ -12,8 +12,8 @@ import torch
 from torch.fx import Node
 
 from glassengine.judge.replay.op import Replay
-from glassengine.judge.replay.replayed import Replayed
-from glassengine.judge.replay.segment import SegmentReplay, Valid
+from glassengine.judge.replay.replayed import Replayed, Valid
+from glassengine.judge.replay.segment import SegmentReplay
 from glassengine.judge.replay.unread import unread_nodes
 from glassengine.numerics.known import NOTHING, Known
 from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
@@ -32,6 +32,8 @@ class RegionReplay(Replay):
         accumulation: As for `Replay`.
     """
 
+    has_regions = True
+
     def __init__(
         self,
         program: Program,
@@ -44,7 +46,6 @@ class RegionReplay(Replay):
         super().__init__(
             program, compiled=compiled, dtype=dtype, wide_operands=wide_operands, accumulation=accumulation
         )
-        self.program = program
         self._segments = SegmentReplay(program, coarsest=dtype, accumulation=accumulation)
 
     def accumulate(self, how: Accumulation) -> None:

@@ -15,6 +15,9 @@ from glassengine.numerics.float64 import target_of
 from glassengine.numerics.verdict import Judgement
 from glassengine.program.representation.outputs import is_view
 
+Valid = Callable[[Node, torch.Tensor], torch.Tensor | None]
+"""Which elements of the value of a node count; None where all do."""
+
 
 @dataclass(frozen=True)
 class Replayed:

@@ -19,14 +19,12 @@ import torch
 from torch.fx import Node
 
 from glassengine.judge.replay.reference import ReferenceRun
-from glassengine.judge.replay.replayed import Replayed
+from glassengine.judge.replay.replayed import Replayed, Valid
 from glassengine.numerics.known import NOTHING, Known
 from glassengine.numerics.ops import FLOAT32_SUMS, RANDOM, Accumulation
 from glassengine.numerics.verdict import Reference
 from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.program import Program
-
-Valid = Callable[[Node, torch.Tensor], torch.Tensor | None]
 
 
 class SegmentReplay:
@@ -42,12 +40,13 @@ class SegmentReplay:
     """
 
     method = "segment"
+    has_regions = True
 
     def __init__(
         self, program: Program, *, coarsest: torch.dtype | None = None, accumulation: Accumulation = FLOAT32_SUMS
     ) -> None:
         self._program = program
-        self._coarsest, self._accumulation = coarsest, accumulation
+        self._coarsest, self.accumulation = coarsest, accumulation
         self._floors: dict[str, float] = {}
         nodes = {node.name: node for node in program.graph.nodes}
         inputs = {port.name: port.node for port in program.inputs}
@@ -60,12 +59,12 @@ class SegmentReplay:
 
     def accumulate(self, how: Accumulation) -> None:
         """Take products to be summed so from the next case on; kernels stay those of the side's runtime."""
-        self._accumulation = dataclasses.replace(how, kernels=self._accumulation.kernels)
+        self.accumulation = dataclasses.replace(how, kernels=self.accumulation.kernels)
 
     def begin(self) -> None:
         """Start a case, with an empty cache."""
         self._run = ReferenceRun(
-            self._program, coarsest=self._coarsest, accumulation=self._accumulation, relative_floors=self._floors
+            self._program, coarsest=self._coarsest, accumulation=self.accumulation, relative_floors=self._floors
         )
         self._walk: Generator[tuple[Node, Reference], torch.Tensor | None, None] | None = None
         self._unknown: dict[str, bool] = {}
@@ -105,6 +104,10 @@ class SegmentReplay:
         if value is None or self._is_unknown(node):
             return None
         return Replayed(reference.judge(value), reference.exact, reference.known.exempt)
+
+    def allowed(self, node: Node, candidate: torch.Tensor) -> torch.Tensor | None:
+        """Return None: the rounding of a whole segment has no bound but its noise."""
+        return None
 
     def _advance(self) -> bool:
         """Go on to the next tensor; the side's value of the present one takes the place of the reference's."""

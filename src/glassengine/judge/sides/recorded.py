@@ -21,14 +21,14 @@ from glassengine.compare.matching.rules import pair_names
 from glassengine.errors import IncomparableError, UsageError
 from glassengine.judge.cases import Case, StepInputs
 from glassengine.judge.replay.op import Replay
-from glassengine.judge.sides.sides import Level, ModuleSide, Observed, by_node, empty_caches
+from glassengine.judge.sides.module import ModuleSide
+from glassengine.judge.sides.protocol import Observed, Place, Side
+from glassengine.judge.sides.step_inputs import Given, by_name, empty_caches
 from glassengine.program import LoadedModel
-from glassengine.program.export.export import named_inputs
 from glassengine.program.representation.program import Program
 from glassengine.recording.read.source import TensorSource
 from glassengine.sites import Site, other_spellings
 
-RUNG = "record"
 PARTIAL = "the record has it for some positions only"
 
 
@@ -83,7 +83,7 @@ class RecordedTensors:
             None,
         )
 
-    def read(self, site: Site, step: int, inputs: StepInputs | Mapping[str, Any]) -> Observed | None:
+    def read(self, site: Site, step: int, inputs: Given) -> Observed | None:
         """Return the value of a site in a step, None where there is none, or not of every position."""
         found = self._read(site, step)
         if found is None or not isinstance(inputs, StepInputs):
@@ -150,9 +150,10 @@ class RecordedModules(ModuleSide):
     """A record of module outputs and taps."""
 
     tensors: RecordedTensors = field(kw_only=True)
+    place: Place = field(default=Place.RECORD, kw_only=True)
 
-    def _run(self, inputs: StepInputs | Mapping[str, Any]) -> None:
-        for site in self.program.sites:
+    def _run(self, inputs: Given) -> None:
+        for site in self.baseline.sites:
             if site.kind == "op" or ":in" in site.name:
                 continue
             found = self.tensors.read(site, self._steps, inputs)
@@ -161,42 +162,46 @@ class RecordedModules(ModuleSide):
 
     def results(self) -> Mapping[str, Tensor]:
         """Return the results that were recorded."""
-        return by_node(self, self.program)
+        return self.results_by_node(self.baseline)
 
 
 @dataclass
-class RecordedOps:
-    """A record of op sites."""
+class RecordedOps(Side):
+    """A record of op sites.
+
+    Args:
+        tensors: The record.
+        baseline: Program of the baseline, by whose names it is read.
+        replay: Judges each op whose inputs were recorded.
+    """
 
     tensors: RecordedTensors
-    program: Program
-    replay: Replay
-    rung: str = RUNG
-    guarantee: str = "judged op by op"
-    level: Level = "op"
-    _values: dict[str, Observed] = field(default_factory=dict)
-    _caches: dict[str, Tensor] = field(default_factory=dict)
-    _step: int = -1
+    baseline: Program
+    replay: Replay = field(kw_only=True)
+    place: Place = field(default=Place.RECORD, kw_only=True)
+    _values: dict[str, Observed] = field(default_factory=dict, init=False)
+    _caches: dict[str, Tensor] = field(default_factory=dict, init=False)
+    _step: int = field(default=-1, init=False)
 
     def begin(self, case: Case) -> None:
         """Start with the first step and an empty cache."""
         self._step, self._caches = -1, {}
 
-    def step(self, inputs: StepInputs | Mapping[str, Any]) -> None:
+    def step(self, inputs: Given) -> None:
         """Read the next step."""
         self._step += 1
-        named = inputs.named() if isinstance(inputs, StepInputs) else named_inputs(inputs)
-        if self.program.layout is not None and self._step == 0:
-            self._caches = empty_caches(self.program, named)
+        named = by_name(inputs)
+        if self._step == 0:
+            self._caches = empty_caches(self.baseline, named)
         self._values = {}
-        for site in self.program.sites:
+        for site in self.baseline.sites:
             if site.node in self._values or ":in" in site.name:
                 continue
             found = self.tensors.read(site, self._step, inputs)
             if found is not None:
                 self._values[site.node] = found
         self.replay.begin_step({**named, **self._caches}, {n: found.tensor for n, found in self._values.items()})
-        presents = {past: self.program.output_nodes[present] for past, present in self.program.caches.items()}
+        presents = {past: self.baseline.output_nodes[present] for past, present in self.baseline.caches.items()}
         self._caches = {past: self._values[node].tensor for past, node in presents.items() if node in self._values}
 
     def observed(self, node: str) -> list[Observed]:
@@ -205,12 +210,12 @@ class RecordedOps:
 
     def results(self) -> Mapping[str, Tensor]:
         """Return the results that were recorded."""
-        return by_node(self, self.program)
+        return self.results_by_node(self.baseline)
 
 
 def module_side(tensors: RecordedTensors, program: Program, **options: Any) -> RecordedModules:
     """Return the side of a record without op sites."""
-    return RecordedModules(nn.Identity(), program, tensors=tensors, rung=RUNG, **options)
+    return RecordedModules(nn.Identity(), program, tensors=tensors, **options)
 
 
 def case_of(source: TensorSource, kind: str) -> Case | None:

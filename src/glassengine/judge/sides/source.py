@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,46 +13,54 @@ from glassengine.backends.accuracy.calibration import kernels_of
 from glassengine.judge.cases import Case, StepInputs
 from glassengine.judge.replay.op import Replay
 from glassengine.judge.replay.segment import SegmentReplay
-from glassengine.judge.sides.sides import Level, ModuleSide, Observed, by_node
+from glassengine.judge.sides.arguments import Arguments
+from glassengine.judge.sides.module import ModuleSide
+from glassengine.judge.sides.protocol import RUNTIME, Guarantee, Observed, Place, Side
+from glassengine.judge.sides.step_inputs import Given, by_name
 from glassengine.numerics.ops import Accumulation
 from glassengine.program import LoadedModel, Program
-from glassengine.program.export.export import named_inputs
-
-RUNG = "source"
-RUNTIME = "onnxruntime"
-"""Back-end whose kernels run an ONNX file as it is (see `program.onnx.session`)."""
 
 
 @dataclass
-class SourceSide:
+class SourceSide(Side):
     """A stored program as it is: an ONNX file run without optimization, or the graph of a .pt2 file.
 
     Args:
         module: Gives the values of a step by op site.
-        program: The baseline program.
+        program: The baseline program, which is this side's own as well.
         replay: Judges each op.
     """
 
     module: Any
-    program: Program
-    replay: Replay
-    rung: str = RUNG
-    guarantee: str = "judged op by op"
-    logits: torch.Tensor | None = None
-    level: Level = "op"
+    program: Program = field(kw_only=True)
+    replay: Replay = field(kw_only=True)
+    place: Place = field(default=Place.SOURCE, kw_only=True)
+
+    @cached_property
+    def counterparts(self) -> Mapping[str, str]:
+        """Every node is its own."""
+        return {site.node: site.node for site in self.program.sites if site.kind == "op"}
+
+    def chooser(self) -> ModuleSide:
+        """Return a side of the same module, to be run without being judged."""
+        return ModuleSide(self.module, self.program)
+
+    def module_outputs(self) -> Mapping[str, torch.Tensor]:
+        """Return nothing: a file knows no modules."""
+        return {}
 
     def begin(self, case: Case) -> None:
         """Forget the values of an earlier case."""
         self._values: dict[str, torch.Tensor] = {}
 
-    def step(self, inputs: StepInputs | Mapping[str, Any]) -> None:
+    def step(self, inputs: Given) -> None:
         """Run the file once."""
         assert not isinstance(inputs, StepInputs)
         with torch.no_grad():
             found = self.module.values(inputs)
         sites = self.program.sites
         self._values = {site.node: found[site.name] for site in sites if site.kind == "op" and site.name in found}
-        self.replay.begin_step(named_inputs(inputs), self._values)
+        self.replay.begin_step(by_name(inputs), self._values)
 
     def observed(self, node: str) -> list[Observed]:
         """Return the value of `node`."""
@@ -61,16 +70,22 @@ class SourceSide:
 
     def results(self) -> Mapping[str, torch.Tensor]:
         """Return the results of the file."""
-        return by_node(self, self.program)
+        return self.results_by_node(self.program)
 
 
-def untouched(model: LoadedModel, program: Program) -> ModuleSide | SourceSide:
-    """Return the side of the baseline itself."""
+def untouched(model: LoadedModel, program: Program, arguments: Arguments | None = None) -> ModuleSide | SourceSide:
+    """Return the side of the baseline itself.
+
+    Args:
+        model: The baseline.
+        program: Its export, or the stored program.
+        arguments: How inputs become arguments of a module's forward.
+    """
     if model.stored is None:
-        return ModuleSide(model.module, program, replay=SegmentReplay(program), state=model.state)
+        segments = SegmentReplay(program)
+        return ModuleSide(model.module, program, replay=segments, state=model.state, arguments=arguments)
     if program.onnx is not None:  # run by kernels of its own
         accumulation = Accumulation(kernels=kernels_of(RUNTIME))
-        return SourceSide(
-            model.module, program, Replay(program, compiled=True, wide_operands=True, accumulation=accumulation)
-        )
-    return SourceSide(model.module, program, Replay(program), guarantee="judged at ops kept as stored")
+        replay = Replay(program, compiled=True, wide_operands=True, accumulation=accumulation)
+        return SourceSide(model.module, program=program, replay=replay)
+    return SourceSide(model.module, program=program, replay=Replay(program), guarantee=Guarantee.STORED_OPS)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from glassengine.judge.cases import StepInputs
 from glassengine.judge.graphs.by_name import SitePair
-from glassengine.judge.sides.arranged import Arranged
-from glassengine.judge.sides.sides import ModuleSide, Observed
-from glassengine.program.export.export import named_inputs
+from glassengine.judge.sides.module import ModuleSide
+from glassengine.judge.sides.protocol import Observed, Place
+from glassengine.judge.sides.step_inputs import Given, by_name
 from glassengine.program.representation.program import Program
 
 _NAMED = ("module", "tap")
@@ -23,15 +21,14 @@ class UntouchedCandidate(ModuleSide):
     Args:
         names: Baseline node -> names of the candidate's module outputs and taps that are its counterpart; None where
             the candidate has no program, and only names are known.
-        arranged: Gives tensors the baseline's dimensions.
     """
 
     names: Mapping[str, Sequence[str]] | None = field(default=None, kw_only=True)
-    arranged: Arranged = field(default_factory=Arranged, kw_only=True)
+    place: Place = field(default=Place.UNTOUCHED, kw_only=True)
 
-    def step(self, inputs: StepInputs | Mapping[str, Any]) -> None:
+    def step(self, inputs: Given) -> None:
         """Run one forward; as `ModuleSide.step`."""
-        self.arranged.begin_step(inputs.named() if isinstance(inputs, StepInputs) else named_inputs(inputs))
+        self.arranged.begin_step(by_name(inputs))
         super().step(inputs)
 
     def observed(self, node: str) -> list[Observed]:
@@ -39,7 +36,7 @@ class UntouchedCandidate(ModuleSide):
         found = super().observed(node)
         if self.names is None:
             return found
-        sites = {site.name: site.kind for site in self.program.sites.by_node.get(node, ())}
+        sites = {site.name: site.kind for site in self.baseline.sites.by_node.get(node, ())}
         found = [seen for seen in found if sites[seen.site] not in _NAMED]
         if not any(kind in _NAMED for kind in sites.values()):
             return found

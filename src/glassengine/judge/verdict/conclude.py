@@ -10,19 +10,17 @@ from glassengine.errors import IncomparableError
 from glassengine.judge.cases import Case
 from glassengine.judge.graphs.between import origin_of
 from glassengine.judge.replay.region import covered
-from glassengine.judge.replay.replayed import called
-from glassengine.judge.sides.sides import EngineSide, ModuleSide, ProgramSide
+from glassengine.judge.sides.countable import float_nodes
+from glassengine.judge.sides.protocol import Level, Place
 from glassengine.judge.verdict.drift import table
 from glassengine.judge.verdict.fineness import coverage, fineness, region_nodes
+from glassengine.judge.verdict.not_judged import not_judged
 from glassengine.judge.verdict.repeated import grouped
-from glassengine.judge.verdict.score import Score, float_nodes
+from glassengine.judge.verdict.score import Score
 from glassengine.judge.verdict.severity import Severity
 from glassengine.judge.verdict.standing import Decision, decide, softened
 from glassengine.judge.verdict.written import left_out, written_differently
-from glassengine.numerics.ops import RANDOM, UNDEFINED
-from glassengine.program.onnx.control import never_run
-from glassengine.program.onnx.fallback import is_of_runtime_alone
-from glassengine.program.representation.naming import is_tensor_node, op_name
+from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.program import Program
 from glassengine.results import (
     FLAGGED,
@@ -42,9 +40,21 @@ from glassengine.results import (
 )
 from glassengine.sites import Site
 
-_TOO_LITTLE = "only"
 _EXPLAINS = 0.8
 """Score of a hint that was tried, and makes what the candidate made."""
+_COMPARED = {
+    Place.PROGRAM: ("the untouched model", "its exported program"),
+    Place.SOURCE: ("program", "the file as it is, node by node"),
+    Place.OP_BY_OP: ("program", "every op compiled alone"),
+    Place.ENGINE: ("program", "engine with debug outputs"),
+    Place.BISECTION: ("program", "release engine with a few outputs"),
+    Place.RELEASE: ("program", "release engine"),
+    Place.CANDIDATE: ("program", "the candidate's program"),
+    Place.RECORD: ("program", "what was recorded"),
+    Place.RECORDED: ("program", "what was recorded"),
+    Place.UNTOUCHED: ("program", "the untouched candidate"),
+}
+"""What is compared on a rung, in words."""
 _LAYERS = frozenset({"conv1d", "conv2d", "conv3d", "convolution", "linear"})
 """Ops into whose weights compilers fold what follows."""
 
@@ -87,7 +97,7 @@ def conclude(
     if not pairs:
         raise IncomparableError("nothing was compared", expected="sites that both sides have")
     verdict = worst(pair.verdict for pair in pairs)
-    main = next((s for s in scores if s.side.level == "op" and not s.side.rung.startswith("pass ")), scores[-1])
+    main = main_of(scores)
     if weights is not None and set(weights.different) - _folded(main, program):
         # No tensor of these inputs may depend on it (the embedding of another token), but it is there.
         verdict = worst([verdict, "suspicious"])
@@ -96,7 +106,7 @@ def conclude(
     results = tuple(result for score in scores for result in score.results.found)
     agree = bool(results) and all(result.agrees for result in results)
     judged = coverage(main, program, results_agree=agree)
-    if isinstance(main.side, EngineSide) and main.side.level == "result":
+    if main.side.level is Level.RESULT:
         # Nobody looked at the ops: results alone are a small share of what there is.
         ops = float_nodes(program, ("op",))
         judged = len(ops & main.judged_nodes) / len(ops) if ops else 1.0
@@ -109,12 +119,7 @@ def conclude(
     all_skipped = [
         *skipped,
         *left_out,
-        *_results_left_out(scores),
-        *_unobserved(main, program, [*skipped, *left_out]),
-        *_reordered(scores, program),
-        *_without_value(program),
-        *_never_run(program),
-        *_of_runtime_alone(program),
+        *not_judged(program, scores, main, [*skipped, *left_out]),
     ]
     return Comparison(
         baseline=baseline,
@@ -126,8 +131,8 @@ def conclude(
         counts=counts_of(
             pairs,
             unmatched_baseline=sum(s.side == "baseline" for s in all_skipped),
-            unmatched_candidate=sum(s.side == "candidate" and s.rung == "candidate" for s in all_skipped),
-            not_recorded=sum(s.rung == "engine" for s in all_skipped),
+            unmatched_candidate=sum(s.side == "candidate" and s.rung == Place.CANDIDATE for s in all_skipped),
+            not_recorded=sum(s.rung == Place.ENGINE for s in all_skipped),
         ),
         pairs=pairs,
         skipped=tuple(all_skipped),
@@ -163,32 +168,22 @@ def _folded(score: Score, program: Program) -> set[str]:
     }
 
 
-def _results_left_out(scores: Sequence[Score]) -> list[Skipped]:
-    return [
-        Skipped(name, "both", f"not compared end to end: {why}", rung=score.side.rung)
-        for score in scores
-        for name, why in score.results.not_compared.items()
-    ]
+def main_of(scores: Sequence[Score]) -> Score:
+    """Return the score that the verdict rests on: that of the first candidate that is judged op by op, else the last.
+
+    The baseline's own file is no candidate, and what a pass makes is built into what comes after it.
+    """
+    own = (Place.SOURCE, Place.PASS)
+    return next((s for s in scores if s.side.level is Level.OP and s.side.place not in own), scores[-1])
 
 
 def _rung(
     score: Score, program: Program, divergences: Sequence[Divergence], severity: Severity | None, verdict: Verdict
 ) -> Rung:
     side = score.side
-    names = {
-        "program": ("the untouched model", "its exported program"),
-        "source": ("program", "the file as it is, node by node"),
-        "op-by-op": ("program", "every op compiled alone"),
-        "engine": ("program", "engine with debug outputs"),
-        "bisection": ("program", "release engine with a few outputs"),
-        "release": ("program", "release engine"),
-        "candidate": ("program", "the candidate's program"),
-        "record": ("program", "what was recorded"),
-        "candidate, untouched": ("program", "the untouched candidate"),
-    }
-    ours, theirs = names.get(side.rung, ("program", f"program after {side.rung}"))
+    ours, theirs = _COMPARED.get(side.place, ("program", f"program after {side.rung}"))
     note = None
-    if side.rung == "release" and severity is not None:
+    if side.place is Place.RELEASE and severity is not None:
         note = f"bitwise equal to the engine in {severity.num_bitwise} of {severity.num_tokens} rows of logits"
         if severity.first_change:
             note += f"; changed token: {severity.first_change}"
@@ -197,7 +192,7 @@ def _rung(
         baseline=ours,
         candidate=theirs,
         verdict=verdict,
-        guarantee=side.guarantee,
+        guarantee=side.guarantee.text,
         num_judged=len(score.pairs),
         coverage=coverage(score, program, results_agree=all(result.agrees for result in score.results.found)),
         first_divergence=divergences[0] if divergences else None,
@@ -207,10 +202,10 @@ def _rung(
 
 def _with_observer_effect(divergence: Divergence, verdicts: Mapping[str, str]) -> Divergence:
     """Say so when an error is there only with, or only without, debug outputs."""
-    other = {"release": "engine", "engine": "release"}.get(divergence.rung or "")
-    if divergence.verdict != "wrong" or verdicts.get(other or "") not in ("identical", "rounding"):
+    with_outputs = divergence.rung == Place.ENGINE
+    other = Place.RELEASE if with_outputs else Place.ENGINE if divergence.rung == Place.RELEASE else ""
+    if divergence.verdict != "wrong" or verdicts.get(other) not in ("identical", "rounding"):
         return divergence
-    with_outputs = divergence.rung == "engine"
     which = "with" if with_outputs else "without"
     text = f"only the engine {which} debug outputs is wrong: adding outputs changes the answer"
     return dataclasses.replace(divergence, hints=(Hint("observer", text, 1.0), *divergence.hints))
@@ -244,12 +239,12 @@ def as_written(score: Score, program: Program, divergence: Divergence) -> Diverg
 
 def _at_what_computes(score: Score, program: Program, divergence: Divergence) -> Divergence:
     """Name the ops that compute where a region ends in views: what a view passes on, it did not make."""
-    side = score.side
-    if not isinstance(side, ProgramSide) or divergence.node is None or divergence.node not in side.pairs:
+    own_program, known = score.side.program, score.side.counterparts
+    if own_program is None or divergence.node is None or divergence.node not in known:
         return divergence
-    counterpart = side.pairs[divergence.node].candidate.node
-    own = _origin(program, divergence.node, side.pairs)
-    there = _origin(side.program, counterpart, {pair.candidate.node for pair in side.pairs.values()})
+    counterpart = known[divergence.node]
+    own = _origin(program, divergence.node, known)
+    there = _origin(own_program, counterpart, set(known.values()))
     is_its_end = divergence.site in {site.name for site in program.sites.by_node.get(divergence.node, ())}
     if own is not None and own.node != divergence.node and is_its_end:
         divergence = dataclasses.replace(divergence, site=own.name, source=own.source)
@@ -265,15 +260,14 @@ def _origin(program: Program, name: str, known: Collection[str]) -> Site | None:
 
 def _source_there(score: Score, divergence: Divergence) -> str | None:
     """Return the line of the candidate's own program that made its tensor, where it has one."""
-    side = score.side
-    own = side.program if isinstance(side, ProgramSide) else side.engine if isinstance(side, EngineSide) else None
+    own = score.side.program
     site = None if own is None else own.sites.get(divergence.candidate_site)
     return None if site is None else site.source
 
 
 def _within_regions(score: Score, program: Program) -> Iterator[Pair]:
     """A pair for each op that the candidate writes differently, with the verdict of the region that it is in."""
-    inside = region_nodes(score, program) if score.side.level == "op" else {}
+    inside = region_nodes(score, program) if score.side.level is Level.OP else {}
     found: dict[str, list[Pair]] = {}
     for pair in score.pairs:
         found.setdefault(pair.site, []).append(pair)
@@ -298,17 +292,6 @@ def _first(origins: Sequence[Divergence], order: Mapping[str, int], rungs: Seque
     return None
 
 
-def _reordered(scores: Sequence[Score], program: Program) -> list[Skipped]:
-    reason = "inside of experts: the program computes them in another order"
-    return [
-        Skipped(site.name, "both", reason, rung=score.side.rung)
-        for score in scores
-        if isinstance(score.side, ModuleSide) and score.side.reordered
-        for site in program.sites
-        if site.kind == "module" and ":in" not in site.name and site.name.startswith(score.side.reordered)
-    ]
-
-
 def _written_differently(program: Program, scores: Sequence[Score]) -> Iterator[WrittenDifferently]:
     for score in scores:
         verdicts: dict[str, Verdict] = {}
@@ -318,40 +301,3 @@ def _written_differently(program: Program, scores: Sequence[Score]) -> Iterator[
             site = program.sites.by_node[node][0].name
             if site in verdicts:
                 yield WrittenDifferently(site, own, how, verdicts[site], score.side.rung)
-
-
-def _without_value(program: Program) -> list[Skipped]:
-    reasons = dict.fromkeys(RANDOM, "random: drawn by every run") | dict.fromkeys(UNDEFINED, "memory not yet written")
-    nodes = [node for node in program.graph.nodes if op_name(node) in reasons and is_tensor_node(node)]
-    return [Skipped(program.sites.by_node[node.name][0].name, "both", reasons[op_name(node)]) for node in nodes]
-
-
-def _of_runtime_alone(program: Program) -> list[Skipped]:
-    """Operators of a runtime of its own: what is compared with it is not judged by anybody else."""
-    nodes = [node for node in program.graph.nodes if is_of_runtime_alone(called(node)[0].target)]
-    sites = [sites[0].name for node in nodes if (sites := program.sites.by_node.get(node.name))]
-    return [Skipped(site, "both", "compared with ONNX Runtime, which alone says what it computes") for site in sites]
-
-
-def _never_run(program: Program) -> list[Skipped]:
-    """Branches and loops of an ONNX file that no input led into."""
-    ops = {called(node)[0]: node for node in program.graph.nodes if program.sites.by_node.get(node.name)}
-    return [
-        Skipped(program.sites.by_node[node.name][0].name, "both", f"no input led into its {name}")
-        for op, node in ops.items()
-        for name in never_run(op.target)
-    ]
-
-
-def _unobserved(score: Score, program: Program, skipped: Sequence[Skipped]) -> list[Skipped]:
-    """Float sites that nobody judged and nobody explained yet."""
-    if not isinstance(score.side, (EngineSide, ProgramSide)):
-        return []
-    known = {item.site for item in skipped}
-    missing = float_nodes(program, ("op",)) - score.judged_nodes - region_nodes(score, program).keys()
-    sites = [program.sites.by_node[node][0].name for node in missing]
-    return [
-        Skipped(s, "candidate", "the candidate has no such tensor", rung=score.side.rung)
-        for s in sorted(sites)
-        if s not in known
-    ]

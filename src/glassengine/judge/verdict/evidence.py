@@ -16,9 +16,7 @@ import torch
 from torch.fx import Node
 
 from glassengine.judge.graphs.cut import Piece, clone, cut
-from glassengine.judge.sides.arranged import Arranged
-from glassengine.judge.sides.sides import EngineSide, Observed, ProgramSide, Side
-from glassengine.judge.sides.source import RUNTIME, SourceSide
+from glassengine.judge.sides.protocol import Observed, Side
 from glassengine.numerics.verdict import INTRODUCED_WRONG, SUSPICIOUS, Reference, unit_roundoff
 from glassengine.program.representation.program import Program
 
@@ -100,7 +98,7 @@ class EvidenceBox:
 
 def _gather(program: Program, side: Side, node: Node, observed: Observed, reference: Reference, step: int) -> Evidence:
     actual = clone(observed.tensor)
-    if not isinstance(side, (EngineSide, ProgramSide, SourceSide)) or side.replay is None:
+    if side.program is None or side.replay is None:
         return _of_result_alone(node, actual, reference, step)
     values = {**program.weights(), **side.replay.values}
     exact = cut([node], values, values.keys() - {node.name})
@@ -117,19 +115,8 @@ def _gather(program: Program, side: Side, node: Node, observed: Observed, refere
     allowed = _allowed(exact, expected, actual, side.replay.allowed(node, observed.tensor))
     if reference.valid is not None:
         allowed = torch.where(reference.valid, allowed, math.inf)
-    own, target, theirs = candidate_of(program, side, node, side.replay.values)
-    return Evidence(
-        node.name,
-        step,
-        exact,
-        actual,
-        expected,
-        allowed,
-        own,
-        target,
-        theirs,
-        side.engine.manifest.backend if isinstance(side, EngineSide) else RUNTIME if own.onnx is not None else None,
-    )
+    target, theirs = counterpart_of(program, side, side.program, node, side.replay.values)
+    return Evidence(node.name, step, exact, actual, expected, allowed, side.program, target, theirs, side.backend)
 
 
 def _of_result_alone(node: Node, actual: torch.Tensor, reference: Reference, step: int) -> Evidence:
@@ -145,35 +132,30 @@ def _of_result_alone(node: Node, actual: torch.Tensor, reference: Reference, ste
     return Evidence(node.name, step, None, actual, expected.clone(), allowed)
 
 
-def candidate_of(
-    program: Program, side: EngineSide | ProgramSide | SourceSide, node: Node, values: Mapping[str, Any]
-) -> tuple[Program, Node | None, dict[str, Any]]:
-    """Return the candidate's program, its counterpart of `node`, and the values around that by its own nodes."""
-    if isinstance(side, SourceSide):
-        own = program
-        counterparts = {name: name for name in values}
-    elif isinstance(side, ProgramSide):
-        own = side.program
-        counterparts = {name: pair.candidate.node for name, pair in side.pairs.items()}
-    else:
-        own = side.engine.program
-        sites = {site.name: site.node for site in own.sites}
-        counterparts = {name: sites[site] for name, (_, site, _) in side.nodes.items() if site in sites}
+def counterpart_of(
+    program: Program, side: Side, own: Program, node: Node, values: Mapping[str, Any]
+) -> tuple[Node | None, dict[str, Any]]:
+    """Return the counterpart of `node` in a side's own program, and the values around that by the nodes there.
+
+    Args:
+        program: The baseline's.
+        side: Which has an own program.
+        own: That program.
+        node: Of the baseline.
+        values: What the side was given and made, by node of the baseline.
+    """
     ours = {port.name: port.node for port in program.inputs}
-    counterparts |= {ours[port.name]: port.node for port in own.inputs if port.name in ours}
-    nodes = {other.name: other for other in own.graph.nodes}
-    target = nodes.get(counterparts.get(node.name, ""))
-    arranged = Arranged() if isinstance(side, SourceSide) else side.arranged
-    if target is None or arranged.is_arranged(node.name):
-        return own, None, {}
-    observed = {
-        counterparts[name]: value
-        for name, value in values.items()
-        if name in counterparts and not arranged.is_arranged(name)
-    }
+    counterparts = {**side.counterparts, **{ours[port.name]: port.node for port in own.inputs if port.name in ours}}
+    target = {other.name: other for other in own.graph.nodes}.get(counterparts.get(node.name, ""))
+    if target is None or side.arranged.is_arranged(node.name):
+        return None, {}
     near = {other.name for other in _ancestors(target, _DEPTH)}
-    kept = {name: clone(value) for name, value in observed.items() if name in near and isinstance(value, torch.Tensor)}
-    return own, target, {**own.weights(), **kept}
+    kept = {
+        counterparts[name]: clone(value)
+        for name, value in values.items()
+        if counterparts.get(name) in near and isinstance(value, torch.Tensor) and not side.arranged.is_arranged(name)
+    }
+    return target, {**own.weights(), **kept}
 
 
 def _ancestors(node: Node, depth: int) -> set[Node]:

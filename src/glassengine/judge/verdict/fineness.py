@@ -14,11 +14,11 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from glassengine.judge.replay.region import RegionReplay, covered
+from glassengine.judge.replay.region import covered
 from glassengine.judge.replay.replayed import called
-from glassengine.judge.replay.segment import SegmentReplay
-from glassengine.judge.sides.sides import EngineSide, ModuleSide, ProgramSide
-from glassengine.judge.verdict.score import Score, float_nodes
+from glassengine.judge.sides.countable import float_nodes
+from glassengine.judge.sides.protocol import Level
+from glassengine.judge.verdict.score import Score
 from glassengine.program.onnx.control import ops_inside
 from glassengine.program.representation.outputs import is_view
 from glassengine.program.representation.program import Program
@@ -29,7 +29,7 @@ def fineness(score: Score, program: Program) -> Fineness:
     """Return how finely the float-valued ops of `program` were judged by `score`."""
     inside = region_nodes(score, program)
     found = fineness_of(program, score.side.rung, score.judged_nodes, inside)
-    if score.side.level == "result":
+    if score.side.level is Level.RESULT:
         # Of what was judged there, nothing says how it came about.
         found = replace(found, op_by_op=0.0, results_only=found.op_by_op + found.results_only)
     return found
@@ -75,9 +75,8 @@ def fineness_of(program: Program, rung: str, judged: Collection[str], inside: Ma
 
 def region_nodes(score: Score, program: Program) -> dict[str, set[str]]:
     """Return the ops inside of regions that were judged at their ends: node -> ends."""
-    side = score.side
-    replay = side.replay if isinstance(side, (ProgramSide, EngineSide, ModuleSide)) else None
-    if not isinstance(replay, (RegionReplay, SegmentReplay)):
+    replay = score.side.replay
+    if replay is None or not replay.has_regions:
         return {}
     # A region ends where the candidate has a tensor, though none of its elements counts.
     inside = covered(program, score.judged_nodes | score.empty_nodes)
@@ -108,12 +107,8 @@ def coverage(score: Score, program: Program, *, results_agree: bool) -> float:
 
     Of a side that was observed at modules or results alone, that is the share of those.
     """
-    side = score.side
-    if side.level == "op":
+    if score.side.level is Level.OP:
         found = fineness(score, program)
         return found.op_by_op + found.in_regions + (found.in_large_regions if results_agree else 0.0)
-    if isinstance(side, ModuleSide):
-        named = float_nodes(program, ("module", "tap"), without=side.reordered)
-    else:
-        named = set(side.nodes) if isinstance(side, EngineSide) else float_nodes(program, ("op",))
+    named = score.side.countable(program)
     return len(named & score.judged_nodes) / len(named) if named else 1.0

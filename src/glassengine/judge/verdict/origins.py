@@ -14,6 +14,7 @@ that count (tokens sorted by expert, a mean over all positions).
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
 from torch.fx import Node
 
@@ -21,7 +22,13 @@ from glassengine.numerics.verdict import TIE
 from glassengine.program.representation.program import Program
 from glassengine.results import Verdict, worst
 
-BELOW_TIE = "below a tie or padding: other values are legal here"
+
+class Why(Enum):
+    """Why the verdict of a tensor is not that of its figures; the value says it to people."""
+
+    TIE = TIE
+    BELOW_TIE = "below a tie or padding: other values are legal here"
+    MANY_ROUNDINGS = "no op introduced an error, but the rounding of many is larger than expected"
 
 
 @dataclass
@@ -40,7 +47,12 @@ class Visited:
 
     verdict: Verdict | None
     inherited: bool = False
-    reason: str | None = None
+    why: Why | None = None
+
+    @property
+    def reason(self) -> str | None:
+        """Why the verdict changed, in words."""
+        return None if self.why is None else self.why.value
 
 
 @dataclass(frozen=True)
@@ -114,7 +126,7 @@ class OriginTracker:
             trail = replace(trail, blame=trail.above)
         visited, blame = self._judged(node, step, verdict, introduced, trail)
         if is_choice and introduced is False and not visited.inherited and visited.verdict != verdict:
-            visited, trail = Visited("rounding", reason=TIE), replace(trail, is_tied=True)
+            visited, trail = Visited("rounding", why=Why.TIE), replace(trail, is_tied=True)
         self._trails[node.name] = _Trail(blame, trail.above | blame, trail.is_tied, padding_differs)
         return visited
 
@@ -126,15 +138,15 @@ class OriginTracker:
         if verdict not in ("suspicious", "wrong"):
             return Visited(verdict), frozenset()
         if not introduced and trail.is_tied:
-            return Visited("rounding", reason=BELOW_TIE), frozenset()
+            return Visited("rounding", why=Why.BELOW_TIE), frozenset()
         if introduced or (introduced is None and not trail.blame):
             origin = self.origins.setdefault(node.name, Origin(step, node.name, verdict))
             origin.verdict = worst([origin.verdict, verdict])
             return Visited(verdict), frozenset({node.name})
         carried = trail.blame or trail.above
         if not carried:
-            many = "no op introduced an error, but the rounding of many is larger than expected"
-            return Visited("suspicious" if verdict == "wrong" else "rounding", reason=many), frozenset()
+            softer: Verdict = "suspicious" if verdict == "wrong" else "rounding"
+            return Visited(softer, why=Why.MANY_ROUNDINGS), frozenset()
         for name in carried:
             origin = self.origins[name]
             origin.verdict = worst([origin.verdict, verdict])

@@ -12,12 +12,11 @@ from glassengine.judge.cases import Case, StepInputs
 from glassengine.judge.end_to_end import results_of, with_model
 from glassengine.judge.exclusions.padding import valid_mask
 from glassengine.judge.replay.reference import ReferenceRun
-from glassengine.judge.sides.sides import ModuleSide, empty_caches
-from glassengine.judge.sides.source import SourceSide
+from glassengine.judge.sides.protocol import Side
+from glassengine.judge.sides.step_inputs import by_name, empty_caches
 from glassengine.judge.verdict.score import Score
 from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
 from glassengine.numerics.verdict import Reference
-from glassengine.program.export.export import named_inputs
 from glassengine.program.representation.program import Program
 
 Made = Mapping[str, torch.Tensor]
@@ -27,7 +26,7 @@ Made = Mapping[str, torch.Tensor]
 def run_cases(
     program: Program,
     cases: Sequence[Case],
-    model: ModuleSide | SourceSide,
+    model: Side | None,
     scores: Sequence[Score],
     *,
     coarsest: torch.dtype | None,
@@ -39,7 +38,7 @@ def run_cases(
     Args:
         program: The baseline program.
         cases: What to run.
-        model: The untouched baseline; its greedy choice is the next token of everybody.
+        model: The untouched baseline; its greedy choice is the next token of everybody. None where there are none.
         scores: One per side, `model`'s among them.
         coarsest: Dtype of the coarsest side.
         accumulation: How the sides' products are summed.
@@ -62,8 +61,8 @@ def run_cases(
                 score.begin_step(num_seen)
                 score.side.step(inputs)
             made = scores[0].side.results() if scores[0].side is model else {}
-            named = inputs.named() if isinstance(inputs, StepInputs) else named_inputs(inputs)
-            if program.layout is not None and step == 0:
+            named = by_name(inputs)
+            if step == 0:
                 named |= empty_caches(program, named)
 
             def observe(node: Node, value: Reference, step: int = step, case: Case = case, made: Made = made) -> None:
@@ -99,8 +98,8 @@ def _compare_results(
         score.results.compare(node, known, theirs, made, where=where, may_tie=score.may_tie)
 
 
-def _next(case: Case, step: int, inputs: Any, model: ModuleSide | SourceSide) -> Any:
+def _next(case: Case, step: int, inputs: Any, model: Side | None) -> Any:
     if not isinstance(inputs, StepInputs):
         return case.steps[step]
-    assert model.logits is not None
+    assert model is not None and model.logits is not None
     return inputs.following(model.logits[:, -1].argmax(-1))

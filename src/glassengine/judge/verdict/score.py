@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -16,46 +16,22 @@ from glassengine.judge.exclusions.completed import completed
 from glassengine.judge.exclusions.exemptions import TEXTS, exempt_by_replay
 from glassengine.judge.exclusions.walled_off import walled_off
 from glassengine.judge.hypotheses.guesses import Guesses
-from glassengine.judge.replay.op import Replay
-from glassengine.judge.replay.segment import SegmentReplay
-from glassengine.judge.replay.unread import differing, unread, unread_nodes
-from glassengine.judge.sides.sides import Observed, Side
+from glassengine.judge.replay.unread import differing, unread
+from glassengine.judge.sides.protocol import Observed, Side
 from glassengine.judge.verdict.drift import Drift
 from glassengine.judge.verdict.evidence import EvidenceBox
-from glassengine.judge.verdict.origins import BELOW_TIE, OriginTracker
+from glassengine.judge.verdict.judged import Judged, figures_of, inherited_in, is_compensated, padding_differs
+from glassengine.judge.verdict.origins import OriginTracker, Why
 from glassengine.judge.verdict.written_out import ROUNDED_IN_STEPS, is_same_in_float64
-from glassengine.numerics.exemptions import BELOW, DRAWN, PADDING, UNREAD, UNWRITTEN, Ledger, Masks
-from glassengine.numerics.metrics.measure import measure
-from glassengine.numerics.metrics.tolerance import tolerance
+from glassengine.numerics.exemptions import BELOW, DRAWN, PADDING, UNREAD, UNWRITTEN, Ledger
 from glassengine.numerics.noise import FROM_MEMORY
 from glassengine.numerics.ops import RANDOM, UNDEFINED
-from glassengine.numerics.verdict import TIE, TIED, Judgement, Reference, is_finite
-from glassengine.program.representation.naming import is_tensor_node, op_name
-from glassengine.program.representation.outputs import weight_only_nodes
+from glassengine.numerics.verdict import TIED, Judgement, Reference, is_finite
+from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.program import Program
-from glassengine.results import FLAGGED, VERDICTS, Divergence, ExemptionReason, Figures, Pair, Skipped, worst
+from glassengine.results import FLAGGED, VERDICTS, Divergence, ExemptionReason, Pair, Skipped, worst
 
-_COMPENSATED = 3.0
 UNREAD_ELEMENTS = "elements differ that no result reads"
-
-
-@dataclass(frozen=True)
-class _Judged:
-    """A tensor, its judgement, and whether its op introduced the error (None: only the graph can tell).
-
-    `inherited` is the RMS of what the op's inputs carried in and `local` the judgement of the op alone, where it was
-    replayed.
-    """
-
-    tensor: torch.Tensor
-    judgement: Judgement
-    introduced: bool | None
-    inherited: float | None = None
-    local: Judgement | None = None
-    is_clean: bool = False
-    contradicts: bool = False
-    exempt: Masks = field(default_factory=dict)
-    differing: torch.Tensor | None = None
 
 
 @dataclass
@@ -149,19 +125,19 @@ class Score:
             is_choice=not judged.tensor.is_floating_point() and not reference.known.is_exact,
             is_broken=judged.tensor.is_floating_point() and not is_finite(judged.tensor),
             masked=PADDING in reference.known.exempt,
-            padding_differs=_padding_differs(judged.tensor, reference),
+            padding_differs=padding_differs(judged.tensor, reference),
         )
         assert visited.verdict is not None
         if visited.verdict == "rounding" and judged.local is not None:
             judgement = judged.local
         self._leave_out(node, observed, judgement, reference, step)
         site = self._site(node, observed)
-        is_below = visited.verdict == "rounding" and visited.reason == BELOW_TIE
+        is_below = visited.why is Why.BELOW_TIE
         self.ledger.add(site, judged.tensor.numel(), judged.exempt, whole=BELOW if is_below else None)
         if judgement.is_empty:
             return is_tied
         self.judged_nodes.add(node.name)
-        flagged = visited.verdict in FLAGGED
+        flagged, replay = visited.verdict in FLAGGED, self.side.replay
         self.pairs.append(
             Pair(
                 step=step,
@@ -170,8 +146,8 @@ class Score:
                 method=observed.method,
                 confidence=1.0 if observed.method == "name+fingerprint" else 0.9,
                 verdict=visited.verdict,
-                judged_by="noise floor" if judged.introduced is None or self._replay is None else self._replay.method,
-                figures=_figures(reference.native, judged.tensor) if flagged else None,
+                judged_by="noise floor" if judged.introduced is None or replay is None else replay.method,
+                figures=figures_of(reference.native, judged.tensor) if flagged else None,
                 noise_ratio=judgement.noise_ratio,
                 bound_ratio=judgement.bound_ratio,
                 rung=self.side.rung,
@@ -190,33 +166,33 @@ class Score:
             self.divergences.setdefault(node.name, self._divergence(node, observed, judged, reference, step))
             if op_name(node) in FROM_MEMORY and self.sums.get(node.name) is None:
                 self.sums[node.name] = self._guesses.is_summed_coarsely(node, judged.tensor)
-        return is_tied or visited.reason == TIE
+        return is_tied or visited.why is Why.TIE
 
     def _exempt_whole(self, node: Node, reference: Reference, reason: ExemptionReason) -> None:
         """Count a tensor that says nothing, where this side has it."""
         if self.side.observed(node.name):
             self.ledger.add(self.program.sites.by_node[node.name][0].name, reference.exact.numel(), {}, whole=reason)
 
-    def _judge(self, node: Node, observed: Observed, reference: Reference) -> _Judged:
+    def _judge(self, node: Node, observed: Observed, reference: Reference) -> Judged:
         """Judge one observed value: by replay where the op's inputs were observed, else by the accumulated floor."""
         tensor = completed(observed.tensor, reference, self.program, node, self._num_seen)
         accumulated = reference.judge(tensor)
         is_clean = accumulated.verdict not in FLAGGED
-        replay = self._replay
+        replay = self.side.replay
         replayed = None if replay is None else replay.judge(node, observed.tensor, reference.valid, reference.known)
         if self.drift is not None:
             predicted = None if replayed is None else replayed.predicted
             self.drift.add(node.name, observed.site, reference, tensor, predicted)
         exempt = reference.known.exempt
         if replayed is None:
-            return _Judged(tensor, accumulated, None, is_clean=is_clean, exempt=exempt)
+            return Judged(tensor, accumulated, None, is_clean=is_clean, exempt=exempt)
         local = replayed.judgement
         if local.is_empty and accumulated.verdict not in FLAGGED:
-            return _Judged(tensor, accumulated, None, is_clean=is_clean, exempt=exempt)
-        if local.verdict in FLAGGED and _is_compensated(local, accumulated, reference, tensor):
-            return _Judged(tensor, accumulated, None, is_clean=is_clean, contradicts=is_clean, exempt=exempt)
+            return Judged(tensor, accumulated, None, is_clean=is_clean, exempt=exempt)
+        if local.verdict in FLAGGED and is_compensated(local, accumulated, reference, tensor):
+            return Judged(tensor, accumulated, None, is_clean=is_clean, contradicts=is_clean, exempt=exempt)
         exempt = exempt_by_replay(replayed.exempt, exempt, local.is_tie, tensor, replayed.predicted)
-        inherited = _inherited(replayed.predicted, reference)
+        inherited = inherited_in(replayed.predicted, reference)
         if local.verdict in FLAGGED and is_same_in_float64(self.program, self.side, node, replayed.predicted):
             local = dataclasses.replace(local, verdict="rounding", reason=ROUNDED_IN_STEPS)
         other = self._guesses.not_reached(node) if local.verdict not in FLAGGED else None
@@ -225,7 +201,7 @@ class Score:
         if local.verdict not in FLAGGED:
             is_carried = accumulated.verdict in FLAGGED and not local.is_tie
             judgement = accumulated if is_carried else local
-            return _Judged(tensor, judgement, False, inherited, local, is_clean, exempt=exempt)
+            return Judged(tensor, judgement, False, inherited, local, is_clean, exempt=exempt)
         if local.verdict == "suspicious" and self._guesses.differences(node, tensor, reference):
             # Two kinds of evidence: too large for rounding, and other arguments or weights than the baseline's.
             local = dataclasses.replace(
@@ -234,16 +210,11 @@ class Score:
         worse = VERDICTS.index(local.verdict) >= VERDICTS.index(accumulated.verdict)
         apart = differing(observed.tensor, replayed.predicted)
         judgement = local if worse else accumulated
-        return _Judged(tensor, judgement, True, inherited, is_clean=is_clean, exempt=exempt, differing=apart)
+        return Judged(tensor, judgement, True, inherited, is_clean=is_clean, exempt=exempt, differing=apart)
 
     @cached_property
     def _guesses(self) -> Guesses:
         return Guesses(self.program, self.side)
-
-    @property
-    def _replay(self) -> Replay | SegmentReplay | None:
-        found: Replay | SegmentReplay | None = getattr(self.side, "replay", None)
-        return found
 
     def _site(self, node: Node, observed: Observed) -> str:
         """The op's site; a module's own where only modules were observed and this one is not what the op made."""
@@ -278,7 +249,7 @@ class Score:
     def _unpair(self) -> None:
         """Take back the pairs of the step that were none (see `walled_off`)."""
         dropped: set[str] = set()
-        if getattr(self.side, "pairs", None):
+        if self.side.pairs and self.side.program is not self.program:  # one program's ops are their own counterparts
             for node in self._flagged:
                 dropped |= walled_off(node, self._contradicting, self._clean) or set()
         if dropped:
@@ -320,7 +291,7 @@ class Score:
         self._tracker.begin_step()
 
     def _divergence(
-        self, node: Node, observed: Observed, judged: _Judged, reference: Reference, step: int
+        self, node: Node, observed: Observed, judged: Judged, reference: Reference, step: int
     ) -> Divergence:
         judgement = judged.judgement
         hints = self._guesses.of(node, judged.tensor, reference, [other.name for other in self._flagged])
@@ -340,60 +311,3 @@ class Score:
             inherited=judged.inherited,
             hints=tuple(sorted(hints, key=lambda hint: -hint.score)),
         )
-
-
-def _figures(baseline: torch.Tensor, candidate: torch.Tensor) -> Figures | None:
-    if baseline.shape != candidate.shape:
-        return None
-    names = [str(tensor.dtype).removeprefix("torch.") for tensor in (baseline, candidate)]
-    allowed = tolerance(*names)
-    return measure(baseline, candidate, rtol=allowed.rtol, atol=allowed.atol)
-
-
-def _is_compensated(local: Judgement, accumulated: Judgement, reference: Reference, tensor: torch.Tensor) -> bool:
-    """Whether the op was only fed and written another way (a scale moved into its input, say).
-
-    An error that the op really introduced is in its result; here the result is closer to the baseline than that.
-    """
-    # Where everything hangs on a tie, no error was counted; a candidate that chose as the baseline did has none.
-    of_result = reference.distance(tensor) if reference.is_silent else accumulated.rms_error
-    if local.rms_error is None or of_result is None:
-        return False
-    return local.rms_error > _COMPENSATED * of_result
-
-
-def _padding_differs(tensor: torch.Tensor, reference: Reference) -> bool:
-    # What else is left out is followed to where it ends: nothing hangs on it that counts.
-    padding = reference.known.exempt.get(PADDING)
-    if padding is None or tensor.shape != reference.exact.shape:
-        return False
-    return bool(((tensor != reference.native) & padding).any())
-
-
-def _inherited(predicted: torch.Tensor, reference: Reference) -> float | None:
-    if predicted.shape != reference.exact.shape or not predicted.is_floating_point():
-        return None
-    square = (predicted - reference.exact).square_()
-    if not is_finite(square):
-        square.nan_to_num_(0.0, 0.0, 0.0)
-    return float(square.mean().sqrt()) if square.numel() else 0.0
-
-
-def float_nodes(program: Program, kinds: Sequence[str], *, without: tuple[str, ...] = ()) -> set[str]:
-    """What coverage is counted over: nodes of floating dtype with a site of one of `kinds`.
-
-    Module inputs are left out (they are outputs of something else), so are names that start with one of `without`,
-    nodes that depend on weights alone (they are taken from the weights, see `program.outputs`), random numbers, memory
-    that nothing has written, and what no result reads: the last states of a recurrence, say.
-    """
-    constant = {node.name for node in weight_only_nodes(program)}
-    counted = [s for s in program.sites if s.kind in kinds and ":in" not in s.name and not s.name.startswith(without)]
-    named = {site.node for site in counted} - constant - unread_nodes(program)
-    return {
-        node.name
-        for node in program.graph.nodes
-        if node.name in named
-        and is_tensor_node(node)
-        and node.meta["val"].is_floating_point()
-        and op_name(node) not in RANDOM | UNDEFINED
-    }

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from glassengine.judge.replay.unread import unread_nodes
+from glassengine.judge.sides.protocol import Level, Place
 from glassengine.judge.verdict.score import Score
 from glassengine.judge.verdict.severity import Severity
 from glassengine.program.representation.program import Program
@@ -75,7 +76,7 @@ def decide(
         is_hidden = bool(results) and all(r.agrees and r.judged_by == "noise floor" for r in results)
         hidden = "differs inside, not in the results: " if is_hidden else ""
         return Decision("differs inside", hidden + inside)
-    release = severity.get("release")
+    release = severity.get(Place.RELEASE)
     if release is not None and release.first_change is not None:
         return Decision(
             "token changes", f"the release engine picks another token than the engine: {release.first_change}"
@@ -114,7 +115,7 @@ class Softened:
 def softened(scores: Sequence[Score], program: Program) -> Softened:
     """Return what all sides found, with those alarms softened that the module's docstring names."""
     unread = unread_nodes(program)
-    main = [score for score in scores if score.side.level == "op" and not score.side.rung.startswith("pass ")]
+    main = [score for score in scores if score.side.level is Level.OP and score.side.place is not Place.PASS]
     agree = [score for score in scores if _agrees(score)]
     right: set[str] = set()
     for score in main:
@@ -125,7 +126,7 @@ def softened(scores: Sequence[Score], program: Program) -> Softened:
     pairs, divergences = {}, {}
     for score in scores:
         excused = dict.fromkeys(unread, UNREAD)
-        if score.side.level == "segment" and score in agree and score is not scores[0]:
+        if score.side.level is Level.SEGMENT and score in agree and score is not scores[0]:
             named = {site.name for node in right for site in program.sites.by_node.get(node, ())}
             if all(pair.site in named for pair in score.pairs if pair.verdict == "wrong"):
                 excused = dict.fromkeys(right, BY_NAME_ONLY) | excused

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch.fx import Node
 
 from glassengine.judge.graphs.between import origin_of, passes_on, region_of
-from glassengine.judge.graphs.by_name import difference
 from glassengine.judge.hypotheses.hypothesis import literals_of, shown
-from glassengine.judge.sides.sides import EngineSide, ProgramSide
+from glassengine.judge.sides.protocol import Side
 from glassengine.numerics.ops import CASTS
 from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.outputs import weight_only_nodes
@@ -23,37 +21,17 @@ _MOST = 8
 """Ops of a region beyond which a list of them says nothing."""
 
 
-def program_of(side: Any) -> Program | None:
-    """Return the program that a side is judged by op for op; None where it has none or only results are judged."""
-    if isinstance(side, ProgramSide):
-        return side.program
-    if isinstance(side, EngineSide) and side.level == "op":
-        return side.engine.program
-    return None
-
-
-def written_differently(baseline: Program, side: Any) -> dict[str, tuple[str, str]]:
+def written_differently(baseline: Program, side: Side) -> dict[str, tuple[str, str]]:
     """Return node of `baseline` -> (the side's own site, how its op differs), for the ops that do."""
-    own = program_of(side)
-    if own is None or own is baseline:
+    if side.program is None or side.program is baseline:
         return {}
-    if isinstance(side, ProgramSide):
-        ours = {node.name: node for node in baseline.graph.nodes}
-        there = {node.name: node for node in own.graph.nodes}
-        said = {
-            node: (pair.candidate.name, pair.difference or _telling(ours[node], there[pair.candidate.node]))
-            for node, pair in side.pairs.items()
-        }
-        return {node: (site, how) for node, (site, how) in said.items() if how}
-    theirs = {node.name: node for node in own.graph.nodes}
-    found = {}
-    for node in baseline.graph.nodes:
-        _, site, _ = side.nodes.get(node.name, ("", "", ""))
-        entry = own.sites.get(site)
-        how = difference(node, theirs[entry.node]) if entry is not None and entry.kind == "op" else None
-        if how is not None:
-            found[node.name] = (site, how)
-    return found
+    ours = {node.name: node for node in baseline.graph.nodes}
+    there = {node.name: node for node in side.program.graph.nodes}
+    said = {
+        node: (pair.candidate.name, pair.difference or _telling(ours[node], there[pair.candidate.node]))
+        for node, pair in side.pairs.items()
+    }
+    return {node: (site, how) for node, (site, how) in said.items() if how}
 
 
 def _telling(ours: Node, theirs: Node) -> str | None:
@@ -81,16 +59,15 @@ class LeftOut:
     is_one_sided: bool
 
 
-def left_out(baseline: Program, side: Any, name: str) -> LeftOut | None:
+def left_out(baseline: Program, side: Side, name: str) -> LeftOut | None:
     """Return which ops only one side has where the node `name` of `baseline` is made, None where both have the same.
 
     Both sides are looked at from what is made of them up to the tensors that both have.
     """
-    own = program_of(side)
+    own, found = side.program, side.counterparts
     if own is None or own is baseline:
         return None
     nodes = [{node.name: node for node in program.graph.nodes} for program in (baseline, own)]
-    found = _counterparts(side)
     target = nodes[1].get(found.get(name, ""))
     if target is None:
         return None
@@ -130,13 +107,6 @@ def _is_another(
         above.update(source.name for source in sources)
         waiting += sources
     return not any(partners[end.name] in above for end in ends)
-
-
-def _counterparts(side: ProgramSide | EngineSide) -> Mapping[str, str]:
-    """Return node of the baseline -> node of the side's own program."""
-    if isinstance(side, EngineSide) or side.counterparts:
-        return side.counterparts
-    return {node: pair.candidate.node for node, pair in side.pairs.items()}
 
 
 def _names(ops: Sequence[Node]) -> list[str]:

@@ -10,8 +10,8 @@ import torch
 from torch.fx import Node
 
 from glassengine.judge.graphs.cut import cut
-from glassengine.judge.sides.sides import ProgramSide, Side
-from glassengine.judge.verdict.evidence import candidate_of
+from glassengine.judge.sides.protocol import Side
+from glassengine.judge.verdict.evidence import counterpart_of
 from glassengine.numerics.ops import RELATIVE_TO_ARGUMENT
 from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.program import Program
@@ -34,10 +34,10 @@ def is_same_in_float64(program: Program, side: Side, node: Node, predicted: torc
         node: Of the baseline, judged on the candidate's own input.
         predicted: What float64 makes of the baseline's op on that input.
     """
-    if op_name(node) not in _ACTIVATIONS or not isinstance(side, ProgramSide) or side.replay is None:
+    if op_name(node) not in _ACTIVATIONS or side.program is None or side.replay is None:
         return False
     given = side.replay.values.get(node.all_input_nodes[0].name)
-    _, target, values = candidate_of(program, side, node, side.replay.values)
+    target, values = counterpart_of(program, side, side.program, node, side.replay.values)
     if target is None or op_name(target) == op_name(node) or not isinstance(given, torch.Tensor):
         return False
     piece = cut([target], values, values.keys() - {target.name})

@@ -1,0 +1,185 @@
+"""A user's module as it is: run by its own forward, observed at module outputs and taps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from glassengine.capture.hooks import observing
+from glassengine.errors import GlassError, IncomparableError
+from glassengine.judge.cases import Case, StepInputs, taken_by
+from glassengine.judge.exclusions.padding import valid_in_step
+from glassengine.judge.replay.segment import SegmentReplay
+from glassengine.judge.sides.arguments import Arguments
+from glassengine.judge.sides.countable import float_nodes
+from glassengine.judge.sides.protocol import Baseline, Guarantee, Observed, Place, Side
+from glassengine.judge.sides.step_inputs import Given, by_name, empty_caches
+from glassengine.judge.sides.until_here import until_here
+from glassengine.program.kinds.causal_lm import accepted, cache_argument, expert_modules
+from glassengine.program.kinds.states import cache_tensors, forget
+from glassengine.program.representation.program import Program
+from glassengine.program.representation.signature import named_results
+from glassengine.program.user_code.module_state import ModuleState, run_with
+from glassengine.program.user_code.raised import described, raised_in
+
+
+@dataclass
+class ModuleSide(Side):
+    """A user's module, untouched: transformers' own cache and masks; observed at module outputs and taps.
+
+    Args:
+        module: In evaluation mode.
+        baseline: Program of the baseline, whose sites say which node a module output is.
+        replay: Judges the segments between module outputs; None leaves the accumulated floor.
+        beside: Of a candidate: the untouched baseline, which runs each step before it.
+        arguments: How inputs become arguments of its forward; None where they have the same names.
+        state: What it remembers before a step, where a forward changes that.
+    """
+
+    module: nn.Module
+    baseline: Program
+    place: Place = field(default=Place.PROGRAM, kw_only=True)
+    guarantee: Guarantee = field(default=Guarantee.SEGMENTS, kw_only=True)
+    replay: SegmentReplay | None = field(default=None, kw_only=True)
+    beside: Baseline | None = field(default=None, kw_only=True)
+    arguments: Arguments | None = field(default=None, kw_only=True)
+    state: ModuleState | None = field(default=None, kw_only=True)
+    _results: Mapping[str, torch.Tensor] = field(default_factory=dict, init=False)
+    _values: dict[str, torch.Tensor] = field(default_factory=dict, init=False)
+    _cache: Any = field(default=None, init=False)
+    _steps: int = field(default=0, init=False)
+
+    def begin(self, case: Case) -> None:
+        """Start with an empty cache."""
+        self._cache = None
+        self._values, self._results = {}, {}
+        self._steps = 0
+        if self.replay is not None:
+            self.replay.begin()
+
+    def step(self, inputs: Given) -> None:
+        """Run one forward, as `generate()` would.
+
+        Raises:
+            IncomparableError: The forward raised.
+        """
+        self._values, self._results = {}, {}
+        try:
+            self._run(inputs)
+        except GlassError:
+            raise
+        except Exception as error:
+            self._raise(error)
+        if self.replay is not None:
+            named = by_name(inputs)
+            if self._steps == 0:
+                named |= empty_caches(self.baseline, named)
+            # What is left of this step is run when the next one begins, and stands on tensors of this one.
+            self.replay.begin_step(named, copy.copy(self)._last, partial(valid_in_step, self.baseline, inputs))
+        self._steps += 1
+
+    def _raise(self, error: Exception) -> NoReturn:
+        """Say where a forward raised, and how far it was right."""
+        path = raised_in(error, self.module)
+        if path is None:
+            raise error
+        who = "baseline" if self.place is Place.PROGRAM else "candidate"
+        raise IncomparableError(
+            f"the {who} cannot run: its forward raised in {path or type(self.module).__name__}, in {self._where()}",
+            got=described(error),
+            hint=None if self.beside is None else until_here(self._values, self.beside.module_outputs()),
+        ) from error
+
+    def _where(self) -> str:
+        if self.baseline.kind != "causal_lm":
+            return f"step {self._steps}"
+        return f"decode step {self._steps}" if self._steps else "step 0 (prefill)"
+
+    def _last(self, node: str) -> torch.Tensor | None:
+        found = self.observed(node)
+        return found[-1].tensor if found else None
+
+    def _run(self, inputs: Given) -> None:
+        with torch.no_grad(), observing(self.module, self._keep, called_as=self.baseline.called_as):
+            if not isinstance(inputs, StepInputs):
+                self._results = named_results(self.forward(inputs))
+                return
+            seen = int(inputs.cache_position[-1]) + 1
+            self.logits, caches = self.decode(inputs, seen)
+            self._results = {"logits": self.logits}
+        for past, tensor in cache_tensors(caches).items():
+            present = self.baseline.caches.get(past)
+            # A window that slides holds the newest slots only.
+            if present is not None and (tensor.shape[-2] == seen or not past.startswith(("past_key", "past_value"))):
+                self._values[f"node:{self.baseline.output_nodes[present]}"] = tensor
+
+    def forward(self, inputs: Mapping[str, Any]) -> Any:
+        """Run a forward that nothing follows, and return what it returns."""
+        given = taken_by(self.module, inputs) if self.arguments is None else self.arguments.of(inputs)
+        return run_with(self.module, self.state, given)
+
+    def module_outputs(self) -> Mapping[str, torch.Tensor]:
+        """Return what modules and taps made in the current step so far, by site."""
+        return self._values
+
+    def results(self) -> Mapping[str, torch.Tensor]:
+        """Return what the forward returned."""
+        return self._results
+
+    def decode(self, inputs: StepInputs, seen: int) -> tuple[torch.Tensor, Any]:
+        """Run one step with transformers' own cache.
+
+        Args:
+            inputs: Of the step.
+            seen: Slots of the cache in use.
+
+        Returns:
+            Logits [B, S, V], and the cache of the decoder after it.
+        """
+        from transformers import DynamicCache
+
+        if self._cache is None:
+            self._cache = DynamicCache(config=self.module.config.get_text_config(decoder=True))  # type: ignore[union-attr, operator]
+        assert self.baseline.layout is not None
+        # To a recurrence padding is a token like any other: a row begins when its first real token comes.
+        forget(self._cache, ~inputs.attention_mask[:, : seen - 1].any(1))
+        arguments = {
+            "input_ids": inputs.input_ids,
+            "attention_mask": inputs.attention_mask[:, :seen] if self.baseline.layout.attention_layers else None,
+            "position_ids": inputs.position_ids,
+            cache_argument(self.module): self._cache,
+            "use_cache": True,
+        }
+        return self.module(**accepted(self.module, arguments)).logits, self._cache
+
+    @cached_property
+    def reordered(self) -> tuple[str, ...]:
+        """Inside of experts: the program computes them in another order."""
+        return tuple(f"{path}." for path in expert_modules(self.module))
+
+    def countable(self, baseline: Program) -> set[str]:
+        """Return what modules and taps make."""
+        return float_nodes(baseline, ("module", "tap"), without=self.reordered)
+
+    def chooser(self) -> ModuleSide:
+        """Return the same side once more, to choose the same tokens without being judged."""
+        return replace(self, replay=None)
+
+    def _keep(self, site: str, tensor: torch.Tensor) -> None:
+        if not site.startswith(self.reordered):
+            self._values[site] = tensor.clone()
+
+    def observed(self, node: str) -> list[Observed]:
+        """Return the values of all module outputs and taps that name `node`."""
+        found = []
+        for site in self.baseline.sites.by_node.get(node, ()):
+            key = f"node:{node}" if site.kind == "kv" else site.name
+            if site.kind != "op" and key in self._values:
+                found.append(Observed(self._values[key], site.name, "name"))
+        return found

@@ -1,0 +1,181 @@
+"""What every implementation under judgement is asked: where it stands, what it can be judged by, what it made.
+
+A side says itself what it can. What judges a side reads `level`, `program`, `pairs` and `replay`, never its class: a
+side without a program of its own has None, one whose tensors are not replayed has no `replay`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+
+from glassengine.judge.cases import Case, StepInputs
+from glassengine.judge.end_to_end import results_of
+from glassengine.judge.graphs.by_name import SitePair
+from glassengine.judge.replay.op import Replay
+from glassengine.judge.replay.segment import SegmentReplay
+from glassengine.judge.sides.arranged import Arranged
+from glassengine.judge.sides.countable import float_nodes
+from glassengine.numerics.kernels import UNMEASURED, Kernels
+from glassengine.program.representation.program import Program
+
+RUNTIME = "onnxruntime"
+"""Back-end whose kernels run an ONNX file as it is (see `program.onnx.session`)."""
+
+
+class Place(StrEnum):
+    """Where a side stands on the ladder; the value is the name of its rung."""
+
+    PROGRAM = "program"
+    SOURCE = "source"
+    PASS = "pass"  # noqa: S105 (a graph pass, no password)
+    OP_BY_OP = "op-by-op"
+    ENGINE = "engine"
+    BISECTION = "bisection"
+    RELEASE = "release"
+    CANDIDATE = "candidate"
+    UNTOUCHED = "candidate, untouched"
+    RECORD = "record"
+    RECORDED = "recorded"
+    STEP = "step"
+    RUN = "run"
+
+
+class Level(Enum):
+    """What a side was observed at: every op that it has, module outputs, or results alone."""
+
+    OP = "op"
+    SEGMENT = "segment"
+    RESULT = "result"
+
+
+class Guarantee(Enum):
+    """What the verdicts of a side promise: in words, and at which level it is observed."""
+
+    EVERY_OP = "judged op by op", Level.OP
+    STORED_OPS = "judged at ops kept as stored", Level.OP
+    SEGMENTS = "judged by segments", Level.SEGMENT
+    RESULTS = "judged at results", Level.RESULT
+    RESULTS_AND_CACHES = "judged at results and caches", Level.RESULT
+    FEW_OUTPUTS = "judged at a few outputs a build", Level.RESULT
+    NEAR_THE_ERROR = "judged near the error", Level.RESULT
+    GRADIENTS = "judged at loss and gradients", Level.RESULT
+
+    @property
+    def text(self) -> str:
+        """In words, for people."""
+        return self.value[0]
+
+    @property
+    def level(self) -> Level:
+        """Where a side that promises this is observed."""
+        return self.value[1]
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One value of a side: the tensor, the side's own site for it, and how it was paired."""
+
+    tensor: torch.Tensor
+    site: str
+    method: str
+
+
+class Baseline(Protocol):
+    """What the side of the untouched baseline does beside being judged."""
+
+    def chooser(self) -> Side:
+        """Return a side of the same model that is not judged, to choose the same tokens once more."""
+
+    def module_outputs(self) -> Mapping[str, torch.Tensor]:
+        """Return what modules and taps made in the current step so far, by site."""
+
+
+@dataclass
+class Side(ABC):
+    """One implementation under judgement.
+
+    Args:
+        place: Where it stands on the ladder.
+        guarantee: What its verdicts promise.
+        detail: What tells rungs at one place apart: of a pass, which one.
+        program: Its own program, op by op; None where it has none.
+        pairs: Baseline node -> the op of `program` that is its counterpart, observed or not.
+        replay: Judges what its ops, regions or segments introduced; None where results alone are judged.
+        arranged: Gives its tensors the baseline's dimensions.
+        logits: Of the last step, [B, S, V], where it chooses tokens.
+    """
+
+    place: Place = field(kw_only=True)
+    guarantee: Guarantee = field(default=Guarantee.EVERY_OP, kw_only=True)
+    detail: str = field(default="", kw_only=True)
+    program: Program | None = field(default=None, kw_only=True)
+    pairs: Mapping[str, SitePair] = field(default_factory=dict, kw_only=True)
+    replay: Replay | SegmentReplay | None = field(default=None, kw_only=True)
+    arranged: Arranged = field(default_factory=Arranged, kw_only=True)
+    logits: torch.Tensor | None = field(default=None, kw_only=True)
+
+    @property
+    def rung(self) -> str:
+        """Name of the rung, on screen and in documents."""
+        return f"{self.place} {self.detail}" if self.detail else self.place.value
+
+    @property
+    def level(self) -> Level:
+        """What it was observed at."""
+        return self.guarantee.level
+
+    @property
+    def backend(self) -> str | None:
+        """Back-end that runs `program`; None for torch in eager mode."""
+        return None if self.program is None or self.program.onnx is None else RUNTIME
+
+    @property
+    def kernels(self) -> Kernels:
+        """How exact its elementwise kernels are, where that is known."""
+        return UNMEASURED if self.replay is None else self.replay.accumulation.kernels
+
+    @cached_property
+    def counterparts(self) -> Mapping[str, str]:
+        """Baseline node -> node of `program`."""
+        return {node: pair.candidate.node for node, pair in self.pairs.items()}
+
+    @property
+    def reordered(self) -> tuple[str, ...]:
+        """Path prefixes that are left out: what is in there, the baseline's program computes in another order."""
+        return ()
+
+    def countable(self, baseline: Program) -> set[str]:
+        """Return the nodes of the baseline's program that the coverage of this side is a share of."""
+        return float_nodes(baseline, ("op",))
+
+    @abstractmethod
+    def begin(self, case: Case) -> None:
+        """Forget everything of an earlier case."""
+
+    @abstractmethod
+    def step(self, inputs: StepInputs | Mapping[str, Any]) -> None:
+        """Run one step; afterwards `observed` answers for it."""
+
+    @abstractmethod
+    def observed(self, node: str) -> list[Observed]:
+        """Return this side's values of the baseline program's `node` in the current step.
+
+        Several, where a module passes on what another one made and both were observed; none, where it has no such
+        tensor.
+        """
+
+    @abstractmethod
+    def results(self) -> Mapping[str, torch.Tensor]:
+        """Return what came out of the current step, by this side's own names and in its order, caches left out."""
+
+    def results_by_node(self, baseline: Program) -> dict[str, torch.Tensor]:
+        """Return the results of a side that is observed by the names of the baseline's own nodes."""
+        found = {name: self.observed(baseline.output_nodes[name]) for name in results_of(baseline)}
+        return {name: several[-1].tensor for name, several in found.items() if several}

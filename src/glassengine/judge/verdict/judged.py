@@ -1,0 +1,74 @@
+"""One tensor of a side with its judgement, and the figures that go with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from glassengine.numerics.exemptions import PADDING, Masks
+from glassengine.numerics.metrics.measure import measure
+from glassengine.numerics.metrics.tolerance import tolerance
+from glassengine.numerics.verdict import Judgement, Reference, is_finite
+from glassengine.results import Figures
+
+_COMPENSATED = 3.0
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A tensor, its judgement, and whether its op introduced the error (None: only the graph can tell).
+
+    `inherited` is the RMS of what the op's inputs carried in and `local` the judgement of the op alone, where it was
+    replayed.
+    """
+
+    tensor: torch.Tensor
+    judgement: Judgement
+    introduced: bool | None
+    inherited: float | None = None
+    local: Judgement | None = None
+    is_clean: bool = False
+    contradicts: bool = False
+    exempt: Masks = field(default_factory=dict)
+    differing: torch.Tensor | None = None
+
+
+def figures_of(baseline: torch.Tensor, candidate: torch.Tensor) -> Figures | None:
+    """Return how far two tensors are apart by the tolerances of their dtypes; None where their shapes differ."""
+    if baseline.shape != candidate.shape:
+        return None
+    names = [str(tensor.dtype).removeprefix("torch.") for tensor in (baseline, candidate)]
+    allowed = tolerance(*names)
+    return measure(baseline, candidate, rtol=allowed.rtol, atol=allowed.atol)
+
+
+def is_compensated(local: Judgement, accumulated: Judgement, reference: Reference, tensor: torch.Tensor) -> bool:
+    """Whether the op was only fed and written another way (a scale moved into its input, say).
+
+    An error that the op really introduced is in its result; here the result is closer to the baseline than that.
+    """
+    # Where everything hangs on a tie, no error was counted; a candidate that chose as the baseline did has none.
+    of_result = reference.distance(tensor) if reference.is_silent else accumulated.rms_error
+    if local.rms_error is None or of_result is None:
+        return False
+    return local.rms_error > _COMPENSATED * of_result
+
+
+def padding_differs(tensor: torch.Tensor, reference: Reference) -> bool:
+    """Whether a tensor is another one than the reference where that is padding."""
+    # What else is left out is followed to where it ends: nothing hangs on it that counts.
+    padding = reference.known.exempt.get(PADDING)
+    if padding is None or tensor.shape != reference.exact.shape:
+        return False
+    return bool(((tensor != reference.native) & padding).any())
+
+
+def inherited_in(predicted: torch.Tensor, reference: Reference) -> float | None:
+    """Return the RMS of what the inputs of an op carried in, from its result on these; None if unknown."""
+    if predicted.shape != reference.exact.shape or not predicted.is_floating_point():
+        return None
+    square = (predicted - reference.exact).square_()
+    if not is_finite(square):
+        square.nan_to_num_(0.0, 0.0, 0.0)
+    return float(square.mean().sqrt()) if square.numel() else 0.0
