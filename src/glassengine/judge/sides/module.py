@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from glassengine.capture.hooks import observing
+from glassengine.capture.observers.hooks import observing
 from glassengine.errors import GlassError, IncomparableError
 from glassengine.judge.cases import Case, StepInputs, taken_by
 from glassengine.judge.exclusions.padding import valid_in_step

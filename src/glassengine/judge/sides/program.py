@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from glassengine.capture.interpreter import run_program
+from glassengine.capture.observers.interpreter import run_program
 from glassengine.judge.cases import Case
 from glassengine.judge.end_to_end import results_of
 from glassengine.judge.graphs.by_name import SitePair
