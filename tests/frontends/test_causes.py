@@ -13,8 +13,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import glassengine as glass
 from glassengine.backends.eager import EagerBackend
-from glassengine.executable.metrics.compilation import Compilation
 from glassengine.frontends.causes import read_guard
+from glassengine.results.compilation import Compilation
 
 GAIN = 3
 

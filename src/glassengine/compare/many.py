@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,27 +10,8 @@ from glassengine.compare.compare import compare
 from glassengine.compare.matching.maps import TensorMap, load_map
 from glassengine.errors import UsageError
 from glassengine.recording.read.source import TensorSource, open_source
-from glassengine.results import SCHEMA_VERSION, Comparison, Result, Verdict, worst
-
-
-@dataclass(frozen=True)
-class Comparisons(Result):
-    """The comparisons of several candidates with one baseline.
-
-    Attributes:
-        baseline: Where it is.
-        ok: Whether all of them are.
-        verdict: The worst of all.
-        comparisons: One per candidate, in the order given.
-        too_little: Whether what is not ok is so only because too little was judged (exit status 4).
-    """
-
-    baseline: str
-    ok: bool
-    verdict: Verdict
-    comparisons: tuple[Comparison, ...]
-    too_little: bool
-    schema_version: int = SCHEMA_VERSION
+from glassengine.results import worst
+from glassengine.results.comparison import Comparisons
 
 
 def compare_many(

@@ -21,10 +21,11 @@ from torch._ops import HigherOrderOperator, OpOverload
 
 from glassengine.backends.protocol.backend import CompilingGraphs
 from glassengine.errors import BackendError
-from glassengine.executable.metrics.compilation import FIRST, Cause, Occasion
+from glassengine.executable.metrics.compilation import FIRST, Occasion
 from glassengine.executable.metrics.metrics import registry
 from glassengine.frontends.eager_graph import Call, CompiledCall, TensorSpec, UnforeseenError, compile_call, overlap
 from glassengine.frontends.eager_schema import examine
+from glassengine.results.compilation import Cause
 
 logger = logging.getLogger("glassengine")
 

@@ -23,7 +23,7 @@ from glassengine.backends.protocol.backend import CachingGraphs, DecomposingGrap
 from glassengine.backends.registry import choose_graph_backend
 from glassengine.errors import UnknownNameError
 from glassengine.executable.graph.graph import GraphKind
-from glassengine.executable.metrics.compilation import Cause, Occasion
+from glassengine.executable.metrics.compilation import Occasion
 from glassengine.executable.run.executable import compile_graph
 from glassengine.frontends.aot_graph import Names, captured
 from glassengine.frontends.causes import RESUMED, occasion
@@ -31,6 +31,7 @@ from glassengine.frontends.compiled_taps import handing_on, mark_taps_for, take_
 from glassengine.frontends.eager_debug import interpret
 from glassengine.frontends.eager_ops import op_runner
 from glassengine.frontends.partition import partition
+from glassengine.results.compilation import Cause
 
 MODES = ("compile", "eager_debug")
 

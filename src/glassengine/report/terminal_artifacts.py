@@ -10,7 +10,7 @@ from rich.text import Text
 from glassengine.report.table import new_table
 
 if TYPE_CHECKING:
-    from glassengine.program.listing.artifacts import ArtifactComparison, StageComparison
+    from glassengine.results.artifacts import ArtifactComparison, StageComparison
 
 _STYLES = {"identical": "green", "inherited": "yellow"}
 _MAX_CHANGES = 12

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from glassengine.executable.cache.report import CacheReport
+    from glassengine.results.compilation import CacheReport
 
 
 def cache_lines(report: CacheReport) -> Iterator[str]:

@@ -13,8 +13,7 @@ from glassengine.report.table import new_table
 from glassengine.report.terminal_compare import number
 
 if TYPE_CHECKING:
-    from glassengine.diagnose.engines.logits import StepDifference
-    from glassengine.diagnose.engines.side_by_side import EngineColumn, SideBySide
+    from glassengine.results.engines import EngineColumn, SideBySide, StepDifference
 
 _STYLES = {"bitwise": "green", "within rounding": "green", "beyond": "bold red"}
 _WORDS = {"bitwise": "bitwise equal", "within rounding": "within rounding", "beyond": "beyond rounding"}

@@ -15,7 +15,7 @@ from glassengine.report.terminal_compare import MAX_PAIRS, STYLES, notes, number
 from glassengine.results import VERDICTS, Comparison, Pair
 
 if TYPE_CHECKING:
-    from glassengine.compare.many import Comparisons
+    from glassengine.results.comparison import Comparisons
 
 _Place = tuple[int, int, str]
 

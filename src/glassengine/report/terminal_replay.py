@@ -13,8 +13,7 @@ from rich.text import Text
 from glassengine.report.terminal_check import check
 
 if TYPE_CHECKING:
-    from glassengine.diagnose.reproduction.bisect_compiler import Bisection
-    from glassengine.diagnose.snapshot.replay import Replayed, ReplayedOutput
+    from glassengine.results.replay import Bisection, Replayed, ReplayedOutput
 
 _MAX_OUTPUTS = 20
 _MAX_OPS = 8

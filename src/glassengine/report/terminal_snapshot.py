@@ -13,8 +13,8 @@ from glassengine.report.terminal_compare import number
 
 if TYPE_CHECKING:
     from glassengine.executable.snapshot.layout import Entry
-    from glassengine.executable.snapshot.listing import ListedSnapshot
     from glassengine.executable.snapshot.reader import Snapshot
+    from glassengine.results.recorded import ListedSnapshot
 
 
 def several(listed: Sequence[ListedSnapshot]) -> RenderableType:

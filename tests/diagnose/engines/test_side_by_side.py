@@ -17,12 +17,12 @@ from glassengine import commands
 from glassengine.diagnose.engines import logits as judging
 from glassengine.diagnose.engines import side_by_side as module
 from glassengine.diagnose.engines.logits import judge_logits, token_differences
-from glassengine.diagnose.engines.side_by_side import SideBySide
 from glassengine.engine import Engine, build_program
 from glassengine.errors import IncomparableError, UsageError
 from glassengine.program import LoadedModel, Program, export_program, load_model
 from glassengine.program.kinds.causal_lm import USER_MODULE
 from glassengine.report import terminal_engines
+from glassengine.results.engines import SideBySide
 from glassengine.testing import models
 from glassengine.testing.checkpoints import VOCAB_SIZE, save_checkpoint
 

@@ -11,15 +11,8 @@ import torch
 from glassengine.executable.graph.difference import Outline, changes
 from glassengine.executable.graph.graph import CapturedGraph, GraphKind, input_spec
 from glassengine.executable.metrics import compilation
-from glassengine.executable.metrics.compilation import (
-    FIRST,
-    KEPT,
-    Cause,
-    Compilation,
-    Occasion,
-    compilations,
-    note_compilation,
-)
+from glassengine.executable.metrics.compilation import FIRST, KEPT, Occasion, compilations, note_compilation
+from glassengine.results.compilation import Cause, Compilation
 
 X, Y = torch.ones(2, 3), torch.zeros(2, 3)
 OTHER = Cause("size", "it was too large")

@@ -18,8 +18,9 @@ import glassengine as glass
 from glassengine.errors import CorruptError, UsageError
 from glassengine.executable.metrics.metrics import RING, Registry
 from glassengine.executable.metrics.reader import parse_metrics, read_metrics
-from glassengine.executable.metrics.report import PERCENTILES, MetricsReport, format_value, merge_metrics, summarize
+from glassengine.executable.metrics.report import PERCENTILES, merge_metrics, summarize
 from glassengine.executable.run.executable import Executable
+from glassengine.results.metrics import MetricsReport, format_value
 
 S = 1_000_000_000
 durations = st.integers(0, 400 * 86400 * S)

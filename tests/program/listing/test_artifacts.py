@@ -16,8 +16,9 @@ from torch import nn
 import glassengine as glass
 from glassengine import commands
 from glassengine.errors import CorruptError, UsageError
-from glassengine.program.listing.artifacts import ArtifactComparison, is_artifacts, read_manifest
+from glassengine.program.listing.artifacts import is_artifacts, read_manifest
 from glassengine.report.terminal_artifacts import comparison
+from glassengine.results.artifacts import ArtifactComparison
 
 PASSES = """
 import torch

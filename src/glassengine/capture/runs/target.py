@@ -26,33 +26,9 @@ from glassengine.program.loading.load import LoadedModel, load_model
 from glassengine.program.user_code.raised import forward_errors
 from glassengine.recording.layout.layout import LeftOut, Sharding
 from glassengine.recording.write.policy import Policy
-from glassengine.results import Result
+from glassengine.results.recorded import RecordedTarget
 
 logger = logging.getLogger("glassengine")
-
-
-@dataclass(frozen=True)
-class RecordedTarget(Result):
-    """What was recorded, or would be.
-
-    Attributes:
-        path: Directory of the recording; None where nothing was written.
-        num_steps: Steps.
-        num_tensors: Tensors with values.
-        num_left_out: Tensors without.
-        value_bytes: Bytes of values, before equal ones are stored once.
-    """
-
-    path: str | None
-    num_steps: int
-    num_tensors: int
-    num_left_out: int
-    value_bytes: int
-
-    @property
-    def ok(self) -> bool:
-        """Whether there is anything."""
-        return self.num_tensors + self.num_left_out > 0
 
 
 def record_target(

@@ -11,7 +11,6 @@ import runpy
 import sys
 import traceback
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -20,27 +19,7 @@ from glassengine.capture.scripts.ending import script_ended
 from glassengine.capture.scripts.recorder import ScriptRecorder
 from glassengine.capture.scripts.spawned import SpawnedRecordings
 from glassengine.errors import UsageError
-from glassengine.results import Result
-
-
-@dataclass(frozen=True)
-class RecordedScript(Result):
-    """How a script ended and what was recorded.
-
-    Attributes:
-        status: Its exit status.
-        recordings: Directories, one per model and process.
-        reason: Why there are none; None where there are some.
-    """
-
-    status: int
-    recordings: tuple[str, ...]
-    reason: str | None = None
-
-    @property
-    def ok(self) -> bool:
-        """Whether the script succeeded and called a model."""
-        return self.status == 0 and bool(self.recordings)
+from glassengine.results.recorded import RecordedScript
 
 
 def record_script(

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -29,60 +27,13 @@ from glassengine.numerics.metrics.measure import measure
 from glassengine.numerics.metrics.tolerance import tolerance
 from glassengine.numerics.verdict import WRONG
 from glassengine.program.representation.program import Program
-from glassengine.results import Figures, Result
-
-Agreement = Literal["bitwise", "within rounding", "beyond"]
-AGREEMENTS: tuple[Agreement, ...] = ("bitwise", "within rounding", "beyond")
+from glassengine.results.engines import AGREEMENTS, Agreement, StepDifference, TokenDifference
 
 BY_FLOOR = "noise floor"
 BY_TOLERANCE = "tolerance (uncalibrated)"
 
 FLOOR_STEPS = 4
 """Steps in which the noise floor is measured: each costs several forward passes, some of them in float64."""
-
-
-@dataclass(frozen=True)
-class StepDifference(Result):
-    """Logits of one step against those of the first engine, at the positions that hold a token.
-
-    Attributes:
-        step: 0 is the prefill.
-        agreement: "bitwise" (every bit of every logit), "within rounding" or "beyond".
-        judged_by: "noise floor" or "tolerance (uncalibrated)".
-        noise_ratio: Difference over the noise floor; None where that was not measured.
-        rounding_units: Largest difference, each in units of the coarser dtype's epsilon times the largest logit of its
-            position.
-        figures: All figures, element by element.
-    """
-
-    step: int
-    agreement: Agreement
-    judged_by: str
-    noise_ratio: float | None
-    rounding_units: float
-    figures: Figures
-
-
-@dataclass(frozen=True)
-class TokenDifference(Result):
-    """The first token that an engine would have chosen differently.
-
-    Attributes:
-        step: 0 is the prefill.
-        row: Sequence of the batch.
-        baseline: Token id of the first engine.
-        candidate: Token id of this engine.
-        baseline_margin: How far the first engine's logit of its token is above that of the other token; a margin within
-            the difference of the logits is a tie that rounding decides.
-        candidate_margin: The same of this engine, for its own token.
-    """
-
-    step: int
-    row: int
-    baseline: int
-    candidate: int
-    baseline_margin: float
-    candidate_margin: float
 
 
 def measure_floors(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,91 +18,16 @@ from typing import Any
 import torch
 
 from glassengine import environment
-from glassengine.diagnose.engines.logits import (
-    Agreement,
-    StepDifference,
-    TokenDifference,
-    judge_logits,
-    measure_floors,
-    token_differences,
-    worst,
-)
+from glassengine.diagnose.engines.logits import judge_logits, measure_floors, token_differences, worst
 from glassengine.diagnose.engines.manifests import options_that_differ, require_one_model, sizes
 from glassengine.engine.prompts.prompts import as_rows, pad_left, read_input_ids
 from glassengine.engine.prompts.tokenizing import encode
 from glassengine.engine.run.engine import Engine, load
 from glassengine.errors import GlassError, UsageError
-from glassengine.results import Result
+from glassengine.results.engines import EngineColumn, SideBySide, StepDifference, TokenDifference
 
 PROMPT_TOKENS = 16
 """Length of the prompt that is made up where none is given."""
-
-
-@dataclass(frozen=True)
-class EngineColumn(Result):
-    """One engine. What compares it with the first engine is empty for the first engine itself.
-
-    Attributes:
-        engine: Its directory.
-        model: What it was built from.
-        backend: Its back-end.
-        dtype: Floating dtype of its parameters.
-        added_outputs: Names of its debug outputs.
-        options: What else it was built with, where the engines differ.
-        total_bytes: Size on disk.
-        executable_bytes: Of the back-end's files, weights included where the back-end keeps them there.
-        weights_bytes: Of the weights outside of the executable.
-        prefill_ms: Median over the rounds.
-        decode_ms: Median over all decode steps; None where there was none.
-        steps: Difference of the logits, step by step.
-        num_different_tokens: Tokens that this engine would have chosen differently, of those that the first chose.
-        first_different_token: The first of them.
-        agreement: The worst of `steps`; None for the first engine.
-    """
-
-    engine: str
-    model: str
-    backend: str
-    dtype: str
-    added_outputs: tuple[str, ...]
-    options: Mapping[str, str]
-    total_bytes: int
-    executable_bytes: int
-    weights_bytes: int
-    prefill_ms: float
-    decode_ms: float | None
-    steps: tuple[StepDifference, ...] = ()
-    num_different_tokens: int = 0
-    first_different_token: TokenDifference | None = None
-    agreement: Agreement | None = None
-
-
-@dataclass(frozen=True)
-class SideBySide(Result):
-    """Engines of one model side by side.
-
-    Attributes:
-        columns: One per engine, in the order given.
-        ok: Whether no engine is beyond rounding.
-        agreement: The worst of all: "bitwise" (every bit of every logit), "within rounding" or "beyond".
-        prompt_token_ids: Token ids of each prompt.
-        token_ids: Tokens that the first engine chose (the likeliest each time) and all engines were given.
-        rounds: Rounds behind each median; a warm-up apart.
-        num_threads: Threads of torch.
-        cpu: Processor.
-        notes: What a reader must know.
-    """
-
-    columns: tuple[EngineColumn, ...]
-    ok: bool
-    agreement: Agreement
-    prompt_token_ids: tuple[tuple[int, ...], ...]
-    token_ids: tuple[tuple[int, ...], ...]
-    rounds: int
-    num_threads: int
-    cpu: str
-    notes: tuple[str, ...] = ()
-    schema_version: int = 1
 
 
 def side_by_side(

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -32,51 +32,9 @@ from glassengine.judge.graphs.cut import Piece, Recorder, clone, piece_of, small
 from glassengine.judge.graphs.flat import module_path
 from glassengine.judge.graphs.run import compile_run
 from glassengine.program.representation.naming import source_line
-from glassengine.results import Result
+from glassengine.results.replay import Bisection, Failure, MinimalOp
 
 logger = logging.getLogger("glassengine")
-
-Failure = Literal["accuracy", "compile_error", "runtime_error", "crash"]
-
-
-@dataclass(frozen=True)
-class MinimalOp(Result):
-    """One op of the smallest failing piece, with the user's module and source line where they are known."""
-
-    op: str
-    node: str
-    module: str
-    source: str | None
-
-
-@dataclass(frozen=True)
-class Bisection(Result):
-    """The smallest piece of a graph that a back-end breaks.
-
-    Attributes:
-        backend: Which one.
-        failure: "accuracy", "compile_error", "runtime_error", "crash" (of the process); None where nothing fails.
-        message: What is wrong, one line; "" where nothing fails.
-        num_ops: Of the whole graph.
-        num_trials: Pieces that were compiled.
-        ops: Of the piece.
-        part: Of the compiler, as torch's bisector found it, e.g. "inductor, lowerings: relu"; None where it found none.
-        reproduction: Directory of a test of the piece.
-    """
-
-    backend: str
-    failure: Failure | None
-    message: str
-    num_ops: int
-    num_trials: int
-    ops: tuple[MinimalOp, ...] = ()
-    part: str | None = None
-    reproduction: str | None = None
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing fails."""
-        return self.failure is None
 
 
 @dataclass

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from glassengine.diagnose.reproduction.bisect_compiler import Bisection, compiler_settings
+from glassengine.diagnose.reproduction.bisect_compiler import compiler_settings
 from glassengine.diagnose.reproduction.files import Reproduction, run_reproduction, write_reproduction
 from glassengine.diagnose.reproduction.judge_piece import expected_of
 from glassengine.errors import GlassError, UsageError
@@ -26,6 +26,7 @@ from glassengine.program.kinds.causal_lm import USER_MODULE
 from glassengine.program.representation.naming import source_line
 from glassengine.program.representation.program import Program
 from glassengine.results import Comparison, Divergence
+from glassengine.results.replay import Bisection
 
 logger = logging.getLogger("glassengine")
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from glassengine import environment
 from glassengine.backends.protocol.backend import Backend
 from glassengine.backends.registry import choose_backend
 from glassengine.blocks import agree
-from glassengine.diagnose.reproduction.bisect_compiler import Bisection, bisect_graph
+from glassengine.diagnose.reproduction.bisect_compiler import bisect_graph
 from glassengine.diagnose.reproduction.files import require_free
 from glassengine.diagnose.reproduction.reproduce import reproduce_bisection
 from glassengine.diagnose.snapshot.judge import judge_snapshot
@@ -31,72 +31,11 @@ from glassengine.executable.snapshot.reader import Snapshot
 from glassengine.judge.graphs.cut import clone
 from glassengine.judge.graphs.run import GraphRun, compile_run, without_numbers
 from glassengine.recording.layout.values import bytes_of
-from glassengine.results import Comparison, Result
+from glassengine.results.replay import Replayed, ReplayedOutput
 
 logger = logging.getLogger("glassengine")
 
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class ReplayedOutput(Result):
-    """One output of a replay.
-
-    Attributes:
-        name: As in the snapshot.
-        dtype: torch dtype name, or the type of a non-tensor.
-        shape: Sizes.
-        same_bits: Whether it is what was recorded, bit by bit; None where nothing was recorded.
-        num_different: Elements that are not; None likewise.
-        max_abs_diff: Largest difference of finite elements; None likewise, and where shapes differ.
-        nonfinite: "NaN", "inf", "-inf" or several; "" where all is finite.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    same_bits: bool | None
-    num_different: int | None
-    max_abs_diff: float | None
-    nonfinite: str
-
-
-@dataclass(frozen=True)
-class Replayed(Result):
-    """What came of a replay.
-
-    Attributes:
-        snapshot: Its path.
-        executable: Name of what was executed.
-        execution: Number of the execution.
-        reason: Why the snapshot was taken: "every", "nonfinite", "error".
-        recorded_backend: What ran it then; "" where the snapshot does not say.
-        backend: What ran it now.
-        ok: Whether the outputs are what was recorded: bit by bit on the same back-end, up to rounding where they were
-            judged; that nothing is not finite, or nothing fails, where that was asked. True where there is nothing to
-            compare with and it ran.
-        outputs: Of the run.
-        error: What the run raised, one line.
-        comparison: Where it was judged op by op.
-        first_nonfinite: Where that was asked and found: op, node, module, source, kinds, num_elements, total_elements.
-        bisection: Where that was asked.
-        notes: What a reader must know: other versions, another processor, outputs that were not recorded.
-    """
-
-    snapshot: str
-    executable: str
-    execution: int
-    reason: str
-    recorded_backend: str
-    backend: str
-    ok: bool
-    outputs: tuple[ReplayedOutput, ...] = ()
-    error: str | None = None
-    comparison: Comparison | None = None
-    first_nonfinite: Mapping[str, Any] | None = None
-    bisection: Bisection | None = None
-    notes: tuple[str, ...] = ()
-    schema_version: int = 1
 
 
 def replay(

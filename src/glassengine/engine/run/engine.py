@@ -17,8 +17,8 @@ from glassengine.backends.registry import find_backend
 from glassengine.engine.prompts.prompts import Chat, Images, Request, TokenIds, load_tokenizer
 from glassengine.engine.prompts.stream import TextCallback
 from glassengine.engine.run.checks import check_inputs, require_module, results_of
-from glassengine.engine.run.forward import Forward, forward
-from glassengine.engine.run.generate import Generation, StepCallback, generate
+from glassengine.engine.run.forward import forward
+from glassengine.engine.run.generate import StepCallback, generate
 from glassengine.engine.run.images import encode_images
 from glassengine.engine.run.kernels import kernel_sites
 from glassengine.engine.run.session import STEP_INPUTS, Session
@@ -44,6 +44,7 @@ from glassengine.program.kinds.image_text import FEATURES, INDEX
 from glassengine.program.onnx.file import read_onnx
 from glassengine.program.representation.outputs import PREFIX, DerivedValues
 from glassengine.program.representation.program import ONNX_GRAPH, load_graph, load_names, load_program
+from glassengine.results.engines import Forward, Generation
 from glassengine.sites import HasSites, SiteTable
 
 

@@ -5,10 +5,8 @@ Shape legend: B texts, S tokens of the longest.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,41 +20,10 @@ from glassengine.errors import UsageError
 from glassengine.program import load_inputs
 from glassengine.program.export.export import named_inputs
 from glassengine.program.kinds.example_inputs import TEXT_INPUTS
-from glassengine.results import Result
+from glassengine.results.engines import Forward
 
 if TYPE_CHECKING:
     from glassengine.engine.run.engine import Engine
-
-
-@dataclass(frozen=True)
-class Forward(Result):
-    """What one forward returned.
-
-    Attributes:
-        prompts: Texts; empty where tensors were given.
-        prompt_token_ids: Token ids of each text, without padding.
-        outputs: Results and added outputs by name, [B, S, ...] and the like; owned by the caller.
-        seconds: Of the execution.
-        recording: Directory of the recording, if one was made.
-    """
-
-    prompts: tuple[str, ...]
-    prompt_token_ids: tuple[tuple[int, ...], ...]
-    outputs: dict[str, torch.Tensor]
-    seconds: float
-    recording: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready dict; a tensor becomes its dtype, shape and nested values."""
-        described = {
-            name: {
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-                "shape": list(tensor.shape),
-                "values": tensor.tolist(),
-            }
-            for name, tensor in self.outputs.items()
-        }
-        return Result.to_dict(dataclasses.replace(self, outputs=described))  # type: ignore[arg-type]
 
 
 def forward(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,40 +20,13 @@ from glassengine.engine.run.pieces import automatic_chunk
 from glassengine.engine.run.record import SessionRecorder
 from glassengine.engine.run.sampling import Sampler, read_settings
 from glassengine.errors import UsageError
-from glassengine.results import Result
+from glassengine.results.engines import Generation
 
 if TYPE_CHECKING:
     from glassengine.engine.run.engine import Engine
     from glassengine.engine.run.session import Session
 
 StepCallback = Callable[["Session"], None]
-
-
-@dataclass(frozen=True)
-class Generation(Result):
-    """What was generated; every field of several entries has one per sequence.
-
-    Attributes:
-        prompts: Prompts as text; empty where token ids were given.
-        prompt_token_ids: Token ids of each prompt, without padding.
-        token_ids: Generated token ids of each sequence, its end token included.
-        texts: Generated text of each sequence without special tokens; None without a tokenizer.
-        num_steps: Steps run, the prefill included.
-        prefill_s: Seconds of the prefill.
-        decode_s: Seconds of all decode steps.
-        recording: Directory of the recording, if one was made.
-        seed: Of the random numbers; None where decoding was greedy.
-    """
-
-    prompts: tuple[str, ...]
-    prompt_token_ids: tuple[tuple[int, ...], ...]
-    token_ids: tuple[tuple[int, ...], ...]
-    texts: tuple[str, ...] | None
-    num_steps: int
-    prefill_s: float
-    decode_s: float
-    recording: str | None = None
-    seed: int | None = None
 
 
 def generate(

@@ -17,13 +17,12 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from glassengine.engine.store.manifest import FILE, hash_file
 from glassengine.errors import CorruptError, GlassError, UsageError
 from glassengine.reading.files import is_regular, open_regular, read_bytes, shown
-from glassengine.results import Result
+from glassengine.results.engines import Signature
 
 SUMS = "SHA256SUMS"
 SIGNATURE = "SHA256SUMS.sig"
@@ -35,23 +34,6 @@ _MAX_SIGNATURE = 64 << 10
 _MAX_FILES = 100_000
 _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 _VERIFY_S = 60
-
-
-@dataclass(frozen=True)
-class Signature(Result):
-    """A good signature.
-
-    Attributes:
-        directory: Of the engine.
-        signer: By which name the signers' file knows the key.
-        key: Kind and fingerprint, as ssh-keygen prints them.
-        files: How many files are as they were signed.
-    """
-
-    directory: str
-    signer: str
-    key: str
-    files: int
 
 
 def check_key(key: str | Path) -> Path:

@@ -8,47 +8,14 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from glassengine.executable.graph.graph import CapturedGraph, InputSpec
-from glassengine.results import Result
+from glassengine.results.compilation import Change, What
 
-What = Literal["kind", "dtype", "shape", "stride", "device", "requires_grad", "input", "op", "constant", "order"]
 _WINDOW = 200  # operations looked ahead, to tell one that was put in or left out from one that was replaced
 
 _VALUE = re.compile(r"%(\d+)")
 _FIELDS: tuple[What, ...] = ("dtype", "shape", "stride", "device", "requires_grad")
-
-
-@dataclass(frozen=True)
-class Change(Result):
-    """One difference.
-
-    Attributes:
-        what: "kind" of graph; "dtype", "shape", "stride", "device" or "requires_grad" of an input; an "input" that is
-            on one side only; for the first operation that differs: "op" where it is another or on one side only, a
-            "constant" among its arguments, or the "order", where its arguments are other values.
-        where: Name of the input; or number of the operation, module path and source line.
-        before: In the earlier graph; "" where there was nothing.
-        after: In the later graph; "" where there is nothing.
-    """
-
-    what: What
-    where: str
-    before: str
-    after: str
-
-    def __str__(self) -> str:
-        match self.what, self.before, self.after:
-            case "kind", before, after:
-                return f"{before} graph -> {after} graph"
-            case "input" | "op" as what, "", after:
-                return f"{what} {self.where} is new: {after}"
-            case "input" | "op" as what, before, "":
-                return f"{what} {self.where} is gone: {before}"
-            case "constant" | "op" | "order", before, after:
-                return f"op {self.where}: {before} -> {after}"
-        return f"{self.what} of {self.where}: {self.before} -> {self.after}"
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from glassengine import environment
-from glassengine.executable.graph.difference import Change, Outline, changes
+from glassengine.executable.graph.difference import Outline, changes
 from glassengine.executable.graph.graph import CapturedGraph
 from glassengine.executable.metrics.metrics import registry
-from glassengine.results import Result
+from glassengine.results.compilation import Cause, Compilation
 
 logger = logging.getLogger("glassengine.compilations")
 
@@ -42,22 +42,6 @@ _SKIPPED = (
 
 
 @dataclass(frozen=True)
-class Cause(Result):
-    """Why a graph was compiled.
-
-    Attributes:
-        kind: "first call", "backward", "graph break", "build"; or what is not as it was: "size", "rank", "stride",
-            "dtype", "device", "requires_grad", "argument", "attribute", "global", "training", "grad mode", "autocast",
-            "default dtype", "global state", "length", "type", "object", "aliasing", "back-end"; or "guard" for another
-            assumption of the compiled code, "unknown" where nothing was found.
-        text: What follows "because".
-    """
-
-    kind: str
-    text: str
-
-
-@dataclass(frozen=True)
 class Occasion:
     """What a front end knows when it compiles a graph.
 
@@ -69,55 +53,6 @@ class Occasion:
 
     causes: tuple[tuple[str, Cause], ...]
     compile_id: str = ""
-
-
-@dataclass(frozen=True)
-class Compilation(Result):
-    """One compilation of a graph.
-
-    Attributes:
-        number: Of this compilation in its process.
-        name: Of the executable.
-        cause: Why it was compiled.
-        frames: "file:line in function: code" of the user, innermost first.
-        compile_s: Seconds.
-        from_cache: Whether the code was in the persistent cache, and nothing was compiled.
-        kind: Of the graph; this and what follows is empty where only the back-end knows the graph.
-        graph_hash: Of the graph.
-        nearest: Name of the executable of the earlier graph that is most like this one, among those of the same model,
-            function or operation; or of an equal graph of another one; "" where there is none.
-        changes: What differs from it, inputs first; empty where nothing does.
-        num_ops: Operations of the graph.
-        num_inputs: Of the graph.
-        num_outputs: Of the graph.
-    """
-
-    number: int
-    name: str
-    cause: Cause
-    frames: tuple[str, ...]
-    compile_s: float
-    from_cache: bool
-    kind: str = ""
-    graph_hash: str = ""
-    nearest: str = ""
-    changes: tuple[Change, ...] = ()
-    num_ops: int = 0
-    num_inputs: int = 0
-    num_outputs: int = 0
-
-    def __str__(self) -> str:
-        done = f"loaded {self.name} from the cache" if self.from_cache else f"compiled {self.name}"
-        ops = f"{self.num_ops} op{'s' * (self.num_ops != 1)}"
-        graph = f" (graph {self.graph_hash[:8]}, {ops})" if self.graph_hash else ""
-        parts = [f"{done}{graph} in {self.compile_s:.2f} s because {self.cause.text}"]
-        if self.nearest:
-            listed = "; ".join(map(str, self.changes[:2]))
-            more = f"; and {len(self.changes) - 2} more" if len(self.changes) > 2 else ""
-            parts.append(f"unlike {self.nearest}: {listed}{more}" if self.changes else f"same graph as {self.nearest}")
-        if self.frames:
-            parts.append(f"from {self.frames[0]}")
-        return "; ".join(parts)
 
 
 @dataclass(frozen=True)

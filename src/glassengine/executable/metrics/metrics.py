@@ -13,7 +13,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 
 from glassengine import environment
-from glassengine.executable.metrics.report import MetricsReport, Unit, summarize
+from glassengine.executable.metrics.report import summarize
+from glassengine.results.metrics import MetricsReport, Unit
 
 RING = 1024
 """Latest samples that a metric keeps, as in PyTorch/XLA."""

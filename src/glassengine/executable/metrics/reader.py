@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from glassengine.errors import CorruptError, UsageError
-from glassengine.executable.metrics.report import TIME_PARTS, MetricsReport, MetricSummary, Unit
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import read_text
+from glassengine.results.metrics import TIME_PARTS, MetricsReport, MetricSummary, Unit
 
 MAX_BYTES = 64 << 20
 """A report is a few kilobytes; JSON with all samples of many metrics is a few megabytes."""

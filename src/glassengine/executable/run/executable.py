@@ -20,9 +20,10 @@ from glassengine.errors import BackendError, GlassError
 from glassengine.executable.cache.cache import CompilerCache, compiled
 from glassengine.executable.graph.execution import Arguments, Execution
 from glassengine.executable.graph.graph import CapturedGraph
-from glassengine.executable.metrics.compilation import FIRST, Cause, Occasion, note_compilation
+from glassengine.executable.metrics.compilation import FIRST, Occasion, note_compilation
 from glassengine.executable.metrics.metrics import registry
 from glassengine.executable.run.observers import observers
+from glassengine.results.compilation import Cause
 
 Function = Callable[[Any], Any]
 _BUILD = Occasion((("", Cause("build", "an engine is built")),))

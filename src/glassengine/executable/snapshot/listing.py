@@ -2,35 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from glassengine.errors import CorruptError, UsageError
 from glassengine.executable.snapshot import layout
 from glassengine.executable.snapshot.reader import Snapshot
-from glassengine.results import Result
-
-
-@dataclass(frozen=True)
-class ListedSnapshot(Result):
-    """One snapshot of a directory.
-
-    Attributes:
-        directory: Its name there.
-        reason: "every", "nonfinite" or "error"; "unfinished" where writing it was cut short, "damaged" where it cannot
-            be read.
-        contents: What it holds: "graph", "inputs", "outputs"; "redacted".
-        origin: The op that made the first value that is not finite, where that is known.
-        num_bytes: Of its files; what it shares with others counts in each of them.
-        problem: Why it cannot be read.
-    """
-
-    directory: str
-    reason: str
-    contents: tuple[str, ...] = ()
-    origin: str | None = None
-    num_bytes: int = 0
-    problem: str | None = None
+from glassengine.results.recorded import ListedSnapshot
 
 
 def list_snapshots(directory: str | Path) -> tuple[ListedSnapshot, ...]:

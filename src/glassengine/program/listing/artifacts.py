@@ -7,18 +7,17 @@ name does on the other side only inherits the differences of the stages before i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from glassengine.errors import CorruptError, UsageError
-from glassengine.program.listing.difference import Change, GraphDiff, diff_graphs
+from glassengine.program.listing.difference import GraphDiff, diff_graphs
 from glassengine.program.listing.listing import NodeLine, read_listing
 from glassengine.reading.documents import damaged, parsed
 from glassengine.reading.files import read_bytes
-from glassengine.results import Result
+from glassengine.results.artifacts import ArtifactComparison, Difference, StageComparison
 
 MANIFEST = "manifest.json"
 FORMAT = "glassengine artifacts"
@@ -49,58 +48,6 @@ class _Manifest(msgspec.Struct):
     backend: str | None = None
     dtype: str | None = None
     fingerprint: str | None = None
-
-
-@dataclass(frozen=True)
-class StageComparison(Result):
-    """One stage of two builds.
-
-    Attributes:
-        name: Its name.
-        status: "identical", "inherited" (it differs as the stages before it do), "different", "baseline only" or
-            "candidate only".
-        changes: What differs: between the two graphs where the status is "different", from the stage before it where
-            only one side has the stage.
-    """
-
-    name: str
-    status: str
-    changes: tuple[Change, ...]
-
-
-@dataclass(frozen=True)
-class Difference(Result):
-    """A setting, version or file that differs; a side that lacks it is None."""
-
-    name: str
-    baseline: Any
-    candidate: Any
-
-
-@dataclass(frozen=True)
-class ArtifactComparison(Result):
-    """What differs between the artifacts of two builds.
-
-    Attributes:
-        baseline: Directory.
-        candidate: Directory.
-        ok: Both builds ended well, and nothing differs that they decided: stages, options, versions, network.
-        complete: Both builds ended well; of one that did not, only what it wrote was compared.
-        stages: Each stage of either side, in order.
-        differences: Options and versions that differ.
-        files: Files of the back-end (network, plugins, sources) that differ.
-        notes: What could not be compared, and why.
-    """
-
-    baseline: str
-    candidate: str
-    ok: bool
-    complete: bool
-    stages: tuple[StageComparison, ...]
-    differences: tuple[Difference, ...]
-    files: tuple[str, ...]
-    notes: tuple[str, ...]
-    schema_version: int = SCHEMA_VERSION
 
 
 def is_artifacts(directory: Path) -> bool:

@@ -14,22 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from glassengine.program.listing.listing import NodeLine
-from glassengine.results import Result
-
-
-@dataclass(frozen=True)
-class Change(Result):
-    """One difference: `kind` is "added", "removed" or "changed"; the texts are lines of `graph.txt`."""
-
-    kind: str
-    baseline: str | None
-    candidate: str | None
-    sites: tuple[str, ...]
-
-    @property
-    def lines(self) -> list[str]:
-        """The change as lines of a diff."""
-        return [f"{sign} {text}" for sign, text in (("-", self.baseline), ("+", self.candidate)) if text is not None]
+from glassengine.results.artifacts import Change
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Results in finer detail than figures: distances in representable values, sizes of errors, slices, logits."""
+"""One tensor, and the difference of two: statistics, figures, and distances in finer detail."""
 
 from __future__ import annotations
 
@@ -100,3 +100,54 @@ class LogitsDifference(Result):
         if self.baseline_perplexity is None or self.candidate_perplexity is None:
             return None
         return self.candidate_perplexity - self.baseline_perplexity
+
+
+@dataclass(frozen=True)
+class Summary(Result):
+    """Statistics of one tensor (row B8 of the compatibility table).
+
+    `min`, `mean`, `median`, `max` and `std` ignore NaN and Inf and are None when nothing finite is left.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    num_elements: int
+    min: float | None
+    mean: float | None
+    median: float | None
+    max: float | None
+    std: float | None
+    num_nan: int
+    num_inf: int
+
+
+@dataclass(frozen=True)
+class Figures(Result):
+    """Difference of a candidate tensor to its baseline; all errors are candidate - baseline, in float64.
+
+    Relative errors are |c - b| / |b| over elements with b != 0. `worst_index` is where |c - b| is largest. Elements
+    that are NaN on both sides, or the same infinity on both, agree. `num_nonfinite_mismatch` counts elements that are
+    finite on one side only or differ in the kind of non-finite value.
+    """
+
+    num_elements: int
+    num_different: int
+    max_abs_diff: float
+    mean_abs_diff: float
+    rms_diff: float
+    max_rel_diff: float
+    mean_rel_diff: float
+    cosine_similarity: float
+    snr_db: float
+    worst_index: tuple[int, ...] | None
+    baseline_at_worst: float | None
+    candidate_at_worst: float | None
+    num_nonfinite_mismatch: int
+    num_beyond_tolerance: int
+    rtol: float
+    atol: float
+
+    @property
+    def allclose(self) -> bool:
+        """Whether every element satisfies |c - b| <= atol + rtol * |b|."""
+        return self.num_beyond_tolerance == 0

@@ -1,0 +1,168 @@
+"""Why each graph was compiled, and what the cache of compiled graphs holds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from glassengine.results.base import Result
+
+What = Literal["kind", "dtype", "shape", "stride", "device", "requires_grad", "input", "op", "constant", "order"]
+
+
+@dataclass(frozen=True)
+class Change(Result):
+    """One difference.
+
+    Attributes:
+        what: "kind" of graph; "dtype", "shape", "stride", "device" or "requires_grad" of an input; an "input" that is
+            on one side only; for the first operation that differs: "op" where it is another or on one side only, a
+            "constant" among its arguments, or the "order", where its arguments are other values.
+        where: Name of the input; or number of the operation, module path and source line.
+        before: In the earlier graph; "" where there was nothing.
+        after: In the later graph; "" where there is nothing.
+    """
+
+    what: What
+    where: str
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        match self.what, self.before, self.after:
+            case "kind", before, after:
+                return f"{before} graph -> {after} graph"
+            case "input" | "op" as what, "", after:
+                return f"{what} {self.where} is new: {after}"
+            case "input" | "op" as what, before, "":
+                return f"{what} {self.where} is gone: {before}"
+            case "constant" | "op" | "order", before, after:
+                return f"op {self.where}: {before} -> {after}"
+        return f"{self.what} of {self.where}: {self.before} -> {self.after}"
+
+
+@dataclass(frozen=True)
+class Cause(Result):
+    """Why a graph was compiled.
+
+    Attributes:
+        kind: "first call", "backward", "graph break", "build"; or what is not as it was: "size", "rank", "stride",
+            "dtype", "device", "requires_grad", "argument", "attribute", "global", "training", "grad mode", "autocast",
+            "default dtype", "global state", "length", "type", "object", "aliasing", "back-end"; or "guard" for another
+            assumption of the compiled code, "unknown" where nothing was found.
+        text: What follows "because".
+    """
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Compilation(Result):
+    """One compilation of a graph.
+
+    Attributes:
+        number: Of this compilation in its process.
+        name: Of the executable.
+        cause: Why it was compiled.
+        frames: "file:line in function: code" of the user, innermost first.
+        compile_s: Seconds.
+        from_cache: Whether the code was in the persistent cache, and nothing was compiled.
+        kind: Of the graph; this and what follows is empty where only the back-end knows the graph.
+        graph_hash: Of the graph.
+        nearest: Name of the executable of the earlier graph that is most like this one, among those of the same model,
+            function or operation; or of an equal graph of another one; "" where there is none.
+        changes: What differs from it, inputs first; empty where nothing does.
+        num_ops: Operations of the graph.
+        num_inputs: Of the graph.
+        num_outputs: Of the graph.
+    """
+
+    number: int
+    name: str
+    cause: Cause
+    frames: tuple[str, ...]
+    compile_s: float
+    from_cache: bool
+    kind: str = ""
+    graph_hash: str = ""
+    nearest: str = ""
+    changes: tuple[Change, ...] = ()
+    num_ops: int = 0
+    num_inputs: int = 0
+    num_outputs: int = 0
+
+    def __str__(self) -> str:
+        done = f"loaded {self.name} from the cache" if self.from_cache else f"compiled {self.name}"
+        ops = f"{self.num_ops} op{'s' * (self.num_ops != 1)}"
+        graph = f" (graph {self.graph_hash[:8]}, {ops})" if self.graph_hash else ""
+        parts = [f"{done}{graph} in {self.compile_s:.2f} s because {self.cause.text}"]
+        if self.nearest:
+            listed = "; ".join(map(str, self.changes[:2]))
+            more = f"; and {len(self.changes) - 2} more" if len(self.changes) > 2 else ""
+            parts.append(f"unlike {self.nearest}: {listed}{more}" if self.changes else f"same graph as {self.nearest}")
+        if self.frames:
+            parts.append(f"from {self.frames[0]}")
+        return "; ".join(parts)
+
+
+@dataclass(frozen=True)
+class CachedGraph:
+    """One entry of the cache.
+
+    Attributes:
+        key: Of the entry: the name of its directory.
+        name: Of the executable that it was compiled for first.
+        graph_hash: Of its graph.
+        num_hits: How often another process took it.
+        num_bytes: Of its files.
+        compile_s: Seconds that compiling took.
+        last_used: In seconds since the epoch; when it was made, before its first hit.
+        cause: Why it had to be compiled: what differed from the nearest entry of that time.
+        stale: Why it would not be taken here and now: versions or processor that differ. "" where it would.
+        parts: Everything its key is made of.
+    """
+
+    key: str
+    name: str
+    graph_hash: str
+    num_hits: int
+    num_bytes: int
+    compile_s: float
+    last_used: float
+    cause: str
+    stale: str
+    parts: dict[str, dict[str, str]]
+
+
+@dataclass(frozen=True)
+class CacheReport:
+    """The cache as it is.
+
+    Attributes:
+        directory: Where it is; it need not exist.
+        max_bytes: How large it may grow; 0 where it is turned off.
+        problem: Why it cannot be used; "" where it can.
+        entries: Those used last come first.
+        damaged: Key -> what is wrong.
+    """
+
+    directory: str
+    max_bytes: int
+    problem: str
+    entries: tuple[CachedGraph, ...]
+    damaged: dict[str, str]
+
+    @property
+    def ok(self) -> bool:
+        """Whether the cache can be used and nothing in it is damaged."""
+        return not self.problem and not self.damaged
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all entries."""
+        return sum(entry.num_bytes for entry in self.entries)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready values."""
+        return {"ok": self.ok, "num_bytes": self.num_bytes, **asdict(self)}
