@@ -13,19 +13,19 @@ from glassengine.lazy import lazy
 
 if TYPE_CHECKING:
     from glassengine.executable.cache.report import examine_cache as cache
-    from glassengine.executable.metrics.compilation import Compilation, compilations
+    from glassengine.executable.metrics.compilation import compilations
     from glassengine.executable.metrics.metrics import metrics as current
     from glassengine.executable.metrics.metrics import metrics_report as report
     from glassengine.executable.metrics.metrics import reset_metrics as reset
     from glassengine.executable.metrics.reader import read_metrics as read
-    from glassengine.executable.metrics.report import MetricsReport
     from glassengine.executable.metrics.report import merge_metrics as merge
+    from glassengine.results import Compilation, MetricsReport
 
 __all__ = ["Compilation", "MetricsReport", "cache", "compilations", "current", "merge", "read", "report", "reset"]
 
 _PUBLIC = {
-    "Compilation": "glassengine.executable.metrics.compilation",
-    "MetricsReport": "glassengine.executable.metrics.report",
+    "Compilation": "glassengine.results",
+    "MetricsReport": "glassengine.results",
     "cache": "glassengine.executable.cache.report:examine_cache",
     "compilations": "glassengine.executable.metrics.compilation",
     "current": "glassengine.executable.metrics.metrics:metrics",

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from glassengine.executable.run.snapshots import Snapshots
     from glassengine.executable.run.snapshots import snapshots as take
     from glassengine.executable.snapshot.callback import register_snapshot_callback as register_callback
-    from glassengine.executable.snapshot.listing import ListedSnapshot
     from glassengine.executable.snapshot.listing import list_snapshots as list
     from glassengine.executable.snapshot.nonfinite import NonFiniteError
     from glassengine.executable.snapshot.reader import Snapshot
+    from glassengine.results import ListedSnapshot
 
 __all__ = ["ListedSnapshot", "NonFiniteError", "Snapshot", "Snapshots", "list", "register_callback", "take"]
 
 _PUBLIC = {
-    "ListedSnapshot": "glassengine.executable.snapshot.listing",
+    "ListedSnapshot": "glassengine.results",
     "NonFiniteError": "glassengine.executable.snapshot.nonfinite",
     "Snapshot": "glassengine.executable.snapshot.reader",
     "Snapshots": "glassengine.executable.run.snapshots",
