@@ -1,6 +1,6 @@
 """What `glass compare` and `glass check` return, what `--json` prints and what a report draws.
 
-The keys are described in `docs/json.md`; `SCHEMA_VERSION` changes when a key changes its meaning.
+`SCHEMA_VERSION` changes when a key changes its meaning.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ def test_json_twin_is_the_same_report(tmp_path: Path) -> None:
         ("Metric: M\n  TotalSamples: 1\n  Accumulator: 3 parsecs\n", "3 parsecs"),
         ("Counter: N\n  Value: many\n", "many"),
         ("{", "report is damaged"),
-        ("{}", "no metrics"),
+        ("{}", "not a metrics report"),
         ('{"schema_version": 99}', "newer version"),
         ('{"schema_version": 1, "metrics": [{"unit": "ns"}], "counters": {}, "ranks": [0]}', "percentiles"),
         ('{"schema_version": 1, "metrics": {"a": 1}, "counters": {}, "ranks": [0]}', "no metrics|newer|schema"),
