@@ -18,7 +18,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / PACKAGE
 
 # From the ground up; a unit (file or folder directly under the package) imports only from floors below its own.
 FLOORS = (
-    {"errors", "lazy", "plugins"},
+    {"errors", "lazy", "plugins", "progress"},
     {"environment", "reading", "torch_versions", "writing"},
     {"accelerators", "sites", "taps", "results", "blocks", "spans"},
     {"recording", "program"},
@@ -35,7 +35,7 @@ FLOORS = (
 FLOOR_OF = {unit: level for level, floor in enumerate(FLOORS) for unit in floor}
 
 # Beside the public names, what the command line may use: reading, writing, the words it prints, its exit status.
-CLI_MAY_IMPORT = {"commands", "errors", "environment", "reading", "results", "report", "writing", "cli"}
+CLI_MAY_IMPORT = {"commands", "errors", "progress", "environment", "reading", "results", "report", "writing", "cli"}
 
 MAX_LINES = 400
 
@@ -284,3 +284,93 @@ def test_planted_cycle_is_found() -> None:
 )
 def test_planted_environment_access_is_found(line: str) -> None:
     assert reads_environment(line)
+
+
+# What is shown to people decides nothing there, and nothing asks an implementation under judgement for its class.
+JUDGING = ("judge", "diagnose", "compare", "cli", "report")
+_READS = {"startswith", "endswith", "removeprefix", "removesuffix", "partition", "rpartition", "split"}
+
+DECIDED_BY_WORDS = {
+    # Values of the JSON document, of a Literal type that mypy holds comparisons against.
+    ("judge/verdict/conclude.py", "weights differ"): "Comparison.standing",
+    ("judge/verdict/conclude.py", "too little judged"): "Comparison.standing",
+    ("judge/verdict/standing.py", "noise floor"): "ResultComparison.judged_by",
+    ("diagnose/quantization/check_graph.py", "too little judged"): "Comparison.standing",
+    ("diagnose/quantization/port.py", "too little judged"): "Comparison.standing",
+    ("diagnose/training/findings.py", "too little judged"): "Comparison.standing",
+    ("diagnose/quantization/result.py", "not its values"): "kind of a hint, documented in the JSON reference",
+    # Stack traces as Python and torch write them.
+    ("diagnose/training/gradient_graph.py", '(?m)^(?=\\s*File ")'): "a traceback",
+    ("diagnose/training/gradient_graph.py", 'File "'): "a traceback",
+    ("diagnose/training/gradient_graph.py", "Gradient addition"): "torch's own name of what autograd adds",
+    ("cli/interrupts.py", "<frozen importlib"): "Python's own name of a file",
+    # How words are laid out on a screen.
+    ("report/terminal_check.py", ": "): "a long path is shortened before the line of code behind it",
+    ("report/terminal_check.py", " at ["): "a place that is told already is not told twice",
+    ("report/terminal_check.py", "judged "): "the column is called judged",
+    # Of one hypothesis, in the function that writes it and the one that reads it.
+    ("judge/hypotheses/operations.py", "n - 1"): "the divisor of a variance",
+    ("judge/hypotheses/weights_read.py", "in reverse order"): "how a permutation is called",
+}
+
+
+def _words(node: ast.expr) -> Iterator[str]:
+    for part in node.elts if isinstance(node, ast.Tuple | ast.List | ast.Set) else [node]:
+        if isinstance(part, ast.Constant) and isinstance(part.value, str) and " " in part.value and len(part.value) > 1:
+            yield part.value
+
+
+def decisions(source: str) -> Iterator[tuple[int, str]]:
+    """Yield (line, words) of every decision by words or by class in `source`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare):
+            yield from ((node.lineno, words) for part in (node.left, *node.comparators) for words in _words(part))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _READS:
+            yield from ((node.lineno, words) for part in node.args for words in _words(part))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            asked = [ast.unparse(part) for part in node.args]
+            if node.func.id == "isinstance" and "Side" in asked[1]:
+                yield node.lineno, asked[1]
+            elif node.func.id == "getattr" and len(asked) == 3 and asked[0].split(".")[-1] == "side":
+                yield node.lineno, f"getattr of {asked[0]}"
+
+
+@pytest.mark.parametrize("room", JUDGING)
+def test_words_and_classes_decide_nothing(room: str) -> None:
+    found = {}
+    for path in sorted((SOURCE / room).rglob("*.py")):
+        name = path.relative_to(SOURCE).as_posix()
+        found |= {(name, words): line for line, words in decisions(path.read_text(encoding="utf-8"))}
+    assert {
+        f"{name}:{line}: {words!r}" for (name, words), line in found.items() if (name, words) not in DECIDED_BY_WORDS
+    } == set()
+    unused = {key for key in DECIDED_BY_WORDS if key[0].startswith(f"{room}/")} - found.keys()
+    assert not unused, "what is allowed is there"
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        'ok = side.guarantee == "judged op by op"',
+        'if reason.startswith("only 3 of"): pass',
+        'kept = reason in ("nothing reads it", "other")',
+        "own = side.program if isinstance(side, ProgramSide) else None",
+        'replay = getattr(score.side, "replay", None)',
+    ],
+)
+def test_a_planted_decision_is_found(planted: str) -> None:
+    assert len(list(decisions(planted))) >= 1
+
+
+@pytest.mark.parametrize(
+    "rightful",
+    [
+        "if side.level is Level.OP: pass",
+        'if place == "engine": pass',
+        'text = "judged op by op"',
+        "value = getattr(torch, name, None)",
+        "isinstance(inputs, StepInputs)",
+    ],
+)
+def test_a_rightful_line_is_allowed(rightful: str) -> None:
+    assert not list(decisions(rightful))

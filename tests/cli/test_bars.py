@@ -8,8 +8,9 @@ import pytest
 from rich.console import Console
 
 from glassengine.cli.bars import Estimate, bar, left_in_words
+from glassengine.progress import Work
 
-SHARES = (("loading", 1.0), ("exporting", 3.0), ("judging", 6.0))
+SHARES = ((Work.LOADING, 1.0), (Work.EXPORTING, 3.0), (Work.JUDGING, 6.0))
 
 
 class Clock:
@@ -27,16 +28,16 @@ def clock() -> Clock:
 def test_nothing_is_known_in_the_first_stage(clock: Clock) -> None:
     estimate = Estimate(SHARES, clock)
     assert estimate.left_s() is None and estimate.fraction() is None
-    estimate.begin("loading the model")
+    estimate.begin(Work.LOADING.says("loading the model"))
     clock.now += 5
     assert estimate.left_s() is None
 
 
 def test_what_is_over_tells_how_long_the_rest_takes(clock: Clock) -> None:
     estimate = Estimate(SHARES, clock)
-    estimate.begin("loading")
+    estimate.begin(Work.LOADING.says("loading"))
     clock.now += 2
-    estimate.begin("exporting m")
+    estimate.begin(Work.EXPORTING.says("exporting m"))
     assert estimate.left_s() == pytest.approx(18)
     clock.now += 5
     assert estimate.left_s() == pytest.approx(13)
@@ -47,33 +48,33 @@ def test_what_is_over_tells_how_long_the_rest_takes(clock: Clock) -> None:
 
 def test_a_stage_that_counts_tells_of_itself(clock: Clock) -> None:
     estimate = Estimate(SHARES, clock)
-    estimate.begin("loading")
+    estimate.begin(Work.LOADING.says("loading"))
     clock.now += 1
-    estimate.begin("judging 3 cases")
+    estimate.begin(Work.JUDGING.says("judging 3 cases"))
     clock.now += 30
-    estimate.begin("judging: 3 of 12 steps")
+    estimate.begin(Work.JUDGING.says("judging: 3 of 12 steps", 3, 12))
     assert estimate.left_s() == pytest.approx(90)
     clock.now += 90
-    estimate.begin("judging: 12 of 12 steps")
+    estimate.begin(Work.JUDGING.says("judging: 12 of 12 steps", 12, 12))
     assert estimate.left_s() == 0 and estimate.fraction() == 1
 
 
 def test_a_stage_left_out_takes_no_time(clock: Clock) -> None:
     estimate = Estimate(SHARES, clock)
-    estimate.begin("loading")
+    estimate.begin(Work.LOADING.says("loading"))
     clock.now += 4
-    estimate.begin("judging")
+    estimate.begin(Work.JUDGING.says("judging"))
     assert estimate.left_s() == pytest.approx(24)
 
 
-def test_unknown_sentences_belong_to_the_stage_before(clock: Clock) -> None:
+def test_unknown_work_belongs_to_the_stage_before(clock: Clock) -> None:
     estimate = Estimate(SHARES, clock)
-    estimate.begin("something else")
+    estimate.begin(Work.PAIRING.says("something else"))
     assert estimate.left_s() is None
-    estimate.begin("loading")
+    estimate.begin(Work.LOADING.says("loading"))
     clock.now += 4
-    estimate.begin("exporting")
-    estimate.begin("a detail, 0 of 0")
+    estimate.begin(Work.EXPORTING.says("exporting"))
+    estimate.begin(Work.PAIRING.says("judging 3 of 12, in words alone", 0, 0))
     assert estimate.left_s() == pytest.approx(36)
 
 
@@ -87,7 +88,7 @@ def test_bar_shows_stage_and_time_left_and_vanishes(monkeypatch: pytest.MonkeyPa
     written = io.StringIO()
     console = Console(file=written, force_terminal=True, width=120, color_system=None)
     with bar(console, SHARES) as begin:
-        begin("judging [3] cases")
+        begin(Work.JUDGING.says("judging [3] cases"))
     shown = written.getvalue()
     assert "judging [3] cases" in shown and "about 42 s left" in shown
     assert shown.rstrip().endswith("\x1b[2K"), "the line is cleared"

@@ -14,6 +14,7 @@ from glassengine.judge.end_to_end import EndToEnd
 from glassengine.numerics.verdict import Reference
 from glassengine.program.export.export import export_module
 from glassengine.program.representation.program import Program
+from glassengine.progress import Event, Work
 from glassengine.results import Comparison, ResultComparison
 from glassengine.testing import models
 
@@ -72,9 +73,9 @@ def test_f4_the_results_are_compared_end_to_end(tmp_path: Path) -> None:
 
 
 def test_f41_one_case_is_one_case(tmp_path: Path) -> None:
-    said: list[str] = []
+    said: list[Event] = []
     checked(tmp_path, Net, progress=said.append)
-    assert "judging 1 case" in said
+    assert Work.JUDGING.says("judging 1 case") in said
 
 
 def test_f30_a_result_of_another_name_is_compared_by_its_place(tmp_path: Path) -> None:

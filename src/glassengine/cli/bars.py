@@ -1,13 +1,12 @@
 """A bar with the time left, for work in stages.
 
 How long a stage takes on this machine, today, nobody knows before. The stages of a command have known shares of its
-time, roughly; so those that are over tell how long the rest will take, and one that counts ("step 3 of 12") tells of
+time, roughly; so those that are over tell how long the rest will take, and one that counts (3 of 12 steps) tells of
 itself.
 """
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,10 +16,10 @@ from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextCol
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-Shares = Sequence[tuple[str, float]]
-"""(first words of a stage's sentence, its share of the time) in the order in which stages may come."""
+from glassengine.progress import Event, Work
 
-_COUNT = re.compile(r"\b(\d+) of (\d+)\b")
+Shares = Sequence[tuple[Work, float]]
+"""(stage, its share of the time) in the order in which stages may come."""
 
 
 class Estimate:
@@ -39,14 +38,14 @@ class Estimate:
         self._done = 0.0  # shares of the stages that are over
         self._counted = 0.0  # what the present stage says of itself
 
-    def begin(self, text: str) -> None:
-        """Take note of a sentence: a stage begins, or says how far it is."""
-        stage = next((i for i, (words, _) in enumerate(self._shares) if text.startswith(words)), self._stage)
+    def begin(self, event: Event) -> None:
+        """Take note of an event: a stage begins, or says how far it is."""
+        stage = next((i for i, (work, _) in enumerate(self._shares) if work is event.work), self._stage)
         if stage != self._stage:
             self._done += self._shares[self._stage][1] if self._stage >= 0 else 0.0
             self._stage, self._began, self._counted = stage, self._clock(), 0.0
-        if (count := _COUNT.search(text)) and int(count[2]):
-            self._counted = min(int(count[1]) / int(count[2]), 1.0)
+        if event.total:
+            self._counted = min(event.done / event.total, 1.0)
 
     def left_s(self) -> float | None:
         """Return the seconds left; None as long as nothing is known."""
@@ -96,7 +95,7 @@ def left_in_words(seconds: float | None) -> str:
 
 
 @contextmanager
-def bar(console: Console, shares: Shares) -> Iterator[Callable[[str], None]]:
+def bar(console: Console, shares: Shares) -> Iterator[Callable[[Event], None]]:
     """Show what is being done, a bar, and the time spent and left, while the block runs.
 
     Args:
@@ -104,15 +103,15 @@ def bar(console: Console, shares: Shares) -> Iterator[Callable[[str], None]]:
         shares: Of the stages, as for `Estimate`.
 
     Yields:
-        A function that takes the sentence of the stage that begins.
+        A function that takes the events of the work.
     """
     estimate = Estimate(shares)
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), _Bar(estimate), TimeElapsedColumn())
     with Progress(*columns, _Left(estimate), console=console, transient=True) as shown:
         task = shown.add_task("starting", total=None)
 
-        def begin(text: str) -> None:
-            estimate.begin(text)
-            shown.update(task, description=text)
+        def begin(event: Event) -> None:
+            estimate.begin(event)
+            shown.update(task, description=event.text)
 
         yield begin

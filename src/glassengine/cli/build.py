@@ -13,13 +13,14 @@ from glassengine import environment
 from glassengine.cli import foreign
 from glassengine.cli.options import out, stages, write_json
 from glassengine.errors import UsageError
+from glassengine.progress import Work
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 CONTEXT_SETTINGS = foreign.CONTEXT_SETTINGS
 
-_SHARES = (("loading", 1.0), ("exporting", 8.0), ("compiling", 12.0), ("writing", 1.0))
+_SHARES = ((Work.LOADING, 1.0), (Work.EXPORTING, 8.0), (Work.COMPILING, 12.0), (Work.WRITING, 1.0))
 
 
 class DType(StrEnum):

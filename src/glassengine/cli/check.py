@@ -10,21 +10,18 @@ import typer
 import glassengine as glass
 from glassengine.cli.options import TrustEngine, decibels, out, stages, write_json
 from glassengine.errors import UsageError
+from glassengine.progress import Work
 from glassengine.results import Comparison
 
 _SHARES = (
-    ("loading", 1.0),
-    ("dequantizing", 1.0),
-    ("exporting the program", 5.0),
-    ("exporting the candidate", 5.0),
-    ("building the engine", 7.0),
-    ("building an observable twin", 7.0),
-    ("building the release engine", 6.0),
-    ("judging", 8.0),
+    (Work.LOADING, 1.0),
+    (Work.DEQUANTIZING, 1.0),
+    (Work.EXPORTING, 5.0),
+    (Work.EXPORTING_CANDIDATE, 5.0),
+    (Work.BUILDING_OBSERVABLE, 7.0),
+    (Work.BUILDING_RELEASE, 6.0),
+    (Work.JUDGING, 8.0),
 )
-
-
-_TRAINING = "training and judging every step"
 
 
 class FailOn(StrEnum):
@@ -145,8 +142,8 @@ def command(
         hint = "remove them, or --training" if training else "add --training"
         raise UsageError("not for this kind of check", got=", ".join(strangers), hint=hint)
     if training:
-        with stages(((_TRAINING, 1.0),)) as progress:
-            progress(_TRAINING)
+        with stages(((Work.TRAINING, 1.0),)) as progress:
+            progress(Work.TRAINING.says("training and judging every step"))
             result = glass.check_training(
                 baseline,
                 candidate,

@@ -21,6 +21,7 @@ import typer
 from glassengine.cli.console import SafeConsole
 from glassengine.environment import in_ci, is_dumb_terminal
 from glassengine.errors import UsageError
+from glassengine.progress import Event, Work, silent
 from glassengine.results.base import plain
 from glassengine.writing.files import aside
 from glassengine.writing.locations import local
@@ -156,14 +157,14 @@ def progress(description: str, total: int | None = None) -> Iterator[Callable[[i
 
 
 @contextmanager
-def stages(shares: Sequence[tuple[str, float]]) -> Iterator[Callable[[str], None]]:
+def stages(shares: Sequence[tuple[Work, float]]) -> Iterator[Callable[[Event], None]]:
     """Say on stderr which stage of long work has begun: a bar with the time left for a person, a line each for a log.
 
     Args:
-        shares: (first words of a stage, its share of the time) in order; see `bars.Estimate`.
+        shares: Of the stages; see `bars.Estimate`.
 
     Yields:
-        A function that takes the name of the stage that begins.
+        A function that takes the events of the work.
     """
     if shows_progress():
         from glassengine.cli.bars import bar
@@ -171,9 +172,9 @@ def stages(shares: Sequence[tuple[str, float]]) -> Iterator[Callable[[str], None
         with bar(err, shares) as begin:
             yield begin
     elif settings.quiet:
-        yield lambda _text: None
+        yield silent
     else:
-        yield lambda text: err.print(f"{text} ...")
+        yield lambda event: err.print(f"{event} ...")
 
 
 def print_metrics() -> None:

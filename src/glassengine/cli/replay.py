@@ -8,6 +8,7 @@ import typer
 
 import glassengine as glass
 from glassengine.cli.options import out, stages, write_json
+from glassengine.progress import Work
 
 
 def command(
@@ -35,7 +36,7 @@ def command(
 
     Exit status: 0 the same bits (or only rounding, all values finite, nothing broken), 1 otherwise.
     """
-    with stages((("compiling", 3.0), ("running", 1.0), ("judging", 2.0))) as progress:
+    with stages(((Work.COMPILING, 3.0), (Work.RUNNING, 1.0), (Work.JUDGING, 2.0))) as progress:
         result = glass.replay(
             snapshot,
             backend=backend,

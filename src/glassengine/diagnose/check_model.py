@@ -30,7 +30,6 @@ from glassengine.diagnose.ladder.op_by_op import explain
 from glassengine.diagnose.ladder.other_model import add_model, start_stage
 from glassengine.diagnose.ladder.rungs import (
     Climb,
-    Progress,
     add_built,
     add_engine,
     add_op_by_op,
@@ -68,6 +67,7 @@ from glassengine.numerics.ops import ACCUMULATIONS, Accumulation
 from glassengine.numerics.verdict import unit_roundoff
 from glassengine.program import load_model
 from glassengine.program.kinds.image_text import IMAGE_TOKEN, PIXELS, WITHOUT_IMAGES, without_derived
+from glassengine.progress import Progress, Work, silent
 from glassengine.recording.read.source import file_suffixes, open_source
 from glassengine.results import Comparison, Skipped
 from glassengine.sites import patterns_of
@@ -98,7 +98,7 @@ def check(
     trust_engine: bool = False,
     revision: str | None = None,
     adapter: str | Path | None = None,
-    progress: Progress = lambda text: None,
+    progress: Progress = silent,
 ) -> Comparison:
     """Judge a candidate against a baseline and say which op, on which rung, introduced an error first.
 
@@ -131,7 +131,7 @@ def check(
         trust_engine: Load native code of an engine that was built elsewhere, as for `load`.
         revision: Of a hub id.
         adapter: As for `build`, of the baseline.
-        progress: Called with a sentence when a stage begins.
+        progress: Called with an event when a stage begins.
 
     Raises:
         UsageError: The request cannot be carried out.
@@ -164,7 +164,7 @@ def check(
         return check_quantized_checkpoint(baseline, str(candidate), **more_told, **told, **options)
     if backend is not None:
         get_backend(backend)  # one that cannot be used is said before anything is loaded
-    progress("loading the baseline")
+    progress(Work.LOADING.says("loading the baseline"))
     wanted = engine.manifest.dtype if engine and dtype == "auto" else dtype
     model = load_model(baseline, dtype=wanted, adapter=adapter, **options)
     given = read_inputs(inputs) if record is None or inputs is not None else recorded_inputs(record, model)
@@ -188,7 +188,7 @@ def check(
     without_decoding = f"{', '.join(more)} given: the model is judged as a plain module" if more else None
     other = None
     if candidate is not None and engine is None and record is None:
-        progress("loading the candidate")
+        progress(Work.LOADING.says("loading the candidate"))
         other = replace(load_model(candidate, dtype=dtype, **options), decoding="")
         if model.kind == "causal_lm" and other.kind == "module":
             given = tokens_in_one_forward(model, other.module, given)
@@ -245,7 +245,7 @@ def check(
             if drift or is_less_precise(coarsest, str(climb.program.metadata.get("dtype"))):
                 for score in climb.scores[1:]:
                     score.drift = Drift()
-            progress(f"judging {len(climb.cases)} case{'s' if len(climb.cases) > 1 else ''}")
+            progress(Work.JUDGING.says(f"judging {len(climb.cases)} case{'s' if len(climb.cases) > 1 else ''}"))
             _judge(climb, climb.model, climb.scores, coarsest, _severity_counter(climb, progress))
             alike = judge_alike(climb, partial(_judge_again, climb, coarsest), progress)
             if bisect_outputs:
@@ -276,7 +276,7 @@ def check(
         result = reduce(joined, results)
         if reproduction is None or result.first_divergence is None:
             return result
-        progress("writing a reproduction")
+        progress(Work.WRITING.says("writing a reproduction"))
         at = next(number for number, one in enumerate(results) if result.first_divergence in one.origins)
         return with_reproduction(result, Path(reproduction), climbs[at].scores, climbs[at].program)
 
@@ -349,7 +349,7 @@ def _severity_counter(climb: Climb, progress: Progress) -> Callable[[Case, int, 
     def count(case: Case, step: int, floors: Mapping[str, float]) -> None:
         nonlocal judged
         judged += 1
-        progress(f"judging: {judged} of {total} steps")
+        progress(Work.JUDGING.says(f"judging: {judged} of {total} steps", judged, total))
         if climb.program.kind != "causal_lm":
             return
         assert climb.model.logits is not None

@@ -16,6 +16,7 @@ from glassengine.diagnose.ladder.bisection import bisect, most_builds
 from glassengine.errors import UsageError
 from glassengine.program import export_program, load_inputs, load_model
 from glassengine.program.representation.program import Program, copied_graph, rebuilt
+from glassengine.progress import Event, Work
 from glassengine.testing import models
 
 
@@ -65,25 +66,25 @@ def test_what_hides_from_debug_outputs_is_found_by_bisection(planted: None, inpu
     hidden = glass.check(models.drawn(Branches), backend="planted", inputs=inputs)
     found = hidden.first_divergence
     assert found is not None and found.rung == "release", "seen with all outputs, the engine is right"
-    said: list[str] = []
+    said: list[Event] = []
     result = glass.check(
         models.drawn(Branches), backend="planted", inputs=inputs, bisect_outputs=True, progress=said.append
     )
     found = result.first_divergence
     assert found is not None and (found.rung, found.site) == ("bisection", "./sigmoid.3")
-    (announced,) = [text for text in said if text.startswith("bisecting")]
-    builds = [text for text in said if text.startswith("building with outputs")]
+    (announced,) = [event.text for event in said if event.text.startswith("bisecting")]
+    builds = [event.text for event in said if event.text.startswith("building with outputs")]
     assert announced == f"bisecting among 35 ops: at most {most_builds(35)} builds"
     assert len(builds) <= most_builds(35) == 5
     assert found.hints[0].text == f"{len(builds)} builds: everything that feeds this op is right"
 
 
 def test_a_release_engine_that_is_right_is_built_once(inputs: str) -> None:
-    said: list[str] = []
+    said: list[Event] = []
     options = {"backend": "eager", "inputs": inputs, "bisect_outputs": True, "progress": said.append}
     result = glass.check(models.drawn(Branches), **options)  # type: ignore[arg-type]
     assert [rung.name for rung in result.rungs] == ["program", "release"]
-    assert not any(text.startswith("bisecting") for text in said)
+    assert not any(event.work is Work.BISECTING for event in said)
     # Only results were looked at, so that nobody takes it for a check of every op.
     assert not result.ok and result.too_little
     assert glass.check(models.drawn(Branches), min_coverage=0, **options).ok  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ import glassengine as glass
 from glassengine import commands
 from glassengine.cli.main import main
 from glassengine.errors import IncomparableError, UsageError
+from glassengine.progress import Event
 from glassengine.recording.read.reader import Recording
 from glassengine.recording.write.writer import RecordingWriter
 from glassengine.testing import models
@@ -180,7 +181,7 @@ def test_f27_several_ranks_are_refused_before_anything_is_loaded(tmp_path: Path)
         with RecordingWriter(tmp_path / "r" / f"rank{rank}", metadata={}) as w:
             w.write("y", 0, torch.ones(2), rank=rank)
             w.commit(0)
-    heard: list[str] = []
+    heard: list[Event] = []
     with pytest.raises(UsageError, match="a record of several ranks"):
         glass.check(str(tmp_path / "no_model_here"), candidate=str(tmp_path / "r"), progress=heard.append)
     assert heard == []

@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from glassengine.diagnose.ladder.rungs import Climb, Progress
+from glassengine.diagnose.ladder.rungs import Climb
 from glassengine.judge.verdict.score import Score
 from glassengine.numerics.noise import FROM_MEMORY
 from glassengine.numerics.ops import ACCUMULATIONS, FLOAT32_SUMS, Accumulation
 from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.program import Program
+from glassengine.progress import Progress, Work
 
 _LEAST = 3
 """Of fewer products nobody can say that they are alike."""
@@ -54,7 +55,7 @@ def judge_alike(climb: Climb, judge: Callable[[Sequence[Score]], None], progress
         return None
     first = climb.scores
     for name in _coarser(climb.program):
-        progress(f"judging again, as if products were summed in {name}")
+        progress(Work.JUDGING.says(f"judging again, as if products were summed in {name}"))
         climb.accumulation = ACCUMULATIONS[name]
         climb.scores = [_again(score, climb.accumulation) for score in first]
         judge(climb.scores)

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from glassengine.diagnose.ladder.bisection import bisect, most_builds
-from glassengine.diagnose.ladder.rungs import Climb, Progress, engine_nodes, observable, sizes_of
+from glassengine.diagnose.ladder.rungs import Climb, engine_nodes, observable, sizes_of
 from glassengine.engine.build.build import build_program
 from glassengine.judge.sides.countable import float_nodes
 from glassengine.judge.sides.engine import EngineSide
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.judge.sides.protocol import Guarantee, Place
 from glassengine.judge.verdict.score import Score
+from glassengine.progress import Progress, Work
 from glassengine.results import FLAGGED, Hint, Skipped
 
 Judge = Callable[[ModuleSide, Sequence[Score]], None]
@@ -43,11 +44,11 @@ def bisect_release(climb: Climb, backend: str | None, judge: Judge, progress: Pr
     plan = observable(climb, program)
     nodes = [node for node in plan.added if own.get(node) in ours and node in float_nodes(program, ("op",))]
     last = program.output_nodes[next(n for n, node in climb.program.output_nodes.items() if node == wrong[0])]
-    progress(f"bisecting among {len(nodes)} ops: at most {most_builds(len(nodes))} builds")
+    progress(Work.BISECTING.says(f"bisecting among {len(nodes)} ops: at most {most_builds(len(nodes))} builds"))
     seen: dict[str, Score] = {}
 
     def observe(asked: Sequence[str]) -> tuple[Collection[str], bool]:
-        progress(f"building with outputs at {', '.join(asked)}")
+        progress(Work.BISECTING.says(f"building with outputs at {', '.join(asked)}"))
         with tempfile.TemporaryDirectory(prefix="glassengine-bisect-") as folder:
             engine = build_program(program, Path(folder) / "e", backend=backend, outputs=asked, **sizes_of(climb.cases))
             table = engine_nodes(climb, engine, asked)

@@ -18,7 +18,7 @@ import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from glassengine.diagnose.ladder.rungs import Climb, Progress
+from glassengine.diagnose.ladder.rungs import Climb
 from glassengine.errors import UsageError
 from glassengine.judge.cases import Case, Inputs, StepInputs, causal_cases
 from glassengine.judge.replay.segment import SegmentReplay
@@ -27,6 +27,7 @@ from glassengine.numerics.exemptions import together
 from glassengine.program import LoadedModel, export_programs
 from glassengine.program.kinds.encoder_decoder import SOURCE_MASK, Encoder, start_token, takes_mask
 from glassengine.program.kinds.example_inputs import encoder_inputs
+from glassengine.progress import Progress, Work
 from glassengine.results import Comparison, Rung, WeightsComparison, worst
 
 DECODER_IDS = "decoder_input_ids"
@@ -84,13 +85,13 @@ def start_both(
         inputs: As `--inputs` gives them: prompts of the encoder, its tensors and `decoder_input_ids`, or None.
         steps: Number of decode steps after the prefill.
         stack: Ends with the check.
-        progress: Called with a sentence when a stage begins.
+        progress: Called with an event when a stage begins.
 
     Raises:
         UsageError: The model cannot be traced, or the inputs do not fit it.
     """
     sources = _sources(model, inputs, steps)
-    progress("exporting the programs of encoder and decoder")
+    progress(Work.EXPORTING.says("exporting the programs of encoder and decoder"))
     encoder, decoder = export_programs(model)
     of_encoder, of_decoder = [], []
     made: dict[str, Any] = {"origin": "made up" if inputs is None else "given"}

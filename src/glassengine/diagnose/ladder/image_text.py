@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from glassengine.diagnose.ladder.rungs import Climb, Progress, start
+from glassengine.diagnose.ladder.rungs import Climb, start
 from glassengine.engine.prompts.prompts import pad_left
 from glassengine.errors import UsageError
 from glassengine.judge.cases import Case, Inputs, StepInputs, causal_cases
@@ -42,6 +42,7 @@ from glassengine.program.kinds.image_text import (
     rows_of,
     type_arguments,
 )
+from glassengine.progress import Progress, Work
 from glassengine.results.inputs_used import Origin
 
 
@@ -110,7 +111,7 @@ def start_with_images(
         inputs: As `--inputs` gives them: prompts, or `input_ids` with `attention_mask` and `pixel_values`; or None.
         steps: Number of decode steps after the prefill.
         stack: Ends with the check.
-        progress: Called with a sentence when a stage begins.
+        progress: Called with an event when a stage begins.
 
     Raises:
         UsageError: The inputs do not fit the model.
@@ -135,7 +136,7 @@ def start_with_images(
             require_features(max(int(rows.max()), 0), len(features), len(own))
             images += own
         cases.append(replace(case, constants={FEATURES: features, ROWS: rows}))
-    progress("exporting the programs of vision and decoder")
+    progress(Work.EXPORTING.says("exporting the programs of vision and decoder"))
     programs = export_programs(model)
     if len(programs) == 1:
         return (start(replace(model, decoding=""), inputs, steps, stack, progress),)

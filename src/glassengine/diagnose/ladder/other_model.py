@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from glassengine.backends.accuracy.calibration import kernels_of
-from glassengine.diagnose.ladder.rungs import Climb, Progress, nodes, replay_of, skip_unpaired, start
+from glassengine.diagnose.ladder.rungs import Climb, nodes, replay_of, skip_unpaired, start
 from glassengine.diagnose.ladder.step_by_step import Stage, program_of, specialized
 from glassengine.errors import UsageError
 from glassengine.judge.pairing.programs import pair_programs
@@ -21,6 +21,7 @@ from glassengine.judge.sides.program import ProgramSide
 from glassengine.judge.sides.protocol import RUNTIME, Place
 from glassengine.judge.sides.untouched import UntouchedCandidate, own_names
 from glassengine.program import LoadedModel
+from glassengine.progress import Progress, Work
 from glassengine.results import Skipped, WeightsComparison
 
 
@@ -43,13 +44,13 @@ def add_model(
         climb: With the baseline.
         other: The other model.
         stage: What of it is run; None for a model that generates.
-        progress: Called with a sentence when a stage begins.
+        progress: Called with an event when a stage begins.
     """
     candidate = other if stage is None else stage.candidate
     arguments, exported = (None, None) if stage is None else (stage.theirs_of, stage.theirs)
     observable: dict[str, Any] = {}
     if exported is None:
-        progress("exporting the candidate")
+        progress(Work.EXPORTING_CANDIDATE.says("exporting the candidate"))
         exported = program_of(candidate)
     if isinstance(exported, UsageError):
         reason = f"no op-level rung: {exported.what} ({exported.got})"
@@ -61,7 +62,7 @@ def add_model(
             # The inputs of both have one name, by which they are given and paired.
             renamed = tuple(replace(port, name=arguments.ours(port.name)) for port in program.inputs)
             program = replace(program, inputs=renamed)
-        progress("pairing the two programs")
+        progress(Work.PAIRING.says("pairing the two programs"))
         by_node = pair_programs(climb.program, program, climb.cases)
         climb.weights = compare_paired_weights(climb.program, program, nodes(by_node))
         same = candidate.dtype == climb.baseline.dtype

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -44,16 +44,16 @@ from glassengine.program.inputs.modules import module_inputs
 from glassengine.program.inputs.programs import stored_inputs
 from glassengine.program.kinds.steps import MadeUp
 from glassengine.program.loading.load import is_pretrained
+from glassengine.program.representation.derived import From
 from glassengine.program.representation.outputs import OutputPlan, plan_outputs
 from glassengine.program.representation.passes import apply_pass
+from glassengine.progress import Progress, Work
 from glassengine.results import Skipped, WeightsComparison
 
 logger = logging.getLogger("glassengine")
 
 BYTE_BUDGET = 1 << 30
 """Most bytes of debug outputs in one step of a check."""
-
-Progress = Callable[[str], None]
 
 
 @dataclass
@@ -110,7 +110,7 @@ def start(
         inputs: What `--inputs` names, read.
         steps: Number of decode steps after the prefill.
         stack: Ends with the check.
-        progress: Called with a sentence when a stage begins.
+        progress: Called with an event when a stage begins.
         case: What is run, where that is known.
         arguments: How the inputs become arguments of the model; None where they are its own.
         exported: Its program, where there is one already.
@@ -124,7 +124,7 @@ def start(
         given = arguments_of(model, inputs)
         cases = module_cases(given)
     if exported is None:
-        progress("exporting the program")
+        progress(Work.EXPORTING.says("exporting the program"))
     program = export_program(model, inputs=given) if exported is None else exported
     side = untouched(model, program, arguments)
     climb = Climb(model, program, cases, side, [], kernels=side.kernels, stack=stack)
@@ -150,11 +150,11 @@ def add_built(
     sizes = sizes_of(climb.cases)
     if not only_release:
         plan = observable(climb, climb.built)
-        progress(f"building the engine with {len(plan.added)} debug outputs")
+        progress(Work.BUILDING_OBSERVABLE.says(f"building the engine with {len(plan.added)} debug outputs"))
         observed = [*plan.added, *plan.derived]
         engine = build_program(climb.built, folder / "engine", backend=backend, outputs=observed, **sizes)
         _add_observable(climb, engine, observed)
-    progress("building the release engine")
+    progress(Work.BUILDING_RELEASE.says("building the release engine"))
     release = build_program(climb.built, folder / "release", backend=backend, **sizes)
     if release.manifest.added_outputs:
         raise GlassError("the release engine has debug outputs", got=str(release.manifest.added_outputs))
@@ -168,7 +168,7 @@ def add_passes(climb: Climb, passes: Sequence[str], progress: Progress) -> None:
     climb.built = climb.program
     climb.pairs = pair_programs(climb.program, climb.program, climb.cases)
     for spec in passes:
-        progress(f"applying {spec}")
+        progress(Work.EXPORTING.says(f"applying {spec}"))
         climb.built = apply_pass(climb.built, spec)
         climb.pairs = pair_programs(climb.program, climb.built, climb.cases)
         side = ProgramSide(
@@ -183,7 +183,8 @@ def add_op_by_op(climb: Climb, backend: str | None, progress: Progress) -> None:
     program = climb.built or climb.program
     engine = next((score for score in climb.scores if score.side.place is Place.ENGINE), None)
     around = None if engine is None else list(engine.divergences)
-    progress("compiling every op alone" if around is None else f"compiling {len(around)} ops and what is near alone")
+    what = "every op alone" if around is None else f"{len(around)} ops and what is near alone"
+    progress(Work.COMPILING.says(f"compiling {what}"))
     try:
         side = op_by_op(climb.program, program, climb.pairs, backend, around=around, accumulation=climb.accumulation)
     except UsageError as error:
@@ -207,7 +208,7 @@ def add_engine(climb: Climb, release: Engine, progress: Progress, *, only_releas
         folder = Path(climb.stack.enter_context(tempfile.TemporaryDirectory(prefix="glassengine-check-")))
         plan = observable(climb, program)
         observed = [*plan.added, *plan.derived]
-        progress(f"building an observable twin with {len(plan.added)} debug outputs")
+        progress(Work.BUILDING_OBSERVABLE.says(f"building an observable twin with {len(plan.added)} debug outputs"))
         twin = build_program(
             program, folder / "twin", backend=release.manifest.backend, outputs=observed, **sizes_of(climb.cases)
         )
@@ -312,11 +313,11 @@ def observable(climb: Climb, program: Program) -> OutputPlan:
     plan = plan_outputs(program, nodes, sizes=sizes, byte_budget=BYTE_BUDGET)
     for node, reason in plan.left_out.items():
         climb.skipped.append(Skipped(program.sites.by_node[node][0].name, "candidate", reason, rung=Place.ENGINE))
-    constant = [node for node, reason in plan.derived.items() if reason == "depends on weights alone"]
+    constant = [node for node, derived in plan.derived.items() if derived.source is From.WEIGHTS]
     for node in constant:
         name = program.sites.by_node[node][0].name
         climb.skipped.append(Skipped(name, "both", "depends on weights alone: folded by compilers", rung=Place.ENGINE))
-    kept = {node: reason for node, reason in plan.derived.items() if node not in constant}
+    kept = {node: derived for node, derived in plan.derived.items() if node not in constant}
     return OutputPlan(plan.added, kept, plan.left_out, plan.num_bytes)
 
 

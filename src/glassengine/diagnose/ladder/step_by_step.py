@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from glassengine.program import LoadedModel, Program, export_program
 from glassengine.program.kinds.steps import MadeUp
 from glassengine.program.user_code.module_state import ModuleState, remembers, states_before
 from glassengine.program.user_code.specialized import SPECIALIZED
+from glassengine.progress import Progress, Work
 from glassengine.results import Comparison, Result, Skipped, SliceMaxima
 
 Step = Mapping[str, Any]
@@ -52,16 +53,14 @@ class Stage:
     theirs_of: Arguments | None = None
 
 
-def staged(
-    baseline: LoadedModel, candidate: LoadedModel, steps: Sequence[Step], progress: Callable[[str], None]
-) -> list[Stage]:
+def staged(baseline: LoadedModel, candidate: LoadedModel, steps: Sequence[Step], progress: Progress) -> list[Stage]:
     """Return the stages of a check, with their programs.
 
     Args:
         baseline: A plain module.
         candidate: Likewise.
         steps: Inputs of the baseline, in order.
-        progress: Called with a sentence when a stage begins.
+        progress: Called with an event when a stage begins.
 
     Raises:
         UsageError: The baseline cannot be traced.
@@ -69,7 +68,7 @@ def staged(
     """
     steps, theirs = matched(baseline, candidate, steps)
     ours = Arguments({name: name for step in steps for name in step if name not in theirs.own})
-    progress("exporting both")
+    progress(Work.EXPORTING.says("exporting both"))
     found = []
     for stage in _stages(baseline, candidate, steps, ours, theirs):
         found += _exported(replace(stage, ours_of=ours if theirs.own else None, theirs_of=theirs), ours, theirs)

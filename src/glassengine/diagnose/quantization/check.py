@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from glassengine.diagnose.quantization.checkpoint_drift import checkpoint_drift
 from glassengine.diagnose.quantization.effects import (
-    Progress,
     Weight,
     difference,
     forwards_of,
@@ -35,6 +34,7 @@ from glassengine.numerics.quantization import rescaling
 from glassengine.numerics.quantization.weight_error import WeightError, judge_weight
 from glassengine.program import LoadedModel, load_model
 from glassengine.program.quantized import is_quantized, quantization_steps
+from glassengine.progress import Progress, Work, silent
 from glassengine.results import CaseInputs, Comparison, DriftRow, Quantization, Skipped
 from glassengine.results.inputs_used import Origin, input_used
 
@@ -56,7 +56,7 @@ def check_quantized_checkpoint(
     steps: int = 3,
     fail_on: str = "wrong",
     min_snr: float | None = None,
-    progress: Progress = lambda text: None,
+    progress: Progress = silent,
     **options: Any,
 ) -> Comparison:
     """Load both sides, in float32 unless another dtype is given, and judge them with `check_quantized`.
@@ -70,7 +70,7 @@ def check_quantized_checkpoint(
         steps: As for `check_quantized`.
         fail_on: As for `check`.
         min_snr: As for `check`.
-        progress: Called with a sentence when a stage begins.
+        progress: Called with an event when a stage begins.
         options: As for `load_model`.
 
     Raises:
@@ -78,9 +78,9 @@ def check_quantized_checkpoint(
         IncomparableError: As `check_quantized`.
     """
     dtype = "float32" if dtype == "auto" else dtype
-    progress("loading the baseline")
+    progress(Work.LOADING.says("loading the baseline"))
     ours = load_model(baseline, dtype=dtype, adapter=adapter, **options)
-    progress("dequantizing the candidate")
+    progress(Work.DEQUANTIZING.says("dequantizing the candidate"))
     theirs = load_model(candidate, dtype=dtype, **options)
     steps_of = quantization_steps(candidate, **options)
     with threads_for(ours.module):
@@ -98,7 +98,7 @@ def check_quantized(
     steps: int = 3,
     fail_on: str = "wrong",
     min_snr: float | None = None,
-    progress: Progress = lambda text: None,
+    progress: Progress = silent,
     weights: Mapping[str, Tensor] | None = None,
 ) -> Comparison:
     """Judge a quantized model against the unquantized one, and say which layers cost how much.
@@ -111,7 +111,7 @@ def check_quantized(
         steps: Tokens that the baseline adds to each prompt.
         fail_on: As for `check`.
         min_snr: As for `check`.
-        progress: Called with a sentence when a stage begins.
+        progress: Called with an event when a stage begins.
         weights: What the candidate's quantized weights stand for, where it is not dequantized.
 
     Raises:
@@ -126,17 +126,17 @@ def check_quantized(
             got=", ".join(list(steps_of)[:3]),
             expected=", ".join(list(ours)[:3]),
         )
-    progress(f"judging {len(quantized)} quantized weights")
+    progress(Work.JUDGING.says(f"judging {len(quantized)} quantized weights"))
     different = [name for name in both if name not in steps_of and not _is_same(ours[name], theirs[name])]
     found_weights, different = _judge(ours, theirs, steps_of, quantized, different)
-    progress("running the baseline")
+    progress(Work.RUNNING.says("running the baseline"))
     forwards = forwards_of(baseline, given, steps)
     parameters = dict(baseline.module.named_parameters())
     with watching(baseline.module, parameters, found_weights):
         expected = outcome_of(baseline.module, forwards)
     found = outcome_of(candidate.module, forwards)
     total = difference(expected, found)
-    progress("measuring the drift")
+    progress(Work.JUDGING.says("measuring the drift"))
     drift = checkpoint_drift(baseline.module, candidate.module, forwards)
     one_by_one(baseline.module, parameters, found_weights, forwards, expected, progress)
     result = Quantization(

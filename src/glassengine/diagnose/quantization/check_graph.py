@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from glassengine import environment
 from glassengine.diagnose.quantization.graph import Op, QuantizedFile, QuantizedRun
@@ -18,6 +18,7 @@ from glassengine.program import LoadedModel
 from glassengine.program.export.export import named_inputs
 from glassengine.program.representation.program import Program
 from glassengine.program.representation.signature import named_results
+from glassengine.progress import Progress, Work
 from glassengine.results import (
     FLAGGED,
     CaseInputs,
@@ -43,7 +44,7 @@ def check_quantized_graph(
     candidate: LoadedModel,
     cases: Sequence[Case],
     limits: Limits,
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> Comparison:
     """Run both files on all cases, and judge each op of the quantized one in its own precision.
 
@@ -52,7 +53,7 @@ def check_quantized_graph(
         candidate: What it was quantized to.
         cases: Of plain modules.
         limits: `fail_on`, `min_coverage` and `min_snr` of `check`.
-        progress: Called with a sentence when a stage begins.
+        progress: Called with an event when a stage begins.
 
     Raises:
         IncomparableError: No value of the quantized file has the name of one of the baseline's.
@@ -65,7 +66,7 @@ def check_quantized_graph(
     for case in cases:
         for number, step in enumerate(case.steps):
             judged += 1
-            progress(f"judging: {judged} of {total} steps")
+            progress(Work.JUDGING.says(f"judging: {judged} of {total} steps", judged, total))
             where = (case.name, number)
             named = named_inputs(step)
             values = candidate.module.values(named)  # type: ignore[operator]
@@ -78,7 +79,7 @@ def check_quantized_graph(
             got=", ".join(list(theirs.output_nodes)[:3]),
             expected=", ".join(site.name for site in list(program.sites)[:3]),
         )
-    progress("judging the quantized weights")
+    progress(Work.JUDGING.says("judging the quantized weights"))
     weights = dict(run.judged_weights())
     return _concluded(baseline, candidate, program, run, ends, weights, cases, limits)
 

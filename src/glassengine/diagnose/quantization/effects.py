@@ -21,10 +21,9 @@ from glassengine.judge.cases import beside_tokens, causal_cases, in_one_forward
 from glassengine.numerics.metrics.logits import compare_logits
 from glassengine.numerics.quantization.weight_error import WeightError
 from glassengine.program import LoadedModel, example_inputs
+from glassengine.progress import Progress, Work
 
 _PATIENCE_S = 2.0
-
-Progress = Callable[[str], None]
 
 
 @dataclass
@@ -159,7 +158,8 @@ def one_by_one(
         now = time.monotonic()
         if now - said > _PATIENCE_S:
             said, left = now, (now - began) / index * (len(weights) - index)
-            progress(f"running with weight {index + 1} of {len(weights)} alone, about {left:.0f} s left")
+            text = f"running with weight {index + 1} of {len(weights)} alone, about {left:.0f} s left"
+            progress(Work.RUNNING.says(text, index + 1, len(weights)))
         with _in_place(parameters[weight.name], weight.value):
             weight.figures = difference(expected, outcome_of(module, forwards))
 

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from glassengine.diagnose.ladder.rungs import arguments_of
 from glassengine.diagnose.quantization.check import check_quantized
-from glassengine.diagnose.quantization.effects import Progress, difference, forwards_of, outcome_of
+from glassengine.diagnose.quantization.effects import difference, forwards_of, outcome_of
 from glassengine.diagnose.quantization.result import RUNG
 from glassengine.numerics.verdict import unit_roundoff
 from glassengine.program import LoadedModel
 from glassengine.program.quantized.modules import QuantizedModule, quantized_module
+from glassengine.progress import Progress
 from glassengine.results import Comparison, Divergence, Hint
 
 _OF_WEIGHTS = 0.5
@@ -64,7 +65,7 @@ def check_quantized_module(
         steps: As for `check_quantized`.
         fail_on: As for `check`.
         min_snr: As for `check`.
-        progress: Called with a sentence when a stage begins.
+        progress: Called with an event when a stage begins.
     """
     if baseline.kind != "causal_lm":
         given = arguments_of(baseline, given)

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, field
@@ -32,6 +32,7 @@ from glassengine.judge.graphs.cut import Piece, Recorder, clone, piece_of, small
 from glassengine.judge.graphs.flat import module_path
 from glassengine.judge.graphs.run import compile_run
 from glassengine.program.representation.naming import source_line
+from glassengine.progress import Progress, Work
 from glassengine.results.replay import Bisection, Failure, MinimalOp
 
 logger = logging.getLogger("glassengine")
@@ -87,7 +88,7 @@ def bisect_graph(
     graph: CapturedGraph,
     arguments: Sequence[Any],
     backend: Backend,
-    progress: Callable[[str], None],
+    progress: Progress,
     snapshot: Path | None = None,
 ) -> tuple[Bisection, Piece | None]:
     """Find the smallest piece of a graph that a back-end breaks.
@@ -96,7 +97,7 @@ def bisect_graph(
         graph: The graph; every node has a value without data.
         arguments: Of one execution, in the order of its placeholders.
         backend: What compiles.
-        progress: Called with a sentence when a stage begins.
+        progress: Called with an event when a stage begins.
         snapshot: Where the execution comes from: it is tried in another process first, and where that dies, so is
             every piece. None tries in this process only.
 
@@ -108,7 +109,7 @@ def bisect_graph(
     whole = piece_of(nodes, values)
     if whole is None:
         raise UsageError("the graph cannot be split", got="inner graphs, or results that are not tensors")
-    progress(f"compiling {len(nodes)} ops with {backend.name}")
+    progress(Work.COMPILING.says(f"compiling {len(nodes)} ops with {backend.name}"))
     trials = Trials(backend, graph.kind, weights_of(graph))
     attempt = trials.try_piece
     is_compiled = backend.name != "eager"
@@ -124,14 +125,14 @@ def bisect_graph(
 
     def fails(piece: Piece) -> bool:
         found = attempt(piece)[0]
-        progress(f"{len(piece.ops)} ops: {found or 'work'}")
+        progress(Work.BISECTING.says(f"{len(piece.ops)} ops: {found or 'work'}"))
         return found == failure
 
     piece = smallest_failing(graph.module.graph, values, fails) or whole
     _, message = attempt(piece)
     part = None
     if backend.name == "inductor" and failure != "crash":
-        progress("looking for the part of the compiler")
+        progress(Work.BISECTING.says("looking for the part of the compiler"))
         part = _part_of_compiler(piece)
     ops = tuple(MinimalOp(str(node.target), node.name, module_path(node), source_line(node)) for node in piece.ops)
     return Bisection(backend.name, failure, message, len(nodes), trials.count, ops, part), piece

@@ -34,6 +34,7 @@ from glassengine.judge.verdict.score import Score
 from glassengine.numerics.ops import RANDOM, Accumulation
 from glassengine.program.representation.naming import is_tensor_node, op_name
 from glassengine.program.representation.program import Program, copied_graph
+from glassengine.progress import Progress, Work
 from glassengine.results import Comparison, Skipped
 
 
@@ -80,7 +81,7 @@ def judge_snapshot(
     graph: CapturedGraph,
     arguments: Sequence[Any],
     backend: Backend,
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> Comparison:
     """Judge what `backend` makes of a snapshot's graph, and the outputs that were recorded.
 
@@ -89,7 +90,7 @@ def judge_snapshot(
         graph: Its graph.
         arguments: Its inputs, in order.
         backend: What compiles.
-        progress: Called with a sentence when a stage begins.
+        progress: Called with an event when a stage begins.
 
     Raises:
         UsageError: The graph cannot be judged: it writes in place.
@@ -127,7 +128,7 @@ def judge_snapshot(
     with tempfile.TemporaryDirectory(prefix="glassengine-replay-") as folder:
         asked = ((Place.ENGINE, ops), (Place.RELEASE, [name for name in dict.fromkeys(results) if name in judged]))
         for rung, nodes in asked:
-            progress(f"compiling with {backend.name}, {len(nodes)} results")
+            progress(Work.COMPILING.says(f"compiling with {backend.name}, {len(nodes)} results"))
             observable = _returning(graph, program, nodes)
             directory = Path(folder, rung)
             directory.mkdir()
@@ -140,7 +141,7 @@ def judge_snapshot(
                     program, compiled=backend.name != "eager", wide_operands=wide, accumulation=accumulation
                 )
             sides.append(_GraphSide(program, run_of(run), nodes, place=rung, guarantee=guarantee, replay=replay))
-        progress(f"judging {len(ops)} ops")
+        progress(Work.JUDGING.says(f"judging {len(ops)} ops"))
         scores = [Score(side, program) for side in sides]
         # The model chooses the tokens of a generation; there are none here.
         run_cases(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,11 @@ from glassengine.executable.snapshot.nonfinite import find_origin, kinds_of
 from glassengine.executable.snapshot.reader import Snapshot
 from glassengine.judge.graphs.cut import clone
 from glassengine.judge.graphs.run import GraphRun, compile_run, without_numbers
+from glassengine.progress import Progress, Work, silent
 from glassengine.recording.layout.values import bytes_of
 from glassengine.results.replay import Replayed, ReplayedOutput
 
 logger = logging.getLogger("glassengine")
-
-Progress = Callable[[str], None]
 
 
 def replay(
@@ -46,7 +45,7 @@ def replay(
     first_nonfinite: bool = False,
     bisect: bool = False,
     reproduction: str | Path | None = None,
-    progress: Progress = lambda text: None,
+    progress: Progress = silent,
 ) -> Replayed:
     """Run the execution of a snapshot again; at most one of `compare`, `first_nonfinite` and `bisect`.
 
@@ -58,7 +57,7 @@ def replay(
         first_nonfinite: Run node by node and say which op made the first NaN or infinity.
         bisect: Find the smallest piece of the graph that the back-end breaks, and the part of the compiler.
         reproduction: With `bisect`: directory for a test of that piece.
-        progress: Called with a sentence when a stage begins.
+        progress: Called with an event when a stage begins.
 
     Raises:
         UsageError: The request cannot be carried out; the snapshot holds no graph or no values.
@@ -105,7 +104,7 @@ def replay(
                 )
             bisection, piece = bisect_graph(graph, arguments, chosen, progress, found.path)
             if reproduction is not None and piece is not None:
-                progress("writing a reproduction")
+                progress(Work.WRITING.says("writing a reproduction"))
                 bisection = reproduce_bisection(Path(reproduction), bisection, piece)
             return Replayed(**told, ok=bisection.ok, bisection=bisection, notes=tuple(notes))
         if compare or (recorded and chosen.name != recorded):
@@ -121,12 +120,12 @@ def replay(
 def _run_again(
     snapshot: Snapshot, graph: CapturedGraph, arguments: Sequence[Any], backend: Backend, progress: Progress
 ) -> tuple[tuple[ReplayedOutput, ...], str | None]:
-    progress(f"compiling with {backend.name}")
+    progress(Work.COMPILING.says(f"compiling with {backend.name}"))
     with tempfile.TemporaryDirectory(prefix="glassengine-replay-") as folder:
         run = _compiled(snapshot, graph, arguments, backend, Path(folder))
         given = [clone(value) if isinstance(value, torch.Tensor) else value for value in arguments]
         set_random_states(snapshot)
-        progress("running")
+        progress(Work.RUNNING.says("running"))
         try:
             results = run(given)
         except Exception as error:
@@ -186,7 +185,7 @@ def _difference(value: torch.Tensor, recorded: Any) -> tuple[bool, int, float | 
 
 
 def _first_nonfinite(graph: CapturedGraph, arguments: Sequence[Any], progress: Progress) -> dict[str, Any] | None:
-    progress("running node by node")
+    progress(Work.RUNNING.says("running node by node"))
     given = [clone(value) if isinstance(value, torch.Tensor) else value for value in arguments]
     written = [spec.name for spec in graph.inputs if spec.is_mutated]
     try:

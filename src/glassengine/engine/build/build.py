@@ -12,7 +12,7 @@ import logging
 import re
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -37,6 +37,7 @@ from glassengine.errors import UsageError
 from glassengine.program import LoadedModel, Program, example_inputs, export_programs, load_inputs, load_model
 from glassengine.program.kinds.image_text import WITHOUT_IMAGES
 from glassengine.program.onnx.file import is_onnx
+from glassengine.progress import Progress, Work, silent
 from glassengine.sites import patterns_of
 from glassengine.writing.files import remove_tree
 from glassengine.writing.locations import local
@@ -68,7 +69,7 @@ def build(
     byte_budget: int | None = ...,
     artifacts: str | Path | None = ...,
     sign: str | Path | None = ...,
-    progress: Callable[[str], None] = ...,
+    progress: Progress = ...,
 ) -> Engine: ...
 @overload
 def build(
@@ -92,7 +93,7 @@ def build(
     byte_budget: int | None = ...,
     artifacts: str | Path | None = ...,
     sign: str | Path | None = ...,
-    progress: Callable[[str], None] = ...,
+    progress: Progress = ...,
 ) -> BuildPlan: ...
 def build(
     model: str | Path | nn.Module,
@@ -115,7 +116,7 @@ def build(
     byte_budget: int | None = None,
     artifacts: str | Path | None = None,
     sign: str | Path | None = None,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Progress = silent,
 ) -> Engine | BuildPlan:
     """Build an engine and load it.
 
@@ -147,7 +148,7 @@ def build(
             DEBUG_ARTIFACTS_DIR names, and nothing without it. Those of an encoder or a vision program lie in
             its folder `encoder`. A dry run writes none.
         sign: Private key of OpenSSH, or a public one whose private part an agent holds, to sign all files with.
-        progress: Called with a sentence when a stage begins.
+        progress: Called with an event when a stage begins.
 
     Raises:
         UsageError: The request cannot be carried out; nothing was written.
@@ -162,7 +163,7 @@ def build(
     if target is not None and not dry_run:
         files.check_target(target, overwrite=overwrite)
     key = None if sign is None else signing.check_key(sign)
-    progress("loading the model")
+    progress(Work.LOADING.says("loading the model"))
     loaded = load_model(
         model,
         dtype=dtype,
@@ -219,7 +220,7 @@ def build(
             if loaded.has_encoder:
                 encoder_writer = ArtifactWriter(where / files.ENCODER, {**about, "kind": "module", "passes": []})
                 writing.enter_context(encoder_writer)
-        progress(f"exporting {loaded.spec}")
+        progress(Work.EXPORTING.says(f"exporting {loaded.spec}"))
         *encoders, program = export_programs(
             loaded,
             inputs=steps,
@@ -341,7 +342,7 @@ def _build(
     *,
     encoder: Program | None = None,
     encoder_artifacts: ArtifactWriter | None = None,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Progress = silent,
 ) -> Engine:
     with files.written_aside(target, overwrite=settings.overwrite) as aside:
         if encoder is not None:
@@ -352,7 +353,7 @@ def _build(
         more: dict[str, Any] = {"has_encoder": encoder is not None, "progress": progress}
         write_engine(program, aside, target.name, settings, model, artifacts, **more)
         if settings.sign is not None:
-            progress("signing")
+            progress(Work.WRITING.says("signing"))
             signing.sign_engine(aside, settings.sign)
         made = aside.stat().st_ino
     return files.unless_replaced(target, made, lambda: load(target, trust=True))

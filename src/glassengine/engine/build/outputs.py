@@ -122,9 +122,8 @@ def plan(
         shape = tuple(site.shape)
         dtype, axes = request.cast or site.dtype, dict(site.axes)
         cast_from = site.dtype if request.cast else None
-        added.append(
-            AddedOutput(request.name, site.name, site.node, derived, dtype, shape, axes, site.source, cast_from)
-        )
+        text = None if derived is None else str(derived)
+        added.append(AddedOutput(request.name, site.name, site.node, text, dtype, shape, axes, site.source, cast_from))
     return decided, tuple(added), left_out
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from glassengine.program import LoadedModel, Program
 from glassengine.program.listing.listing import stage_of
 from glassengine.program.representation.outputs import add_outputs
 from glassengine.program.representation.program import save_program
+from glassengine.progress import Progress, Work, silent
 
 logger = logging.getLogger("glassengine")
 
@@ -38,7 +38,7 @@ def write_engine(
     artifacts: ArtifactWriter | None = None,
     *,
     has_encoder: bool = False,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Progress = silent,
 ) -> None:
     """Compile a program and write everything that an engine consists of.
 
@@ -50,7 +50,7 @@ def write_engine(
         model: Where configuration and tokenizer come from.
         artifacts: Where the stages of the build are written to.
         has_encoder: Whether the engine of an encoder lies in `directory`.
-        progress: Called with a sentence when a stage begins.
+        progress: Called with an event when a stage begins.
 
     Raises:
         UsageError: An output that was asked for does not exist.
@@ -69,12 +69,12 @@ def write_engine(
         artifacts.stage(stage_of(executed, "outputs"))
         artifacts.options(backend, built, _options(settings))
     (directory / files.MAIN).mkdir()
-    progress(f"compiling {name} with {backend.name}")
+    progress(Work.COMPILING.says(f"compiling {name} with {backend.name}"))
     graph = captured_program(executed)
     compile_executable(f"{name}/main", lambda path: backend.build(built, path), directory / files.MAIN, graph)
     if artifacts is not None:
         artifacts.network(backend, executed, directory / files.MAIN)
-    progress(f"writing {name}")
+    progress(Work.WRITING.says(f"writing {name}"))
     # The executable of an ONNX file is that file again, with its weights.
     write_all = not (backend.keeps_weights(program) and (settings.reloadable or program.onnx is not None))
     has_tokenizer = _write_files(program, directory, model, settings, write_all=write_all)

@@ -42,6 +42,7 @@ from glassengine.program.kinds.causal_lm import USER_MODULE
 from glassengine.program.kinds.encoder_decoder import SOURCE_MASK
 from glassengine.program.kinds.image_text import FEATURES, INDEX
 from glassengine.program.onnx.file import read_onnx
+from glassengine.program.representation.derived import comes_from_weights
 from glassengine.program.representation.outputs import PREFIX, DerivedValues
 from glassengine.program.representation.program import ONNX_GRAPH, load_graph, load_names, load_program
 from glassengine.results.engines import Forward, Generation
@@ -321,7 +322,7 @@ class Engine(HasSites):
 
     def derive(self, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> DerivedValues:
         """Return the values of nodes that are computed on reading, for one step; caches as they are after it."""
-        needs_weights = any(entry.derived == "depends on weights alone" for entry in self.manifest.added_outputs)
+        needs_weights = any(comes_from_weights(entry.derived) for entry in self.manifest.added_outputs)
         return DerivedValues(self.program if needs_weights else self._graph, inputs, outputs)
 
     @functools.cached_property

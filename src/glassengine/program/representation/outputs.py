@@ -19,6 +19,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.errors import UnknownNameError, UsageError
+from glassengine.program.representation.derived import Derived, From
 from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.program import Program, copied_graph, rebuilt
 
@@ -38,7 +39,7 @@ class OutputPlan:
     """
 
     added: tuple[str, ...]
-    derived: dict[str, str]
+    derived: dict[str, Derived]
     left_out: dict[str, str]
     num_bytes: int = 0
 
@@ -76,7 +77,7 @@ def plan_outputs(
     cache_inputs = {port.node for port in program.inputs if port.name in program.caches}
 
     roots: set[str] = set()
-    derived: dict[str, str] = {}
+    derived: dict[str, Derived] = {}
     for name in graph_nodes:
         if name not in wanted:
             continue
@@ -84,15 +85,15 @@ def plan_outputs(
         while is_view(root) and root.name not in already:
             root = root.args[0]
         if node in constant:
-            derived[name] = "depends on weights alone"
+            derived[name] = Derived(From.WEIGHTS)
         elif root.name in cached:
-            derived[name] = f"the cache {cached[root.name]} after the step"
+            derived[name] = Derived(From.CACHE, cached[root.name])
         elif root.op == "placeholder" and root.name not in cache_inputs:
-            derived[name] = f"the input {root.name}"
+            derived[name] = Derived(From.INPUT, root.name)
         elif root.name in already:
-            derived[name] = f"the output {already[root.name]}"
+            derived[name] = Derived(From.OUTPUT, already[root.name])
         elif root is not node and root.op != "placeholder":
-            derived[name] = f"a view of {root.name}"
+            derived[name] = Derived(From.VIEW, root.name)
             roots.add(root.name)
         else:
             roots.add(name)
@@ -108,9 +109,9 @@ def plan_outputs(
             total -= costs[name]
             left_out[name] = f"{costs[name]:,} bytes a step do not fit the byte budget of {byte_budget:,}"
         for name in list(derived):
-            root_name = derived[name].removeprefix("a view of ")
-            if root_name in left_out:
-                left_out[name] = left_out[root_name]
+            source = derived[name]
+            if source.source is From.VIEW and source.name in left_out:
+                left_out[name] = left_out[source.name]
                 del derived[name]
         added = [name for name in added if name not in left_out]
     return OutputPlan(tuple(added), derived, left_out, sum(costs[name] for name in added) if sizes else 0)
