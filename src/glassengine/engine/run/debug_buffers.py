@@ -1,18 +1,17 @@
-"""The tensors of one step by name: what `session.debug_buffers` is."""
+"""The tensors of one step by name: what `session.debug_buffers` is, and what patterns of names choose of them."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
-from glassengine.errors import UnknownNameError
-from glassengine.sites import matches
-
-if TYPE_CHECKING:
-    from glassengine.engine.store.manifest import AddedOutput
+from glassengine.engine.run.loaded import LoadedEngine
+from glassengine.engine.store.manifest import AddedOutput
+from glassengine.errors import UnknownNameError, UsageError
+from glassengine.sites import matches, patterns_of
 
 
 class UnknownBufferError(UnknownNameError, KeyError):
@@ -48,3 +47,36 @@ class DebugBuffers(dict[str, torch.Tensor]):
     def __reduce__(self) -> Any:
         # What is saved is a plain dict, which `torch.load(weights_only=True)` reads and `glass compare` does.
         return OrderedDict, (), None, None, iter(self.items())
+
+
+def select_names(engine: LoadedEngine, patterns: Sequence[str]) -> list[str]:
+    """Return what of an engine's inputs and outputs `patterns` name, in the engine's order.
+
+    Raises:
+        UsageError: A pattern names a site of the program that was not built as an output.
+        UnknownNameError: It names nothing at all.
+    """
+    wanted: set[str] = set()
+    for pattern in patterns_of(patterns, "debug"):
+        found = {name for name in engine.debug_names if name == pattern}
+        found = found or {e.name for e in engine.manifest.added_outputs if pattern in (e.site, e.node)}
+        found = found or {
+            name
+            for name in engine.debug_names
+            if matches(pattern, name)
+            or (name in engine.added_outputs and matches(pattern, engine.added_outputs[name].site))
+        }
+        sites = [] if found else engine.sites.match(pattern)
+        nodes = {site.node for site in sites}
+        found = found or {entry.name for entry in engine.manifest.added_outputs if entry.node in nodes}
+        if sites and not found:
+            raise UsageError(
+                f"{pattern!r} is in the program, but was not built as an output of the engine {engine.manifest.name!r}",
+                expected=[entry.name for entry in engine.manifest.added_outputs] or "no added outputs",
+                hint=f"glass build {engine.manifest.model.get('spec', 'MODEL')} --add-output '{pattern}'",
+            )
+        if not found:
+            names = [*engine.debug_names, *(site.name for site in engine.sites)]
+            raise UnknownNameError("output", pattern, names, hint=f"glass sites {engine.directory}")
+        wanted |= found
+    return [name for name in engine.debug_names if name in wanted]

@@ -5,29 +5,37 @@ Shape legend: B sequences, E tokens of the longest input.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 from glassengine.engine.prompts.prompts import Prompts, as_rows
 from glassengine.engine.run.forward import one_step, text_inputs
+from glassengine.engine.store.manifest import Manifest
 from glassengine.errors import UsageError
 from glassengine.program.kinds.encoder_decoder import start_token
 
-if TYPE_CHECKING:
-    from glassengine.engine.run.engine import Engine
-
 DECODER_IDS = "decoder_input_ids"
+
+Encode = Callable[..., dict[str, torch.Tensor]]
+"""`Engine.encode`."""
 
 
 def encoded(
-    engine: Engine, read: Prompts, inputs: str | Mapping[str, Any] | None, settings: Any
+    manifest: Manifest,
+    encoder: Manifest,
+    encode: Encode,
+    read: Prompts,
+    inputs: str | Mapping[str, Any] | None,
+    settings: Any,
 ) -> tuple[list[list[int]], dict[str, torch.Tensor]]:
     """Run the encoder; return what the decoder begins with, one list of tokens per sequence, and its constant inputs.
 
     Args:
-        engine: Of an encoder-decoder.
+        manifest: Of an encoder-decoder.
+        encoder: Of its encoder.
+        encode: Runs it.
         read: Texts as token ids; empty where tensors were given.
         inputs: Tensors of the encoder, and `decoder_input_ids` where there are more than the start token.
         settings: `transformers.GenerationConfig`, which states the start token.
@@ -35,9 +43,8 @@ def encoded(
     Raises:
         UsageError: Texts or tensors do not fit the encoder, or the model has no start token.
     """
-    assert engine.encoder is not None
     if inputs is None:
-        given: dict[str, Any] = dict(text_inputs(engine.encoder, read.rows, read.tokenizer))
+        given: dict[str, Any] = dict(text_inputs(encoder, read.rows, read.tokenizer))
     else:
         given = dict(one_step(inputs))
         if (settings.num_return_sequences or 1) > 1:
@@ -48,14 +55,14 @@ def encoded(
             )
     given.pop("use_cache", None)
     begun = given.pop(DECODER_IDS, None)
-    constants = engine.encode(**given)
+    constants = encode(**given)
     batch = next(iter(constants.values())).shape[0]
     if begun is not None:
         return as_rows(begun, DECODER_IDS), constants
     start = start_token(settings)
     if start is None:
         raise UsageError(
-            f"{engine.manifest.name} states no start token",
+            f"{manifest.name} states no start token",
             expected="decoder_start_token_id in its generation_config.json",
             hint="--inputs FILE with decoder_input_ids",
         )

@@ -8,26 +8,25 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from glassengine.engine.prompts.prompts import Request
 from glassengine.engine.run.checks import require_module
+from glassengine.engine.run.debug_buffers import select_names
+from glassengine.engine.run.loaded import LoadedEngine
 from glassengine.engine.run.record import Recorder
-from glassengine.engine.run.session import select_names
+from glassengine.engine.store.manifest import Manifest
 from glassengine.errors import UsageError
 from glassengine.program import load_inputs
 from glassengine.program.export.export import named_inputs
 from glassengine.program.kinds.example_inputs import TEXT_INPUTS
 from glassengine.results.engines import Forward
 
-if TYPE_CHECKING:
-    from glassengine.engine.run.engine import Engine
-
 
 def forward(
-    engine: Engine,
+    engine: LoadedEngine,
     request: Request | None,
     inputs: str | Mapping[str, Any] | None,
     *,
@@ -48,7 +47,7 @@ def forward(
     if request is not None:
         read = request.read(engine)
         texts, rows = read.texts, read.rows
-        given: Mapping[str, Any] = text_inputs(engine, rows, read.tokenizer)
+        given: Mapping[str, Any] = text_inputs(engine.manifest, rows, read.tokenizer)
     else:
         given = one_step(inputs)
     start = time.perf_counter()
@@ -56,7 +55,9 @@ def forward(
     seconds = time.perf_counter() - start
     if record is not None:
         names = [entry.name for entry in engine.manifest.outputs]
-        with Recorder(record, engine, names, rows, padding="right", overwrite=overwrite) as recorder:
+        with Recorder(
+            record, engine.manifest, engine.sites, names, rows, padding="right", overwrite=overwrite
+        ) as recorder:
             recorder.write_step(0, outputs, token_ids=rows)
     if selected is not None:
         known = {**named_inputs(given), **outputs}
@@ -64,21 +65,21 @@ def forward(
     return Forward(texts, tuple(tuple(row) for row in rows), outputs, seconds, None if record is None else str(record))
 
 
-def text_inputs(engine: Engine, rows: Sequence[Sequence[int]], tokenizer: Any) -> dict[str, torch.Tensor]:
+def text_inputs(manifest: Manifest, rows: Sequence[Sequence[int]], tokenizer: Any) -> dict[str, torch.Tensor]:
     """Return token ids, mask and types [B, S] for those of them that the engine takes, padded on the right.
 
     Raises:
         UsageError: The engine takes no text, or more than text.
     """
-    names = [entry.name for entry in engine.manifest.inputs]
+    names = [entry.name for entry in manifest.inputs]
     others = [name for name in names if name not in TEXT_INPUTS]
     if "input_ids" not in names or others:
         raise UsageError(
-            f"the engine {engine.manifest.name!r} does not run from text alone",
+            f"the engine {manifest.name!r} does not run from text alone",
             got=f"inputs {', '.join(names)}",
             hint="give the tensors: --inputs FILE, or --inputs file.py:factory",
         )
-    vocabulary, highest = engine.manifest.model.get("vocab_size"), max(max(row) for row in rows)
+    vocabulary, highest = manifest.model.get("vocab_size"), max(max(row) for row in rows)
     if vocabulary is not None and highest >= vocabulary:
         raise UsageError(
             "a token id is outside the model's vocabulary",

@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,25 +14,25 @@ from glassengine.engine.prompts.prompts import Request, pad_left
 from glassengine.engine.prompts.stream import TextCallback, TextStream
 from glassengine.engine.prompts.tokenizing import decode
 from glassengine.engine.run.checks import check_prompts, require_generating
-from glassengine.engine.run.encode import encoded
+from glassengine.engine.run.encode import Encode, encoded
 from glassengine.engine.run.image_prompts import image_constants, read_request
+from glassengine.engine.run.loaded import LoadedEngine
 from glassengine.engine.run.pieces import automatic_chunk
 from glassengine.engine.run.record import SessionRecorder
 from glassengine.engine.run.sampling import Sampler, read_settings
+from glassengine.engine.run.session import Session
 from glassengine.errors import UsageError
 from glassengine.results.engines import Generation
 
-if TYPE_CHECKING:
-    from glassengine.engine.run.engine import Engine
-    from glassengine.engine.run.session import Session
-
-StepCallback = Callable[["Session"], None]
+StepCallback = Callable[[Session], None]
 
 
 def generate(
-    engine: Engine,
+    engine: LoadedEngine,
     request: Request,
     *,
+    encoder: LoadedEngine | None,
+    encode: Encode,
     generation_config: Any,
     settings: Mapping[str, Any],
     seed: int | None,
@@ -49,6 +49,8 @@ def generate(
     Args:
         engine: The engine.
         request: What to generate from.
+        encoder: That of an encoder-decoder; None without one.
+        encode: Runs it.
         generation_config: Settings.
         settings: Fields of `GenerationConfig` by name, laid over it.
         seed: Of sampling.
@@ -79,8 +81,8 @@ def generate(
     num_each = chosen.config.num_return_sequences or 1
     read = read_request(engine, request).repeated(num_each)
     rows, constants = read.rows, None
-    if manifest.has_encoder and not engine.takes_images:
-        rows, constants = encoded(engine, read, request.inputs, chosen.config)
+    if encoder is not None:
+        rows, constants = encoded(manifest, encoder.manifest, encode, read, request.inputs, chosen.config)
     if on_text is not None and len(rows) != 1:
         raise UsageError(
             "text is streamed for a single sequence", got=f"{len(rows)} sequences", hint="leave on_text out"
@@ -92,8 +94,8 @@ def generate(
     if sampler.max_new_tokens < 1:
         raise _nothing(f"a prompt of {ids.shape[1]} tokens and max_length={chosen.config.max_length}")
     if engine.takes_images:
-        constants = image_constants(engine, ids, mask, read.pixel_values, num_each)
-    session = engine.session(len(rows), length, debug=debug, keep_steps=keep_steps, constants=constants)
+        constants = image_constants(manifest, encode, ids, mask, read.pixel_values, num_each)
+    session = Session(engine, len(rows), length, debug=debug, keep_steps=keep_steps, constants=constants)
     with _recorder(record, session, rows, overwrite) as recorder:
         stream = TextStream(read.tokenizer, on_text) if on_text is not None and read.tokenizer is not None else None
         observers = [observer for observer in (recorder, on_step) if observer is not None]

@@ -11,12 +11,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from glassengine.engine.prompts.prompts import Images, Prompts, Request, as_rows
+from glassengine.engine.run.encode import Encode
 from glassengine.engine.run.forward import one_step
+from glassengine.engine.run.loaded import LoadedEngine
+from glassengine.engine.store.manifest import Manifest
 from glassengine.errors import GlassError, UsageError
 from glassengine.program.kinds.image_text import (
     FEATURES,
@@ -30,14 +33,11 @@ from glassengine.program.kinds.image_text import (
 )
 from glassengine.reading.files import open_regular
 
-if TYPE_CHECKING:
-    from glassengine.engine.run.engine import Engine
-
 PLACEHOLDER = "<image>"
 """For processors that do not say how they spell it."""
 
 
-def read_request(engine: Engine, request: Request) -> Prompts:
+def read_request(engine: LoadedEngine, request: Request) -> Prompts:
     """Return prompts as token ids, with the images that belong to them.
 
     Raises:
@@ -85,7 +85,7 @@ def _without_padding(ids: Any, mask: Any) -> list[list[int]]:
     ]
 
 
-def _processed(engine: Engine, request: Request, images: Images) -> Prompts:
+def _processed(engine: LoadedEngine, request: Request, images: Images) -> Prompts:
     """Return the prompts of a request as the processor writes them, and the pixel values of its images."""
     read = request.read(engine)
     processor = load_processor(engine.directory)
@@ -113,20 +113,20 @@ def _processed(engine: Engine, request: Request, images: Images) -> Prompts:
             ) from error
         rows.append(made["input_ids"][0].tolist())
         if own:
-            pixels.append(_pixels_alone(engine, made))
+            pixels.append(_pixels_alone(engine.manifest, made))
     return dataclasses.replace(read, rows=rows, pixel_values=torch.cat(pixels) if pixels else None)
 
 
-def _pixels_alone(engine: Engine, made: Mapping[str, Any]) -> torch.Tensor:
+def _pixels_alone(manifest: Manifest, made: Mapping[str, Any]) -> torch.Tensor:
     """Return the pixel values [N, C, H, W] of what a processor made of one prompt.
 
     Raises:
         UsageError: There is more to its images: a size of each, say.
     """
-    given = without_derived(made, int(engine.manifest.model[IMAGE_TOKEN]))
+    given = without_derived(made, int(manifest.model[IMAGE_TOKEN]))
     if more := [name for name in given if name.startswith(("image_", "pixel_")) and name != PIXELS]:
         raise UsageError(
-            f"the processor says more of the images than the engine {engine.manifest.name!r} takes",
+            f"the processor says more of the images than the engine {manifest.name!r} takes",
             got=", ".join(more),
             expected=f"{PIXELS} alone",
         )
@@ -180,7 +180,8 @@ def _opened(images: Images) -> Iterator[Any]:
 
 
 def image_constants(
-    engine: Engine,
+    manifest: Manifest,
+    encode: Encode,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor,
     pixel_values: torch.Tensor | None,
@@ -189,7 +190,8 @@ def image_constants(
     """Return what a session takes as `constants`: the features of all images, and where they go.
 
     Args:
-        engine: It takes images.
+        manifest: Of an engine that takes images.
+        encode: Runs its vision program.
         input_ids: [B, S] of all sequences.
         attention_mask: [B, S].
         pixel_values: Of all images [N, C, H, W]; None for text alone.
@@ -198,11 +200,11 @@ def image_constants(
     Raises:
         UsageError: The image tokens of the prompts are not as many as the features, or an image has another size.
     """
-    rows = rows_of(input_ids[::num_each], attention_mask[::num_each], int(engine.manifest.model[IMAGE_TOKEN]))
+    rows = rows_of(input_ids[::num_each], attention_mask[::num_each], int(manifest.model[IMAGE_TOKEN]))
     num_tokens = max(int(rows.max()), 0)
     if pixel_values is None:
         require_features(num_tokens, 0, 0)
         return {}
-    features = engine.encode(pixel_values=pixel_values)[FEATURES]
+    features = encode(pixel_values=pixel_values)[FEATURES]
     require_features(num_tokens, len(features), pixel_values.shape[:-3].numel())
     return {FEATURES: features, ROWS: rows.repeat_interleave(num_each, dim=0)}

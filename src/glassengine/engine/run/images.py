@@ -7,11 +7,13 @@ channels, H and W height and width of an image.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from glassengine.engine.run.inputs_table import Row, row_of
+from glassengine.engine.run.loaded import LoadedEngine
+from glassengine.engine.store.manifest import Manifest
 from glassengine.errors import UsageError
 from glassengine.program.kinds.image_text import (
     FEATURES,
@@ -26,11 +28,8 @@ from glassengine.program.kinds.image_text import (
     rows_of,
 )
 
-if TYPE_CHECKING:
-    from glassengine.engine.run.engine import Engine
 
-
-def encode_images(vision: Engine, **inputs: Any) -> torch.Tensor:
+def encode_images(vision: LoadedEngine, **inputs: Any) -> torch.Tensor:
     """Return the features [N, D] of images.
 
     Args:
@@ -59,7 +58,7 @@ class PromptImages:
     """What a session of an engine that takes images gives to its steps beside tokens.
 
     Args:
-        engine: It takes images.
+        manifest: Of an engine that takes images.
         constants: Of `engine.encode`, and `image_rows` where each feature goes; None or empty for text alone.
 
     Attributes:
@@ -67,9 +66,9 @@ class PromptImages:
         in_one_piece: Whether prompts with images cannot be cut.
     """
 
-    def __init__(self, engine: Engine, constants: Mapping[str, torch.Tensor] | None) -> None:
-        self._entry = next(entry for entry in engine.manifest.inputs if entry.name == FEATURES)
-        self._token = int(engine.manifest.model[IMAGE_TOKEN])
+    def __init__(self, manifest: Manifest, constants: Mapping[str, torch.Tensor] | None) -> None:
+        self._entry = next(entry for entry in manifest.inputs if entry.name == FEATURES)
+        self._token = int(manifest.model[IMAGE_TOKEN])
         given = dict(constants or {})
         self._rows = given.pop(ROWS, None) if FEATURES in given else None
         self._is_default = self._rows is None
@@ -84,7 +83,7 @@ class PromptImages:
             nothing = torch.zeros((0, width), dtype=getattr(torch, self._entry.dtype))
             given[FEATURES] = padded_features(nothing)
         self.constants = given
-        self.in_one_piece = bool(engine.manifest.model.get(WHOLE_IMAGES)) and self._num is not None
+        self.in_one_piece = bool(manifest.model.get(WHOLE_IMAGES)) and self._num is not None
 
     def begin(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[Row]:
         """Lay out where features go in prompts [B, S]; return what to say of the images given."""

@@ -6,17 +6,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 
 from glassengine import environment
 from glassengine.engine.run.session import Session
+from glassengine.engine.store.manifest import Manifest
 from glassengine.recording.background import BackgroundWriter
-from glassengine.sites import Site
-
-if TYPE_CHECKING:
-    from glassengine.engine.run.engine import Engine
+from glassengine.sites import Site, SiteTable
 
 
 class Recorder:
@@ -24,7 +22,8 @@ class Recorder:
 
     Args:
         path: Directory of the recording.
-        engine: The engine.
+        manifest: Of the engine.
+        table: Sites of the engine.
         results: Names of the results to record beside the added outputs.
         rows: Token ids of the prompts, without padding; none where tensors were given.
         padding: "left" or "right", where prompts of one batch are padded.
@@ -37,21 +36,17 @@ class Recorder:
     def __init__(
         self,
         path: str | Path,
-        engine: Engine,
+        manifest: Manifest,
+        table: SiteTable,
         results: Sequence[str],
         rows: Sequence[Sequence[int]],
         *,
         padding: str,
         overwrite: bool,
     ) -> None:
-        manifest = engine.manifest
         nodes = {entry.name: str(entry.node) for entry in manifest.outputs}
-        named = {
-            name: result_site(engine.sites.by_node[nodes[name]])
-            for name in results
-            if nodes[name] in engine.sites.by_node
-        }
-        by_name = {entry.name: engine.sites.get(entry.site) for entry in manifest.added_outputs}
+        named = {name: result_site(table.by_node[nodes[name]]) for name in results if nodes[name] in table.by_node}
+        by_name = {entry.name: table.get(entry.site) for entry in manifest.added_outputs}
         # One site may have been asked for under two names.
         sites = {site.name: (name, site) for name, site in by_name.items() if site is not None}
         self._sites = {**sites, **{site.name: (name, site) for name, site in named.items()}}
@@ -117,7 +112,9 @@ class SessionRecorder(Recorder):
     """
 
     def __init__(self, path: str | Path, session: Session, rows: Sequence[Sequence[int]], *, overwrite: bool) -> None:
-        super().__init__(path, session.engine, ["logits"], rows, padding="left", overwrite=overwrite)
+        super().__init__(
+            path, session.engine.manifest, session.engine.sites, ["logits"], rows, padding="left", overwrite=overwrite
+        )
         self._prompts = [list(row) for row in rows]
 
     def __call__(self, session: Session) -> None:

@@ -11,28 +11,21 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from glassengine import spans
 from glassengine.engine.run.checks import constant_rows, mask_row, require_generating, size_rows, token_row
-from glassengine.engine.run.debug_buffers import DebugBuffers
+from glassengine.engine.run.debug_buffers import DebugBuffers, select_names
 from glassengine.engine.run.images import PromptImages
 from glassengine.engine.run.inputs_table import Row, refuse, render_tensors
 from glassengine.engine.run.kv_cache import KVCache
+from glassengine.engine.run.loaded import LoadedEngine
 from glassengine.engine.run.pieces import PieceOutputs
 from glassengine.engine.store.requests import as_asked
-from glassengine.errors import UnknownNameError, UsageError
+from glassengine.errors import UsageError
 from glassengine.program.kinds.image_text import INDEX
 from glassengine.program.representation.outputs import PREFIX, DerivedValues
-from glassengine.sites import matches, patterns_of
-
-if TYPE_CHECKING:
-    from glassengine.engine.run.engine import Engine
-
-STEP_INPUTS = ("input_ids", "attention_mask", "position_ids", "cache_position")
-"""Inputs of a step beside the caches, which a session makes."""
 
 logger = logging.getLogger("glassengine")
 
@@ -68,7 +61,7 @@ class Session:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: LoadedEngine,
         batch_size: int,
         length: int,
         *,
@@ -78,7 +71,7 @@ class Session:
     ) -> None:
         manifest = engine.manifest
         require_generating(manifest)
-        self._images = PromptImages(engine, constants) if engine.takes_images else None
+        self._images = PromptImages(manifest, constants) if engine.takes_images else None
         self._constants = dict(constants or {}) if self._images is None else self._images.constants
         rows = constant_rows(manifest, engine.constant_inputs, self._constants)
         refuse(manifest.name, [*size_rows(manifest, batch_size, length), *rows])
@@ -337,39 +330,6 @@ class Session:
         room = self._length - self.position
         name = "tokens" if new else "input_ids"
         return token_row(self.engine.manifest, tokens, batch_size=self._batch_size, room=room, new=new, name=name)
-
-
-def select_names(engine: Engine, patterns: Sequence[str]) -> list[str]:
-    """Return what of an engine's inputs and outputs `patterns` name, in the engine's order.
-
-    Raises:
-        UsageError: A pattern names a site of the program that was not built as an output.
-        UnknownNameError: It names nothing at all.
-    """
-    wanted: set[str] = set()
-    for pattern in patterns_of(patterns, "debug"):
-        found = {name for name in engine.debug_names if name == pattern}
-        found = found or {e.name for e in engine.manifest.added_outputs if pattern in (e.site, e.node)}
-        found = found or {
-            name
-            for name in engine.debug_names
-            if matches(pattern, name)
-            or (name in engine.added_outputs and matches(pattern, engine.added_outputs[name].site))
-        }
-        sites = [] if found else engine.sites.match(pattern)
-        nodes = {site.node for site in sites}
-        found = found or {entry.name for entry in engine.manifest.added_outputs if entry.node in nodes}
-        if sites and not found:
-            raise UsageError(
-                f"{pattern!r} is in the program, but was not built as an output of the engine {engine.manifest.name!r}",
-                expected=[entry.name for entry in engine.manifest.added_outputs] or "no added outputs",
-                hint=f"glass build {engine.manifest.model.get('spec', 'MODEL')} --add-output '{pattern}'",
-            )
-        if not found:
-            names = [*engine.debug_names, *(site.name for site in engine.sites)]
-            raise UnknownNameError("output", pattern, names, hint=f"glass sites {engine.directory}")
-        wanted |= found
-    return [name for name in engine.debug_names if name in wanted]
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
