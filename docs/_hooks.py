@@ -26,7 +26,14 @@ OUTSIDE = {
     "CODE_OF_CONDUCT.md": "conduct.md",
     "SECURITY.md": "security.md",
 }
-API = "api.md"
+# Module whose public names have a page.
+REFERENCE = {
+    "glassengine": "api/index.md",
+    **{
+        f"glassengine.{name}": f"api/{name}.md"
+        for name in ("metrics", "profiler", "snapshots", "compat", "commands", "results", "errors")
+    },
+}
 
 _CODE_OR_LINK = re.compile(
     r"(?P<code>^ *```.*?^ *```|`[^`\n]+`)|(?P<start>!?\[(?P<text>(?:[^\[\]`]|`[^`]*`)*)\]\()(?P<target>[^)\s]+)\)",
@@ -60,7 +67,8 @@ def on_files(files: Any, *, config: Any) -> Any:
     """Add the pages that are no files of this folder."""
     for name, page in OUTSIDE.items():
         files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
-    files.append(File.generated(config, API, content=reference()))
+    for module, page in REFERENCE.items():
+        files.append(File.generated(config, page, content=reference(module)))
     return files
 
 
@@ -81,25 +89,71 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
             return match[0]  # which the site's own check then reports
         return f"[{match['text']}]({config.repo_url}/blob/main/{path})" if config.repo_url else match["text"]
 
-    return _CODE_OR_LINK.sub(link, markdown)
+    return _CODE_OR_LINK.sub(link, _GENERATED.sub(lambda match: GENERATED[match[1]](), markdown))
 
 
-def reference() -> str:
-    """Return the page of the public names, each with its docstring."""
-    lines = ["# Public names", "", "`import glassengine as glass` gives the names below.", ""]
-    for name, module in sorted(public_names().items(), key=lambda item: (item[0][0].isupper(), item[0])):
-        lines += [f"::: {module}.{name}", "    options:", f"      heading: glass.{name}", ""]
+def floors() -> str:
+    """Return the table of the floors, highest first, from the test that enforces it."""
+    tree = ast.parse((ROOT / "tests/test_architecture.py").read_text(encoding="utf-8"))
+    (found,) = (
+        node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FLOORS"
+    )
+    lines = ["| floor | units |", "|---:|---|"]
+    for level, units in reversed(list(enumerate(ast.literal_eval(found)))):
+        lines.append(f"| {level} | {', '.join(f'`{unit}`' for unit in sorted(units))} |")
     return "\n".join(lines)
 
 
-def public_names() -> dict[str, str]:
-    """Return public name -> module that defines it, read from the source without running it."""
-    tree = ast.parse((ROOT / "src/glassengine/__init__.py").read_text(encoding="utf-8"))
+def rooms() -> str:
+    """Return the table of units and rooms, each with the first line of its docstring."""
+    source = ROOT / "src/glassengine"
+    lines = ["| room | what is in it |", "|---|---|"]
+    for path in sorted(source.glob("*/__init__.py")) + sorted(source.glob("*/*/__init__.py")):
+        told = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+        lines.append(f"| `{path.parent.relative_to(source).as_posix()}` | {told} |")
+    return "\n".join([*lines[:2], *sorted(lines[2:])])
+
+
+GENERATED = {"floors": floors, "rooms": rooms}
+_GENERATED = re.compile(r"<!-- generated: (\w+) -->")
+
+
+def reference(module: str) -> str:
+    """Return the page of the public names of a module, each with its docstring."""
+    called = module.replace("glassengine", "glass", 1)
+    told = ast.get_docstring(_parsed(module)) or ""
+    # What is indented in a docstring is code.
+    lines = [f"# {called}", "", told, ""]
+    for name, where in sorted(public_names(module).items(), key=lambda item: (item[0][0].isupper(), item[0])):
+        own = next((other for other in ("errors", "results") if f".{other}." in where and other not in module), None)
+        if own is None:
+            lines += [f"::: {where}", "    options:", f"      heading: {called}.{name}", ""]
+        else:  # described once
+            lines += [f"### {called}.{name}", "", f"See [glass.{own}]({own}.md).", ""]
+    return "\n".join(lines)
+
+
+def public_names(module: str) -> dict[str, str]:
+    """Return public name -> where it is defined, read from the source without running it; no modules."""
+    for node in _parsed(module).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_PUBLIC":
+            table: dict[str, str] = ast.literal_eval(node.value)
+            places = {name: (*where.split(":"), name)[:2] for name, where in table.items()}
+            return {name: ".".join(place) for name, place in places.items() if place[0] != f"glassengine.{name}"}
     return {
-        alias.name: str(node.module)
-        for block in tree.body
-        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
-        for node in block.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
+        node.name: f"{path.relative_to(ROOT / 'src').with_suffix('').as_posix().replace('/', '.')}.{node.name}"
+        for path in _files(module)
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     }
+
+
+def _files(module: str) -> list[Path]:
+    place = ROOT / "src" / module.replace(".", "/")
+    return sorted(place.glob("*.py")) if place.is_dir() else [place.with_suffix(".py")]
+
+
+def _parsed(module: str) -> ast.Module:
+    place = ROOT / "src" / module.replace(".", "/")
+    path = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    return ast.parse(path.read_text(encoding="utf-8"))

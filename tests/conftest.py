@@ -48,6 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 # A worker takes file after file, and all wait for the last: those that take 20 s and more begin first.
 LONGEST = (
+    "docs/test_exercise.py",
     "docs/test_guides.py",
     "diagnose/test_check_model.py",
     "backends/test_conformance.py",

@@ -22,7 +22,13 @@ MOST_OPS = 12
 
 @dataclass(frozen=True)
 class CaseInputs(Result):
-    """What one case ran on: its name, how many steps it has, and each input of the steps that are given."""
+    """What one case ran on.
+
+    Attributes:
+        case: Its name.
+        num_steps: How many steps it has.
+        inputs: Each input of the steps that are given.
+    """
 
     case: str
     num_steps: int

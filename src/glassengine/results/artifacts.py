@@ -42,7 +42,13 @@ class StageComparison(Result):
 
 @dataclass(frozen=True)
 class Difference(Result):
-    """A setting, version or file that differs; a side that lacks it is None."""
+    """A setting, version or file that differs; a side that lacks it is None.
+
+    Attributes:
+        name: Of the setting, package or file.
+        baseline: Its value.
+        candidate: Likewise.
+    """
 
     name: str
     baseline: Any

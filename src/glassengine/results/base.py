@@ -41,7 +41,13 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Hint(Result):
-    """A guess at the kind of mistake."""
+    """A kind of mistake that was tried, and explains what the candidate made.
+
+    Attributes:
+        kind: scale, bias missing, mask, position, activation, swapped, permuted, transposed, stale, dtype, eps, ...
+        text: What is written differently.
+        score: How much of the error it explains, 0 to 1.
+    """
 
     kind: str
     text: str

@@ -22,12 +22,28 @@ SCHEMA_VERSION = 1
 class Pair(Result):
     """One tensor of the baseline judged against one of the candidate.
 
-    `method` says how the two were paired ("name", "name+fingerprint", "alias", "map", "output", "consumer"; "content"
-    by what they compute; "region" for an op that the candidate does not have, judged where the region it is in ends)
-    and `judged_by` which guarantee the verdict has ("reverse replay", "segment", "noise floor", "given tolerance",
-    "tolerance (uncalibrated)", "shape"). `noise_ratio` is the error over the noise floor, `bound_ratio`
-    that over the rounding bound. `case` names the batch of prompts of a check; `inherited` marks an error that was
-    carried in by the inputs.
+    Attributes:
+        step: 0 is the prefill, or the only forward.
+        site: Of the baseline.
+        candidate_site: Of the candidate.
+        method: How the two were paired: "name", "name+fingerprint", "alias", "map", "output", "consumer", "content" (by
+            what they compute), "region" (an op that the candidate does not have, judged where its region ends).
+        confidence: Of the pairing, 0 to 1.
+        verdict: "identical", "rounding", "suspicious" or "wrong".
+        judged_by: What the verdict rests on: "reverse replay", "segment", "noise floor", "given tolerance", "tolerance
+            (uncalibrated)" or "shape".
+        figures: The difference; None where it was not worth measuring.
+        noise_ratio: Error over the noise floor, in the worst slice.
+        bound_ratio: Error over the rounding bound, of the worst element.
+        rung: Which implementation, of several.
+        case: Name of the batch of prompts or inputs.
+        inherited: Whether the error was carried in by the inputs.
+        reason: What decided, where it was not the two ratios.
+        baseline: Statistics of the baseline's tensor, where they were asked for.
+        candidate: Statistics of the candidate's.
+        abs_error: Statistics of |c - b|.
+        rel_error: Statistics of |c - b| / |b|.
+        rank: Process that had the tensor.
     """
 
     step: int
@@ -53,7 +69,15 @@ class Pair(Result):
 
 @dataclass(frozen=True)
 class Skipped(Result):
-    """A tensor that was not judged, and why. `side` is "baseline", "candidate" or "both"."""
+    """A tensor that was not judged, and why.
+
+    Attributes:
+        site: Its name, or a pattern for several.
+        side: "baseline", "candidate" or "both".
+        reason: Why, in words.
+        step: Of the tensor; None where all steps are meant.
+        rung: Which implementation, of several.
+    """
 
     site: str
     side: str
@@ -64,12 +88,27 @@ class Skipped(Result):
 
 @dataclass(frozen=True)
 class Divergence(Result):
-    """An op that introduced an error; `introduced` and `inherited` are RMS errors.
+    """An op that introduced an error.
 
-    `source` is "file:line: line" of the baseline, `candidate_source` that of the candidate where it has one of its own.
-    `group` is what sites at the same place of repeated layers have in common, where several of them went wrong:
-    `also_at` are the others, of the first of them, and `num_alike` is how many such places there are.
-    `rank` is the process that made it, of several; None where all did, or where there is one.
+    Attributes:
+        rung: Which implementation; None where there is one.
+        step: In which it first did.
+        site: Of the baseline.
+        node: Of the baseline's graph; None for records.
+        candidate_site: Of the candidate.
+        source: "file:line: line" of the baseline.
+        verdict: The worst of the chain of tensors that it leads to.
+        noise_ratio: Error over the noise floor, in the worst slice.
+        bound_ratio: Error over the rounding bound, of the worst element.
+        introduced: RMS of the error that the op made.
+        inherited: RMS of the error that its inputs carried in.
+        hints: Which kind of mistake it is, tried.
+        reproduction: Directory of a test that shows it without the models.
+        candidate_source: "file:line: line" of the candidate, where it has one of its own.
+        group: What sites at the same place of repeated layers have in common, where several of them went wrong.
+        also_at: The others of the group, of the first of them.
+        num_alike: How many such places there are.
+        rank: Process that made it, of several; None where all did, or where there is one.
     """
 
     rung: str | None
@@ -107,7 +146,19 @@ class Divergence(Result):
 
 @dataclass(frozen=True)
 class Rung(Result):
-    """One rung of the ladder: what was compared with what, and how it ended."""
+    """One rung of the ladder: what was compared with what, and how it ended.
+
+    Attributes:
+        name: "program", "engine", "release", "candidate", ...
+        baseline: What it was compared with.
+        candidate: What ran.
+        verdict: The worst of its tensors.
+        guarantee: How finely it was judged: "judged op by op", "judged by segments", ...
+        num_judged: How many tensors.
+        coverage: Share of the float-valued sites that were judged finely enough.
+        first_divergence: The first op in order of execution that introduced an error.
+        note: A sentence about it.
+    """
 
     name: str
     baseline: str
@@ -122,7 +173,15 @@ class Rung(Result):
 
 @dataclass(frozen=True)
 class WrittenDifferently(Result):
-    """An op of both sides whose literal arguments or kind differ, with its worst verdict: it may make no difference."""
+    """An op of both sides whose literal arguments or kind differ; it may make no difference.
+
+    Attributes:
+        site: Of the baseline.
+        candidate_site: Of the candidate.
+        difference: What differs, in words.
+        verdict: The worst of its tensors.
+        rung: Which implementation.
+    """
 
     site: str
     candidate_site: str
@@ -133,10 +192,14 @@ class WrittenDifferently(Result):
 
 @dataclass(frozen=True)
 class WeightsComparison(Result):
-    """Weights of two sides: how many are on both, which of them differ by more than rounding, and the rest.
+    """Weights of two sides.
 
-    Of two programs these are the weights that ops read which are each other's counterparts, under the baseline's names;
-    `how` then says in words how those that differ are related.
+    Attributes:
+        compared: How many are on both; of two programs those that ops read which are each other's counterparts.
+        different: Names, the baseline's, of those that differ by more than rounding.
+        only_baseline: Names of those that only the baseline has.
+        only_candidate: Names of those that only the candidate has.
+        how: How those that differ are related, in words.
     """
 
     compared: int
@@ -150,18 +213,38 @@ class WeightsComparison(Result):
 class Comparison(Result):
     """The result of judging two sides.
 
-    `ok` is decided by the rule of `docs/concepts.md`; `standing` says in one typed word why it is so or not, and
-    `too_little` that nothing was found wrong but too little was judged (exit status 4). `results` are those of both
-    sides end to end, on each rung. `fineness` says of each rung how finely the inside was judged, that of the rung
-    that the verdict rests on first. `inputs` is what all sides ran on. `drift` is the table of a less precise
-    candidate in order of execution, results last. `exemptions` are the elements that did not count, by reason, of
-    `num_elements` that the two sides have in common on the rung that was judged finest; `notes` are sentences about the
-    candidate as a whole. `generates` says that step 0 is a prefill, and the others decode.
-
-    `weights` is None where both sides have theirs from one place. `calibration` says what the verdicts on two records
-    rest on: "uncalibrated", or what they were calibrated by; None where models were run. `quantization` is there for a
-    quantized candidate. `same_weights` says of two records of one class and dtype whether they were made with the same
-    weights; None where that is unknown.
+    Attributes:
+        baseline: What it is, as it was given.
+        candidate: Likewise.
+        ok: By the rule of `docs/concepts.md`.
+        verdict: The worst of all tensors and results.
+        first_divergence: The first op in order of execution that introduced an error; None where none did.
+        origins: All of them.
+        counts: "compared", each verdict, "inherited", "unmatched_baseline", "unmatched_candidate", "not_recorded".
+        pairs: Every tensor that was judged.
+        skipped: Every tensor that was not.
+        environment: Of both sides: versions, processor, flags.
+        coverage: Share of the baseline's float-valued sites that were judged finely enough.
+        rungs: Of a check, one per implementation.
+        severity: Of a check, rung -> agreement of tokens and KL divergence of the logits; decides nothing by itself.
+        not_ok_because: Why not, in one sentence.
+        too_little: Whether nothing was found wrong, but too little was judged (exit status 4).
+        calibration: What verdicts on two records rest on: "uncalibrated", or what they were calibrated by; None where
+            models were run.
+        same_weights: Whether two records of one class and dtype were made with the same weights; None where unknown.
+        weights: Those of both sides; None where they are from one place.
+        written_differently: Ops that both sides have and write otherwise.
+        quantization: Of a quantized candidate.
+        standing: Why it is ok or not, as one of seven words.
+        results: Those of both sides end to end, on each rung.
+        fineness: How finely the inside was judged, the rung first that the verdict rests on.
+        inputs: What all sides ran on.
+        drift: Of a less precise candidate, tensors in order of execution, results last.
+        exemptions: Elements that did not count, by reason.
+        num_elements: How many the two sides have in common, on the rung that was judged finest.
+        notes: Sentences about the candidate as a whole.
+        generates: Whether step 0 is a prefill, and the others decode.
+        schema_version: Changes when a key changes its meaning.
     """
 
     baseline: str

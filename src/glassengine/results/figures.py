@@ -104,9 +104,19 @@ class LogitsDifference(Result):
 
 @dataclass(frozen=True)
 class Summary(Result):
-    """Statistics of one tensor (row B8 of the compatibility table).
+    """Statistics of one tensor.
 
-    `min`, `mean`, `median`, `max` and `std` ignore NaN and Inf and are None when nothing finite is left.
+    Attributes:
+        shape: Sizes.
+        dtype: torch dtype name.
+        num_elements: How many there are, all of them.
+        min: Least finite element; None where none is finite.
+        mean: Of the finite elements.
+        median: Of the finite elements.
+        max: Largest finite element.
+        std: Standard deviation of the finite elements.
+        num_nan: How many are NaN.
+        num_inf: How many are infinite, of either sign.
     """
 
     shape: tuple[int, ...]
@@ -125,9 +135,25 @@ class Summary(Result):
 class Figures(Result):
     """Difference of a candidate tensor to its baseline; all errors are candidate - baseline, in float64.
 
-    Relative errors are |c - b| / |b| over elements with b != 0. `worst_index` is where |c - b| is largest. Elements
-    that are NaN on both sides, or the same infinity on both, agree. `num_nonfinite_mismatch` counts elements that are
-    finite on one side only or differ in the kind of non-finite value.
+    Elements that are NaN on both sides, or the same infinity on both, agree.
+
+    Attributes:
+        num_elements: How many were compared.
+        num_different: How many are not equal.
+        max_abs_diff: Largest |c - b|.
+        mean_abs_diff: Mean |c - b|.
+        rms_diff: Root mean square of c - b.
+        max_rel_diff: Largest |c - b| / |b|, over elements with b != 0.
+        mean_rel_diff: Mean of the same.
+        cosine_similarity: Of the two tensors as vectors.
+        snr_db: Signal-to-noise ratio: power of the baseline over that of the error, in dB.
+        worst_index: Where |c - b| is largest.
+        baseline_at_worst: The baseline's value there.
+        candidate_at_worst: The candidate's value there.
+        num_nonfinite_mismatch: Elements that are finite on one side only, or differ in the kind of non-finite value.
+        num_beyond_tolerance: Elements with |c - b| > atol + rtol |b|.
+        rtol: Relative tolerance of that count.
+        atol: Absolute tolerance of that count.
     """
 
     num_elements: int

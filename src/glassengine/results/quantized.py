@@ -42,10 +42,16 @@ class QuantizedWeight(Result):
 
 @dataclass(frozen=True)
 class Quantization(Result):
-    """A quantized candidate beside its unquantized baseline: each weight, the largest share of the error first.
+    """A quantized candidate beside its unquantized baseline.
 
-    `kl`, `logits_snr_db` and `token_agreement` are of all of it together, over `num_tokens` positions. `different` are
-    weights that are not quantized and differ nevertheless.
+    Attributes:
+        method: How it is quantized.
+        num_tokens: Positions that the figures of all weights together are over.
+        logits_snr_db: Of the logits, with all weights quantized.
+        kl: Mean divergence of the next token, in nats; None for a model without logits.
+        token_agreement: Share of positions with the same next token.
+        weights: Each of them alone, the largest share of the error first.
+        different: Names of weights that are not quantized and differ nevertheless.
     """
 
     method: str

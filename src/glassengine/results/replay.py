@@ -14,7 +14,14 @@ Failure = Literal["accuracy", "compile_error", "runtime_error", "crash"]
 
 @dataclass(frozen=True)
 class MinimalOp(Result):
-    """One op of the smallest failing piece, with the user's module and source line where they are known."""
+    """One op of the smallest failing piece.
+
+    Attributes:
+        op: What it calls.
+        node: Name of its node.
+        module: Path of the user's module, where it is known.
+        source: "file:line: line" of the user's code, where it is known.
+    """
 
     op: str
     node: str

@@ -1,0 +1,78 @@
+"""The tables of docs/json.md: the keys of every document, from the result classes and their docstrings."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+import re
+from typing import Any
+
+from glassengine import results
+from glassengine.engine.build.outputs import BuildPlan
+from glassengine.engine.store.manifest import Manifest
+
+CLASSES: dict[str, Any] = {"BuildPlan": BuildPlan, "Manifest": Manifest} | {
+    name: cls
+    for module in pkgutil.iter_modules(results.__path__, f"{results.__name__}.")
+    for name, cls in vars(importlib.import_module(module.name)).items()
+    if dataclasses.is_dataclass(cls)
+}
+"""What a document is made of, by name."""
+FUNCTIONS_ONLY = {"ErrorHistogram", "LogitsDifference", "PatternMismatches", "SliceMaxima", "UlpDistance"}
+"""What only functions of Python return."""
+_WORDS = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "None": "null", "Any": "anything"}
+_STRINGS = ("Verdict", "Standing", "ExemptionReason", "Origin", "Literal")
+_TABLE = re.compile(r"(<!-- keys: ([\w ]+) -->\n)(.*?)(<!-- end of keys -->)", re.DOTALL)
+
+
+def written(page: str) -> str:
+    """Return the page with its tables as the classes are now."""
+    return _TABLE.sub(lambda found: found[1] + "\n".join(map(table, found[2].split())) + found[4], page)
+
+
+def table(name: str) -> str:
+    """Return the heading, the first sentence and the keys of a class."""
+    doc = inspect.getdoc(CLASSES[name]) or ""
+    meanings = {"schema_version": "Of the document.", "format": "Of the file.", **attributes(doc)}
+    lines = [f"\n### {name}\n", f"{doc.partition(chr(10) * 2)[0].replace(chr(10), ' ')}\n"]
+    lines += ["| key | type | meaning |", "|---|---|---|"]
+    for field in dataclasses.fields(CLASSES[name]):
+        meaning = meanings.get(field.name, "").replace("|", "\\|")
+        lines.append(f"| `{field.name}` | {json_type(str(field.type))} | {meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+def attributes(doc: str) -> dict[str, str]:
+    """Return name -> text of the "Attributes:" or "Args:" of a docstring."""
+    _, _, section = doc.partition("Attributes:\n")
+    found: dict[str, str] = {}
+    name = ""
+    for line in section.splitlines():
+        if head := re.match(r"    (\w+): (.*)", line):
+            name = head[1]
+            found[name] = head[2]
+        elif name and line.startswith("        "):
+            found[name] += " " + line.strip()
+        elif line.strip():
+            break
+    return found
+
+
+def json_type(annotation: str) -> str:
+    """Return what an annotated field is in JSON, with a link where it is an object of its own."""
+    parts = re.split(r" \| (?![^\[]*\])", annotation)
+    if len(parts) > 1:
+        return " or ".join(map(json_type, parts))
+    base, _, inside = annotation.partition("[")
+    if base in _STRINGS:
+        return "string"
+    if base in ("tuple", "list", "Sequence"):
+        of = json_type(inside.removesuffix("]").partition(", ...")[0].partition(", ")[0])
+        return f"list of {of}"
+    if base in ("Mapping", "dict"):
+        return "object"
+    if base in CLASSES:
+        return f"[{base}](#{base.lower()})"
+    return _WORDS.get(base, "object")

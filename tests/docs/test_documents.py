@@ -1,0 +1,58 @@
+"""The documents for maintainers are true: their examples run, and what they list is what there is."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import glassengine
+from tests.docs.json_keys import CLASSES, FUNCTIONS_ONLY, written
+
+SOURCE = Path(glassengine.__file__).parent
+Run = Callable[[Path], list[str]]
+
+
+@pytest.mark.parametrize("page", ["numerics.md"])
+def test_every_block_runs_and_prints_what_is_shown(page: str, root: Path, run_guide: Run) -> None:
+    problems = run_guide(root / "docs" / page)
+    assert not problems, "\n".join(problems)
+
+
+def test_the_keys_of_the_json_documents_are_those_of_the_classes(root: Path, request: pytest.FixtureRequest) -> None:
+    path = root / "docs/json.md"
+    page = path.read_text(encoding="utf-8")
+    if request.config.getoption("--update-guides"):
+        path.write_text(page := written(page), encoding="utf-8")
+    assert page == written(page), "pytest tests/docs/test_documents.py --update-guides"
+    keys = re.findall(r"^\| `(\w+)` \| .* \| (.*) \|$", page, re.MULTILINE)
+    assert len(keys) > 200
+    assert set(re.findall(r"^### (\w+)$", page, re.MULTILINE)) == CLASSES.keys() - FUNCTIONS_ONLY
+    assert [key for key, meaning in keys if not meaning] == [], "not said in the docstring"
+
+
+def messages() -> list[str]:
+    """Every text in the source, with `\0` where a value is put in."""
+    found = []
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+                found.append("".join(map(str, parts)))
+    return found
+
+
+def test_every_message_of_the_page_of_errors_is_in_the_source(root: Path) -> None:
+    page = (root / "docs/errors.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `([^`]+)` \| .+ \| .*\|$", page, re.MULTILINE)
+    assert len(listed) > 40
+    known = messages()
+    for message in listed:
+        # What differs may be a value, or a part of the text.
+        pattern = re.compile(r".*".join(map(re.escape, message.split("..."))), re.DOTALL)
+        assert any(pattern.search(text) for text in known), message
