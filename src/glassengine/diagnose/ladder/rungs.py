@@ -204,6 +204,7 @@ def add_engine(climb: Climb, release: Engine, progress: Progress, *, only_releas
     climb.built = program
     climb.pairs = pair_programs(climb.program, program, climb.cases)
     climb.weights = compare_paired_weights(climb.program, program, nodes(climb.pairs))
+    skip_unpaired(climb, program, climb.pairs, Place.CANDIDATE)
     if not only_release:
         folder = Path(climb.stack.enter_context(tempfile.TemporaryDirectory(prefix="glassengine-check-")))
         plan = observable(climb, program)

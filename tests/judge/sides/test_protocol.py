@@ -1,0 +1,74 @@
+"""A side says what it can: its rung, its level, what its coverage is a share of, what runs its program."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from glassengine.judge.graphs.by_name import SitePair
+from glassengine.judge.replay.op import Replay
+from glassengine.judge.replay.region import RegionReplay
+from glassengine.judge.sides.module import ModuleSide
+from glassengine.judge.sides.program import ProgramSide
+from glassengine.judge.sides.protocol import Guarantee, Level, Place
+from glassengine.judge.verdict.fineness import coverage, region_nodes
+from glassengine.judge.verdict.score import Score
+from glassengine.program import Program
+from tests.judge.hand_made import OPS, Chain, Numbers, chain, scored
+
+
+def pairs_of(program: Program, without: str = "") -> dict[str, SitePair]:
+    sites = [site for site in program.sites if site.kind == "op" and site.node != without]
+    return {site.node: SitePair(site, site, "name", None) for site in sites}
+
+
+@pytest.mark.parametrize("guarantee", list(Guarantee))
+def test_every_guarantee_has_words_and_a_level(guarantee: Guarantee) -> None:
+    side = Numbers(chain(), place=Place.CANDIDATE, guarantee=guarantee)
+    assert side.guarantee.text.startswith("judged ") and side.level is guarantee.level
+
+
+def test_the_name_of_a_rung_is_that_of_its_place() -> None:
+    assert Numbers(chain(), place=Place.RELEASE).rung == "release"
+    assert Numbers(chain(), place=Place.PASS, detail="f.py:fuse").rung == "pass f.py:fuse"
+    assert ModuleSide(Chain(), chain()).rung == "program"
+
+
+def test_what_a_module_is_judged_at_is_not_what_a_program_is() -> None:
+    program = chain()
+    assert Numbers(program, place=Place.CANDIDATE).countable(program) == set(OPS)
+    module = ModuleSide(Chain(), program)
+    assert module.level is Level.SEGMENT and module.countable(program) < set(OPS)
+    assert module.program is None and module.counterparts == {} and module.reordered == ()
+
+
+def test_a_program_without_the_counterpart_of_an_op_is_judged_in_regions() -> None:
+    program = chain()
+    found = {}
+    for make in (Replay, RegionReplay):
+        side = ProgramSide(program, pairs_of(program, "mul"), place=Place.CANDIDATE, replay=make(program))
+        (score,) = scored(program, [side])
+        found[make] = (region_nodes(score, program), coverage(score, program, results_agree=False))
+        assert "mul" not in side.counterparts and side.observed("mul") == [] and not score.divergences
+    assert found[Replay] == ({}, pytest.approx(4 / 5))
+    assert found[RegionReplay] == ({"mul": {"exp"}}, 1.0)
+
+
+def test_a_side_of_any_kind_has_its_regions_credited() -> None:
+    program = chain()
+    own = replace(program)
+    side = Numbers(
+        program,
+        {},
+        {},
+        ("sin", "exp", "add", "tanh"),
+        place=Place.ENGINE,
+        program=own,
+        pairs=pairs_of(own, "mul"),
+        replay=RegionReplay(program),
+    )
+    score = Score(side, program)
+    score.judged_nodes |= {"sin", "exp", "add", "tanh"}
+    assert region_nodes(score, program) == {"mul": {"exp"}}
+    assert coverage(score, program, results_agree=False) == 1.0

@@ -1,0 +1,117 @@
+"""Given numbers on a graph of five ops: which op is named, what is inherited, and which verdict each tensor has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from glassengine.judge.replay.op import Replay
+from glassengine.judge.sides.protocol import Guarantee, Place
+from glassengine.judge.verdict.score import Score
+from glassengine.results import FLAGGED
+from tests.judge.hand_made import OPS, Edit, Numbers, chain, scored
+
+
+def scaled(value: Tensor) -> Tensor:
+    return value * 1.01
+
+
+def rounded(value: Tensor) -> Tensor:
+    return value * (1 + torch.finfo(value.dtype).eps / 2)
+
+
+def broken(value: Tensor) -> Tensor:
+    return torch.where(value > 0.9, torch.nan, value)
+
+
+def one_element(value: Tensor) -> Tensor:
+    changed = value.clone()
+    changed[3, 7] += 0.5
+    return changed
+
+
+def shorter(value: Tensor) -> Tensor:
+    return value[:4]
+
+
+def judged(edits: dict[str, Edit], dumped: dict[str, Edit], seen: tuple[str, ...] = OPS, *, replays: bool) -> Score:
+    program = chain()
+    replay = Replay(program, compiled=True) if replays else None
+    side = Numbers(program, edits, dumped, seen, place=Place.ENGINE, replay=replay)
+    return scored(program, [side])[0]
+
+
+# What is changed in the computation, what in the dump alone, the origins, and what inherits from them.
+INTRODUCED = [
+    ({}, {}, [], []),
+    ({"mul": rounded, "exp": rounded}, {}, [], []),
+    ({"sin": scaled}, {}, ["sin"], ["mul", "exp", "add"]),
+    ({"mul": scaled}, {}, ["mul"], ["exp", "add"]),
+    ({"mul": one_element}, {}, ["mul"], ["exp", "add"]),
+    ({"exp": scaled}, {}, ["exp"], ["add"]),
+    ({"add": scaled}, {}, ["add"], []),
+    ({"tanh": scaled}, {}, ["tanh"], []),
+    ({"mul": scaled, "tanh": one_element}, {}, ["mul", "tanh"], ["exp", "add"]),
+    ({"sin": scaled, "exp": scaled}, {}, ["sin", "exp"], ["mul", "add"]),
+    ({"sin": broken}, {}, ["sin"], ["mul", "exp", "add"]),
+    ({}, {"mul": scaled}, ["mul"], []),
+    ({}, {"add": one_element}, ["add"], []),
+    ({}, {"exp": shorter}, ["exp"], []),
+]
+
+
+@pytest.mark.parametrize(("edits", "dumped", "origins", "inherited"), INTRODUCED)
+def test_the_guilty_op_is_named_and_what_it_feeds_inherits(
+    edits: dict[str, Edit], dumped: dict[str, Edit], origins: list[str], inherited: list[str]
+) -> None:
+    score = judged(edits, dumped, replays=True)
+    flagged = {pair.site.removeprefix("./").split(".")[0]: pair for pair in score.pairs if pair.verdict in FLAGGED}
+    assert sorted(score.divergences) == sorted(origins)
+    assert sorted(name for name, pair in flagged.items() if pair.inherited) == sorted(inherited)
+    assert {pair.verdict for name, pair in flagged.items() if name in origins} <= {"wrong"}
+    assert score.judged_nodes == set(OPS)
+
+
+@pytest.mark.parametrize(
+    ("edits", "seen", "origins"),
+    [
+        ({}, OPS, []),
+        ({"mul": scaled}, OPS, ["mul"]),
+        ({"mul": scaled, "tanh": scaled}, OPS, ["mul", "tanh"]),
+        # Nobody saw mul: the first tensor that shows it is named.
+        ({"mul": scaled}, ("sin", "exp", "add", "tanh"), ["exp"]),
+        ({"mul": scaled}, ("add", "tanh"), ["add"]),
+        # Two mistakes in one chain are one without replay.
+        ({"sin": scaled, "exp": scaled}, OPS, ["sin"]),
+    ],
+)
+def test_without_replay_an_unbroken_chain_has_one_origin(
+    edits: dict[str, Edit], seen: tuple[str, ...], origins: list[str]
+) -> None:
+    score = judged(edits, {}, seen, replays=False)
+    assert sorted(score.divergences) == sorted(origins)
+    assert all(pair.judged_by == "noise floor" for pair in score.pairs)
+
+
+def test_an_error_that_nobody_saw_being_made_is_judged_by_the_floor_where_it_shows() -> None:
+    score = judged({"mul": scaled}, {}, ("exp", "add", "tanh"), replays=True)
+    by_site = {pair.site: pair for pair in score.pairs}
+    assert list(score.divergences) == ["exp"]
+    assert by_site["./exp.0"].judged_by == "noise floor" and by_site["./tanh.0"].judged_by == "reverse replay"
+
+
+def test_a_divergence_says_what_the_op_made_and_what_it_was_given() -> None:
+    score = judged({"sin": scaled, "exp": scaled}, {}, replays=True)
+    sin, exp = score.divergences["sin"], score.divergences["exp"]
+    assert sin.introduced is not None and sin.inherited == pytest.approx(0.0, abs=1e-12)
+    assert exp.introduced is not None and exp.inherited is not None and 0 < exp.inherited < exp.introduced * 10
+    assert (sin.candidate_site, sin.rung, sin.step) == ("own sin", "engine", 0)
+
+
+def test_steps_of_a_case_are_judged_each_and_the_first_is_named() -> None:
+    program = chain()
+    side = Numbers(program, {"mul": scaled}, place=Place.RELEASE, guarantee=Guarantee.RESULTS)
+    (score,) = scored(program, [side], num_steps=3)
+    assert {pair.step for pair in score.pairs} == {0, 1, 2}
+    assert score.divergences["mul"].step == 0
