@@ -173,7 +173,7 @@ class SnapshotRequest(NamedTuple):
 
 
 def snapshot_request() -> SnapshotRequest | None:
-    """Return what the environment says about snapshots now; None, after a microsecond, where it says nothing."""
+    """Return the snapshot settings of the environment now; None, within a microsecond, if there are none."""
     flags, dump = os.environ.get("XLA_FLAGS", ""), os.environ.get("NEURON_DUMP_HLO_SNAPSHOT", "")
     if not dump and "--xla_dump_" not in flags:
         return None
@@ -254,7 +254,7 @@ def cache_dirs() -> dict[str, Path]:
 
 
 def inductor_directory() -> Path | None:
-    """Return where Inductor was told to keep what it builds, by the user or by torch itself; None for its default."""
+    """Return the cache directory of Inductor set by the user or by torch itself; None for its default."""
     named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     return Path(named) if named else None
 

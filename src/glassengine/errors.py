@@ -91,7 +91,7 @@ _PLACE_ONLY = re.compile(r"Exception from \S+|Check '.*' failed at \S+|\S+\.(?:c
 
 
 def first_line(error: object) -> str:
-    """Return the first line of a message that says what is wrong, and not only where in somebody's C++; "" for none."""
+    """Return the first line of a message that names the problem, not only a place in foreign C++; "" for none."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return next((line for line in lines if not _PLACE_ONLY.fullmatch(line)), lines[0] if lines else "")
 

@@ -236,9 +236,9 @@ def port_leaves(port: str, tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def plain_containers(tree: Any) -> Any:
-    """Return `tree` with dicts and lists in the place of containers whose entries torch has no names for.
+    """Return `tree` with dicts and lists instead of containers whose entries torch has no names for.
 
-    Those are dataclasses and mappings that nobody registered, and what a package registered without names of entries.
+    These are unregistered dataclasses and mappings, and those registered without names of entries.
     """
     import torch
     from torch.utils import _pytree as pytree
@@ -254,7 +254,7 @@ def plain_containers(tree: Any) -> Any:
 
 
 def unnamed_entries(tree: Any) -> dict[Any, Any] | list[Any] | None:
-    """Return the entries of a container that torch has no names for; None where it has, or it is no container."""
+    """Return the entries of a container that torch has no names for; None if it has, or if it is not a container."""
     from torch.utils import _pytree as pytree
 
     kind = type(tree)

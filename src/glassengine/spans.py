@@ -79,7 +79,7 @@ _at_step_end: tuple[Callable[[], None], ...] = ()
 
 
 def step_ended() -> None:
-    """Tell whoever waits for it that a step has ended: a generation calls it once per run, training once per update."""
+    """Notify waiting code that a step has ended: a generation calls it once per run, training once per update."""
     for listener in _at_step_end:
         listener()
 

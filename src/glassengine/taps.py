@@ -74,7 +74,7 @@ def is_heard() -> bool:
 
 
 def deliver(name: str, value: torch.Tensor) -> None:
-    """Hand a tap of compiled code to whatever listens; `name` begins with the path of its module, if that is inside."""
+    """Pass a tap of compiled code to its listeners; `name` starts with the path of its module, if that is inside."""
     for sink in _sinks.get():
         sink(name, value)
 

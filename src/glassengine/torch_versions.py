@@ -1,6 +1,6 @@
 """What differs between the versions of torch that are supported, in one place.
 
-Tested is the version of `constraints.txt`. Of older ones, from 2.11 on, what is said here was read in their sources and
+Tested is the version of `constraints.txt`. Statements on older ones, from 2.11 on, come from their sources, and were
 never run.
 """
 

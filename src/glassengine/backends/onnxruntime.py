@@ -1,6 +1,6 @@
 """Back-end "onnxruntime": ONNX, run by ONNX Runtime. No compiler is needed, and the files are portable.
 
-For a GPU it needs the package onnxruntime-gpu in the place of onnxruntime; that has never been run on one.
+For a GPU it needs the package onnxruntime-gpu instead of onnxruntime; this is untested.
 
 Inputs and outputs go through I/O binding over torch's own memory. A cache is bound as input and as output at once, so
 that a step writes its slots and copies nothing; where the graph does not allow that (see `in_place_caches`) the updated

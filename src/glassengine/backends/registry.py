@@ -66,7 +66,7 @@ def find_backend(name: str) -> Backend:
 
 
 def choose_backend(name: str | None, *, for_onnx: bool = False) -> tuple[Backend, str | None]:
-    """Return the back-end to build with and, when the default had to be replaced, a sentence that says so.
+    """Return the back-end to build with and, if the default was replaced, a sentence about it.
 
     Args:
         name: None takes the default.
@@ -103,7 +103,7 @@ def choose_device(backend: Backend, device: str | None) -> str:
 
     Raises:
         UsageError: It does not build for that device.
-        BackendError: The device has to be at hand, and is not.
+        BackendError: The device must be available, and is not.
     """
     known = backend.capabilities.devices
     if device is None:

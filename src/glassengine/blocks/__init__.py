@@ -3,7 +3,7 @@
 Pipeline: `pieces` cuts tensors of one shape into aligned flat pieces in row-major order and widens them; `totals` adds
 up how two tensors differ, in float64 or, where float32 holds the elements and the sums safely, in the faster and
 equally good `float32`; `statistics` has moments and the median of one stream. Invariants: never more than one piece
-per tensor is held besides the tensors, whatever their size or strides; every dtype that can be widened is allowed, in
+per tensor is held besides the tensors, for any size and strides; every dtype that can be widened is allowed, in
 any combination; empty tensors and non-finite elements have defined results.
 """
 

@@ -69,7 +69,7 @@ def resolved(tensor: Tensor) -> Tensor:
 
 def flat(tensor: Tensor) -> Tensor:
     """Return `tensor` as one dimension of stride 1; a copy only where it is not contiguous."""
-    # Set explicitly: a single element passes for contiguous whatever its stride, and then cannot be viewed as bytes.
+    # Set explicitly: a single element passes for contiguous with any stride, and then cannot be viewed as bytes.
     return tensor.contiguous().as_strided((tensor.numel(),), (1,))
 
 

@@ -1,8 +1,7 @@
 """A bar with the time left, for work in stages.
 
-How long a stage takes on this machine, today, nobody knows before. The stages of a command have known shares of its
-time, roughly; so those that are over tell how long the rest will take, and one that counts (3 of 12 steps) tells of
-itself.
+The duration of a stage is not known in advance. The stages of a command have known rough shares of its time, so
+finished stages give the time of the rest, and a stage that counts (3 of 12 steps) gives its own.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ __all__ = ["SafeConsole", "printable"]
 
 
 class SafeConsole(Console):
-    """Prints escapes in place of control characters, whatever they are part of; lines and tabs stay."""
+    """Prints escapes instead of control characters; line ends and tabs stay."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Yield the segments of something; those that rich itself controls the terminal with stay as they are."""

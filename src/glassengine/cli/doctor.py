@@ -62,7 +62,7 @@ def _show_cache(json: bool) -> int:
 
 
 def _calibrate(json: bool) -> int:
-    """Measure the kernels; what is more than rounding is shown."""
+    """Measure the kernels and show errors above rounding."""
     entries = commands.calibrate()
     if json:
         write_json({"schema_version": 1, "entries": entries}, "-")

@@ -72,7 +72,7 @@ def _print(error: GlassError, status: int) -> int:
 
 
 def _write(error: GlassError, status: int) -> None:
-    """Write the error as JSON where a document was asked for: whoever reads that needs no other way to know."""
+    """Write the error as JSON if a document was asked for."""
     if settings.json is None:
         return
     parts = {name: getattr(error, name) for name in ("what", "got", "expected", "hint")}

@@ -1,4 +1,4 @@
-"""Ctrl-C while packages are imported: some catch every exception meanwhile, and would go on as if nobody had asked."""
+"""Ctrl-C while packages are imported: some catch every exception, and would continue in spite of it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _AGAIN_S = 0.2
 def heard() -> Iterator[None]:
     """Raise KeyboardInterrupt again where an import swallowed it; elsewhere Ctrl-C is what it always is.
 
-    Whoever catches it outside of an import means it: a training loop that saves and ends, say. And while something
+    A handler outside of an import is intended: a training loop that saves and ends, say. And while something
     cleans up behind it, it does not come again.
     """
     is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not is_ours or threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGALRM"):
         yield
         return
-    if signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL:  # somebody else's clock
+    if signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL:  # another owner's timer
         yield
         return
 

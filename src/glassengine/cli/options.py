@@ -189,7 +189,7 @@ def decibels(text: str) -> float:
     """Return a signal-to-noise ratio that is written as "30" or "30dB".
 
     Raises:
-        UsageError: It is no number.
+        UsageError: It is not a number.
     """
     try:
         found = float(re.sub(r"\s*dB$", "", text, flags=re.IGNORECASE))
@@ -217,7 +217,7 @@ def write_json(document: Mapping[str, Any], destination: str) -> None:
 
     With `--metrics` it has the key "metrics".
 
-    It is JSON whatever is in it: numbers that are not finite become text as in `Result.to_dict`, and characters that a
+    The document is always valid JSON: non-finite numbers become text as in `Result.to_dict`, and characters that a
     terminal would obey stand as escapes.
     """
     if settings.metrics:

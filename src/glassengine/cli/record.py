@@ -1,4 +1,4 @@
-"""`glass record`: run a model on given inputs, or somebody's script, and write down every tensor."""
+"""`glass record`: run a model on given inputs, or a script, and record every tensor."""
 
 from __future__ import annotations
 

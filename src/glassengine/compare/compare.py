@@ -3,7 +3,7 @@
 Pipeline: open both sides, refuse what cannot be compared, pair by map, name and alias within a step and rank, judge
 one pair of blocks at a time, rank. What is not judged is listed with its reason. A baseline that was recorded with its
 noise floor says what rounding alone explains; dtype-aware tolerances know nothing about the computation, so a verdict
-that rests on them says that it is uncalibrated. In either case an error cannot be told from one that was inherited.
+based on them is reported as uncalibrated. Neither distinguishes an introduced error from an inherited one.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def compare(
 
     Tensors belong together by `map`, by name, or by an alias that a recording knows. Where one side was run by several
     ranks and the other by one, the parts of the ranks are put together (`compare.ranks.ranks`). Memory: one pair of
-    blocks in float64, whatever the size of the tensors; a layout operation that cannot be a view copies its tensor.
+    blocks in float64, for tensors of any size; a layout operation that cannot be a view copies its tensor.
 
     Args:
         baseline: Recording directory, `.pt`, `.pth`, `.safetensors`, `.npz`, `.npy`, a directory of `step{i}.pt` or of
@@ -190,7 +190,7 @@ def _floor(left: TensorSource, right: TensorSource) -> tuple[NoiseFloor | None, 
 
 def _same_weights(left: TensorSource, right: TensorSource) -> bool | None:
     sides = [tuple(side.metadata.get(key) for key in ("class", "dtype", "model_fingerprint")) for side in (left, right)]
-    # A fingerprint is of names and values in their own dtype: of another class or dtype it says nothing.
+    # A fingerprint covers names and values in their own dtype: it does not apply to another class or dtype.
     if None in sides[0] or None in sides[1] or sides[0][:2] != sides[1][:2]:
         return None
     return sides[0][2] == sides[1][2]

@@ -46,7 +46,7 @@ class Order:
 
 
 def _stages(by_rank: Mapping[int, Sequence[Entry]]) -> list[list[int]]:
-    """Return the ranks of each stage, in the order of their first one; all in one where there are no stages."""
+    """Return the ranks of each stage, in the order of their first one; all in one if there are no stages."""
     if len(by_rank) == 1:
         return [list(by_rank)]
     paths = {rank: {_path(entry.site) for entry in entries} for rank, entries in by_rank.items()}
@@ -61,7 +61,7 @@ def _stages(by_rank: Mapping[int, Sequence[Entry]]) -> list[list[int]]:
                 break
         else:
             stages.append((own, [rank]))
-    # Where all go on with the same modules, what only some have in between (experts, say) is no stage.
+    # If all continue with the same modules, modules of only some ranks (experts, say) are not a stage.
     holders = {above for found in paths.values() for path in found for above in paths_above(path)}
     if len(stages) > 1 and all(_goes_on(entries, everywhere - holders, everywhere) for entries in by_rank.values()):
         return [sorted(paths)]

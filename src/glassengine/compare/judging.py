@@ -95,7 +95,7 @@ class Judge:
         allowed = self._tolerance(match, x, y)
         figures = measure(x, y, rtol=allowed.rtol, atol=allowed.atol, device=self.device)
         if not figures.allclose and (shown := without_hidden(x, y)) is not None:
-            # Whatever number hides a place is as good as any other.
+            # All mask values are equal.
             x, y = shown
             figures = measure(x, y, rtol=allowed.rtol, atol=allowed.atol, device=self.device)
         reason = None if x.dtype == y.dtype else f"dtypes differ: {_name(x)} and {_name(y)}"
@@ -162,7 +162,7 @@ class Judge:
         return self._counted(match, x, parts[0])
 
     def _counted(self, match: Match, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Leave out what the model says nothing about: rows of padding, and slots of a cache that hold nothing."""
+        """Exclude what the model does not define: rows of padding, and empty slots of a cache."""
         if match.rule is not None or any(matches(pattern, match.baseline.site) for pattern in self.transpose):
             return x, y
         entry, other = match.baseline, match.candidates[0]
@@ -232,7 +232,7 @@ def _loosest(dtypes: frozenset[str], rtol: float | None, atol: float | None) -> 
 
 
 def _floor_does_not_fit(match: Match, x: Tensor, y: Tensor, noise: Sequence[Tensor]) -> str | None:
-    """Return why the floor of the baseline says nothing about this pair, if it does not."""
+    """Return why the floor of the baseline does not apply to this pair, if it does not."""
     if match.rule is not None and match.rule.baseline_ops:
         return "the floor is of another layout"
     if any(len(means) != size for means, size in zip(noise, x.shape, strict=True)):

@@ -32,7 +32,7 @@ def compare_many(
     """Judge every one of `candidates` against `baseline`. The arguments are those of `compare`.
 
     Raises:
-        UsageError: There is no candidate; else as `compare`.
+        UsageError: No candidate is given; otherwise as `compare`.
         IncomparableError: As `compare`.
         UnknownNameError: As `compare`.
         CorruptError: As `compare`.

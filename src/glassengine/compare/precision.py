@@ -1,7 +1,7 @@
-"""Two records of two precisions: what they differ by is drift, not a mistake, and is told as a table.
+"""Two records of two precisions: their difference is drift, not a mistake, and is shown as a table.
 
-A tolerance of one rounding says nothing of a model that rounds after every op, so that nearly all tensors of float32
-against bfloat16 are beyond it. What is left of the signal says something: tensors beyond tolerance are suspicious, and
+A tolerance of one rounding does not apply to a model that rounds after every op, so that nearly all tensors of float32
+against bfloat16 are beyond it. The remaining signal is informative: tensors beyond tolerance are suspicious, and
 wrong only where more than half of the power is noise, where shapes or whole numbers differ, or numbers overflow.
 """
 
@@ -18,7 +18,7 @@ from glassengine.recording.read.source import TensorSource
 from glassengine.results import DriftRow, Verdict
 
 _FEWEST = 8
-"""Elements below which that says nothing."""
+"""Minimum number of elements for that to be meaningful."""
 
 
 def two_precisions(left: TensorSource, right: TensorSource) -> tuple[str, str] | None:

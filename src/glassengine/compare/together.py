@@ -1,4 +1,4 @@
-"""Judges all pairs of a comparison: each alone, then those that say something of each other."""
+"""Judges all pairs of a comparison: each alone, then related ones together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from glassengine.results import FLAGGED, Pair
 def judge_all(judge: Judge, chosen: Sequence[Match], left: TensorSource, right: TensorSource) -> list[Pair]:
     """Return the verdict on each pair; shares of a sum that are never added up are judged as what they are."""
     pairs = [judge.pair(one) for one in chosen]
-    # What is judged once more is no second row of the table of drifts.
+    # A pair that is judged again adds no second row to the table of drifts.
     judge = dataclasses.replace(judge, precision=None, ledger=None)
     for numbers in shared_gradients(pairs, chosen):
         together = judge.pair(chosen[numbers[0]], added=[chosen[i] for i in numbers[1:]])

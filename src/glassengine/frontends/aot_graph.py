@@ -42,12 +42,12 @@ class Source:
 class Names:
     """The user's names in one Dynamo graph.
 
-    Where all modules hang on one variable, which is the rule, paths are as in `named_modules()` of that module;
+    If all modules belong to one variable, as usual, paths are as in `named_modules()` of that module;
     otherwise they begin with the name of the variable.
 
     Attributes:
         sources: Of the inputs of the graph, in order.
-        model: Class of the module that all others hang on; None where there is no such module.
+        model: Class of the module that contains all others; None if there is none.
     """
 
     def __init__(self, graph: torch.fx.Graph) -> None:

@@ -1,6 +1,6 @@
 """Why TorchDynamo asks for a compilation: the guards that failed, read into causes; and where it broke graphs.
 
-A guard is an assumption of compiled code, checked before each call. Dynamo tells as text which one failed for each
+A guard is an assumption of compiled code, checked before each call. Dynamo reports as text which one failed for each
 earlier compilation of the same code.
 """
 

@@ -108,7 +108,7 @@ def take_taps(module: torch.fx.GraphModule, names: Names, *, is_backward: bool) 
 
 
 def handing_on(function: GraphFunction, tapped: tuple[str, ...]) -> GraphFunction:
-    """Return `function` without its last results, the taps, which whoever listens gets instead."""
+    """Return `function` without its last results, the taps, which go to their listeners instead."""
     if not tapped:
         return function
 

@@ -1,6 +1,6 @@
 """Eager debug mode: every operation is compiled and run by itself, as soon as it is called.
 
-Two front ends over the same operations. `eager_debug()` takes what eager code calls, whatever the code is: forward,
+Two front ends over the same operations. `eager_debug()` takes all that eager code calls: forward,
 backward, optimizer. `interpret` takes a graph that torch.compile captured, node by node.
 """
 
@@ -21,7 +21,7 @@ from glassengine.backends.registry import choose_graph_backend
 from glassengine.frontends.eager_ops import OpRunner, count_fallback, op_runner
 from glassengine.program.representation.naming import of_any_layout
 
-_TRACING = (FakeTensor, FunctionalTensor)  # somebody captures a graph: nothing is computed
+_TRACING = (FakeTensor, FunctionalTensor)  # a graph is being captured: nothing is computed
 
 
 class EagerDebugMode(TorchDispatchMode):  # type: ignore[no-untyped-call]

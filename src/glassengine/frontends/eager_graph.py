@@ -33,7 +33,7 @@ _NUMBER_DTYPES = {float: torch.float64, int: torch.int64}
 
 
 class UnforeseenError(BackendError):
-    """The results of a call cannot be foreseen: its arguments do not fit, or nobody has said what it returns."""
+    """The results of a call cannot be foreseen: its arguments do not fit, or its results are undeclared."""
 
 
 class TensorSpec(NamedTuple):
@@ -256,7 +256,7 @@ def _written(call: Call) -> set[int]:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Let torch not log that arguments do not fit: ATen is going to say so."""
+    """Let torch not log that arguments do not fit: ATen reports it."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.level
     logger.setLevel(logging.CRITICAL + 1)

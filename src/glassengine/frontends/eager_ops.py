@@ -37,7 +37,7 @@ _MAX_CONSTANTS = 4  # values of numbers that cannot be inputs, before an operati
 
 @dataclass
 class _Family:
-    """What was compiled of one operation with the same tensors, whatever the numbers.
+    """What was compiled of one operation with the same tensors, for any numbers.
 
     Attributes:
         cause: Why an executable is needed at all.
@@ -145,7 +145,7 @@ def op_runner(backend: type[CompilingGraphs]) -> OpRunner:
 
 
 def count_fallback(op: OpOverload | HigherOrderOperator, reason: str) -> None:
-    """Count an operation that ran on ATen, by the name that PyTorch/XLA gives it, and say so the first time."""
+    """Count an operation that ran on ATen, by the name that PyTorch/XLA gives it, and log it the first time."""
     packet = op._overloadpacket if isinstance(op, OpOverload) else op
     name = str(packet).replace(".", "::", 1)
     registry.count(name)

@@ -1,6 +1,6 @@
 """How the joint graph of AOT autograd is cut into a forward and a backward graph.
 
-The cut is torch's, which lets the backward graph compute values anew rather than keep them. Where such a value is read
+The cut is torch's, which lets the backward graph recompute values rather than keep them. Where such a value is read
 from a tensor that the forward graph writes to, like a counter or a running mean, that read would come after the write:
 torch 2.13 gives wrong gradients then, in silence (pytorch/pytorch#197039). Here those values are kept.
 """
@@ -35,7 +35,7 @@ def partition(joint: GraphModule, joint_inputs: Any, **options: Any) -> tuple[Gr
 
 
 def _readers(value: Node) -> Iterator[Node]:
-    """Yield every node that computes something from `value`, through views of it, which are no copies."""
+    """Yield every node that computes something from `value`, through views of it, which are not copies."""
     for user in value.users:
         if not isinstance(user.target, torch._ops.OpOverload) or user.target._schema.is_mutable:
             continue

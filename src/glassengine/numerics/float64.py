@@ -32,7 +32,7 @@ def retarget(value: Any) -> Any:
 def target_of(node: Node) -> Any:
     """Return what to call for `node` in float64.
 
-    Another kernel's memory layout may not allow a strict view, memory that nobody has written is NaN, products of the
+    Another kernel's memory layout may not allow a strict view, uninitialized memory is NaN, products of the
     rows of each expert with its matrix have no kernel in float64, and a weight norm does not look at what it is given.
     """
     if op_name(node) in CHECKED:

@@ -151,7 +151,7 @@ def _accumulation(
 def one_after_another(
     op: str, value: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.Tensor | None:
-    """Return a sum whose terms are added one after another in float32; None for ops that are no plain sums.
+    """Return a sum whose terms are added one after another in float32; None for ops that are not plain sums.
 
     Roundings of terms that are alike (padding, a constant) go in one direction, and do not cancel as the probabilistic
     bound has it.

@@ -1,4 +1,4 @@
-"""Values that are no numbers any more, and who made them."""
+"""Non-finite values, and the ops that made them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def num_newly_broken(
 ) -> int:
     """Return how many NaN and infinities the op made of finite inputs; padding counts: what comes later reads it.
 
-    A row of padding that may see nothing has a softmax of its own in every kernel, and memory that nobody has written
+    A row of padding that may see nothing has a softmax of its own in every kernel, and uninitialized memory
     holds anything.
 
     Args:
         operation: On finite inputs.
         candidate: What the candidate made of them.
-        written: Bool mask of the elements that somebody has written; None where all are.
-        hidden: Bool mask of those that hide a place, where minus infinity is as good as any number.
+        written: Bool mask of the written elements; None if all are.
+        hidden: Bool mask of those that hide a place, where minus infinity equals any number.
     """
     if operation.name in _OF_ROWS or is_finite(candidate):
         return 0

@@ -66,10 +66,10 @@ RANDOM = _names(
     randperm rrelu uniform exponential
     """
 )
-"""Ops whose result is drawn anew: never judged."""
+"""Ops whose result is random: never judged."""
 
 UNDEFINED = _names("empty empty_like empty_permuted empty_strided new_empty new_empty_strided")
-"""Ops whose result is whatever the memory held: never judged, nor are elements that nothing has overwritten yet."""
+"""Ops that return uninitialized memory: never judged, nor are elements that are not yet overwritten."""
 
 # Inside of these, errors are relative to the argument, not to the result: 1 + tanh and 1 + erf cancel, and arguments
 # of sines are reduced.

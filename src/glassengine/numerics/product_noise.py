@@ -62,7 +62,7 @@ class ExactProduct:
         self._value, self._call = value, target_of(node)
         self._kwargs = kwargs
         self._leaves, self._spec = pytree.tree_flatten(args)
-        # The added operand of addmm and the bias of linear and convolutions are no factors.
+        # The added operand of addmm and the bias of linear and convolutions are not factors.
         added = 0 if op.startswith(("add", "badd")) else 2 if op == "linear" or op in CONVOLUTIONS else -1
         floats = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         self._added = added if added in floats else None
@@ -123,7 +123,7 @@ class ExactProduct:
         return math.sqrt(half * (half + 2 * _MEAN_SIZE * u) / 3.0)
 
     def _linear(self, position: int, step: Tensor) -> Tensor:
-        """The product with `step` in the place of one factor, nothing added, in float32."""
+        """The product with `step` instead of one factor, nothing added, in float32."""
         leaves = [step if i == position else self._narrowed(i) for i in range(len(self._leaves))]
         named = {name: None if name == "bias" else option for name, option in self._kwargs.items()}
         result: Tensor = self._call(*pytree.tree_unflatten(leaves, self._spec), **named)

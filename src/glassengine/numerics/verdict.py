@@ -88,7 +88,7 @@ class Judgement:
         rms_error: Of the elements that count.
         reason: Set when something other than the two ratios decided.
         bound_ratio: Error over the rounding bound, of the worst element; None where no bound was asked for or is known.
-        is_tie: The op chose otherwise among values that rounding cannot tell apart.
+        is_tie: The op chose otherwise among values that differ by less than rounding.
         is_empty: No element counted: all are left out, and the tensor was not judged.
     """
 
@@ -111,10 +111,10 @@ class Reference:
         dtype: Floating dtype in which the tensor is computed; the coarser one when the candidate's is coarser.
         valid: Bool mask that broadcasts against the tensor, or None when every element counts.
         tied: Bool mask in the shape of the tensor: elements of which another value is legal, as something above chose
-            among values that rounding cannot tell apart. None where there are none.
+            among values that differ by less than rounding. None if there are none.
         known: What the graph says of it; `known.exempt` are the elements that `valid` and `tied` leave out, by reason.
         relative_floor: Largest rms(D) / rms(P) seen for this site so far; keeps short decode rows from a lucky floor.
-        remember: Told of that when the floor is measured, which is when it is first needed.
+        remember: Called when the floor is measured, which is when it is first needed.
 
     Attributes:
         unstable: Of an integer or bool tensor: elements that are tied, or changed by rounding in a run; None if none.
@@ -162,7 +162,7 @@ class Reference:
         return self._relative_floor
 
     def measure_floor(self) -> None:
-        """Measure the floor; once, and only where somebody asks for it."""
+        """Measure the floor; once, and only on demand."""
         exact = self.exact
         if self._floor is not None or not exact.is_floating_point():
             return
@@ -181,7 +181,7 @@ class Reference:
         self._counting = counted
         of_runs = self._of_runs(counted)
         power, whole = of_power.mean, max((means.mean for means in of_runs), default=0.0)
-        # Of numbers near zero rounding is large, which says nothing about those of other steps.
+        # Near zero rounding is large, which does not apply to other steps.
         if power > relative_from(self._dtype) ** 2:
             self._relative_floor = max(self._relative_floor, (whole / power) ** 0.5)
         relative = max(self._relative_floor**2, self._u**2 / 3)

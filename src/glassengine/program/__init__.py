@@ -145,7 +145,7 @@ def _with_images(model: LoadedModel, on_stage: OnStage | None, on_encoder_stage:
         vision, program = export_image_text(
             model.module, image, metadata=model.metadata, on_stage=on_stage, on_encoder_stage=on_encoder_stage
         )
-    except Exception as error:  # the model's own code raises whatever it likes
+    except Exception as error:  # the model's own code may raise anything
         model.metadata[image_text.WITHOUT_IMAGES] = image_text.reason_of(error)
         return (export_causal_lm(model.module, metadata=model.metadata, on_stage=on_stage),)
     if on_encoder_stage is not None:

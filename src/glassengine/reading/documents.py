@@ -83,7 +83,7 @@ def parsed(
     items: int = MAX_ITEMS,
     depth: int = MAX_DEPTH,
 ) -> Document:
-    """Return a JSON document that is at hand.
+    """Return a JSON document from memory.
 
     Args:
         data: The document; its size is bounded by who read it.
@@ -94,7 +94,7 @@ def parsed(
         nonfinite: As for `read_document`.
         unique: Whether a key that appears twice is an error; otherwise the last one counts.
         items: Values that it holds at most.
-        depth: Levels that it nests at most; whoever walks it may call itself for each.
+        depth: Maximum nesting; a walk may recurse once per level.
 
     Raises:
         CorruptError: It is damaged, nests too deeply, or is of a newer version.
@@ -191,7 +191,7 @@ def _too_deep(raw: bytes, depth: int) -> bool:
         shorter = brackets.replace(b"[]", b"")  # takes one level away, the innermost pairs
         if not shorter:
             return False
-        if shorter == brackets:  # they do not match: what decodes the document says so
+        if shorter == brackets:  # they do not match: the decoder of the document reports it
             return False
         brackets = shorter
     return True

@@ -1,4 +1,4 @@
-"""Opens plain files only, never leaves a directory that a format owns, and takes no more memory than it was told."""
+"""Opens plain files only, never leaves a directory that a format owns, and takes no more memory than its limit."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def is_regular(path: str | Path, *, inside: str | Path | None = None) -> bool:
 
 
 def require_directory(path: Path) -> None:
-    """Refuse what is in the place of a directory that a format owns: a link leads out of it.
+    """Refuse anything but a directory where a format has one: a link leads out of it.
 
     Raises:
         CorruptError: It is none, or not there.
@@ -166,7 +166,7 @@ def too_large(path: str | Path, size: int, most: int) -> CorruptError:
 
 
 def shown(path: str | Path) -> str:
-    """Return a path as it can be printed: bytes that are no text, line ends and a great length do not get through."""
+    """Return a path as it can be printed: without undecodable bytes, line ends and great length."""
     text = str(path)
     if len(text) > _LONGEST_SHOWN:  # first: escapes of hundreds of megabytes take minutes, and many times the memory
         text = f"{text[:500]}...{text[-400:]}"
@@ -175,7 +175,7 @@ def shown(path: str | Path) -> str:
 
 
 def _open_inside(path: Path, directory: Path) -> int:
-    """Open `path` below `directory`, step by step, so that nobody can put a link in the way meanwhile."""
+    """Open `path` below `directory`, step by step, so that no link can be put in the way."""
     try:
         parts = path.relative_to(directory).parts
     except ValueError:

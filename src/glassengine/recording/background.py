@@ -1,8 +1,8 @@
 """Records while a model runs: a copy into a ring is all the model waits for, a thread does the rest.
 
 Pipeline: `write` copies the values into the ring; the thread computes the checksum, writes, and gives the slot back;
-`commit` is queued behind the tensors of its step. When the ring is full `write` waits, so memory is bounded whatever
-the model does. What goes wrong on disk never reaches the model: the thread stops writing, goes on emptying the ring,
+`commit` is queued behind the tensors of its step. When the ring is full `write` waits, so memory is always
+bounded. What goes wrong on disk never reaches the model: the thread stops writing, goes on emptying the ring,
 and `close` raises.
 """
 
@@ -291,7 +291,7 @@ class BackgroundWriter:
         self._writer.abandon()
 
     def _leave_steps(self) -> int | None:
-        """Leave the steps that only the ring has to whoever opens the recording; return how many, if that is known."""
+        """Leave the steps that only the ring has to the next opening of the recording; return how many, if known."""
         assert self._ring.file is not None
         self._ring.file.leave()
         return num_left(self.path)

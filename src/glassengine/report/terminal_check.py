@@ -41,7 +41,7 @@ def check(result: Comparison) -> RenderableType:
     left = _ROWS - _rows(head) - (len(result.rungs) + 2) - _rows(weights) - _rows(divergence) - 1
     drift = []
     if result.drift:
-        # Where the signal is lost is what somebody who compares two precisions asks for.
+        # A comparison of two precisions asks where the signal is lost.
         drift.append(drift_table(result.drift, left - 4))
         left -= drift[0].row_count + 4
     parts: list[RenderableType] = [*head, _ladder(result), *drift, *weights, *divergence, *_cut(rest, max(left, 1))]

@@ -28,7 +28,7 @@ def comparison(result: Comparison) -> RenderableType:
     """Return the answer: verdict, first divergence, the worst pairs, their statistics, what was not judged."""
     parts: list[RenderableType] = [_verdict(result), *_divergence(result)]
     ranked = sorted(result.pairs, key=severity, reverse=True)
-    # Who asked for some tensors wants to see them all, whatever the verdict.
+    # Requested tensors are all shown, with any verdict.
     is_whole = all(pair.baseline is not None for pair in ranked)
     if result.drift and not is_whole:
         parts += [Text(), drift_table(result.drift, MAX_DRIFT)]

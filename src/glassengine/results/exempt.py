@@ -19,9 +19,9 @@ class Exemption(Result):
     Attributes:
         reason: "padding" (tokens and cache slots that hold nothing), "unwritten memory", "masked rows" (attention that
             sees no key), "undefined casts" (NaN or too large a number to an integer dtype), "ties" (a choice between
-            values that rounding cannot tell apart), "below ties or padding" (a whole tensor of which nobody knows the
-            elements that depend on them), "random" (drawn anew in each run), "unread" (later ops leave
-            these elements out, whatever they hold).
+            values that differ by less than rounding), "below ties or padding" (a whole tensor with unknown
+            elements that depend on them), "random" (other in each run), "unread" (later ops leave
+            these elements out, with any values).
         num_elements: How many.
         share: Of all elements that the two sides have in common.
         num_tensors: How many tensors have such elements.

@@ -26,11 +26,11 @@ class InputUsed:
         origin: Where it comes from.
         recipe: How it was made, in words; "" where it was not made up.
         dtype: torch dtype name; of a non-tensor, the name of its Python type.
-        shape: Sizes; None for what is no tensor.
+        shape: Sizes; None for a non-tensor.
         minimum: Least finite value; None where there is none.
         maximum: Largest finite value.
         num_distinct: How many values there are, NaN counted once; of the first `MOST_COUNTED` elements.
-        value: Of what is no tensor, as Python writes it.
+        value: Of a non-tensor, as Python writes it.
     """
 
     name: str

@@ -36,7 +36,7 @@ from glassengine.sites import Site
 TOLERANCES = {"float64": 1e-12, "float32": 5e-5, "float16": 1e-2, "bfloat16": 1e-1}
 """Largest error of an element, as a fraction of the largest finite element of its tensor.
 
-That of the coarsest dtype in a program holds for all of it: a float32 norm of float16 values is only as good as these.
+That of the coarsest dtype in a program holds for all of it: a float32 norm of float16 values is as inexact as these.
 """
 
 PROMPT_LENGTH = 9
@@ -44,7 +44,7 @@ SOURCE_LENGTH = 6
 CACHE_LENGTH = 16
 
 UNSET = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
-"""Ops whose values are whatever the memory held."""
+"""Ops that return uninitialized memory."""
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,7 @@ class _Check:
             return torch.equal(actual, expected), f"{int((actual != expected).sum())} elements differ"
         finite = whole[whole.isfinite() & (whole.abs() < sentinel(whole.dtype))].double().abs()
         scale = float(finite.max()) if finite.numel() else 0.0
-        # Equal elements are fine whatever they are: infinities and the lowest finite number have no useful difference.
+        # Equal elements are always fine: infinities and the lowest finite number have no useful difference.
         agree = (actual == expected) | (actual.isnan() & expected.isnan())
         error = (actual.double() - expected.double()).abs()[~agree]
         largest = float(error.nan_to_num(nan=float("inf")).max()) if error.numel() else 0.0

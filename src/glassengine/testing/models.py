@@ -194,7 +194,7 @@ def from_config(model_class: str, config_class: str, settings: Mapping[str, Any]
 
 
 def drawn(make: Callable[[], nn.Module]) -> nn.Module:
-    """Return what `make` makes, in evaluation mode, every parameter drawn anew from a fixed seed.
+    """Return what `make` makes, in evaluation mode, every parameter redrawn from a fixed seed.
 
     Matrices get the variance 1 / fan-in; vectors (biases, norm weights) are moved by 0.1 from where they were.
     """

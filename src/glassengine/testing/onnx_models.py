@@ -1,4 +1,4 @@
-"""Small ONNX models, as somebody else would write them."""
+"""Small ONNX models, as other authors would write them."""
 
 from __future__ import annotations
 

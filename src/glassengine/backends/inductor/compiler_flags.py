@@ -69,7 +69,7 @@ def flags_in_effect() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         # It logs a line for every template of every kind of device.
         stack.enter_context(_level("torch._inductor.template_heuristics", "WARNING"))
-        # Whoever asked for more through TORCH_LOGS gets it.
+        # A user who asked for more through TORCH_LOGS gets it.
         if flags.log_level or logging.getLogger("torch._inductor").getEffectiveLevel() >= logging.WARNING:
             stack.enter_context(_level("torch._inductor", flags.log_level or "ERROR"))
         stack.enter_context(torch._inductor.config.patch(flags.settings))

@@ -1,4 +1,4 @@
-"""Where Inductor finds the libraries that it has built, and loads: nobody else may write there.
+"""Directory of the libraries that Inductor builds and loads; private to the user.
 
 By default that is a directory of a known name among everybody's temporary files. Another user of the machine can make
 it first, with libraries of his own in it under the names of those that Inductor builds for every program.

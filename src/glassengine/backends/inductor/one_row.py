@@ -85,7 +85,7 @@ def _row_product() -> Any:
 
     def lower(x: Any, weight: Any, bias: Any) -> Any:
         aten, known = torch.ops.aten, lowering.lowerings
-        # What computes the row would otherwise be computed anew for every row of the weight.
+        # Otherwise the row would be recomputed for every row of the weight.
         x.realize()
         rows, columns = map(int, weight.get_size())
         part = math.gcd(columns, _ROW_ELEMENTS)

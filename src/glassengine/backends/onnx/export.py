@@ -200,7 +200,7 @@ def in_place_caches(graph: Any, caches: dict[str, str]) -> list[str]:
     """Return the inputs of `caches` (`past_*` -> `present_*`) whose buffer may also be that of the updated cache.
 
     That is so when the data of the input is read by nothing but the one ScatterElements that writes the update, and
-    the update is its direct result: then nothing can read a slot after it was overwritten, in whatever order the
+    the update is its direct result: then nothing can read a slot after it was overwritten, in any order the
     nodes run. Reading the shape does no harm.
 
     Args:

@@ -32,7 +32,7 @@ _HANDLE = re.compile(r"glass node (\w+)\n")
 
 
 def mark_nodes(graph: torch.fx.Graph) -> None:
-    """Give every node a handle that survives the converter, which traces the graph anew and numbers it otherwise.
+    """Give every node a handle that survives the converter, which traces the graph again and renumbers it.
 
     Of all that a node carries the stack trace is what the converter copies and never looks into.
     """
@@ -46,7 +46,7 @@ def name_layers(graph: Any, converted: torch.fx.Graph, program: Program) -> None
 
     Args:
         graph: An `onnx_ir` graph whose outputs are those of `program`, in order; its values have the converter's names.
-        converted: The graph that was translated: the program's, traced anew. Its nodes have the names of the values.
+        converted: The graph that was translated: the program's, traced again. Its nodes have the names of the values.
         program: In the functional form that was converted, with the handles of `mark_nodes`.
     """
     nodes = {node.name: node for node in program.graph.nodes}

@@ -59,7 +59,7 @@ class Capabilities:
         portable: Whether the built files run on another CPU.
         wide_operands: Whether products of half-precision models may read float32 registers where the output of the op
             before them is rounded.
-        devices: What it can build for. The first is the default; any other must be at hand.
+        devices: What it can build for. The first is the default; any other must be available.
         own_kernels: Whether its elementwise kernels may be less accurate than rounding, so that they are measured
             (see `calibration`).
         native_code: Whether loading what it built runs code of it. Such an engine is loaded only where its user built
@@ -199,7 +199,7 @@ class CachingGraphs(Protocol):
     """A back-end whose `compile_graph` can find again what it compiled in another process."""
 
     def graph_cache(self) -> CompilerCache:
-        """Return how it is told where to keep its products."""
+        """Return its option for the directory of its products."""
 
 
 def effective_options(backend: Backend, program: Program) -> dict[str, Any]:

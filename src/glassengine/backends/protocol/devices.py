@@ -2,7 +2,7 @@
 
 A program is exported on the CPU, named and stored there: it is the same for every device. What a back-end compiles for
 a GPU is a moved copy of it. Caches of a session lie on the device; inputs of a step are brought there, and its results
-go where the inputs are, so that whoever looks at them finds them on the host.
+go to the device of the inputs, so that observers find them on the host.
 
 Nothing here was ever run on a GPU.
 """

@@ -99,7 +99,7 @@ def _tensor(tensor: Any, shapes: Mapping[str, str]) -> NetworkTensor:
 
 
 def write_listing(network: Network, directory: Path) -> None:
-    """Write a listing beside the plan, from which it could not be told without a GPU."""
+    """Write a listing beside the plan, which cannot be listed without a GPU."""
     (directory / NETWORK_FILE).write_text(json.dumps(asdict(network)))
 
 

@@ -1,4 +1,4 @@
-"""Runs a plan of TensorRT-RTX on a GPU. Never run on hardware: nobody had a supported GPU at hand.
+"""Runs a plan of TensorRT-RTX on a GPU. Untested: no supported GPU was available.
 
 Tensors go through torch: inputs are brought to the GPU, results go where the inputs were, and an updated cache is
 copied over the old one, wherever that lies.

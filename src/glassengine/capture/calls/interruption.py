@@ -9,7 +9,7 @@ from types import MethodType
 def is_interruption(error: BaseException) -> bool:
     """Return whether a signal handler raised `error`, as one that limits the time of a call does.
 
-    It can arrive anywhere, in our code too, and is meant for whoever called the model.
+    It can arrive anywhere, in our code too, and is meant for the caller of the model.
     """
     if not isinstance(error, Exception):
         return True

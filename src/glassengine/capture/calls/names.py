@@ -1,4 +1,4 @@
-"""Names for the module calls of a running model: which alias of which module, the how-manieth time in this step."""
+"""Names for the module calls of a running model: alias of the module and per-step call index."""
 
 from __future__ import annotations
 

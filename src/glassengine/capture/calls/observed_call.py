@@ -1,7 +1,7 @@
 """Observes the calls of a module from around them, which costs a fifth of what hooks do.
 
 `nn.Module.__call__` goes to `_compiled_call_impl` where an instance has one: that is how `module.compile()` works. What
-is put there sees a call as the caller does: the arguments before, the result after all hooks, whatever is raised, and
+is put there sees a call as the caller does: the arguments before, the result after all hooks, any exception, and
 compiled code from outside. torch leaves it out of copies and pickles of the module.
 """
 
@@ -56,7 +56,7 @@ class _Call:
         return result
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Whoever copies the attributes of a module one by one gets a module that nobody observes.
+        # Copying the attributes of a module one by one gives an unobserved module.
         return NoneType, ()
 
 
@@ -75,7 +75,7 @@ class _Hook:
             self._before(module, args, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A callable of the standard library that takes anything and returns None: whoever loads the model has it.
+        # A callable of the standard library that takes anything and returns None: it exists wherever a model is loaded.
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 

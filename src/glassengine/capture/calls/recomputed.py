@@ -42,7 +42,7 @@ class Recomputed:
         self._look(known, forward, ":out", (result,))
 
     def _look(self, known: Known, forward: Forward | None, port: str, trees: tuple[Any, ...]) -> None:
-        # Which of several calls runs again cannot be told.
+        # Which of several calls runs again is unknown.
         path = known.paths[0]
         if self._watch is None or forward is None or len(known.paths) > 1 or forward.num_calls.get(path) != 1:
             return

@@ -1,4 +1,4 @@
-"""Forwards that compute nothing: a framework runs them to learn shapes. They are no steps."""
+"""Forwards that compute nothing: a framework runs them to learn shapes. They do not count as steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PIPELINING = "torch.distributed.pipelining"
 def is_rehearsal(root: nn.Module, args: Any, kwargs: Any) -> bool:
     """Return whether a call of `root`, or of a part of it, is made for the shapes of its results alone.
 
-    Such calls get tensors without values while the model has values, or memory that nobody wrote: the stages of a
+    Such calls get tensors without values while the model has values, or uninitialized memory: the stages of a
     pipeline of torch tell each other shapes that way, ahead of the first microbatch.
     """
     try:

@@ -20,7 +20,7 @@ def first_argument(root: nn.Module) -> str | None:
 def token_ids(args: Any, kwargs: Any, first: str | None) -> list[list[int]]:
     """Return what each row of the batch was given, without padding; nothing where the model reads no tokens.
 
-    Serving engines pass the tokens of all rows behind one another: known is then that of a single row.
+    Serving engines pass the tokens of all rows concatenated: only a single row is then known.
 
     Args:
         args: Positional arguments of the forward.

@@ -56,7 +56,7 @@ def waited(tensor: Tensor) -> Tensor:
 
 
 def parts_of(tensor: Tensor) -> list[tuple[str, Tensor]] | None:
-    """Return the plain tensors that a tensor of another kind consists of, by key; None where that cannot be told."""
+    """Return the plain tensors that a tensor of another kind consists of, by key; None if unknown."""
     if (done := waited(tensor)) is not tensor:
         return [("", done)]
     if tensor.layout is torch.sparse_coo:
@@ -69,7 +69,7 @@ def parts_of(tensor: Tensor) -> list[tuple[str, Tensor]] | None:
     if tensor.layout is not torch.strided and not hasattr(tensor, "__tensor_flatten__"):
         return None
     if tensor.is_nested and not hasattr(tensor, "__tensor_flatten__"):
-        # Sequences of different lengths behind one another; not contiguous where it is transposed.
+        # Concatenated sequences of different lengths; not contiguous if transposed.
         whole = tensor.detach().contiguous()
         return [(".values", whole.values()), (".sizes", whole._nested_tensor_size())]
     if tensor.is_quantized:

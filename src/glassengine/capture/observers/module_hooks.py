@@ -294,7 +294,7 @@ class ModuleHooks:
         for step in [step for step, (held, _) in self._held.items() if held.thread == threading.get_ident()]:
             self._release(step)
         step = self.steps.next()
-        # What a tracer passes around are no values.
+        # A tracer passes placeholders, not values.
         records = self._policy.wants_step(step) and torch._C._get_tracing_state() is None
         forward = self._open[step] = Forward(step, records, threading.get_ident())
         return forward

@@ -26,7 +26,7 @@ class KnownTokens:
         path: Of the recording, of a model or of an engine.
 
     Raises:
-        UsageError: There is no recording, or none of a language model.
+        UsageError: No recording exists, or it is not of a language model.
     """
 
     def __init__(self, path: str | Path) -> None:

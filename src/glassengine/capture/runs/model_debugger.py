@@ -1,7 +1,7 @@
 """`model_addition_debugger_context` of transformers, built on a recording: the same call, the same files.
 
 A recording is made beside the files and turned into them when the block ends; if that fails, the recording stays. What
-is no tensor (`use_cache`, a cache, None) goes into the tree as text and is noted by hooks of its own.
+is not a tensor (`use_cache`, a cache, None) goes into the tree as text, recorded by separate hooks.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _forward_is_a_call(model: nn.Module) -> Iterator[None]:
 
 
 class _Notes:
-    """Notes as text what the recording does not take: values that are no tensors.
+    """Notes as text what a recording does not store: values that are not tensors.
 
     Attributes:
         by_step: Step -> (site, text), in the order of the calls.
@@ -246,5 +246,5 @@ def _text(value: Any) -> str:
     """Return the text of a value, the same in every run."""
     try:
         return _ADDRESS.sub("object at 0xXXXXXXXX", repr(value))[:_MAX_TEXT]
-    except Exception as error:  # somebody else's __repr__
+    except Exception as error:  # foreign __repr__
         return f"{type(value).__name__} (its text cannot be had: {type(error).__name__})"

@@ -60,7 +60,7 @@ def record_target(
         inputs: Keyword arguments, one dict per step: `file.py:factory`, a tensor file, or the dicts themselves; None
             for the prompts of `tokens_of`.
         max_new_tokens: Generate greedily from each of `inputs` instead of one forward each.
-        tokens_of: A recording whose tokens are generated, whatever this model would choose: at most as many as it has.
+        tokens_of: A recording whose tokens are forced on the model: at most as many as it has.
         sites: As for `record`.
         values: As for `record`.
         steps: As for `record`.

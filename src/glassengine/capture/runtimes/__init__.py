@@ -1,1 +1,1 @@
-"""Record what is no PyTorch module: sessions of ONNX Runtime, requests of OpenVINO, packages of AOTInductor."""
+"""Record other runtimes than PyTorch: sessions of ONNX Runtime, requests of OpenVINO, packages of AOTInductor."""

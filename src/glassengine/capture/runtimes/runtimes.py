@@ -1,4 +1,4 @@
-"""Runs of what is no PyTorch module: sessions of ONNX Runtime, requests of OpenVINO, packages of AOTInductor.
+"""Runs of runtimes other than PyTorch modules: sessions of ONNX Runtime, requests of OpenVINO, packages of AOTInductor.
 
 Their classes are replaced method by method when a script imports them, and get their own methods back at the end.
 """
@@ -216,7 +216,7 @@ class Runtimes:
     def _note_request(self, request: Any, stopped: str | None) -> None:
         found: list[tuple[str, Any]] = []
         try:
-            # Whoever gave them: as arguments, or tensor by tensor before the run.
+            # Given as arguments, or tensor by tensor before the run.
             found += _of_ports(request, request.model_inputs, ".:in")
             if stopped is None:
                 found += _of_ports(request, request.model_outputs, ".:out")

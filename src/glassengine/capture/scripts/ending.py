@@ -90,7 +90,7 @@ def _registered_at_exit() -> Iterator[_Registered]:
     register, unregister = atexit.register, atexit.unregister
 
     def collect(function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        # What is of Python itself (finalizers, say) is the process's, whoever used it first; what cannot be called
+        # What is of Python itself (finalizers, say) is the process's, not its first user's; what cannot be called
         # raises there.
         is_python = inspect.isroutine(function) and _root(function) in sys.stdlib_module_names
         if is_python or not callable(function):

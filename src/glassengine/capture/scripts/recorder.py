@@ -1,4 +1,4 @@
-"""Record whatever an unmodified script runs: PyTorch modules, compiled ones included, and runs of other runtimes.
+"""Record what an unmodified script runs: PyTorch modules, compiled ones included, and runs of other runtimes.
 
 Each model gets a recording of its own, named after its class, in one directory. A model is a module that is called
 while no other is: its submodules are part of it. What is recorded of it is what `glass.record` records. Processes that

@@ -97,7 +97,7 @@ def _start(directory: Path, options: dict[str, Any]) -> None:
 
 
 def _finish_with_process(recorder: ScriptRecorder, spawned: SpawnedRecordings) -> None:
-    """Complete the recordings when this process ends, also when it is told to end, as the workers of a pool are."""
+    """Complete the recordings when this process ends, also when it is terminated, like the workers of a pool."""
     begun = done = False
     signals: list[int] = []
     process = os.getpid()
@@ -141,7 +141,7 @@ def call_at_end(recorder: ScriptRecorder, end: Callable[[], None]) -> None:
 
 
 def finish(recorder: ScriptRecorder, error: BaseException | None) -> None:
-    """End a recording with its process, which `error` has ended; what could not be written is told, and not raised."""
+    """End a recording with its process, which `error` has ended; what could not be written is logged, not raised."""
     try:
         recorder.__exit__(type(error) if error is not None else None, error, None)
     except GlassError as failure:

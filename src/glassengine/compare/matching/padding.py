@@ -1,7 +1,7 @@
 """Which elements of recorded tensors count: rows of padding, which two sides may fill differently, do not.
 
 A recording says where its padding is by the attention mask that the model was given, or, where an engine made it, by
-the lengths of its prompts. Which dimension holds the tokens is known from the recording or told by its size; where
+the lengths of its prompts. Which dimension holds the tokens is known from the recording or from its size; where
 another dimension has that size as well, every element counts.
 
 Shape legend: B batch, S tokens of the step, T cache slots.
@@ -23,7 +23,7 @@ CACHES = (":kv.key", ":kv.value")
 
 
 class _Valid(NamedTuple):
-    """Of one step: the tokens [B, S] that are no padding, and the cache slots [B, T] in use."""
+    """Of one step: the tokens [B, S] that are not padding, and the cache slots [B, T] in use."""
 
     tokens: Tensor
     slots: Tensor

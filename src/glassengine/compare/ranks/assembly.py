@@ -88,7 +88,7 @@ class Assembly:
         return list(found.values())
 
     def place(self, i: int, reference: Tensor) -> Tensor:
-        """Return what `reference` has in the place of part `i`; a cache may be of another length."""
+        """Return what `reference` has at the position of part `i`; a cache may be of another length."""
         if tuple(reference.shape) == self.way.whole:
             return take(reference, self.way.index[i])
         if reference.dim() != len(self.way.whole):
@@ -131,7 +131,7 @@ def settled(
     # Results of what each rank was given are its own; of a parameter there is one for all.
     is_local = has_own_data is not False and not assembly.way.by_data and not is_of_parameter
     is_local = is_local and (has_own_data is True or reference.numel() == 1)
-    # What an update made is the same in all ranks, whatever their gradients were.
+    # The result of an update is the same in all ranks, for any gradients.
     for kind in (SUM, MEAN) if not is_updated else ():
         if kind == MEAN and not is_of_parameter and not is_local:
             continue

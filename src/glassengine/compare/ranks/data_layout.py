@@ -1,4 +1,4 @@
-"""Which rows and positions of the inputs each process was given, told from the inputs themselves.
+"""Which rows and positions of the inputs each process was given, derived from the inputs themselves.
 
 The inputs of the model are exact copies of parts of the whole inputs: of consecutive rows, of every n-th one, or of the
 first and the last of what is left, as long sequences are dealt out so that all have as much to attend to.
@@ -31,7 +31,7 @@ def data_layout(inputs: Sequence[tuple[Tensor, Mapping[int, Tensor]]]) -> DataLa
     inputs = [(whole, parts) for whole, parts in inputs if whole.dim() and len(parts) > 1]
     if not inputs:
         return None
-    # What has most dimensions says most; a mask may say nothing about rows.
+    # The most dimensions are the most informative; a mask may have no rows.
     leading, _ = max(inputs, key=lambda one: (min(one[0].dim(), _NUM_AXES), one[0].shape[:_NUM_AXES]))
     sizes = tuple(leading.shape[:_NUM_AXES])
     ranks = sorted(set.intersection(*(set(parts) for _, parts in inputs)))

@@ -62,7 +62,7 @@ def rank_hints(source: PutTogether, entry: Entry, whole: Tensor) -> tuple[Hint, 
 
 
 def wrong_ranks(source: PutTogether, entry: Entry, whole: Tensor) -> tuple[int, ...]:
-    """Return the ranks that have `entry` wrong; none where all have, or where that cannot be told."""
+    """Return the ranks that have `entry` wrong; none if all have, or if unknown."""
     errors = source.errors(entry, whole)
     if errors is None or len(errors) < 2:
         return ()
@@ -129,7 +129,7 @@ def _of_data(judged: Tensor, site: str, whole: Tensor, error: float, num_groups:
 
 
 def _of_unequal_rows(source: PutTogether, entry: Entry, whole: Tensor, error: float) -> Iterator[Hint]:
-    """Yield that a mean of means is no mean where ranks have different numbers of rows."""
+    """Yield that a mean of means is wrong if ranks have different numbers of rows."""
     rows = source.num_rows(entry.step)
     assembly, _ = source.assembly(entry)
     parts = [part for part in assembly.parts if len(part.ranks) == 1 and part.ranks[0] in rows]

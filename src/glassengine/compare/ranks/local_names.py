@@ -1,7 +1,7 @@
-"""What the processes of one run call their own parts of a model: numbers that begin anew, and results of stages.
+"""What the processes of one run call their own parts of a model: renumbered modules, and results of stages.
 
 A stage of a pipeline, or a process with some of the experts, may count its modules from 0. Which of the whole they are
-is told from the tensors; where those do not say, from the order of the ranks. What a stage itself gets and gives is
+is derived from the tensors, otherwise from the order of the ranks. What a stage itself gets and gives is
 what its first module gets, or what the next stage gets: it is judged there, and no part of the whole's inputs and
 results.
 """

@@ -1,6 +1,6 @@
 """Shares of a sum that several processes have are right if they are added up later, and a mistake if they never are.
 
-That is told from what follows: the next tensor that is new. Where it is wrong, and not the same in all ranks, nothing
+This is derived from what follows: the next new tensor. Where it is wrong, and not the same in all ranks, nothing
 was added up before; where nothing follows, it is not added up at all.
 """
 

@@ -38,7 +38,7 @@ from glassengine.recording.read.source import TensorSource
 from glassengine.results import Skipped
 
 _NUM_FACTORS = 48
-"""Gradients of a step from which the factor of all of them is told."""
+"""Gradients of a step from which their common factor is derived."""
 
 _SAME_FACTOR = 0.02
 
@@ -48,7 +48,7 @@ _Key = tuple[int, str]
 class PutTogether:
     """A source of several ranks as one of a single rank.
 
-    Entries are those of the lowest rank that has the tensor, as rank 0; `tensor` gives the whole once `expect` was told
+    Entries are those of the lowest rank that has the tensor, as rank 0; `tensor` gives the whole once `expect` got
     the counterpart.
 
     Args:
@@ -114,7 +114,7 @@ class PutTogether:
         self._expected[_key(entry)] = source, counterpart
 
     def why_not(self, entry: Entry) -> str | None:
-        """Return why the whole of `entry` cannot be told from its parts; None where it can."""
+        """Return why the whole of `entry` cannot be assembled from its parts; None if it can."""
         parts = self._parts[_key(entry)]
         if len(parts) == 1:
             return None
@@ -219,7 +219,7 @@ class PutTogether:
     def layout(self, step: int) -> DataLayout | None:
         """Return who was given what of the inputs of a step; None where they do not tell."""
         if step not in self._layouts:
-            self._layouts[step] = None  # while it is being told, nothing is known
+            self._layouts[step] = None  # unknown until it is derived
             self._layouts[step] = self._told_layout(step)
         return self._layouts[step]
 

@@ -64,7 +64,7 @@ def shares_of_right_sums(pairs: Sequence[Pair], judged: Sequence[Match], left: T
         entry = judged[i].baseline
         values = left.tensor(entry).flatten()
         if not bool((values != values[:1]).any()):
-            continue  # one number everywhere says nothing about what it is a gradient of
+            continue  # a constant tensor does not show what it is a gradient of
         for k in right[_like(entry)]:
             other = judged[k].baseline
             is_one = entry.location is not None and entry.location == other.location

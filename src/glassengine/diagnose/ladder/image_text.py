@@ -119,7 +119,7 @@ def start_with_images(
     try:
         image = made_up_image(model.module, model.directory)
         of_one = features_of(model.module, [image[PIXELS]])
-    except Exception as error:  # the model's own code raises whatever it likes
+    except Exception as error:  # the model's own code may raise anything
         model.metadata[WITHOUT_IMAGES] = reason_of(error)
         return (start(replace(model, decoding=""), inputs, steps, stack, progress),)
     images: list[torch.Tensor] = []

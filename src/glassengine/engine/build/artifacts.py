@@ -9,7 +9,7 @@
         plugin.txt                     fused and custom ops
         earlier-NNN/                   artifacts of earlier builds
 
-Everything is written aside and renamed, and the manifest is brought up to date after each step: whatever ends the
+Everything is written aside and renamed, and the manifest is updated after each step: however the
 build, the artifacts written so far are there and say that they are incomplete.
 """
 
@@ -51,7 +51,7 @@ class ArtifactWriter:
         about: What the manifest says of the build beside versions, command line and git.
 
     Raises:
-        UsageError: On entering: it cannot be written, holds other files of these names, or somebody is writing there.
+        UsageError: On entering: it cannot be written, holds other files of these names, or is being written.
     """
 
     def __init__(self, directory: Path, about: Mapping[str, Any]) -> None:

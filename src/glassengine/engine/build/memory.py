@@ -28,7 +28,7 @@ _JUDGED_WIDE_BYTES_PER_ELEMENT = 32
 
 
 def expected_peaks(programs: Sequence[Program], backend: Backend) -> dict[str, int]:
-    """Return the most bytes resident in "build", "run" and "check"; empty for a back-end that nobody has measured.
+    """Return the most bytes resident in "build", "run" and "check"; empty for an unmeasured back-end.
 
     A run is that of one short sequence, a check that of the built-in prompts: caches and outputs of more come on top.
 

@@ -46,7 +46,7 @@ class BuildPlan(Result):
         left_out: Debug output that does not fit the byte budget -> reason.
         prefill_output_bytes: Bytes of the added outputs in the largest prefill.
         decode_output_bytes: Bytes of the added outputs in the largest decode step.
-        notes: What the build would say aloud.
+        notes: Warnings of the build.
     """
 
     output_dir: str

@@ -119,7 +119,7 @@ def requested_outputs(program: Program, settings: Settings) -> list[outputs.Requ
     """Return the outputs that a build was asked for, and those that it adds without being asked.
 
     Raises:
-        UnknownNameError: A name is no site.
+        UnknownNameError: A name is not a site.
         UsageError: Two outputs would have one name.
     """
     requests = read_requests(settings.add_output)

@@ -1,4 +1,4 @@
-"""Chat templates, which are programs of somebody else: run in jinja's sandbox, in a process that is stopped in time.
+"""Chat templates, which are foreign programs: run in jinja's sandbox, in a process that is stopped in time.
 
 The sandbox keeps a template from the machine, and does not keep it from filling memory or running for ever: repeated
 texts, nested loops, widths of formats. Each of them ends with the process, which may take so much memory and time.
@@ -43,7 +43,7 @@ def bounded(
     Where processes cannot be forked it is called as it is.
 
     Args:
-        render: What somebody else wrote.
+        render: Foreign code.
         what: How to call it in an error.
         memory: Bytes beyond what this process has; None for `MOST_MEMORY`.
         seconds: Until it is stopped; None for `MOST_SECONDS`.
@@ -78,7 +78,7 @@ def bounded(
 
 
 def _called(render: Callable[[], str], what: str) -> str:
-    """Return what it returns, here; what compiled code lets out when it fails is no `Exception`."""
+    """Return its result, here; compiled code may fail with something other than an `Exception`."""
     try:
         return render()
     except BaseException as error:
@@ -91,7 +91,7 @@ def _render(render: Callable[[], str], reader: int, writer: int, bounds: tuple[i
     """Write the text and end the process; nothing of what belongs to the parent is run."""
     try:
         os.close(reader)
-        # Nobody can stop this process by the keyboard but the parent, which is told as well.
+        # Ctrl-C reaches the parent as well, which alone stops this process.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if quiet:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

@@ -1,4 +1,4 @@
-"""Text to tokens and back by tokenizers of somebody else, which replace, split and insert whatever their files say.
+"""Text to tokens and back by foreign tokenizers, which replace, split and insert as their files define.
 
 They are compiled code: nothing interrupts them, and what fails in them may end the process. So text is taken apart in a
 process of its own, with bounds on time and memory. Tokens become text again after every step, for which that would be
@@ -78,7 +78,7 @@ def decode(tokenizer: Any, tokens: Sequence[int]) -> str:
     try:
         return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
     except BaseException as error:
-        # Of compiled code; it is no `Exception`, so that nobody takes it for one that was expected.
+        # Of compiled code; not an `Exception`, so that it is not caught as an expected one.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         got = shown(f"{type(error).__name__}: {error}")[:400]

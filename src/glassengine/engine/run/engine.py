@@ -217,7 +217,7 @@ def load(
     Args:
         directory: What `build` made.
         verify: Hash files of every size, not only small ones.
-        trust: Load native code although this user did not build it on this machine. It can do whatever the user can.
+        trust: Load native code although this user did not build it here. It can do all that the user can.
         model: Where to take weights from that are not in the engine, as `build` takes it; None takes the checkpoint
             that the engine names, which must be a directory with a configuration and weights in safetensors.
 

@@ -157,7 +157,7 @@ def _opened(images: Images) -> Iterator[Any]:
     """Yield every image as one of Pillow.
 
     Raises:
-        UsageError: Pillow is missing, or a file is no image.
+        UsageError: Pillow is missing, or a file is not an image.
     """
     try:
         from PIL import Image, ImageOps

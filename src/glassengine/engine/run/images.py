@@ -1,4 +1,4 @@
-"""Images of a session: their features are made once, and each step is told which of its tokens get them.
+"""Images of a session: their features are computed once, and each step gets the tokens that take them.
 
 Shape legend: B batch, S tokens of the prompts, N features of all images, D hidden size, M image tokens of a step, C
 channels, H and W height and width of an image.

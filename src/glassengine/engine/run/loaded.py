@@ -112,7 +112,7 @@ class LoadedEngine(HasSites):
     def program(self) -> Program:
         """The stored program with weights: from the engine, or from the checkpoint it was built from.
 
-        Whoever has just built the engine from a program may assign that one, and nothing is read.
+        Code that has just built the engine may assign its program; then nothing is read.
 
         Raises:
             UsageError: The checkpoint is not where it was.

@@ -45,7 +45,7 @@ _OTHER_LOOPS: dict[str, tuple[Any, ...]] = {
     "guidance_scale": (None, 1, 1.0),
     "token_healing": (None, False),
 }
-# Settings of how transformers runs the model or what it returns. In a file they change no token and say nothing to us.
+# Settings of how transformers runs the model or what it returns. In a file they change no token and are ignored.
 _NOT_OURS = {
     "use_cache": "a session always has a cache",
     "cache_implementation": "the engine has its own static cache",

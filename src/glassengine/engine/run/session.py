@@ -195,7 +195,7 @@ class Session:
             yield self._step(input_ids)
             return
         for tokens, holds_token in zip(torch.split(input_ids, 1, dim=1), mask.unbind(1), strict=True):
-            # A slot that is still empty holds no token, whatever will come into it.
+            # An empty slot holds no token.
             self._mask[:, self.position] = holds_token
             yield self._step(tokens)
 
@@ -239,7 +239,7 @@ class Session:
                 outputs = self._execute(piece)
                 if keep:
                     kept.append(outputs)
-            # To whoever looks, the inputs were those of the whole prompt.
+            # Observers see the inputs of the whole prompt.
             self._inputs = self._step_inputs(input_ids, 0)
             entries = {entry.name: entry.node for entry in self.engine.manifest.outputs}
             self._outputs = PieceOutputs(kept, self._batch_size, self.engine.sites, entries)
@@ -269,7 +269,7 @@ class Session:
         return outputs
 
     def _keep_pasts(self) -> None:
-        """A step overwrites the caches, so whoever asked for `past_*` gets copies made before it."""
+        """A step overwrites the caches, so requested `past_*` are copied before it."""
         if self._pasts:
             self._before = {name: _copy(self._cache.tensors[name].cpu()) for name in self._pasts}
 
@@ -283,7 +283,7 @@ class Session:
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Return tensors of the last step by name, not copied: valid until the next step.
 
-        `past_*` tensors are at hand only where `debug` asked for them: a step overwrites them.
+        `past_*` tensors are available only if `debug` names them: a step overwrites them.
         """
         entries = self.engine.added_outputs
         values: dict[str, torch.Tensor] = {}

@@ -51,7 +51,7 @@ Loaded = TypeVar("Loaded")
 
 
 def require_own_folders(engine: Path) -> None:
-    """Refuse links in the place of the folders of an engine: what they lead to is not of it.
+    """Refuse links instead of folders of an engine: their targets are not part of it.
 
     Raises:
         CorruptError: Names the folder.
@@ -115,7 +115,7 @@ def written_aside(target: Path, *, overwrite: bool) -> Iterator[Path]:
 
 
 def _replace(aside: Path, target: Path, *, overwrite: bool) -> None:
-    """Put a directory in the place of another one, or of nothing; other builds may do the same.
+    """Move a directory to its place, replacing an older one; other builds may do the same.
 
     Where the system can, the two change places in one step, so that there is an engine at any moment; else there is a
     moment without one, and a disk that refuses every rename from then on leaves the old one aside.

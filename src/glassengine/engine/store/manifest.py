@@ -37,7 +37,7 @@ _REBUILD = "build it again with: glass build MODEL -o DIRECTORY --overwrite"
 HASHED_AT_LOAD_BYTES = 16 << 20
 """Files up to this size are hashed at every load, larger ones only when asked to verify."""
 
-# Instruction sets that a compiler may use; other flags (virtualization, mitigations) say nothing about code.
+# Instruction sets that a compiler may use; other flags (virtualization, mitigations) do not matter for code.
 _INSTRUCTIONS = re.compile(
     r"(avx|sse|ssse|amx|fma|f16c|bmi|popcnt|movbe|gfni|vaes|vpcl|adx|asimd|sve|bf16|i8mm|fphp|neon)"
 )
@@ -120,7 +120,7 @@ class Manifest(Result):
         inputs: Inputs in order.
         outputs: Results by name, updated caches included.
         ranges: Dynamic size -> (smallest, largest or None), for a module.
-        fixed_inputs: Arguments that are no tensors and were built in, as JSON values.
+        fixed_inputs: Non-tensor arguments that were built in, as JSON values.
         added_outputs: Debug outputs in the order asked for.
         left_out: Debug output that did not fit the byte budget -> reason.
         passes: User passes, in order.
@@ -131,7 +131,7 @@ class Manifest(Result):
         files: Every other file of the directory.
         command_line: As given, secrets removed.
         git: Commit checked out where the build ran.
-        notes: What the build said aloud, e.g. that another back-end was taken.
+        notes: Warnings of the build, e.g. about another back-end.
         has_encoder: Whether the directory `encoder` holds the engine of an encoder, which runs before the first step.
         device: What it was built for, "cpu" or "cuda": where its caches lie.
     """
@@ -310,7 +310,7 @@ def check_files(manifest: Manifest, directory: Path, *, verify: bool, always: It
         manifest: Its manifest.
         directory: Where it is.
         verify: Hash files of every size, not only small ones.
-        always: Beginnings of the paths of files that are hashed whatever their size.
+        always: Path prefixes of files that are hashed at any size.
 
     Raises:
         CorruptError: Names the file and what is wrong with it.

@@ -1,6 +1,6 @@
 """The model that an engine says it was built from, loaded again for its weights.
 
-Whoever wrote the engine chose what it names. So it may name one thing only: a directory with a configuration and
+The author of the engine chose what it names. So it may name one thing only: a directory with a configuration and
 weights in safetensors, which transformers reads without running anything of it. No factory, no hub id, no code that
 comes with a checkpoint; a user who wants more names the model himself.
 """
@@ -80,7 +80,7 @@ def load_recorded(
         where: The manifest, for errors.
 
     Raises:
-        UsageError: What the manifest names is no plain checkpoint, or is not there any more.
+        UsageError: The manifest names something other than a plain checkpoint, or a missing one.
         CorruptError: It is damaged, or not what it was.
     """
     recorded = converted(said, RecordedModel, where)

@@ -40,7 +40,7 @@ def check_key(key: str | Path) -> Path:
     """Refuse what cannot sign, before an engine is built.
 
     Raises:
-        UsageError: There is no ssh-keygen, or no such file.
+        UsageError: ssh-keygen or the file is missing.
     """
     _program()
     if not is_regular(key):
@@ -79,7 +79,7 @@ def sign_engine(directory: Path, key: Path) -> None:
 
 
 def verify_engine(directory: str | Path, signers: str | Path) -> Signature:
-    """Check that somebody whom you trust signed an engine, and that it is as it was then: all files, and no others.
+    """Check that a trusted signer signed an engine and that its files are unchanged: all files, and no others.
 
     Reads and hashes files; nothing of the engine runs.
 
@@ -88,7 +88,7 @@ def verify_engine(directory: str | Path, signers: str | Path) -> Signature:
         signers: Whom you trust, in OpenSSH's format of allowed signers: `alice@example.com ssh-ed25519 AAAA...`.
 
     Raises:
-        GlassError: It is not signed, or by nobody of `signers`.
+        GlassError: It is not signed, or not by one of `signers`.
         CorruptError: The signature is not one of this engine, or a file was changed, added or removed.
         UsageError: There is no such engine, no such file of signers, or no ssh-keygen.
     """
@@ -113,9 +113,9 @@ def verify_engine(directory: str | Path, signers: str | Path) -> Signature:
 
 
 def _signer(program: str, sums: bytes, signature: bytes, trusted: Path) -> tuple[str, str]:
-    """Return (name, key) of whoever made a good signature."""
+    """Return (name, key) of the maker of a valid signature."""
     with tempfile.TemporaryDirectory(prefix="glassengine-") as folder:
-        # What is checked is what was read, whatever becomes of the file meanwhile.
+        # The bytes that were read are checked, even if the file changes now.
         file = Path(folder, "signature")
         file.write_bytes(signature)
         arguments = ["-n", NAMESPACE, "-s", os.fspath(file)]

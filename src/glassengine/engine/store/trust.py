@@ -1,4 +1,4 @@
-"""Whose native code an engine brings along: proof that this user built it here, by a key that nobody else has.
+"""Origin of an engine's native code: proof that this user built it here, by a private key.
 
 A build writes an HMAC of the manifest's checksum, which covers the checksums of all files, with a key that lies in the
 user's configuration directory and never leaves it. Owners and times of files prove nothing: an archive that the user

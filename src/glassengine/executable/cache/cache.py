@@ -3,8 +3,8 @@
 It holds no format of its own. An entry is a directory in which the back-end's compiler keeps what it wants to find
 again (for Inductor: its FX-graph cache and the libraries it built) and a manifest with the parts of the key. Loading is
 the same call of the compiler as compiling, made where it finds its files; it checks its own key as well, so that a part
-missing from ours costs a compilation and never gives another graph's code. Whatever goes wrong with the directory costs
-a compilation, too, and is said, but never ends the program.
+missing from ours costs a compilation and never gives another graph's code. Any cache failure falls back to
+compiling, logs a warning and never raises.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Compiled:
 def compiled(
     name: str, graph: CapturedGraph, compiler: Callable[[], Callable[[Any], Any]], cache: CompilerCache | None
 ) -> Compiled:
-    """Return the compiled `graph`: from the cache where it is there, else compiled and put there.
+    """Return the compiled `graph`: from the cache, or compiled and stored there.
 
     Args:
         name: Of the executable.
@@ -176,7 +176,7 @@ def _look_up(store: Store, key: str, parts: Parts, directory: Path) -> tuple[Out
     except CorruptError as error:
         cause = f"{error.what}: {error.got}" if error.got else error.what
         _report_damage(store, key, cause)
-    except Exception as error:  # whatever is wrong with the directory costs a compilation, not the program
+    except Exception as error:  # any cache failure falls back to compiling
         cause = f"the cache cannot be read: {error}"
         _warn_once(cause)
         _empty(directory)

@@ -104,7 +104,7 @@ class Store:
         root: Created with access for its owner only.
 
     Raises:
-        UsageError: Somebody else owns the directory or can write to it.
+        UsageError: Another user owns the directory or can write to it.
         OSError: It can neither be read nor created.
     """
 
@@ -117,7 +117,7 @@ class Store:
         """Make sure that the directory is there and can be trusted: it may have changed since it was opened.
 
         Raises:
-            UsageError: Somebody else owns the directory or can write to it.
+            UsageError: Another user owns the directory or can write to it.
             OSError: It can neither be read nor created.
         """
         local(self.root)
@@ -137,7 +137,7 @@ class Store:
             )
 
     def fetch(self, key: str, target: Path) -> Manifest | None:
-        """Copy the files of an entry into the empty directory `target`, checking them; None where there is no entry.
+        """Copy the files of an entry into the empty directory `target`, checking them; None if there is no entry.
 
         Raises:
             CorruptError: The entry is damaged.

@@ -57,7 +57,7 @@ class Outline:
         return Counter([*parts, *self.ops])
 
     def likeness(self, other: Outline) -> float:
-        """Return which part of both is the same, 0 to 1, whatever the order."""
+        """Return the equal share of both, 0 to 1, in any order."""
         common = sum((self._content & other._content).values())
         return 2 * common / ((self._content.total() + other._content.total()) or 1)
 

@@ -22,7 +22,7 @@ class Runnable(Protocol):
     graph: CapturedGraph | Callable[[], CapturedGraph] | None
 
     def captured(self) -> CapturedGraph | None:
-        """Return the graph, read now if need be; None where nobody knows it."""
+        """Return the graph, read now if needed; None if unknown."""
 
 
 class Execution:

@@ -125,7 +125,7 @@ def _nearest(name: str, outline: Outline, occasion: Occasion) -> _Earlier | None
     """
     is_backward = outline.kind == "backward"
     entries = [entry for entry in _earlier[_family(name)] if (entry.outline.kind == "backward") == is_backward]
-    latest = {entry.compile_id: entry for entry in entries}  # numbers begin anew when the front end is reset
+    latest = {entry.compile_id: entry for entry in entries}  # numbers restart when the front end is reset
     referred = [latest[number] for number, _ in occasion.causes if number and number in latest]
     return max(referred or reversed(entries), key=lambda entry: entry.outline.likeness(outline), default=None)
 

@@ -2,7 +2,7 @@
 
 A metric keeps all-time totals and its latest samples; percentiles and rates are of the samples. Names are those of
 PyTorch/XLA: CompileTime, ExecuteTime, TensorsGraphSize, CachedCompile, ... ExecuteTime is the wall time of a run that
-ended with its devices idle; where nobody waits for an accelerator the time until control returned is DispatchTime.
+ended with its devices idle; without waiting for an accelerator the time until control returns is DispatchTime.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Registry:
             metric.ring.append((now, value))
 
     def add_source(self, source: CounterSource) -> None:
-        """Let reports have counters that somebody else keeps; they count from now on, or from the last `reset`."""
+        """Add counters kept elsewhere to reports; they count from now on, or from the last `reset`."""
         with self._lock:
             self._sources.append((source, dict(source())))
 

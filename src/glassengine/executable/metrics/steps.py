@@ -25,7 +25,7 @@ from glassengine.executable.metrics.metrics import registry
 logger = logging.getLogger("glassengine")
 
 MAX_QUEUED = 100
-"""Asynchronous closures that may wait; whoever ends a step then waits for one of them, as in PyTorch/XLA."""
+"""Asynchronous closures that may wait; ending a step then waits for one of them, as in PyTorch/XLA."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class _Closure:
 
 
 class _Steps:
-    """The state of this process; begins anew in a forked child."""
+    """The state of this process; reset in a forked child."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -146,7 +146,7 @@ def _raise(errors: Sequence[Exception]) -> None:
 
 
 def _finish() -> None:
-    """Let the asynchronous closures end; say what nobody will raise any more."""
+    """Let the asynchronous closures end; log errors that will not be raised."""
     _steps.waiting.join()
     for error in _steps.errors:
         logger.error("a step closure failed after the last step", exc_info=error)

@@ -45,7 +45,7 @@ def request_profile(
         token_file: What the server wrote, where it is not at the usual place of this user.
 
     Raises:
-        UsageError: There is no server, or it takes no profile; says why.
+        UsageError: No server answers, or it takes no profile; with the reason.
         CorruptError: The token file is damaged.
     """
     found = re.fullmatch(r"(?:localhost|127\.0\.0\.1):([0-9]{1,5})", address)
@@ -55,7 +55,7 @@ def request_profile(
     check(steps, timeout_s)
     headers = {"Authorization": f"Bearer {token_of(port, token_file)}", "Content-Type": "application/json"}
     body = json.dumps({"steps": steps, "timeout_s": timeout_s})
-    # Not by name: the token is for whoever listens at this address, and "localhost" may be another one first.
+    # Not by name: the token is for the listener at this address, and "localhost" may resolve to another one.
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s + _WRITING_S)
     try:
         connection.request("POST", PATH, body, headers)

@@ -196,7 +196,7 @@ class Profile:
 
 
 def _clock() -> tuple[float, float, float]:
-    """Return the seconds by which the clock is ahead of one that nobody sets, how unsure that is, and the latter."""
+    """Return the seconds by which the clock is ahead of the monotonic one, the uncertainty, and the latter."""
     best = (0.0, float("inf"), 0.0)
     for _ in range(10):  # another process may run in between
         before, now, after = time.perf_counter(), time.time(), time.perf_counter()

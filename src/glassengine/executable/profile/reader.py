@@ -77,7 +77,7 @@ def read_profiles(
         against: The other one, named in the same way; None: the one before, if there is any.
 
     Raises:
-        UsageError: There is no profile.
+        UsageError: No profile exists.
         CorruptError: A profile is damaged or of a newer schema.
     """
     given = Path(directory)
@@ -110,7 +110,7 @@ def _profiles(directory: Path) -> list[Path]:
 
 
 def _read(directory: Path, *, inside: Path) -> StoredProfile:
-    """Read a profile below `inside`, which the user named; a link in the place of a profile leads out of it."""
+    """Read a profile below `inside`, which the user named; a link instead of a profile leads out of it."""
     path = directory / SUMMARY
     raw = read_bytes(path, most=_MAX_BYTES, inside=inside)
     parsed(raw, _Profile, path, what="the profile", version=SCHEMA_VERSION, depth=_MAX_DEPTH)

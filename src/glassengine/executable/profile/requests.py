@@ -39,7 +39,7 @@ CLOSING_S = 0.5
 ACCEPTS_PER_S = 100.0
 """New connections; what comes faster waits in the kernel and costs this process nothing."""
 BACKLOG = 512
-"""How many wait there; whoever comes after them is not answered, and tries again ever more rarely."""
+"""How many wait there; later ones are not answered, and retry with increasing delays."""
 POLL_S = 0.25
 
 HOSTS = frozenset({b"localhost", b"127.0.0.1", b"[::1]"})
@@ -47,7 +47,7 @@ HOSTS = frozenset({b"localhost", b"127.0.0.1", b"[::1]"})
 
 
 class Reply(NamedTuple):
-    """What a client is told."""
+    """The reply to a client."""
 
     status: int
     body: dict[str, Any]
@@ -67,7 +67,7 @@ class Connection:
         self.received = 0
         self.request: h11.Request | None = None
         self.body = bytearray()
-        self.waiting = False  # for a reply that is said later
+        self.waiting = False  # for a later reply
         self.unsent = b""
         self.answered = False
 
@@ -120,7 +120,7 @@ class Listener:
         self._thread.start()
 
     def reply(self, connection: Connection, reply: Reply) -> None:
-        """Say from any thread what a client that waits is to be told."""
+        """Set the reply to a waiting client, from any thread."""
         self._replies.append((connection, reply))
         self._wake_up()
 
@@ -207,7 +207,7 @@ class Listener:
             self._allowance = 1.0 - ACCEPTS_PER_S
             return
         client.setblocking(False)
-        # Whoever only holds a connection makes room for whoever comes, who has a request at hand.
+        # An idle connection makes room for a new one, which has a request.
         while len(self._connections) >= MAX_CONNECTIONS:
             self._drop(next(c for c in self._connections.values() if not c.waiting))
         connection = Connection(client, time.monotonic())

@@ -48,7 +48,7 @@ class ProfileServer:
     """
 
     def __init__(self, port: int, directory: Path, token_file: Path | None = None) -> None:
-        directory = directory.absolute()  # whoever asks is elsewhere, and the program may go elsewhere
+        directory = directory.absolute()  # clients and the program may have other working directories
         self.directory = directory
         self._taker = Taker(directory)
         self._client: Connection | None = None
@@ -121,7 +121,7 @@ class ProfileServer:
         self._taker = Taker(self.directory)
 
     def _answer(self, method: str, body: bytes, client: Connection) -> Reply | None:
-        """Begin what a client asks for; it is told when that has ended."""
+        """Begin what a client asks for; the reply comes at its end."""
         if method == "DELETE":
             return Reply(HTTPStatus.OK, {"cancelled": self.cancel()})
         try:

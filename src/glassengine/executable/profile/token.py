@@ -166,7 +166,7 @@ def _write(entry: Entry, path: Path, *, made: bool) -> TokenFile:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600)
         hold(descriptor)
         if hasattr(os, "fchmod"):
-            os.fchmod(descriptor, 0o600)  # whatever the umask took away
+            os.fchmod(descriptor, 0o600)  # independent of the umask
         write_whole(descriptor, msgspec.json.encode(entry) + b"\n")
         temporary.replace(path)
     except OSError as error:

@@ -1,7 +1,7 @@
 """The only place where a graph is compiled or run.
 
 Front ends hand in what compiles (`compile_executable`) or loads (`load_executable`) and get an `Executable` back. Both
-functions and `Executable.run` keep counts and times; metrics, causes, snapshots and the profiler hang on them.
+functions and `Executable.run` keep counts and times; metrics, causes, snapshots and the profiler use them.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Executable:
             mutates cache inputs where the back-end does. One that takes a list empties it.
         input_names: Names of the inputs in order; needed where they come as a list.
         output_names: Names of the outputs in order; needed where they come as a sequence.
-        graph: What was compiled, or a function that reads it from where it is stored; None where nobody knows.
+        graph: What was compiled, or a function that reads it from where it is stored; None if unknown.
         cache_key: Of the compiled code in the persistent cache; "" where it is not kept there.
-        backend: Name of the back-end that compiled it; "" where nobody said.
+        backend: Name of the back-end that compiled it; "" if unknown.
         synchronous: Whether a run ends when its devices have finished. An accelerator reports an error when it is next
             waited for, by default in a later execution, perhaps of another executable. Costs the overlap of host and
             device; nothing on the CPU.
@@ -70,7 +70,7 @@ class Executable:
         return sum(self.executions.values())
 
     def captured(self) -> CapturedGraph | None:
-        """Return the graph, read now if need be; None where nobody knows it."""
+        """Return the graph, read now if needed; None if unknown."""
         if callable(self.graph):
             self.graph = self.graph()
         return self.graph
@@ -152,7 +152,7 @@ def compile_executable(
         name: Shown in messages.
         compiler: Given by the back-end: writes its files into the directory.
         directory: Exists and is empty.
-        graph: What is compiled, for whoever asks later why it was.
+        graph: What is compiled, to explain the compilation later.
 
     Raises:
         BackendError: The compiler failed; chains the original error.

@@ -1,7 +1,7 @@
 """Who looks at executions: snapshots, the search for non-finite values, profiles.
 
-Observers hang on `Executable.run`, the only place where a compiled graph runs, so every front end has all of them.
-Nothing is gathered for an execution that nobody looks at.
+Observers attach to `Executable.run`, the only place where a compiled graph runs, so every front end has all of them.
+Nothing is gathered for an unobserved execution.
 """
 
 from __future__ import annotations

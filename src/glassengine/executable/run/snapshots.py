@@ -80,7 +80,7 @@ def snapshots(
         max_snapshots: Most of this process.
         max_bytes: Most bytes on disk, of this process.
         min_free_bytes: None is written that would leave less free on the disk.
-        redact: Keep shapes, statistics and hashes in place of values, and no source lines. A hash tells whoever can
+        redact: Keep shapes, statistics and hashes instead of values, and no source lines. A hash shows those who can
             guess a value that the guess is right.
 
     Returns:

@@ -15,7 +15,7 @@ WORDS = frozenset({"inputs", "outputs"})
 
 
 def inputs_always(name: str, addressable_device_index: int, execution_count: int) -> str:
-    """Return what a snapshot holds where nobody registered anything: the graph and its inputs."""
+    """Return the default content of a snapshot, without callback: the graph and its inputs."""
     del name, addressable_device_index, execution_count
     return "inputs"
 
@@ -24,9 +24,9 @@ class _Registered:
     """The callback in force; a class, so that the whole of it changes at once.
 
     Attributes:
-        function: Whoever registered it gets it back.
+        function: Returned to its owner on the next registration.
         is_disabled: Whether it raised; it is not asked again.
-        complained: Answers that were no answers, and that were logged.
+        complained: Invalid answers that were logged.
     """
 
     def __init__(self, function: Callback) -> None:
@@ -75,7 +75,7 @@ register_hlo_snapshot_callback = register_snapshot_callback
 
 
 def is_default() -> bool:
-    """Return whether nobody registered a callback, or it was taken back."""
+    """Return whether no callback is registered."""
     return _registered.function is inputs_always
 
 

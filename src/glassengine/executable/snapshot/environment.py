@@ -1,4 +1,4 @@
-"""Snapshots asked for by the environment variables of PyTorch NeuronX, read anew at each execution.
+"""Snapshots asked for by the environment variables of PyTorch NeuronX, read at each execution.
 
     XLA_FLAGS="--xla_dump_hlo_snapshots --xla_dump_to=DIR"      every execution (torch-neuronx 2.1)
     XLA_FLAGS="--xla_dump_to=DIR" NEURON_DUMP_HLO_SNAPSHOT=1    every execution (1.13)

@@ -90,7 +90,7 @@ def graph_archive(flat: FlatGraph) -> bytes:
     """Return the content of the file of a flat graph.
 
     Raises:
-        Exception: Whatever torch raises for a graph that it cannot write.
+        Exception: Any error of torch for a graph that it cannot write.
     """
     module = flat.module
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -195,7 +195,7 @@ def _fake_modes(module: GraphModule) -> list[FakeTensorMode]:
 
 
 def _share_mode(module: GraphModule) -> None:
-    """Make the values of all nodes fakes of one mode: a graph of one operation has those of whoever called it."""
+    """Make the values of all nodes fakes of one mode: a graph of one operation has those of its caller."""
     if len(_fake_modes(module)) < 2:
         return
     mode = FakeTensorMode()
@@ -212,7 +212,7 @@ def _share_mode(module: GraphModule) -> None:
 
 
 def _complete_values(module: GraphModule) -> None:
-    """Compute, without data, what nodes lack that nobody traced: those of a graph of one operation."""
+    """Compute, without data, what untraced nodes lack: those of a graph of one operation."""
     if all("val" in node.meta for node in module.graph.nodes if node.op == "call_function"):
         return
     mode = _fake_mode(module) or FakeTensorMode()

@@ -64,7 +64,7 @@ class Entry:
         key: Its key there.
         crc32: Of its bytes.
         value: Of a plain value; a float that is not finite is text.
-        left_out: Why there is no value.
+        left_out: Why the value is missing.
         sha256: Of its bytes, where a redacted snapshot has no value.
         statistics: `results.Summary` as a dict, where a redacted snapshot has no value.
     """
@@ -97,7 +97,7 @@ class Entry:
         return self.dtype if self.left_out or self.value is None else f"{self.dtype} {self.value}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what stands in `meta.json`: whatever is not the default."""
+        """Return the content of `meta.json`: everything that is not the default."""
         found = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -127,7 +127,7 @@ class Entry:
 
 
 def plain_entry(name: str, kind: str, value: Any) -> Entry:
-    """Return the entry of an input or output that is no tensor."""
+    """Return the entry of an input or output that is not a tensor."""
     if value is None:
         return Entry(name, kind, "NoneType")
     dtype = type(value).__name__
@@ -139,7 +139,7 @@ def plain_entry(name: str, kind: str, value: Any) -> Entry:
 
 
 def plain_value(entry: Entry) -> int | float | bool | str | None:
-    """Return the value of an entry that is no tensor and was not left out."""
+    """Return the value of a non-tensor entry that was not left out."""
     if entry.dtype == "NoneType" or entry.value is None:
         return None
     return _PLAIN[entry.dtype](entry.value)  # type: ignore[no-any-return]

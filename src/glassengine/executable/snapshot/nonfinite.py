@@ -4,7 +4,7 @@ A sum is a cheap probe: one that is finite proves that every element is. One tha
 a sum may overflow. Where an op made a NaN or an infinity follows from running the graph again, node by node:
 
 - a NaN is made by the first op that has one in its result and none in its arguments;
-- so is an infinity, unless a literal argument or a constant of the graph says so: masks are filled with -inf on
+- so is an infinity, unless a literal argument or a constant of the graph has it: masks are filled with -inf on
   purpose;
 - -inf that came in with an input is a mask, too, unless the input is a parameter or a gradient.
 """

@@ -192,7 +192,7 @@ class Snapshot:
         return [self._value(entry, device) for entry in self.inputs]
 
     def statistics(self, entry: Entry) -> dict[str, Any] | None:
-        """Return `results.Summary` of an input or output as a dict; None where there are no numbers."""
+        """Return `results.Summary` of an input or output as a dict; None if not numeric."""
         if entry.statistics is not None or not entry.is_tensor or entry.file is None:
             return entry.statistics
         return summarize(self._values(entry)).to_dict()

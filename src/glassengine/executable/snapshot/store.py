@@ -1,4 +1,4 @@
-"""Snapshots on their way to the disk: limits kept, failures survived, whatever is left out counted and said."""
+"""Snapshots on their way to the disk: limits kept, failures survived, omissions counted and logged."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class SnapshotStore:
             return False
 
     def close(self) -> None:
-        """Say what was left out, unless that was said already."""
+        """Log what was left out, once."""
         atexit.unregister(self.close)
         with self._lock:
             total = sum(self.left_out.values())

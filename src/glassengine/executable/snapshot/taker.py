@@ -43,7 +43,7 @@ class _Pending:
     Attributes:
         words: What a snapshot of it is to hold, as far as it is one of every execution.
         path: Where that is, where its inputs are written already.
-        kept: Inputs for the case that it goes wrong; None where nobody waits for that.
+        kept: Inputs in case it fails; None if not requested.
         rng: State of the random number generators before it, where inputs are kept.
     """
 
@@ -139,7 +139,7 @@ class SnapshotTaker:
             if _is_explained(finding, found, pending):
                 self._masks |= {(execution.executable.number, name): kinds for name, kinds in found.items()}
                 return
-        # The snapshot comes first: whatever happens while the op is looked for, the evidence is safe.
+        # The snapshot comes first, so that it survives a failing search for the op.
         path = self._write_wrong(execution, pending, "nonfinite", {})
         finding = finding or self._examine(execution, pending, found)
         raise self._stopped(execution, found, finding, path)
@@ -272,7 +272,7 @@ def _arguments(graph: CapturedGraph, kept: Mapping[str, Any]) -> list[Any]:
 
 
 def _is_explained(finding: Finding | None, found: Mapping[str, Kinds], pending: _Pending) -> bool:
-    """Whether infinities are those of masks: the graph says so, or, where none is known, an input has them as well."""
+    """Whether infinities are those of masks: by the graph, or, if unknown, because an input has them as well."""
     if finding is not None:
         return finding.origin is None and finding.is_reproduced
     if any(kinds.positive for kinds in found.values()):

@@ -20,7 +20,7 @@ from glassengine.executable.snapshot.tensors import file_key, write_tensors
 from glassengine.recording.layout.values import bytes_of
 from glassengine.writing.checksums import crc32
 
-_MAX_FILES = 4  # of one snapshot; beyond that all of its weights are written anew
+_MAX_FILES = 4  # of one snapshot; beyond that all of its weights are rewritten
 
 
 @dataclass
@@ -64,7 +64,7 @@ class SharedWeights:
 
         Args:
             home: Of the snapshot that is being written.
-            tensors: Whatever is to be stored; one that is no weight may still have the memory of one.
+            tensors: Tensors to store; one that is not a weight may share the memory of one.
             weights: Which of them are written if no file has them.
             constant: Which of them never change, and need no second look.
 

@@ -1,7 +1,7 @@
 """Writes snapshots: each appears whole under a name that was free, and shares what it has in common with earlier ones.
 
 What is killed half-way leaves a hidden directory; nothing that is there is ever replaced, except that the `meta.json`
-of a snapshot is told of outputs that came after it was written.
+of a snapshot gets outputs that came after it was written.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class Taken:
         executable: Its number.
         device_index: Where it ran.
         execution: How many executions went before.
-        graph: What was compiled; None where nobody knows.
+        graph: What was compiled; None if unknown.
         reason: "every", "nonfinite" or "error".
         process: Its rank.
         inputs: As they were before the run; None where they are not wanted.
         outputs: After the run; None where they are not wanted, or there are none.
         rng: State of each device's generator before the run.
         facts: What else stands in `meta.json`.
-        graph_problem: Why nobody knows the graph.
+        graph_problem: Why the graph is unknown.
     """
 
     name: str

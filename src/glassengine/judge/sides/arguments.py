@@ -235,7 +235,7 @@ class _Match:
         try:
             with torch.no_grad():
                 kept(self._candidate.module)(**arguments.of(_with_own(self._steps[:1], arguments)[0]))
-        except Exception as error:  # the model's own code raises whatever it likes
+        except Exception as error:  # the model's own code may raise anything
             self._failure = self._failure or error
             return False
         return True

@@ -7,7 +7,7 @@ A table in order of execution. Of each tensor, over all cases and steps, with b 
     introduced  |P|^2 / |c - P|^2 in dB, P being what the baseline makes of the candidate's own inputs
     share       of the loss |c - P|^2 / |P|^2 that all rows introduce
 
-Where nobody knows P (two recordings), a row introduces what the noise over signal grows by above all rows before it.
+If P is unknown (two recordings), a row introduces what the noise over signal grows by above all rows before it.
 Sums of squares are all that is kept, so memory does not grow with what is compared.
 """
 
@@ -45,7 +45,7 @@ class DriftSums:
     def add(
         self, baseline: Tensor, candidate: Tensor, valid: Tensor | None = None, predicted: Tensor | None = None
     ) -> None:
-        """Add a tensor of one step; what is no number, or not of one shape, is left out.
+        """Add a tensor of one step; what is not a number, or not of one shape, is left out.
 
         Args:
             baseline: Floating.
@@ -124,7 +124,7 @@ def shared(rows: Sequence[DriftRow]) -> tuple[DriftRow, ...]:
 
 
 def by_growth(rows: Sequence[DriftRow]) -> tuple[DriftRow, ...]:
-    """Return rows of which nobody knows what they introduce, each with what it adds to all before it."""
+    """Return rows whose introduced error is unknown, each with what it adds to all before it."""
     so_far, found = 0.0, []
     for row in rows:
         loss = 10 ** (-row.snr_db / 10)

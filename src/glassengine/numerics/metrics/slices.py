@@ -85,7 +85,7 @@ def noise_ratio(found: Slices, floor: Floor, relative: float, dtype: torch.dtype
 
 
 def _ratio(error: Tensor, floor: Tensor) -> float:
-    # What rounding alone changes in kind (an infinite floor) says nothing about the candidate.
+    # An infinite floor (rounding alone changes the kind of value) does not judge the candidate.
     ratio = torch.where((error > 0) & floor.isfinite(), error / floor, 0.0)
     return float(ratio.max()) if ratio.numel() else 0.0
 
@@ -100,7 +100,7 @@ def _squares(b: Tensor, c: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     if bool(either.any()):
         # Masks and what is not finite are compared as a class: finfo.min plus a score is finfo.min.
         alike = agree(b, c)
-        # A complex number has no sign, and is no mask.
+        # A complex number has no sign, and is not a mask.
         same = odd_b & odd_c & (alike if b.is_complex() else alike | (torch.sign(b) == torch.sign(c)))
         square = torch.where(either, torch.where(same, 0.0, math.inf), square)
         size = torch.where(odd_b, 0.0, size)

@@ -42,7 +42,7 @@ def is_inexact(dtype: str) -> bool:
 def tolerance(baseline: str, candidate: str, *, rtol: float | None = None, atol: float | None = None) -> Tolerance:
     """Return the tolerance for a pair of dtypes: the looser of the two.
 
-    Integers and bools are exact whatever is asked for: a token id that is "nearly right" is wrong.
+    Integers and bools are exact at any tolerance: a token id that is "nearly right" is wrong.
 
     Args:
         baseline: torch dtype name, e.g. "bfloat16".

@@ -16,7 +16,7 @@ from glassengine.blocks import BLOCK_ELEMENTS
 MOST_ELEMENT = 1.5
 """Steps beyond which an element that is not at an end counts as far away."""
 LEAST_GROUP = 16
-"""A mean over fewer elements says nothing."""
+"""Minimum number of elements of a meaningful mean."""
 _SPARSE = 16
 """One of so many errors is kept, to see how they are distributed."""
 

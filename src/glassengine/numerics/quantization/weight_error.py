@@ -204,7 +204,7 @@ def _whole(sums: Sums) -> Iterator[Hint]:
 
 
 def _instead(b: Tensor, c: Tensor, others: Mapping[str, Tensor], correlation: float) -> Hint | None:
-    """Return what the values of a weight are instead of its own, if that can be told."""
+    """Return what the values of a weight are instead of its own, if known."""
     rows, columns = (min(size, _SAMPLE) // 8 * 8 for size in b.shape)
     small_b, small_c = b[:rows, :columns].double(), c[:rows, :columns].double()
     for cause, order in _ORDERS:

@@ -118,7 +118,7 @@ def export_module(
 
 
 def fixed_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments that are no tensors: their values become part of the graph."""
+    """Non-tensor arguments: their values become part of the graph."""
     tensors = {port.removeprefix(":in.").split("[")[0].split(".")[0] for port, _ in port_leaves(":in", dict(inputs))}
     return {k: v for k, v in inputs.items() if k not in tensors and isinstance(v, (bool, int, float, str, type(None)))}
 

@@ -1,1 +1,1 @@
-"""Inputs that nobody gave: what a model does with each of them says which values can show a mistake."""
+"""Generated inputs: what a model does with each of them decides which values can show a mistake."""

@@ -52,7 +52,7 @@ def _read(path: Path) -> Any:
     if path.suffix == ".npz":
         return {name: torch.from_numpy(array) for name, array in read_npz(path).items()}
     if path.suffix == ".json":
-        # Whoever writes tensors by hand may write NaN.
+        # Hand-written tensors may contain NaN.
         return _tensors(read_document(path, Any, most=_MAX_JSON_BYTES, nonfinite=True, items=_MAX_JSON_ITEMS))
     raise UsageError(f"{path} has an unknown ending", got=path.suffix, expected=".pt, .safetensors, .npz, .json")
 

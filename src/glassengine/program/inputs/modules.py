@@ -49,7 +49,7 @@ def module_inputs(module: nn.Module, name: str) -> MadeUp:
         ports = tuple(Port(key, key, dtype, shape) for key, (dtype, shape) in zip(wanted, kinds, strict=True))
         try:
             _call(module, _values(ports))
-        except Exception as error:  # the model's own code raises whatever it likes
+        except Exception as error:  # the model's own code may raise anything
             failure = failure or error
             continue
         return _made_up(module, name, ports)

@@ -105,7 +105,7 @@ def uses_of(run: Callable[[], Any], inputs: Mapping[str, torch.Tensor]) -> dict[
         inputs: By name.
 
     Raises:
-        Exception: Whatever the forward raises.
+        Exception: Any error of the forward.
     """
     watch = Watch(inputs)
     with torch.no_grad(), watch:
@@ -142,7 +142,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in pytree.tree_leaves((args, kwargs)):
             self._each(self._of(leaf), is_read=True)
         result = func(*args, **kwargs)
-        # A form of an op that is not known here says nothing.
+        # An unknown form of an op gives no information.
         with contextlib.suppress(TypeError, ValueError, IndexError, AttributeError, RuntimeError):
             self._see(func._schema.name.split("::")[-1].rstrip("_"), args, kwargs, result)
         self.depends(result, (args, kwargs))

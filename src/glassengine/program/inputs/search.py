@@ -19,7 +19,7 @@ from glassengine.program.representation.program import Port
 from glassengine.program.user_code.raised import described
 
 BUDGET = 20.0
-"""Seconds after which no other sizes are tried; the first few are tried whatever they take."""
+"""Seconds after which no other sizes are tried; the first few are always tried."""
 _FEWEST = 4
 _PLAIN = (0, 1)
 """Whole numbers that are tried first: below the size of any table, and no divisor that is 0."""
@@ -171,7 +171,7 @@ class _Search:
     def _is_taken(self, values: Values) -> bool:
         try:
             results = self._target.run({name: value.clone() for name, value in values.items()})
-        except Exception as error:  # a runtime, or the model's own code, raises whatever it likes
+        except Exception as error:  # a runtime, or the model's own code, may raise anything
             self._failure = error
             return False
         leaves = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, torch.Tensor)]

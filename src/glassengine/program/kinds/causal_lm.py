@@ -158,7 +158,7 @@ class CausalLM(nn.Module):
         user: Any = getattr(self, USER_MODULE)
         arguments = {
             "input_ids": input_ids,
-            # A recurrence has no mask of its own: whatever it has seen is in its state.
+            # A recurrence has no mask of its own: its state has seen everything.
             "attention_mask": attention_mask if attention else None,
             "position_ids": position_ids,
             cache_argument(user): Cache(layers=[layers[index] for index in sorted(layers)]),

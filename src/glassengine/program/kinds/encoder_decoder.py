@@ -66,7 +66,7 @@ class Encoder(nn.Module):
 
 
 class _CrossLayer(CacheLayer):
-    """Keys and values of one cross-attention, which nobody updates."""
+    """Keys and values of one cross-attention, which are never updated."""
 
     def get_seq_length(self) -> int:
         """Return a length that says: it is filled."""

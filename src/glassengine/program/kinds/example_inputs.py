@@ -1,4 +1,4 @@
-"""Inputs to export a model of transformers with, where it is no causal language model: what its forward takes.
+"""Inputs to export a model of transformers other than a causal language model: what its forward takes.
 
 The steps differ in the sizes that may change when the engine runs (batch, tokens, mel frames where the model allows
 it), and a dimension that differs between steps is exported as dynamic. Values are random but the same every time; a
@@ -87,7 +87,7 @@ def said_of_made_up(module: nn.Module, steps: object) -> Iterator[None]:
 
     Args:
         module: What is exported.
-        steps: Its inputs; of others than `MadeUp` nothing is said.
+        steps: Its inputs; other than `MadeUp` are not described.
 
     Raises:
         UsageError: It cannot be traced.

@@ -145,7 +145,7 @@ class Decoder(causal_lm.CausalLM):
         """
         user: Any = getattr(self, USER_MODULE)
         embedding = user.get_input_embeddings()
-        # A token behind the vocabulary has no embedding, and nobody generates it.
+        # A token beyond the vocabulary has no embedding, and is never generated.
         token = image_token(user) or 0
         ids = torch.full((1,), token if token < embedding.weight.shape[0] else 0, device=input_ids.device)
         # Not called as a module: its call is the one in the user's model.
@@ -184,7 +184,7 @@ def made_up_image(model: nn.Module, directory: str | None) -> dict[str, torch.Te
     image = made_up(model, directory)[0][PIXELS][:1]
     try:
         makes_list(model, {PIXELS: image})
-    except Exception:  # of whatever kind: it wants the images of a prompt on an axis of their own
+    except Exception:  # any kind: it needs the images of a prompt on an axis of their own
         image = image[None]
     return {PIXELS: image}
 
@@ -215,7 +215,7 @@ def one_by_one(pixel_values: torch.Tensor, num_leading: int) -> tuple[torch.Tens
 
 def makes_list(model: nn.Module, image: Mapping[str, torch.Tensor]) -> bool:
     """Whether a model makes a list of features, one tensor an image; nothing is computed."""
-    # Some models look for images that are padding: how many are left is a size that nobody knows.
+    # Some models look for images that are padding: how many are left is an unknown size.
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()):
         return not isinstance(_pooled(model, image[PIXELS]), torch.Tensor)
 
@@ -237,7 +237,7 @@ def example_inputs(
 
 
 def without_derived(inputs: Mapping[str, Any], token: int) -> dict[str, Any]:
-    """Return inputs of a model without those of its processor that say nothing new.
+    """Return inputs of a model without redundant ones of its processor.
 
     Args:
         inputs: By name.

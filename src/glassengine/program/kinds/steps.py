@@ -1,4 +1,4 @@
-"""Steps of inputs that nobody gave."""
+"""Steps of generated inputs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from glassengine.results.inputs_used import Origin
 
 
 class MadeUp(list[dict[str, Any]]):
-    """Steps that nobody gave.
+    """Generated steps.
 
     Args:
         steps: Keyword arguments of each.
         recipes: How each input was made, by name, in words.
         origin: Where they come from.
-        num_in_file: How many of them, the first ones, nobody made up: they lie in the file of the model.
+        num_in_file: How many of them, the first ones, are stored in the file of the model.
     """
 
     def __init__(

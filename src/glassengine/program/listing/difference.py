@@ -1,4 +1,4 @@
-"""What differs between two listings, node by node, whatever the nodes are called.
+"""What differs between two listings, node by node, independent of names.
 
 Nodes are matched from strict to loose: equal fingerprints (the value is computed the same way from the same weights and
 inputs), equal calls on inputs that are matched already, equal sites or names, equal operations in order. A matched node

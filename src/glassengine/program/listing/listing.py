@@ -63,8 +63,8 @@ class NodeLine:
         args: Its arguments as text, nodes written `%name`.
         inputs: The nodes among them, in order.
         literals: `args` with every node written `%`.
-        dtype: torch dtype name of the result, or its type where it is no tensor.
-        shape: Its sizes as text, "[batch, sequence, 64]"; empty where it is no tensor.
+        dtype: torch dtype name of the result, or its type if it is not a tensor.
+        shape: Its sizes as text, "[batch, sequence, 64]"; empty if it is not a tensor.
         sites: Its sites; for a graph without sites the path of its module.
         source: "file:line: code", or None.
         fingerprint: Structural hash; equal where the value is computed the same way.

@@ -229,7 +229,7 @@ class _Code:
                 if node.name in self._weights:
                     text = f"{node.name} = self.weights[{self._weights[node.name]!r}]"
                 elif node.name not in parameters:
-                    text = f"{node.name} = None"  # an argument that was no tensor: its value is in the graph
+                    text = f"{node.name} = None"  # a non-tensor argument: its value is in the graph
             elif node.op == "get_attr":
                 text = f"{node.name} = {self._attribute(name, module, str(node.target))}"
             elif node.op == "output":

@@ -70,7 +70,7 @@ def read_headers(files: Sequence[Path]) -> dict[str, str]:
 
 
 def num_tensors(directory: Path) -> int:
-    """Return how many tensors the checkpoint in a directory names; 0 where that is said nowhere but in the weights.
+    """Return how many tensors the checkpoint in a directory names; 0 if only the weights have that.
 
     Raises:
         UsageError: A file cannot be read.

@@ -345,7 +345,7 @@ def _require_hub(spec: str, revision: str) -> None:
     """Refuse an id that is in no cache while the hub cannot be reached: transformers tries for a minute.
 
     Raises:
-        UsageError: It names nothing here, and nobody can be asked.
+        UsageError: It names nothing here, and the hub is not reachable.
     """
     import huggingface_hub as hub
     from huggingface_hub.errors import HfHubHTTPError

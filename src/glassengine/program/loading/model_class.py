@@ -18,7 +18,7 @@ def model_class_of(config: Any, *, is_sentence_encoder: bool = False) -> Any:
     Args:
         config: Configuration of the checkpoint.
         is_sentence_encoder: Whether the checkpoint is one of sentence-transformers, which uses the base model without
-            a head, whatever the checkpoint was saved from.
+            a head, independent of the class it was saved from.
     """
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL

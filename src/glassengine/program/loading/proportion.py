@@ -62,7 +62,7 @@ def in_proportion(directory: Path, *, weights: bool) -> Iterator[None]:
     has_bytes, has_tensors = 0, 0
     if directory.is_dir():
         has_bytes = sum(path.stat().st_size for path in directory.iterdir() if path.is_file())
-        with contextlib.suppress(GlassError):  # which is told when they are read
+        with contextlib.suppress(GlassError):  # which is raised when they are read
             has_tensors = num_tensors(directory)
     most_bytes = _BYTES + _BYTES_PER_BYTE * has_bytes if weights and directory.is_dir() else None
     most_modules = _MODULES + _MODULES_PER_TENSOR * has_tensors

@@ -1,6 +1,6 @@
 """Graphs within a graph: branches, loops and functions of the model, each interpreted when it is called.
 
-`precision` says in which floating type a call computes: float64 for the reference, whatever the file says otherwise.
+`precision` says in which floating type a call computes: float64 for the reference, in spite of the file.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _RANDOM = {
     "RandomUniform": "rand",
     "RandomUniformLike": "rand_like",
 }
-"""Operators whose result is drawn anew -> the ATen ops of which that is known."""
+"""Operators with random results -> the ATen ops of which that is known."""
 
 
 _OTHER_RESULTS = frozenset({"SVMClassifier"})
@@ -91,7 +91,7 @@ class OneNode:
                 try:
                     results: list[Any] = self._reference.run(None, self._feeds(values))
                     return results
-                except Exception as error:  # whatever a foreign implementation raises for types it does not take
+                except Exception as error:  # a foreign implementation may raise anything for types it does not take
                     failure = error
         else:
             try:
@@ -122,7 +122,7 @@ class OneNode:
 
     @property
     def has_reference(self) -> bool:
-        """Whether somebody else than the runtime says what it computes."""
+        """Whether anything else than the runtime defines what it computes."""
         return self._proto.domain in _STANDARD or (
             self._proto.domain == DOMAIN and self._proto.op_type not in _OTHER_RESULTS
         )
@@ -157,7 +157,7 @@ class OneNode:
 
 
 def is_of_runtime_alone(target: Any) -> bool:
-    """Whether nobody but ONNX Runtime says what a call computes."""
+    """Whether ONNX Runtime alone defines what a call computes."""
     one = target.function if isinstance(target, OnnxFunction) else None
     return isinstance(one, OneNode) and not one.has_reference
 

@@ -144,7 +144,7 @@ def read_onnx(path: str | Path, *, with_data: bool = True) -> OnnxFile:
 
 
 def _without_functions(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
-    """Return the model with the nodes of its functions in the place of calls: what they make has a name, and a site."""
+    """Return the model with the nodes of its functions instead of calls: their values have a name, and a site."""
     import onnx
     from onnx import inliner
 
@@ -169,7 +169,7 @@ def _without_functions(model: onnx.ModelProto, path: Path) -> onnx.ModelProto:
 
 
 def _free_sizes(graph: onnx.GraphProto) -> None:
-    """Forget sizes that are no sizes: some exporters write a dynamic dimension as -1 or 0."""
+    """Forget invalid sizes: some exporters write a dynamic dimension as -1 or 0."""
     for value in (*graph.input, *graph.output, *graph.value_info):
         for size in value.type.tensor_type.shape.dim:
             if size.HasField("dim_value") and size.dim_value <= 0:

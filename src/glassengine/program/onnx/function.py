@@ -17,7 +17,7 @@ class OnnxFunction:
     Bounds, noise and ties are those of the op of that name (`numerics.ops`); a name of no class has no bound.
 
     Args:
-        function: Computes the results in whatever dtype it is given.
+        function: Computes the results in any given dtype.
         name: Of the op.
     """
 
@@ -55,7 +55,7 @@ class Composite(OnnxFunction):
         bodies: The graphs that it interprets (`control.Body`), as the file calls them ("body", "then_branch").
         attributes: Of the operator, by name, where its function has them built in.
 
-    Two calls of one operator are equal, whatever their graphs: what is in these decides no more which ops belong
+    Two calls of one operator are equal, for any graphs: their content does not decide which ops belong
     together than weights do.
     """
 

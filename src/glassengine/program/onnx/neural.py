@@ -67,7 +67,7 @@ def convolution(
     pads: list[int] | None = None,
     strides: list[int] | None = None,
 ) -> Tensor:
-    """Convolve `x` [B, C, ...] with `w` [O, C / group, ...] in whatever number of dimensions."""
+    """Convolve `x` [B, C, ...] with `w` [O, C / group, ...] in any number of dimensions."""
     rank = w.dim() - 2
     kernel = kernel_shape or list(w.shape[2:])
     steps, widths = strides or [1] * rank, dilations or [1] * rank

@@ -23,7 +23,7 @@ _MADE_OF = ("ZipMap", "SequenceConstruct", "Optional", "Identity")
 
 
 def return_tensors(graph: onnx.GraphProto, file: str) -> None:
-    """Let a graph return tensors of numbers in the place of what is made of them; change nothing else.
+    """Let a graph return tensors of numbers instead of containers made of them; change nothing else.
 
     Args:
         graph: Of the file.

@@ -16,7 +16,7 @@ _PROSE = frozenset({"doc_string", "producer_name", "producer_version"})
 
 
 def check_texts(model: onnx.ModelProto, path: Path) -> None:
-    """Refuse a model with a name that is no text.
+    """Refuse a model with a name that is not text.
 
     Raises:
         CorruptError: There is one.

@@ -71,7 +71,7 @@ class Tracer:
 
     @contextmanager
     def not_taken(self) -> Iterator[None]:
-        """While a branch runs whose results nobody reads."""
+        """While a branch runs whose results are not read."""
         before, self._is_taken = self._is_taken, False
         try:
             yield

@@ -72,7 +72,7 @@ def float8_grid(codes: Tensor, scale: Tensor) -> Grid:
     """
     info = torch.finfo(codes.dtype)
     values = codes.float()
-    # Below the smallest normal number the spacing stays what it is there.
+    # Below the smallest normal number the spacing is constant.
     exponent = values.abs().clamp(min=info.smallest_normal).log2().floor()
     return Grid(values, scale, torch.zeros(()), -info.max, info.max, torch.exp2(exponent) * info.eps)
 

@@ -142,7 +142,7 @@ class Paths:
             if found:
                 bounds = (None if text == "None" else int(text) for text in found.groups())
                 names = list(module._modules if in_slice is None else in_slice.values())[slice(*bounds)]
-                # A slice of a Sequential keeps the names, one of a list counts anew.
+                # A slice of a Sequential keeps the names, one of a list renumbers.
                 keeps = isinstance(module, nn.Sequential)
                 in_slice = {name if keeps else str(index): name for index, name in enumerate(names)}
                 continue

@@ -1,7 +1,7 @@
 """Debug outputs: chosen and added on the program before any conversion, never looked up in a converted graph.
 
 Three kinds of node are not added, because an executable that returns them would alias its inputs or repeat itself:
-views of tensors that are at hand anyway, updated caches (they are in the cache buffers after the run), and nodes that
+views of available tensors, updated caches (they are in the cache buffers after the run), and nodes that
 depend on weights alone. `DerivedValues` computes them on reading.
 """
 
@@ -172,9 +172,9 @@ def result_names(program: Program) -> list[str]:
 
 
 class DerivedValues:
-    """Values of nodes of one executed step: returned, at hand, a view of that, or made of weights alone.
+    """Values of nodes of one executed step: returned, available, a view of that, or made of weights alone.
 
-    Anything else is refused: computed anew it would be the program's value, not that of the executable.
+    Anything else is refused: recomputed it would be the program's value, not that of the executable.
 
     Args:
         program: The program.

@@ -41,7 +41,7 @@ ONNX_GRAPH = "program.onnx"
 CALLED_AS = "called_as"
 """Key of the metadata, for models that call one module by several names."""
 FIXED_INPUTS = "fixed_inputs"
-"""Key of the metadata: arguments of a plain module that are no tensors and became part of the graph."""
+"""Key of the metadata: non-tensor arguments of a plain module that became part of the graph."""
 SMALLEST = "smallest"
 """Key of the metadata: dynamic size of a plain module -> the size below the exporter's bound that was tried."""
 
@@ -354,7 +354,7 @@ def load_program(directory: Path, weights: Mapping[str, torch.Tensor]) -> Progra
                     got="nothing" if value is None else f"{value.dtype} {tuple(value.shape)}",
                     expected=f"{placeholder.dtype} {tuple(placeholder.shape)}",
                 )
-            # torch refuses to save a program whose parameters are no `Parameter`.
+            # torch refuses to save a program whose parameters are not `Parameter`.
             is_parameter = isinstance(placeholder, torch.nn.Parameter)
             store[name] = torch.nn.Parameter(value, requires_grad=False) if is_parameter else value
     graph = None

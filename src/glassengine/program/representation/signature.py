@@ -30,7 +30,7 @@ def user_inputs(exported: ExportedProgram) -> list[str]:
 
 
 def tensor_results_only(exported: ExportedProgram, names: list[str]) -> ExportedProgram:
-    """Return the program without results that are no tensors (None, numbers), and drop their names from `names`.
+    """Return the program without non-tensor results (None, numbers), and drop their names from `names`.
 
     Back-ends do not agree on what to return for those.
     """

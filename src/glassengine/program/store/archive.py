@@ -58,7 +58,7 @@ _OTHERS = re.compile(
 def inert_archive(path: Path, *, has_weights: bool = False) -> io.BytesIO:
     """Return a program archive for `torch.export.load`, refused where it holds more than a graph, names and tensors.
 
-    What is returned is written anew from the entries that were checked: torch has a zip reader of its own, and two
+    The result is rewritten from the checked entries: torch has a zip reader of its own, and two
     readers can see different files in one archive (entries of one name, headers that contradict each other).
 
     Args:
@@ -68,7 +68,7 @@ def inert_archive(path: Path, *, has_weights: bool = False) -> io.BytesIO:
     Its entries must not be compressed (torch never does), so that it cannot unpack to more than its own size.
 
     Raises:
-        CorruptError: It is no archive, too large, or reading it could run code.
+        CorruptError: It is not an archive, too large, or reading it could run code.
     """
     try:
         with (

@@ -41,7 +41,7 @@ def _folder(file: str) -> Path:
 @contextlib.contextmanager
 def helper_lines() -> Iterator[None]:
     """Let what is traced in the block keep the lines of helpers."""
-    # One step of export asks its tracer for that alone, and gives nobody a say.
+    # One step of export takes that from its tracer alone, without an option.
     own = TracerBase._filter_traceback_frames
 
     def kept(self: TracerBase, frames: traceback.StackSummary) -> traceback.StackSummary:

@@ -21,7 +21,7 @@ _RESULTS = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, bool, int
 
 @contextlib.contextmanager
 def methods_of_classes(module: nn.Module) -> Iterator[None]:
-    """Let methods that somebody put on single modules be methods of their classes meanwhile.
+    """Let methods set on single modules be methods of their classes while the block runs.
 
     The exporter reaches a module that has several names through a stand-in, which knows under which name it was called.
     A method of a class gets the stand-in; one that is bound to the module itself gets around it, and names are lost.
@@ -40,7 +40,7 @@ def methods_of_classes(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_results(module: nn.Module) -> Iterator[None]:
-    """Leave out of the results of a forward what is no tensor, number or container of such: the exporter refuses it.
+    """Remove from the results of a forward what is not a tensor, number or container of such: the exporter refuses it.
 
     A cache that a model returns beside its logits is an object of its own; one forward is judged without it. Containers
     whose entries have no names become dicts and lists.
@@ -90,7 +90,7 @@ def _other_forward(module: nn.Module, wrapped: Callable[[Callable[..., Any]], Ca
         with _with_methods(module, {"forward": wrapped(type(module).forward)}):
             yield
         return
-    # A function of somebody else, which need not know of the module.
+    # A foreign function, which need not know of the module.
     module.forward = wrapped(own)
     try:
         yield

@@ -114,7 +114,7 @@ def states_before(module: nn.Module, steps: Sequence[Mapping[str, Any]]) -> list
     """Return what a module remembers before each of several steps that follow each other; itself it is left as it is.
 
     Raises:
-        Exception: Whatever its forward raises.
+        Exception: Any error of its forward.
     """
     states = [ModuleState.of(module)]
     with holding(module, states[0]), torch.no_grad():
@@ -128,7 +128,7 @@ def remembers(module: nn.Module, step: Mapping[str, Any]) -> bool:
     """Whether a forward changes what a module holds.
 
     Raises:
-        Exception: Whatever its forward raises.
+        Exception: Any error of its forward.
     """
     before = ModuleState.of(module)
     with holding(module, before), torch.no_grad():

@@ -24,7 +24,7 @@ def remove_dead_nodes(graph: Graph, marks: Iterable[Mark]) -> list[Mark]:
         marks: What the erased marks named.
     """
     for node in reversed(list(graph.nodes)):
-        # Inputs are part of the signature. Assertions have no result, so that whatever they look at would stay.
+        # Inputs are part of the signature. Assertions have no result, so that all that they read would stay.
         if node.op in ("call_function", "get_attr") and not node.users:
             graph.erase_node(node)
     left = set(graph.nodes)

@@ -54,7 +54,7 @@ def source_of(error: BaseException, *, installed: bool = True) -> str | None:
 def raised_in(error: BaseException, module: nn.Module) -> str | None:
     """Return the path of the innermost submodule in whose call `error` was raised, "" for `module` itself.
 
-    None where no forward raised: before or behind it, or in what Glass Engine hangs on it.
+    None where no forward raised: before or after it, or in a hook of Glass Engine.
     """
     paths = {id(child): path for path, child in module.named_modules()}
     found = None

@@ -1,4 +1,4 @@
-"""Traces that hold for the inputs at hand: of code that looks at values, which an exporter does not have.
+"""Traces that hold for the given inputs: of code that reads values, which an exporter does not have.
 
 A branch on a tensor, a loop as long as a tensor says, rows that a mask picks: with real values beside the symbolic ones
 the exporter goes the way that these inputs go. What it cannot follow at all (gradients inside of a forward, arrays of

@@ -42,7 +42,7 @@ _MAX_INDEX = 10_000
 _VALUES = ("value", "crc32")
 
 Notes = Mapping[int, Iterable[tuple[str, str]]]
-"""Step -> (site, text) of inputs and results that are no tensors."""
+"""Step -> (site, text) of non-tensor inputs and results."""
 
 CallsOfSteps = Mapping[int, Sequence[tuple[str, str | None]]]
 """Step -> (path with call, that of its caller or None) of every call, in the order in which they begin."""
@@ -115,7 +115,7 @@ class TreeWriter:
         return [self._folder / name for name in written]
 
     def _move_in(self, items: Sequence[Path]) -> None:
-        """Move files into the folder; where that fails, those that took nobody's place are not there afterwards."""
+        """Move files into the folder; if that fails, new files are removed again."""
         new: list[Path] = []
         try:
             for item in items:
@@ -179,7 +179,7 @@ class TreeWriter:
         return described
 
     def _file_name(self, stem: str) -> str:
-        """Return a name for a file, each its own, whatever is in the name of the tensor."""
+        """Return a name for a file, each its own, for any name of the tensor."""
         name = _NOT_IN_NAMES.sub("_", stem).encode()[:_MAX_NAME_BYTES].decode(errors="ignore")
         found, number = name, 1
         while found.lower() in self._names:
@@ -278,7 +278,7 @@ class _Calls:
 
 
 def _measured(tensor: Tensor) -> dict[str, str]:
-    """Return statistics as the original prints them: of one element there is no deviation."""
+    """Return statistics as the original prints them: one element has no deviation."""
     std = tensor.std() if tensor.numel() > 1 else tensor.new_tensor(float("nan"))
     with torch._tensor_str.printoptions(sci_mode=True, precision=4):
         return {

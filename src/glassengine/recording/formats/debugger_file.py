@@ -183,7 +183,7 @@ def _statistics(
     std, mean, least, most = (float(number[1]) for number in printed if number)
     spread = std if math.isfinite(std) else 0.0
     numbers = torch.tensor([spread, mean + spread, least - spread, most + spread], dtype=torch.float32)
-    # Printed in five digits, whatever they were computed in.
+    # Printed in five digits, for any dtype.
     precision = dtype if dtype == "bfloat16" else "float16"
     yield Entry(site, step, rank, precision, (4,), nbytes=numbers.nbytes), numbers
 
@@ -212,7 +212,7 @@ def open_trees(path: Path) -> DebuggerFile | None:
 
 
 def open_tree(file: JsonFile) -> DebuggerFile:
-    """Open one tree; for a summary, the file with values where it is there."""
+    """Open one tree; for a summary, the file with values if it exists."""
     full = file.path.with_name(file.path.name.removesuffix(SUMMARY) + FULL)
     if file.path.name.endswith(SUMMARY) and full.is_file() and not full.is_symlink():
         other = JsonFile(full)

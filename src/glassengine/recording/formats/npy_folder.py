@@ -116,7 +116,7 @@ class _ArrayNames(msgspec.Struct):
 
 
 def _names(folder: Path) -> dict[str, tuple[str, str]]:
-    """Return what `npy-names.json` says, if it is there: stem of the files -> name of the tensor and its dtype."""
+    """Return the content of `npy-names.json`, if it exists: stem of the files -> name of the tensor and its dtype."""
     if not (folder / _NAMES).exists():
         return {}
     told: dict[str, Any] = {"what": "the list of names of the arrays", "version": 1}

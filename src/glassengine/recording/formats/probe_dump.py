@@ -119,7 +119,7 @@ def _listing(path: Path, where: dict[str, int], depth: int) -> Iterator[tuple[Pa
 
 
 def _tensors(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (site, description) of everything in a dump that is said to be a tensor."""
+    """Yield (site, description) of every declared tensor in a dump."""
     for name, parts in document["data"].items():
         if not isinstance(parts, dict):
             raise CorruptError("a dump.json is damaged", got=f"{name[:200]!r} is not an object")

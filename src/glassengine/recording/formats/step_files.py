@@ -53,7 +53,7 @@ class StepFiles:
             else:
                 self._files[step, rank] = file
         if num_arrays:
-            # `--debug-format pt --debug-format npy` writes every tensor twice: one line says so.
+            # `--debug-format pt --debug-format npy` writes every tensor twice: one line reports it.
             reason = f"{num_arrays} arrays of their own: where there are files of whole steps, those are read"
             skipped.append(Skipped("*.npy", "both", reason))
         entries: list[Entry] = []
@@ -77,7 +77,7 @@ class StepFiles:
         return source.tensor(plain)
 
     def _file(self, path: Path) -> tuple[TensorFile, frozenset[Entry]]:
-        # Tensors are asked for step by step: one open file bounds what is mapped, whatever the number of steps.
+        # Tensors are asked for step by step: one open file bounds what is mapped, for any number of steps.
         if self._open is None or self._open[0] != path:
             if path.is_symlink() or not path.is_file():
                 raise CorruptError("not a plain file", got=str(path))

@@ -90,7 +90,7 @@ class Description:
 
 
 class Group:
-    """Small tensors that are written behind one another, described once for all steps.
+    """Small tensors that are written contiguously, described once for all steps.
 
     Args:
         number: Groups are numbered from 0 in the order in which the index describes them.

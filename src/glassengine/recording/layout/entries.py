@@ -53,7 +53,7 @@ class Lazy(Sequence[Item]):
 
 @dataclass(frozen=True)
 class Described:
-    """Tensors that lie behind one another wherever they are written.
+    """Tensors that are contiguous wherever they are written.
 
     Attributes:
         tensors: In step 0, each at its place in a block.

@@ -50,7 +50,7 @@ LARGEST = 1 << 32
 
 # Pieces of an index that are in memory at once.
 _PIECE_BYTES = 1 << 25
-# So many frames of one length behind one another before it is worth to look at more of them at once.
+# Number of frames of one length in a row from which reading more at once is worth it.
 _FEW, _MANY = 16, 1 << 16
 # Rows whose checksums are computed at once stay in a cache, for a column is a byte of each.
 _ROWS = 1 << 13
@@ -200,7 +200,7 @@ def _verified(data: bytes, starts: Array, lengths: Array, first: int, damage: st
 
 
 def _rows(data: bytes, starts: Array, numbers: Array) -> Array:
-    """Return the frames of a fixed size, one a row; a view where they lie behind one another."""
+    """Return the frames of a fixed size, one a row; a view if they are contiguous."""
     begin = int(starts[numbers[0]]) - _HEAD.size
     if len(numbers) * _STRIDE == int(starts[numbers[-1]]) + _FIXED.size - begin:
         return np.ndarray((len(numbers), _STRIDE), np.uint8, data, begin)

@@ -17,7 +17,7 @@ Impossible = tuple[int, str] | None
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of an index in its order; `record` is the number of the record that says so."""
+    """The blocks of an index in its order; `record` is the number of their record."""
 
     record: Array
     columns: Columns
@@ -178,7 +178,7 @@ def _others(steps: Array, ends: Array, committed: Array) -> Array:
 
 
 def _repeated(blocks: Blocks, ends: Array, groups: Sequence[Described]) -> Array:
-    """Return which commits end records that name a tensor twice; steps that go like the one before say nothing new."""
+    """Return which commits end records that name a tensor twice; steps like the one before add nothing."""
     wrong = np.zeros(len(ends), dtype=bool)
     lengths = np.diff(ends, prepend=0)
     numbers = blocks.columns.group

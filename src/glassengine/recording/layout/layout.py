@@ -4,7 +4,7 @@
     recording.json            schema version, state (writing | complete | incomplete), metadata
     shard-NNNNN.part          HEADER_BYTES reserved, then raw tensor bytes, each start aligned to ALIGNMENT
     shard-NNNNN.safetensors   the same file sealed: the reserved bytes hold a safetensors header
-    index.log                 frames: one per tensor, or per block of small tensors that lie behind one another, of a
+    index.log                 frames: one per tensor, or per block of contiguous small tensors, of a
                               group that was described before and that says which of them have the bytes of another
                               and are not there; one per tensor, or per such block with statistics alone, whose values
                               were left out; the token ids of the step where there are any; then the commit of the step,

@@ -245,7 +245,7 @@ class _Found:
         return rows
 
     def _in_order(self, parts: list[Array], rows: Sequence[tuple[int, ...]]) -> list[Array]:
-        """Return columns, and what was said in JSON, in order of their record, up to the one that failed."""
+        """Return columns, and the JSON values, in order of their record, up to the one that failed."""
         if rows:
             columns = np.array(rows, dtype=np.int64).T
             parts = [np.concatenate([part, some.astype(part.dtype)]) for part, some in zip(parts, columns, strict=True)]

@@ -100,7 +100,7 @@ def _shorter(path: Path) -> CorruptError:
 
 
 def _copied(descriptor: int, start: int, num_bytes: int, path: Path) -> Any:
-    """Return bytes in memory of their own, which nobody has filled before."""
+    """Return bytes in memory of their own, uninitialized."""
     buffer = np.empty(num_bytes, dtype=np.uint8)
     view = memoryview(buffer)  # type: ignore[arg-type]  # a buffer at run time
     done = 0

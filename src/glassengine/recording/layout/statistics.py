@@ -185,7 +185,7 @@ def _sum_of_squares(flat: _Array) -> float:
 def light_of_blocks(
     data: memoryview, count: int, tensors: tuple[tuple[str, int], ...], columns: Sequence[int]
 ) -> list[LightTable]:
-    """Return min, max, norm and number of non-finite elements of small tensors that lie behind one another.
+    """Return min, max, norm and number of non-finite elements of contiguous small tensors.
 
     Takes a few passes over all of them together.
 

@@ -27,7 +27,7 @@ class Dump:
         steps: The steps that have tensors, ascending.
         entries: The tensors, in recorded order within ascending steps.
         left_out: What is there, or was seen, and has no values that can be read.
-        stopped: Empty: no dump says so.
+        stopped: Empty: no dump has it.
     """
 
     def __init__(self, source: TensorSource) -> None:
@@ -71,7 +71,7 @@ class Dump:
 
 
 def open_dump(path: str | Path) -> Recording | Dump:
-    """Open a recording, or whatever else `compare` reads: recordings of several ranks, dumps, files of tensors.
+    """Open a recording, or anything else that `compare` reads: recordings of several ranks, dumps, files of tensors.
 
     Raises:
         UsageError: It does not exist or is of no known kind.

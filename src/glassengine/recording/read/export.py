@@ -147,7 +147,7 @@ def _write_pt(path: Path, source: TensorSource, entries: list[Entry]) -> None:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """Return a tensor whose storage is no larger than itself: torch saves whole storages."""
+    """Return a tensor whose storage is not larger than itself: torch saves whole storages."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 

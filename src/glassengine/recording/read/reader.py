@@ -36,7 +36,7 @@ class Recording:
 
     Attributes:
         path: Its directory.
-        metadata: What the writer was told about it; "token_ids" are those of the completed steps.
+        metadata: What the writer was given; "token_ids" are those of the completed steps.
         complete: Whether it was closed regularly and every step that was begun was completed.
         incomplete_because: Why not, else None.
         steps: The completed steps, ascending.
@@ -75,7 +75,7 @@ class Recording:
         """Open the recording directory `path`, or the only one in it.
 
         Raises:
-            UsageError: There is no recording.
+            UsageError: No recording exists.
             CorruptError: It is damaged, or written by a newer version.
         """
         directory = Path(path)

@@ -113,7 +113,7 @@ def open_source(path: str | Path) -> TensorSource:
     """Open a recording directory, a file or a directory of files that hold tensors.
 
     Files: `.pt`, `.pth`, `.safetensors`, `.npz`, `.npy`; `.json` of the debugger of transformers, of Polygraphy and of
-    msprobe, told apart by what is in them. Directories: `rank{r}/` of recordings, `step{i}.pt`, `<name>-step<i>.npy`,
+    msprobe, distinguished by their content. Directories: `rank{r}/` of recordings, `step{i}.pt`, `<name>-step<i>.npy`,
     and what these tools and the dumper of SGLang write. What other packages register (`plugins.FORMATS`).
 
     Raises:

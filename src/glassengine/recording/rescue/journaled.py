@@ -58,7 +58,7 @@ class Journaled:
 
     Args:
         ring: The ring.
-        frames: Of `ring.log`: position, kind, and what is said.
+        frames: Of `ring.log`: position, kind, and content.
     """
 
     def __init__(self, ring: LeftRing, frames: Sequence[tuple[int, int, bytes]]) -> None:
@@ -86,7 +86,7 @@ class Journaled:
         ended: dict[int, JournaledStep] = {}
         held: dict[int, JournaledStep] = {}
         rows: dict[int, list[Row]] = {}
-        # Where a step ends they are told once more.
+        # At the end of a step they are repeated.
         tokens: dict[int, list[Row]] = {}
         held_tokens: dict[int, list[Row]] = {}
         counts: Counter[int] = Counter()
@@ -138,7 +138,7 @@ def _record(data: bytes) -> _Record:
 
 
 def _text_of(reason: bytes) -> str | None:
-    """Return what is said of a row; None where nothing is."""
+    """Return the description of a row; None if there is none."""
     if not reason:
         return None
     found = decoded(b'{"text":' + reason + b"}")["text"]

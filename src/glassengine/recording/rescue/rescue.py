@@ -1,7 +1,7 @@
 """Recovers the steps that had ended when the process of a recording was killed, and that only its ring holds.
 
 They become a recording of their own in `recovered/`, once; or, where nothing can be written, in a directory that lives
-as long as whoever reads it. The ring of a process that still runs is left alone.
+as long as its reader. The ring of a process that still runs is left alone.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def recovered(directory: Path) -> Recovered | None:
 
 @contextlib.contextmanager
 def _index(directory: Path) -> Iterator[bool]:
-    """Lock the index of a recording; yield whether somebody else has."""
+    """Lock the index of a recording; yield whether another process has."""
     with open_regular(directory / layout.INDEX, inside=directory) as index:
         try:
             hold(index.fileno())

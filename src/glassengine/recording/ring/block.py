@@ -1,4 +1,4 @@
-"""Small tensors of one step, copied behind one another into the ring."""
+"""Small tensors of one step, copied contiguously into the ring."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ class RingFile:
         self._stopped.value = _STOPPED
 
     def leave(self) -> None:
-        """Note that nobody writes any more, and that what is in the ring may be recovered."""
+        """Note that writing has ended, and that the content of the ring may be recovered."""
         self._stopped.value = _LEFT
 
     def remove(self) -> None:

@@ -10,7 +10,7 @@ class Flag:
     """Like `threading.Event`, for one thread that waits, and proof against signals.
 
     An event has a lock that is taken in Python code: an exception that a signal handler raises right then (Ctrl-C, a
-    time limit) leaves it locked, and whoever sets the event afterwards waits for ever. Here every method is one call of
+    time limit) leaves it locked, and the next to set the event waits for ever. Here every method is one call of
     a lock.
     """
 

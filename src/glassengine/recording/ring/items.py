@@ -15,7 +15,7 @@ from glassengine.recording.ring.seen import Seen
 
 @dataclass(slots=True)
 class Block:
-    """Small tensors of one step that lie behind one another in the ring.
+    """Small tensors of one step that are contiguous in the ring.
 
     With a `reason` they are only measured, and not written for that reason; `table` is what was found. `descriptions`
     are those of the `known` tensors, the same object in every step that goes alike. `same_as` has (index, index of an

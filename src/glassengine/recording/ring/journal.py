@@ -1,9 +1,9 @@
-"""What of the steps is in the ring, written into a ring of its own: whoever finds both later can tell the steps.
+"""What of the steps is in the ring, written into a ring of its own: a reader of both can recover the steps.
 
 A step that ends leaves a record of all that it had, behind its bytes; one that had much leaves several, each of a part.
 Every record says by itself what its tensors are. A record counts once the ring's file points to it, and each points to
 the one before it.
-It lies apart from the tensors, which are measured together where they lie behind one another.
+It lies apart from the tensors, which are measured together if they are contiguous.
 
 A record: its head; a row for each item; then the text of each row and the reason for which it was only measured, as
 JSON. Positions are those of the ring.
@@ -60,7 +60,7 @@ class Journal:
         self._noted: list[JournalItem] = []
         # Of each step that goes on, how many rows there are.
         self._counts: dict[int, int] = {}
-        # Those that something larger than a slot belongs to cannot be told.
+        # Those with something larger than a slot are unknown.
         self._lost: set[int] = set()
 
     def note(self, items: Iterable[JournalItem]) -> None:
@@ -99,7 +99,7 @@ class Journal:
         for number, ids in enumerate(token_ids):
             try:
                 data = array("q", ids)
-            except (TypeError, OverflowError):  # no token ids; the thread says so
+            except (TypeError, OverflowError):  # no token ids; the thread reports it
                 self._lost.add(step)
                 break
             for start in range(0, len(data), _PART_TOKENS):

@@ -75,13 +75,13 @@ class Memory:
         return not _MADVISE(self.address + start, num_bytes, _POPULATE_WRITE)
 
     def leave_file(self) -> None:
-        """Put memory of this process alone, without the bytes, in the place of that of the file."""
+        """Replace the memory of the file by memory of this process alone, without the bytes."""
         if self._is_shared:
             _MMAP(self.address, self._num_bytes, _ACCESS, _OWN | _FIXED, -1, 0)
             self._is_shared = False
 
     def give_back(self) -> None:
-        """Give memory back to the system now: whoever refers to it may be collected much later."""
+        """Give memory back to the system now: references to it may be collected much later."""
         self.leave_file()
         if hasattr(mmap, "MADV_DONTNEED"):
             _MADVISE(self.address, self._num_bytes, mmap.MADV_DONTNEED)

@@ -189,7 +189,7 @@ class Lesson:
         self._num_bytes += num_bytes
 
     def end(self) -> None:
-        """Remember what was collected, and begin anew."""
+        """Remember what was collected, and start again."""
         items, self._items = self._items, []
         self._stored, self._what = set(), None
         self._num_tensors = self._num_bytes = 0

@@ -1,7 +1,7 @@
 """Copies from an accelerator that the model does not wait for: into pinned memory, on the stream the model runs on.
 
-Later operations of that stream run after the copy, so the values are those of the moment whatever happens to the tensor
-next; only the thread that writes waits for the copy.
+Later operations of that stream run after the copy, so a later change of the tensor does not reach it. Only the
+thread that writes waits for the copy.
 """
 
 from __future__ import annotations

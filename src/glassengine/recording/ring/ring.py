@@ -65,7 +65,7 @@ class Ring:
 
         Args:
             num_bytes: Size of the slot; at most the ring's.
-            on_wait: Called again and again while there is no room; may raise.
+            on_wait: Called repeatedly while the ring is full; may raise.
         """
         rounded = aligned(num_bytes)
         start, tail = self._head, self._tail
@@ -82,7 +82,7 @@ class Ring:
             start = head
             offset = start % self.num_bytes
             if offset + rounded > self._populated:
-                # Back to the beginning, where pages are mapped, if that is free; at the end there is no choice.
+                # Back to the beginning, where pages are mapped, if that is free; at the end always.
                 again = start - offset + self.num_bytes
                 if offset + rounded > self.num_bytes or again + rounded - self._tail <= self.num_bytes:
                     start = again
@@ -108,7 +108,7 @@ class Ring:
         """Give back every slot that ends at position `end` or before."""
         tail = max(self._tail, aligned(end))
         if self.file is not None:
-            # First: what lies behind it must not be written again before whoever reads the file could know.
+            # First: what follows must not be overwritten before a reader of the file can know.
             self.file.set_tail(self._part, tail)
         self._tail = tail
         self._has_room.set()
@@ -145,7 +145,7 @@ class Ring:
         return self._head - position <= self.num_bytes and self.has(position, address, num_bytes)
 
     def fill_from(self, position: int, tensor: Tensor, num_bytes: int) -> None:
-        """Copy the values of a dense tensor into a slot in row-major order, whatever its strides and device."""
+        """Copy the values of a dense tensor into a slot in row-major order, for any strides and device."""
         start = position % self.num_bytes
         slot = self._tensor[start : start + num_bytes].view(tensor.dtype).view(tensor.shape)
         slot.copy_(tensor.detach())
@@ -156,7 +156,7 @@ class Ring:
         self.view[start : start + len(data)] = data
 
     def give_back(self) -> None:
-        """Give the memory back to the system now: whoever refers to the ring may be collected much later."""
+        """Give the memory back to the system now: references to the ring may be collected much later."""
         self._memory.give_back()
 
     def leave_file(self) -> None:
@@ -176,7 +176,7 @@ class Ring:
 
 
 def lies_flat(tensor: Tensor) -> bool:
-    """Return whether the elements are on the CPU behind one another, in row-major order.
+    """Return whether the elements are on the CPU, contiguous, in row-major order.
 
     Looks at attributes only: methods of torch that compute let go of the interpreter lock.
     """

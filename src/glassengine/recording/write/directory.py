@@ -56,13 +56,13 @@ def make_directory(path: Path, overwrite: bool) -> None:
 
 
 class Index:
-    """The index of the recording at `directory`, made; as long as it is open nobody replaces the recording."""
+    """The index of the recording at `directory`, made; while it is open the recording is not replaced."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / layout.INDEX
         self._num_bytes = 0
         self._file = self._path.open("xb", buffering=0)
-        with contextlib.suppress(BlockingIOError):  # somebody looks whether it is held
+        with contextlib.suppress(BlockingIOError):  # another process checks whether it is held
             hold(self._file.fileno())
 
     def append(self, frames: Sequence[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""Whether files that a recording has written are still there: somebody else may remove or cut them meanwhile."""
+"""Whether files that a recording has written still exist: other programs may remove or cut them."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def _payload(frame: bytes) -> bytes:
 
 
 def frames(data: bytes) -> Iterator[tuple[int, int, bytes]]:
-    """Yield position, kind and what is said of each frame up to the first that is not whole."""
+    """Yield position, kind and content of each frame up to the first incomplete one."""
     start = 0
     while len(data) - start >= HEAD.size:
         size, checksum, position, kind = HEAD.unpack_from(data, start)

@@ -21,7 +21,7 @@ class OpenStep:
     num_left_out: int = 0
     # Place and bytes of a tensor -> what is stored, and the tensor itself: its storage cannot be reused meanwhile.
     identities: dict[object, tuple[Description, Location, Tensor]] = field(default_factory=dict)
-    # Whether `names` is no other's: those of a group that is all of a step stay the group's.
+    # Whether `names` is not shared: those of a group that is all of a step stay the group's.
     _owns_names: bool = False
 
     def is_new(self, names: Set[tuple[str, int]]) -> bool:

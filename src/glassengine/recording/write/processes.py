@@ -1,7 +1,7 @@
 """What ends or doubles a process that records: SIGTERM ends its recordings first, and a fork leaves them alone.
 
-A signal is handled only where nobody else does, and only from the main thread, as Python wants it. A process that
-nobody may tell of its end (SIGKILL, `os._exit`, a handler of the user's) leaves its last steps in the ring's file.
+A signal is handled only if nothing else does, and only from the main thread, as Python requires. A process that
+ends without notice (SIGKILL, `os._exit`, a handler of the user's) leaves its last steps in the ring's file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def watch(writer: _Writer) -> None:
 def forget(writer: _Writer) -> None:
     """Look after a writer no more."""
     _writers.discard(writer)
-    # Where somebody has put a handler of their own in front, ours stays behind it and does nothing.
+    # If another handler has been put in front, ours stays behind it and does nothing.
     if (
         not _writers
         and threading.current_thread() is threading.main_thread()

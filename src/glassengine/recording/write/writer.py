@@ -171,7 +171,7 @@ class RecordingWriter:
         return location
 
     def store_block(self, group: Group, step: int, data: memoryview, checksum: int) -> Location:
-        """Take the bytes of several small tensors that lie behind one another as `layout.block_starts` says.
+        """Take the bytes of several small tensors that are contiguous as `layout.block_starts` defines.
 
         Returns where they will be.
 
