@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from glassengine.program.export.export import export_causal_lm, export_module
 from glassengine.program.representation.outputs import add_outputs
 from glassengine.program.representation.program import Program
 from glassengine.testing import conformance, models
+from tests import children
 
 MakeSubject = Callable[..., conformance.Subject]
 MakeProgram = Callable[..., Program]
@@ -328,7 +328,7 @@ def test_running_needs_neither_onnx_nor_onnxscript(built: Path) -> None:
                           position_ids=torch.arange(3)[None], cache_position=torch.arange(3), **caches))["logits"]
         assert logits.shape == (1, 3, 272) and caches["past_key_1"][:, :, :3].all()
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=600)
+    children.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=600)
 
 
 @pytest.mark.parametrize("location", ["../secret.data", "/etc/hostname"])

@@ -17,6 +17,7 @@ from glassengine.capture.runs.target import record_target
 from glassengine.capture.scripts.run_script import record_script
 from glassengine.compare import compare
 from glassengine.recording.read.reader import Recording
+from tests import children
 
 pytest.importorskip("torch.distributed.tensor.parallel")
 
@@ -97,7 +98,7 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     commands = [[str(baseline), str(path)], *([str(script), str(path), str(path / "store"), str(r)] for r in range(2))]
     running = [
-        subprocess.Popen([sys.executable, *command], env=one_thread, stderr=subprocess.PIPE, text=True)
+        children.Popen([sys.executable, *command], env=one_thread, stderr=subprocess.PIPE, text=True)
         for command in commands
     ]
     try:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import children
+
 # A job in the background inherits "ignore", under which nobody could interrupt it.
 SCRIPT = (
     "import signal, sys\n"
@@ -56,8 +58,9 @@ def test_interrupted_check_leaves_nothing(tmp_path: Path) -> None:
 def interrupt(arguments: list[str], tmp_path: Path, stage: str) -> None:
     """Start a check, interrupt it in that stage, and look for what it leaves behind."""
     command = [sys.executable, "-c", SCRIPT, "check", *arguments, "--backend", "eager"]
-    process = subprocess.Popen(
+    process = children.Popen(
         command,
+        imports=children.MODELS,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "TMPDIR": str(tmp_path)},

@@ -18,6 +18,7 @@ import torch
 from glassengine.cli.main import main
 from glassengine.recording import background as worker
 from glassengine.recording.read.reader import Recording
+from tests import children
 
 FACTORIES = """
 import torch
@@ -150,8 +151,9 @@ def run_script(
     tmp_path: Path, *command: str, ending: str = "pass", **variables: str
 ) -> subprocess.CompletedProcess[str]:
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT).replace("{ending}", ending))
-    return subprocess.run(
+    return children.run(
         [sys.executable, *command],
+        imports=children.COMPILING,
         cwd=tmp_path,
         capture_output=True,
         text=True,

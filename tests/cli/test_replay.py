@@ -13,6 +13,7 @@ import pytest
 
 from glassengine.cli.main import main
 from glassengine.executable.snapshot.meta import sealed
+from tests import children
 
 TRAINING = """
 import sys
@@ -46,8 +47,9 @@ with glass.snapshots.take(sys.argv[1], on="nonfinite"):
 def glass(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run the command elsewhere, with a cleared path and without the variables of this process."""
     kept = ("PATH", "HOME", "TMPDIR", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "TORCHINDUCTOR_CACHE_DIR")
-    return subprocess.run(
-        [sys.executable, "-I", "-m", "glassengine.cli", *arguments],
+    return children.run(
+        [sys.executable, "-m", "glassengine.cli", *arguments],
+        imports=children.COMPILING,
         cwd=cwd,
         env={name: os.environ[name] for name in kept if name in os.environ},
         capture_output=True,
@@ -63,8 +65,9 @@ def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("training")
     script = folder / "train.py"
     script.write_text(TRAINING)
-    done = subprocess.run(
+    done = children.run(
         [sys.executable, str(script), str(folder / "snapshots"), "eager"],
+        imports=children.COMPILING,
         cwd=folder,
         capture_output=True,
         text=True,

@@ -24,6 +24,7 @@ from glassengine.executable.profile import requests as profile_requests
 from glassengine.executable.profile.requests import Connection, Listener, Reply
 from glassengine.executable.profile.taker import Asked
 from glassengine.reading.documents import parsed
+from tests import children
 
 # In a process of its own, so that what is measured is the training and not the attack.
 TRAINING = """
@@ -59,7 +60,7 @@ class Training:
     def __init__(self, directory: Path) -> None:
         self.token_file = directory / "token"
         command = [sys.executable, "-c", TRAINING, str(directory), str(self.token_file)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.process = children.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.port = int(self.process.stdout.readline())
         self.said: list[tuple[float, ...]] = []

@@ -28,6 +28,7 @@ from glassengine.executable.metrics.reader import parse_metrics
 from glassengine.executable.run import observers
 from glassengine.frontends.eager_debug import EagerDebugMode
 from glassengine.frontends.eager_ops import OpRunner, op_runner
+from tests import children
 
 A = torch.ops.aten
 
@@ -585,8 +586,9 @@ def numbers(report: str) -> tuple[int, int, int, int, int]:
 
 def run_example(code: str, directory: Path) -> subprocess.CompletedProcess[str]:
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("GLASS_", "NEURON_"))}
-    return subprocess.run(
+    return children.run(
         [sys.executable, "-c", code],
+        imports=children.COMPILING,
         env=variables | {"GLASS_CACHE_DIR": str(directory)},
         capture_output=True,
         text=True,

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests import children
+
 HERE = Path(__file__).parent
 
 OUTSIDE = "its file is outside of the directory"
@@ -47,9 +49,7 @@ def run(*arguments: str, cwd: Path, timeout: float, prelude: str = "") -> subpro
     code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import {name}; {prelude}\nsys.exit({name}.main())"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code, *arguments[1:]]
-    return subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout, check=False
-    )
+    return children.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
 
 
 def hostile(cwd: Path, records: int, timeout: float) -> dict[str, dict[str, Any]]:

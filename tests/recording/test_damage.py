@@ -16,6 +16,7 @@ from glassengine.recording.layout import frames, layout
 from glassengine.recording.layout.records import frame
 from glassengine.recording.read.reader import Recording
 from glassengine.recording.write.writer import RecordingWriter
+from tests import children
 
 
 def make(path: Path, steps: int = 3) -> Path:
@@ -37,7 +38,7 @@ def run(code: str, *arguments: object) -> subprocess.Popen[str]:
         code
     )
     root = Path(__file__).parents[2] / "src"
-    return subprocess.Popen(
+    return children.Popen(
         [sys.executable, "-c", source, *map(str, arguments)],
         stdout=subprocess.PIPE,
         text=True,

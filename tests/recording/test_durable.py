@@ -23,6 +23,7 @@ from glassengine.recording.layout.layout import LeftOut
 from glassengine.recording.read.reader import Recording
 from glassengine.recording.ring import file as ring_file
 from glassengine.recording.write import writer
+from tests import children
 
 # Every value says which site and step it belongs to. Each forward that has ended is told by a byte on stdout.
 PRELUDE = """
@@ -107,7 +108,7 @@ for kind, moment, path in zip(*[iter(sys.argv[1:])] * 3):
 
 def start(code: str, *arguments: object, ring: int = RING) -> subprocess.Popen[str]:
     root = Path(__file__).parents[2] / "src"
-    return subprocess.Popen(
+    return children.Popen(
         [sys.executable, "-c", PRELUDE + textwrap.dedent(code), *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

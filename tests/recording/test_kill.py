@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from glassengine.recording.read.reader import Recording
+from tests import children
 
 # A model whose tensors say which step and which site they belong to: small ones, some that are shared, a large one.
 MODEL = """
@@ -66,7 +67,7 @@ for number, moment in enumerate(moments):
 
 def start(code: str, *arguments: object) -> subprocess.Popen[str]:
     root = Path(__file__).parents[2] / "src"
-    return subprocess.Popen(
+    return children.Popen(
         [sys.executable, "-c", MODEL + textwrap.dedent(code), *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

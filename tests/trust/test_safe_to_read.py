@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 import glassengine as glass
+from tests import children
 from tests.fuzz import kinds
 from tests.trust.hostile import MARK, Hand
 
@@ -47,8 +47,14 @@ def watched(hand: Hand, lines: list[list[str]], warm: list[list[str]] | None = N
     environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(WATCH), str(hand.folder), str(hand.own)]
     text = "".join(json.dumps(line) + "\n" for line in [warm or [], *lines])
-    done = subprocess.run(
-        command, input=text, capture_output=True, text=True, env=environment, cwd=hand.own / "cwd", check=False
+    done = children.run(
+        command,
+        imports=children.MODELS,
+        input=text,
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=hand.own / "cwd",
     )
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(answers) == len(lines), done.stderr

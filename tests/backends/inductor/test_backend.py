@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 import textwrap
 import zipfile
@@ -19,6 +18,7 @@ from glassengine.backends.protocol.io import read_io
 from glassengine.executable.run.executable import compile_executable, load_executable
 from glassengine.program.export.export import export_module
 from glassengine.program.representation.program import Program
+from tests import children
 
 BACKEND = inductor.InductorBackend()
 
@@ -104,7 +104,7 @@ def test_the_package_runs_without_this_package(program: Program, frozen: Path, t
         package = torch._inductor.aoti_load_package({str(frozen / "model.pt2")!r})
         torch.testing.assert_close(package(x=case["x"]), case["expected"])
     """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], check=True, timeout=600)
+    children.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], imports=children.COMPILING, check=True)
 
 
 def test_inputs_of_any_layout_give_the_right_values(program: Program, frozen: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from glassengine import commands
 from glassengine.errors import BackendError
 from glassengine.recording.read.reader import Recording
 from glassengine.testing.onnx_models import onnx_control_flow, onnx_mlp, onnx_text
+from tests import children
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -112,7 +112,7 @@ def test_recordings_of_one_file_pair(mlp: Path, engine: glass.Engine, tmp_path: 
     script = mlp.parent / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "glassengine.cli", "record", "-o", str(tmp_path / "script"), "--", "script.py"]
-    subprocess.run(command, cwd=mlp.parent, check=True, capture_output=True)
+    children.run(command, cwd=mlp.parent, check=True, capture_output=True)
     engine.forward(inputs={"x": X}, record=tmp_path / "engine")
     commands.record_target(mlp, tmp_path / "source", inputs={"x": X})
     sites = {entry.site for entry in Recording.open(tmp_path / "source").entries}

@@ -27,6 +27,7 @@ from glassengine.capture.scripts.recorder import MAX_MODELS, ScriptRecorder
 from glassengine.capture.scripts.spawned import SpawnedRecordings, _start, finish
 from glassengine.errors import GlassError
 from glassengine.recording.read.reader import Recording
+from tests import children
 
 NET = """\
 import sys, threading, time, torch, multiprocessing
@@ -54,7 +55,7 @@ def run_net(
     tmp_path: Path, *command: str, then: str, first: str = "", **variables: str
 ) -> subprocess.CompletedProcess[str]:
     (tmp_path / "net.py").write_text(first + NET + textwrap.dedent(then))
-    return subprocess.run(
+    return children.run(
         [sys.executable, *command, "net.py"],
         cwd=tmp_path,
         capture_output=True,
@@ -350,7 +351,7 @@ def test_f20_a_session_after_something_looked_up_its_package(tmp_path: Path, how
         "onnxruntime.InferenceSession('double.onnx').run(None, {'x': numpy.ones(2, numpy.float32)})\n"
     )
     command = ["net.py"] if how == "auto" else [*RECORD, "net.py"]
-    done = subprocess.run(
+    done = children.run(
         [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr

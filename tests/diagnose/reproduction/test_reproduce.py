@@ -25,6 +25,7 @@ from glassengine.errors import UsageError
 from glassengine.judge.graphs.cut import Piece, piece_of
 from glassengine.results import Comparison
 from glassengine.testing import models
+from tests import children
 
 MODEL = """
 import torch
@@ -114,7 +115,7 @@ def test_it_needs_torch_and_safetensors_only(scaled: Path, tmp_path: Path) -> No
     assert "glassengine" not in done.stderr
     # As a test of pytest: what float64 gives is stored, what the candidate gives is wrong.
     code = "import test_repro as t; t.test_expected_is_what_float64_gives(); t.test_actual_agrees_with_expected()"
-    done = subprocess.run([sys.executable, "-c", code], cwd=scaled, capture_output=True, text=True)
+    done = children.run([sys.executable, "-c", code], cwd=scaled, capture_output=True, text=True)
     assert done.returncode == 1 and "AssertionError" in done.stderr and "test_actual_agrees" in done.stderr
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ from glassengine.errors import BackendError, UsageError
 from glassengine.executable.snapshot.reader import Snapshot
 from glassengine.results import Result
 from glassengine.testing import models
+from tests import children
 
 
 class Net(nn.Module):
@@ -181,7 +181,8 @@ def test_a_compiler_that_kills_its_process_is_cut_down_elsewhere(
     found = glass.replay(snapshot, backend="inductor", bisect=True, reproduction=tmp_path / "repro").bisection
     assert found is not None and found.failure == "crash" and "SIGABRT" in found.message
     assert [op.op for op in found.ops] == ["aten.relu.default"]
-    done = subprocess.run([sys.executable, str(tmp_path / "repro" / "test_repro.py")], capture_output=True, check=False)
+    command = [sys.executable, str(tmp_path / "repro" / "test_repro.py")]
+    done = children.run(command, imports=children.COMPILING, capture_output=True)
     assert done.returncode == -signal.SIGABRT
 
 

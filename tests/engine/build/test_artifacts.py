@@ -30,6 +30,7 @@ from glassengine.errors import BackendError, CorruptError, UsageError
 from glassengine.program.listing.artifacts import read_manifest
 from glassengine.program.representation.outputs import add_outputs
 from glassengine.writing.files import held
+from tests import children
 
 STAGES = ["00-exported", "01-functional", "02-pass-double", "03-outputs"]
 PASS = """
@@ -146,7 +147,7 @@ def test_graph_module_computes_what_the_program_computes(language_model: Built, 
     save_file(inputs, tmp_path / "inputs.safetensors")
     stages = [language_model.directory / name / "graph_module.py" for name in ("00-exported", "02-outputs")]
     command = [sys.executable, "-c", RUNNER, engine.directory, tmp_path / "inputs.safetensors", tmp_path, *stages]
-    subprocess.run(list(map(str, command)), check=True, timeout=600)
+    children.run(list(map(str, command)), check=True, timeout=600)
     executed = add_outputs(engine.program, ["linear", "scaled_dot_product_attention"])
     expected = run_program(executed, inputs)
     found = load_file(tmp_path / "02-outputs.safetensors")
@@ -159,10 +160,10 @@ def test_graph_module_computes_what_the_program_computes(language_model: Built, 
 def test_graph_module_runs_by_itself_with_random_weights(with_pass: Built, tmp_path: Path) -> None:
     # From an empty directory: the file needs nothing beside it.
     command = [sys.executable, str(with_pass.directory / "graph_module.py")]
-    done = subprocess.run(command, cwd=tmp_path, check=True, timeout=600, capture_output=True, text=True)
+    done = children.run(command, cwd=tmp_path, check=True, timeout=600, capture_output=True, text=True)
     assert re.search(r"^output: torch\.float32 \[\d, 8\] min .* mean .* max ", done.stdout, re.M)
     assert "dbg.relu: torch.float32" in done.stdout
-    wrong = subprocess.run([*command, "nosuch.pt"], cwd=tmp_path, timeout=600, capture_output=True, text=True)
+    wrong = children.run([*command, "nosuch.pt"], cwd=tmp_path, timeout=600, capture_output=True, text=True)
     assert wrong.returncode == 1 and "got: nosuch.pt" in wrong.stderr and "Traceback" not in wrong.stderr
 
 

@@ -28,6 +28,7 @@ from glassengine.engine.store.requests import parse_request
 from glassengine.errors import BackendError, CorruptError, UnknownNameError, UsageError
 from glassengine.program import Program
 from glassengine.testing import models
+from tests import children
 
 
 def eager(program: Program, directory: Path, **options: Any) -> Engine:
@@ -202,7 +203,7 @@ def test_interrupted_build_leaves_nothing(tmp_path: Path) -> None:
     made = "glassengine.testing.models:vision"
     arguments = ["build", made, str(out / "e"), "--inputs", f"{made}_inputs", "--backend", "eager"]
     command = [sys.executable, "-c", script, *arguments]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = children.Popen(command, imports=children.MODELS, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 90
         while not any(out.iterdir()):

@@ -29,6 +29,7 @@ from glassengine.executable.cache.key import Parts
 from glassengine.executable.cache.report import examine_cache
 from glassengine.executable.graph.graph import CapturedGraph, input_spec
 from glassengine.executable.metrics.metrics import metrics, reset_metrics
+from tests import children
 
 PRODUCT = "product.bin"
 
@@ -565,7 +566,7 @@ def test_two_processes_write_at_once(directory: Path, tmp_path: Path) -> None:
     variables = os.environ | {"GLASS_CACHE_MAX_BYTES": "45000"}
     ready = [tmp_path / f"ready{index}" for index in range(2)]
     writers = [
-        subprocess.Popen([*command, str(path), str(go)], env=variables, stdout=subprocess.PIPE, text=True)
+        children.Popen([*command, str(path), str(go)], env=variables, stdout=subprocess.PIPE, text=True)
         for path in ready
     ]
     while not all(path.exists() for path in ready):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -21,6 +20,7 @@ from glassengine.executable.metrics.reader import parse_metrics, read_metrics
 from glassengine.executable.metrics.report import PERCENTILES, merge_metrics, summarize
 from glassengine.executable.run.executable import Executable
 from glassengine.results.metrics import MetricsReport, format_value
+from tests import children
 
 S = 1_000_000_000
 durations = st.integers(0, 400 * 86400 * S)
@@ -263,7 +263,7 @@ GRAMMAR = re.compile(
 
 
 def test_our_grammar_is_that_of_torchs_own_lazy_core() -> None:
-    done = subprocess.run([sys.executable, "-c", ORACLE], capture_output=True, text=True, check=False)
+    done = children.run([sys.executable, "-c", ORACLE], capture_output=True, text=True, check=False)
     if "No module named 'torch._lazy" in done.stderr:
         pytest.skip("this torch has no lazy core")
     assert done.returncode == 0, done.stderr

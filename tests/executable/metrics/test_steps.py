@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 
@@ -13,6 +12,7 @@ import glassengine as glass
 from glassengine import spans
 from glassengine.errors import UsageError
 from glassengine.executable.metrics import steps
+from tests import children
 
 
 @pytest.fixture(autouse=True)
@@ -170,7 +170,7 @@ glass.compat.add_step_closure(slow, ("never",))
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
 def test_at_the_end_closures_are_drained_errors_said_and_what_never_ran_is_counted() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=600)
+    done = children.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=600)
     assert sorted(done.stdout.split()) == ["child", "parent"]
     assert "ERROR a step closure failed after the last step" in done.stderr and "ValueError: too late" in done.stderr
     assert "WARNING 1 step closures never ran" in done.stderr

@@ -6,7 +6,6 @@ import errno
 import gzip
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ from glassengine.executable.profile import tensorboard as profile_events
 from glassengine.executable.profile.trace import Span, annotate, kind_of, nest, summarize
 from glassengine.executable.run import observers
 from glassengine.executable.run.executable import Executable
+from tests import children
 
 
 class Block(nn.Module):
@@ -292,7 +292,7 @@ def test_the_plugin_of_tensorboard_reads_the_trace(tmp_path: Path) -> None:
     script = tmp_path / "read.py"
     script.write_text(READ_BY_THE_PLUGIN)
     command = [sys.executable, str(script), str(taken.directory)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+    done = children.run(command, capture_output=True, text=True, timeout=600, check=True)
     assert json.loads(done.stdout.splitlines()[-1]) == {"worker": "rank0", "views": ["Overview", "Operator", "Trace"]}
 
 

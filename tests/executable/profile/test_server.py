@@ -6,7 +6,6 @@ import http.client
 import json
 import os
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from glassengine.errors import UsageError
 from glassengine.executable.profile import taker as profile_taker
 from glassengine.executable.profile.server import ProfileServer
 from glassengine.executable.profile.taker import MAX_S, MAX_STEPS
+from tests import children
 
 
 @pytest.fixture(autouse=True)
@@ -322,7 +322,7 @@ for _ in range(5):
 
 def test_a_process_that_ends_first_leaves_what_was_taken(tmp_path: Path) -> None:
     command = [sys.executable, "-c", ENDING, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    done = children.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     found, _ = glass.profiler.read(tmp_path)
     assert 1 <= found.data["num_steps"] <= 5

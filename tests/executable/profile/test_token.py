@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import stat
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from glassengine.errors import CorruptError, UsageError
 from glassengine.executable.cache.store import Store
 from glassengine.executable.profile.token import Entry, TokenFile, new_token, running, token_of, write
+from tests import children
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="modes of files are those of POSIX")
 
@@ -202,7 +202,7 @@ if sys.argv[2] == "kill":
 
 
 def test_s5_what_a_killed_process_left_is_swept(cache: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED, "9013", "kill"], timeout=60, check=False)
+    done = children.run([sys.executable, "-c", KILLED, "9013", "kill"], timeout=60, check=False)
     assert done.returncode == -9
     (left,) = cache.rglob("9013.json")
     assert not running(), "nobody holds it"

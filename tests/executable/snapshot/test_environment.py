@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
 import sys
 import timeit
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from glassengine.executable.run.executable import Executable
 from glassengine.executable.run.observers import observers
 from glassengine.executable.snapshot import environment as snapshot_environment
 from glassengine.executable.snapshot.environment import policy_of, tell_of_nothing
+from tests import children
 
 MakeExecutable = Callable[..., Executable]
 X = torch.ones(2)
@@ -202,7 +202,7 @@ def test_f25_nothing_is_told_where_something_ran(
 def test_f25_a_program_says_it_when_it_ends(tmp_path: Path) -> None:
     code = "import glassengine, torch; torch.nn.Linear(2, 2)(torch.ones(2))"
     variables = {**os.environ, "XLA_FLAGS": "--xla_dump_hlo_snapshots --xla_dump_to=dump"}
-    done = subprocess.run(
+    done = children.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
         env=variables,
