@@ -198,7 +198,7 @@ def read_map(here: Path, shared: Path) -> int:
 
 
 def read_onnx(here: Path, shared: Path) -> int:
-    from glassengine.program.onnx.file import read_onnx
+    from glassengine.program.onnx.stored.file import read_onnx
 
     found = read_onnx(here / "it" / "m.onnx")
     return say(found.weights())

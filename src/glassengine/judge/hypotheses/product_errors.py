@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from glassengine.judge.hypotheses.ask import Asked
-from glassengine.judge.hypotheses.trial import FAILS, Call, Trial
+from glassengine.judge.hypotheses.trials.trial import FAILS, Call, Trial
 from glassengine.program.representation.naming import CONVOLUTIONS, op_name
 
 _COARSE = (torch.bfloat16, torch.float16)

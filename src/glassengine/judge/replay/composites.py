@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from glassengine.numerics.noise import noisy, rounds
 from glassengine.numerics.ops import FLOAT32_SUMS, RANDOM, UNDEFINED, Accumulation
-from glassengine.program.onnx.function import Composite
+from glassengine.program.onnx.operators.function import Composite
 from glassengine.program.representation.naming import op_name
 
 NUM_RUNS = 6

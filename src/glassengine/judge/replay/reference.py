@@ -28,7 +28,7 @@ from glassengine.numerics.noise import disturbed, noisy, rounded, rounds
 from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
 from glassengine.numerics.product_noise import ExactProduct, is_product
 from glassengine.numerics.verdict import Reference, smallest_precise, unit_roundoff
-from glassengine.program.onnx.function import Composite
+from glassengine.program.onnx.operators.function import Composite
 from glassengine.program.representation.naming import is_tensor_node, op_name
 from glassengine.program.representation.program import Program
 from glassengine.results import ExemptionReason
