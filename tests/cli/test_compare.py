@@ -8,12 +8,22 @@ import pytest
 import torch
 
 from glassengine import build
-from glassengine.cli.main import main
+from glassengine.cli import options
+from glassengine.cli.errors import exit_status
+from glassengine.cli.main import load_command
 from glassengine.recording.write.writer import RecordingWriter
 
 
 def glass(name: str, *arguments: object) -> int:
-    return main([name, *map(str, arguments)])
+    options.reset()
+    command = load_command(name)
+
+    def invoke() -> int:
+        with command.make_context(name, [str(argument) for argument in arguments]) as context:
+            status: int = command.invoke(context)
+            return status
+
+    return exit_status(invoke)
 
 
 @pytest.fixture

@@ -7,13 +7,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from glassengine.cli.main import main
+from glassengine.cli import options
+from glassengine.cli.errors import exit_status
+from glassengine.cli.main import load_command
 
 NUM_TENSORS = 300
 
 
 def glass_compare(*arguments: object) -> int:
-    return main(["compare", *map(str, arguments)])
+    options.reset()
+    command = load_command("compare")
+
+    def invoke() -> int:
+        with command.make_context("compare", [str(argument) for argument in arguments]) as context:
+            status: int = command.invoke(context)
+            return status
+
+    return exit_status(invoke)
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from glassengine.judge.cases import StepInputs
 from glassengine.judge.exclusions.padding import valid_mask
 from glassengine.judge.sides.step_inputs import by_name, empty_caches
 from glassengine.numerics.float64 import double, retarget, target_of
-from glassengine.numerics.ops import RANDOM, UNDEFINED
-from glassengine.program.representation.naming import is_tensor_node, op_name
+from glassengine.ops.traits import traits_of
+from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.program import Program
 from tests.corpus.edits import Mutant
 
@@ -76,7 +76,7 @@ def find_guilt(program: Program, mutant: Mutant, steps: Steps) -> Guilt:
         values |= {ours: user[theirs] for ours, theirs in mutant.moved.items() if theirs in user}
         evaluate = _Evaluation(program, values)
         for node in program.graph.nodes:
-            if not is_tensor_node(node) or node.name not in values or op_name(node) in RANDOM | UNDEFINED:
+            if not is_tensor_node(node) or node.name not in values or traits_of(node).is_arbitrary:
                 continue
             site = program.sites.by_node[node.name][0]
             valid = valid_mask(site, values[node.name], inputs) if isinstance(inputs, StepInputs) else None

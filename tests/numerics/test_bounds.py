@@ -11,20 +11,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from glassengine.numerics.bounds import has_bound, rounding_bound
-from glassengine.numerics.ops import (
-    CASTS,
-    MOVES,
-    POINTWISE,
-    RANDOM,
-    STEPS,
-    SUMS,
-    UNBOUNDED,
-    UNDEFINED,
-    Operation,
-    Roundoff,
-)
+from glassengine.numerics.ops import Operation, Roundoff
 from glassengine.numerics.verdict import smallest_precise, unit_roundoff
-from glassengine.program.representation.naming import CONVOLUTIONS, PRODUCTS
+from glassengine.ops.row import Rounding
+from glassengine.ops.table import TABLE
+from glassengine.ops.traits import named
 
 aten = torch.ops.aten
 
@@ -124,7 +115,11 @@ def test_kernels_stay_below_the_bound_and_mistakes_do_not(name: str, dtype: torc
     assert bool((mistake > bound).any()), float((mistake / bound).max())
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if n in POINTWISE | SUMS | {"softmax", "layer_norm", "rms_norm"}])
+FUSED = [n for n in CASES if named(n).rounding in (Rounding.POINTWISE, Rounding.SUMS)]
+FUSED += ["softmax", "layer_norm", "rms_norm"]
+
+
+@pytest.mark.parametrize("name", FUSED)
 def test_registers_of_a_fused_kernel_are_within_the_bound_of_what_was_dumped(name: str) -> None:
     call, args = CASES[name]
     u = unit_roundoff(torch.bfloat16)
@@ -238,16 +233,11 @@ def test_what_is_added_may_be_added_to_a_rounded_result(name: str, dtype: torch.
 
 
 def test_an_unknown_op_has_no_bound() -> None:
-    assert not has_bound("fft_fft") and not any(has_bound(name) for name in UNBOUNDED)
+    assert not has_bound("fft_fft") and not any(
+        has_bound(name) for name, row in TABLE.items() if row.rounding is Rounding.UNBOUNDED
+    )
     exact = X.double()
     assert rounding_bound(Operation("fft_fft", torch.neg, (exact,), {}, exact), Roundoff(2.0**-24)) is None
-
-
-def test_every_op_is_in_one_class() -> None:
-    classes = [MOVES, CASTS, PRODUCTS, CONVOLUTIONS, SUMS, POINTWISE, STEPS, RANDOM, UNDEFINED, UNBOUNDED]
-    for index, one in enumerate(classes):
-        for other in classes[index + 1 :]:
-            assert not one & other
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1e-5, 1e-7])

@@ -27,9 +27,8 @@ from glassengine.numerics.float64 import retarget
 from glassengine.numerics.mask_values import sentinel
 from glassengine.numerics.metrics.slices import slices
 from glassengine.numerics.noise import disturbed, noisy, rounds
-from glassengine.numerics.ops import CASTS
 from glassengine.numerics.verdict import smallest_precise, unit_roundoff
-from glassengine.program.representation.naming import op_name
+from glassengine.ops.traits import traits_of
 from glassengine.recording.layout.layout import LeftOut, Sharding
 from glassengine.recording.layout.noise_floor import Floor, Key, write_noise_floor
 from glassengine.recording.read.reader import Recording
@@ -99,7 +98,7 @@ class RoundedOtherwise(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Return the float64 arguments of an op that rounds (a copy: the op may write into them), else None."""
         node = _node(func)
-        if op_name(node) in CASTS:
+        if traits_of(node).casts:
             # `rounds` reads the dtypes of a cast from a traced node; here they are those of the tensors.
             return ((), {}) if _narrows(args, kwargs.get("dtype")) else None
         if not rounds(node):

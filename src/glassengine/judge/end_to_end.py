@@ -18,9 +18,8 @@ import torch
 from glassengine.judge.graphs.by_result import in_order
 from glassengine.numerics.metrics.drift import LITTLE_LEFT, LOST, DriftSums
 from glassengine.numerics.metrics.tolerance import is_inexact, tolerance
-from glassengine.numerics.ops import RANDOM
 from glassengine.numerics.verdict import Judgement, Reference
-from glassengine.program.representation.naming import op_name
+from glassengine.ops.traits import traits_of
 from glassengine.program.representation.outputs import PREFIX
 from glassengine.program.representation.program import Program
 from glassengine.program.user_code.module_state import STATE
@@ -147,7 +146,7 @@ class EndToEnd:
         if self._drawn is None:
             found: set[str] = set()
             for node in self.program.graph.nodes:
-                if op_name(node) in RANDOM or any(source.name in found for source in node.all_input_nodes):
+                if traits_of(node).is_random or any(source.name in found for source in node.all_input_nodes):
                     found.add(node.name)
             self._drawn = frozenset(found)
         return self._drawn

@@ -41,83 +41,69 @@ from torch.utils import _pytree as pytree
 
 from glassengine.numerics import composite_bounds as composite
 from glassengine.numerics.mask_values import size_but_hidden
-from glassengine.numerics.ops import (
-    ATTENTION,
-    CASTS,
-    LARGEST,
-    MOVES,
-    OF_ABSOLUTE_ERROR,
-    OF_SEVERAL_STEPS,
-    POINTWISE,
-    RELATIVE_TO_ARGUMENT,
-    STEPS,
-    SUMS,
-    U_ACCUMULATE,
-    Operation,
-    Roundoff,
-    num_terms,
-)
-from glassengine.program.representation.naming import CONVOLUTIONS, PRODUCTS
+from glassengine.numerics.ops import U_ACCUMULATE, Operation, Roundoff
+from glassengine.ops.row import Rounding
+from glassengine.ops.traits import named
 
 
 def rounding_bound(operation: Operation, roundoff: Roundoff) -> Tensor | None:
     """Return the largest legal distance of each element of a candidate's result, or None for an op of no class."""
-    name, size = operation.name, operation.exact.abs()
+    traits, size = operation.traits, operation.exact.abs()
     u, u_in = roundoff.u, roundoff.u_in
     bound: Tensor | None
-    if name in MOVES or name in CASTS:
+    if traits.moves or traits.casts:
         # What is selected by size may be a neighbor of the largest.
-        largest = torch.maximum(operation.on(size_but_hidden).abs(), size) if name in LARGEST else size
+        selects = traits.choice is not None and traits.choice.values
+        largest = torch.maximum(operation.on(size_but_hidden).abs(), size) if selects else size
         bound = 1.3 * (u * largest + u_in * roundoff.size_in(largest))
-    elif name in POINTWISE:
+    elif traits.rounding is Rounding.POINTWISE:
         # Activations may be written out: a product of a rounded sigmoid, say.
-        roundings = 4 if name in RELATIVE_TO_ARGUMENT else 2
-        inputs = max(u_in, roundoff.u_w, u if name in OF_SEVERAL_STEPS else 0.0)
+        roundings = 4 if traits.relative_to_argument else 2
+        inputs = max(u_in, roundoff.u_w, u if traits.several_steps else 0.0)
         bound = (roundings * u + 4 * U_ACCUMULATE) * size + _carried(operation, roundoff, inputs)
-        if name in OF_ABSOLUTE_ERROR and roundoff.kernel is None:
+        if traits.absolute_error and roundoff.kernel is None:
             bound = bound + 12 * U_ACCUMULATE
-    elif name in SUMS:
-        terms = num_terms(name, operation.args, operation.exact)
-        bound = 2 * u * size + 4 * math.sqrt(terms) * U_ACCUMULATE * operation.on(torch.abs).abs()
+    elif traits.rounding is Rounding.SUMS:
+        bound = 2 * u * size + 4 * math.sqrt(operation.num_terms) * U_ACCUMULATE * operation.on(torch.abs).abs()
         if u_in:
             bound = bound + u_in * operation.on(roundoff.size_in).abs()
-    elif name in PRODUCTS or name in CONVOLUTIONS:
+    elif traits.multiplies:
         absolute = operation.on(torch.abs).abs()
-        terms = num_terms(name, operation.args, operation.exact)
-        bound = 2 * u * (size + _addend(operation)) + 4 * math.sqrt(terms) * roundoff.u_sums * absolute
+        bound = 2 * u * (size + _addend(operation)) + 4 * math.sqrt(operation.num_terms) * roundoff.u_sums * absolute
         rounded = max(roundoff.u_w, u_in)
         if rounded:
             bound = bound + 4 * rounded * operation.on(lambda x: roundoff.size_in(x).square()).abs().sqrt()
-    elif name in STEPS:
+    elif traits.rounding is Rounding.STEPS:
         by = u_in + roundoff.u_w
         down = operation.on(lambda x: x - by * roundoff.size_in(x))
         up = operation.on(lambda x: x + by * roundoff.size_in(x))
         bound = 1.3 * u * size + torch.maximum((down - operation.exact).abs(), (up - operation.exact).abs())
     else:
-        special = _SPECIAL.get(name)
+        special = _SPECIAL.get(operation.name)
         bound = special(operation, roundoff) if special is not None else None
     if bound is not None and roundoff.kernel is not None:
         bound = bound + roundoff.kernel.allowed(size)
     return None if bound is None else bound + 4 * roundoff.tiny
 
 
+_BOUNDED = frozenset(Rounding) - {Rounding.UNKNOWN, Rounding.UNBOUNDED, Rounding.EXACT, Rounding.COUNTS}
+
+
 def has_bound(name: str) -> bool:
     """Whether the class of the op `name` has a rounding bound."""
-    return name in _SPECIAL or any(
-        name in one for one in (MOVES, CASTS, POINTWISE, SUMS, PRODUCTS, CONVOLUTIONS, STEPS)
-    )
+    return named(name).rounding in _BOUNDED
 
 
 def _addend(operation: Operation) -> Tensor | float:
     """What is added to the product: |bias| of a linear layer or convolution, |input| of addmm and its like."""
-    name, args = operation.name, operation.args
-    if name.startswith(("add", "badd")):
-        added: Tensor = args[0].abs()
-        return added
-    bias = args[2] if len(args) > 2 else operation.kwargs.get("bias")
-    if name not in CONVOLUTIONS | {"linear"} or not isinstance(bias, Tensor):
+    args, place = operation.args, operation.traits.addend
+    if place is None:
         return 0.0
-    return bias.abs().reshape(-1, *[1] * (operation.exact.dim() - 2)) if name in CONVOLUTIONS else bias.abs()
+    added = args[place] if len(args) > place else operation.kwargs.get("bias")
+    if not isinstance(added, Tensor):
+        return 0.0
+    of_channels = operation.traits.rounding is Rounding.CONVOLUTION
+    return added.abs().reshape(-1, *[1] * (operation.exact.dim() - 2)) if of_channels else added.abs()
 
 
 def _carried(operation: Operation, roundoff: Roundoff, u_in: float) -> Tensor:
@@ -131,14 +117,14 @@ def _carried(operation: Operation, roundoff: Roundoff, u_in: float) -> Tensor:
     with torch.enable_grad():
         total = operation.target(*args, **kwargs).sum()
         slopes = torch.autograd.grad(total, wide, allow_unused=True)
-    inside = 4 * U_ACCUMULATE if operation.name in RELATIVE_TO_ARGUMENT else 0.0
+    inside = 4 * U_ACCUMULATE if operation.traits.relative_to_argument else 0.0
     carried = torch.zeros_like(operation.exact)
     for leaf, slope in zip(wide, slopes, strict=True):
         size = leaf.detach().abs()
         carried = carried + inside * size
         if slope is not None and u_in:
             # Near its extremes a wave is flat to first order only. At a pole every error is possible.
-            steepest = torch.ones_like(slope) if operation.name in ("sin", "cos") else slope.abs()
+            steepest = slope.abs().clamp(min=1.0) if operation.traits.is_periodic else slope.abs()
             carried = carried + torch.nan_to_num(
                 steepest * roundoff.size_in(size) * u_in, nan=math.inf, posinf=math.inf
             )
@@ -148,6 +134,7 @@ def _carried(operation: Operation, roundoff: Roundoff, u_in: float) -> Tensor:
 _SPECIAL: dict[str, Callable[[Operation, Roundoff], Tensor | None]] = {
     "softmax": composite.softmax,
     "_softmax": composite.softmax,
+    "_safe_softmax": composite.softmax,
     "log_softmax": composite.log_softmax,
     "_log_softmax": composite.log_softmax,
     "logsumexp": composite.log_softmax,
@@ -164,5 +151,5 @@ _SPECIAL: dict[str, Callable[[Operation, Roundoff], Tensor | None]] = {
     "dequantize": composite.dequantized,
     "prod": composite.product_of_all,
     "cumprod": composite.product_of_all,
-    ATTENTION: composite.attention,
+    "scaled_dot_product_attention": composite.attention,
 }

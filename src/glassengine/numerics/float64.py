@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from glassengine.numerics.ops import MOVES, UNDEFINED
+from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import of_any_layout, op_name
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -39,15 +39,15 @@ def target_of(node: Node) -> Any:
         return partial(_normed, node.target)
     if op_name(node) == "_grouped_mm":
         return partial(_grouped, node.target)
-    return partial(_unwritten, node.target) if op_name(node) in UNDEFINED else of_any_layout(node.target)
+    return partial(_unwritten, node.target) if traits_of(node).is_unwritten else of_any_layout(node.target)
 
 
 def unwritten_nodes(graph: Graph) -> set[str]:
     """Return the nodes whose values may have elements that nothing has written, which are NaN in the reference."""
     found: set[str] = set()
     for node in graph.nodes:
-        moves = op_name(node) in MOVES and any(source.name in found for source in node.all_input_nodes)
-        if moves or op_name(node) in UNDEFINED:
+        moves = traits_of(node).moves and any(source.name in found for source in node.all_input_nodes)
+        if moves or traits_of(node).is_unwritten:
             found.add(node.name)
     return found
 

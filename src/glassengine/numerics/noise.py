@@ -19,39 +19,28 @@ from torch.utils import _pytree as pytree
 
 from glassengine.numerics.composite_bounds import attention_parts
 from glassengine.numerics.float64 import target_of
-from glassengine.numerics.ops import (
-    ATTENTION,
-    CASTS,
-    COUNTS,
-    FLOAT32_SUMS,
-    MOVES,
-    OF_ABSOLUTE_ERROR,
-    SUMS,
-    U_ACCUMULATE,
-    Accumulation,
-    num_terms,
-)
-from glassengine.numerics.product_noise import ExactProduct, is_product
+from glassengine.numerics.ops import FLOAT32_SUMS, U_ACCUMULATE, Accumulation
+from glassengine.numerics.product_noise import ExactProduct
 from glassengine.numerics.random_bytes import uniform
-from glassengine.program.representation.naming import CONVOLUTIONS, PRODUCTS, op_name
+from glassengine.ops.row import Rounding
+from glassengine.ops.traits import traits_of
+from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.outputs import is_view
 
-FROM_MEMORY = PRODUCTS | CONVOLUTIONS | {ATTENTION}
-"""Ops whose operands are usually read from memory, so that what was dumped is what was used; see `reads_memory`."""
 _UNDERFLOW = 2.0**-60
 """Errors near zero that are smaller than this are none for any model: those of all dtypes with eight exponent bits."""
 _MANY = 64
 """Terms: of fewer than these the probabilistic bound allows any error."""
 _LARGEST_ARGUMENT = 1e4
 """Where functions are saturated, or beyond what a sweep covers."""
-_ROOTS = frozenset({"var", "std", "norm", "linalg_vector_norm", "logsumexp"})
 
 
 def rounds(node: Node) -> bool:
     """Whether the op of `node` rounds its result."""
-    if is_view(node) or op_name(node) in MOVES | COUNTS:
+    traits = traits_of(node)
+    if is_view(node) or traits.moves or traits.rounding is Rounding.COUNTS:
         return False
-    if op_name(node) in CASTS:
+    if traits.casts:
         source = node.args[0].meta["val"].dtype  # type: ignore[union-attr]
         target = node.meta["val"].dtype
         floating: bool = source.is_floating_point and target.is_floating_point
@@ -81,7 +70,7 @@ def noisy(
         accumulation: Of products.
         tiny: Largest error of rounding near zero in that dtype.
     """
-    if is_product(node):
+    if traits_of(node).multiplies:
         summed = ExactProduct(node, value, args, kwargs).sums(args, kwargs, u, generator, accumulation)
         return rounded(value, u, generator, summed, tiny)
     half = _half_width(value.float().abs_(), u, tiny)
@@ -125,8 +114,8 @@ def _accumulation(
     node: Node, value: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], u: float, how: Accumulation
 ) -> torch.Tensor | None:
     """Half-width of uniform noise for the internal sums of an op (broadcasts against its result), None without sums."""
-    op = op_name(node)
-    kernel = how.kernels.error(op, _dtype_of(node))
+    traits = traits_of(node)
+    kernel = how.kernels.error(op_name(node), _dtype_of(node))
     if kernel is not None and any(kernel.spread):
         argument = args[0] if args and isinstance(args[0], torch.Tensor) else None
         fits = argument is not None and argument.shape == value.shape
@@ -135,15 +124,15 @@ def _accumulation(
             for tensor in (value, argument if fits else None)
         )
         return kernel.noise(size, of_argument)  # type: ignore[arg-type]
-    if op in OF_ABSOLUTE_ERROR and kernel is None:
+    if traits.absolute_error and kernel is None:
         return torch.full_like(value, 6 * U_ACCUMULATE)
-    if op == ATTENTION:
+    if traits.rounding is Rounding.ATTENTION:
         return _attention(args, kwargs, max(u, how.u_operands), how.u_sums)
-    if op in SUMS or op in _ROOTS:
+    if traits.terms is not None:
         absolute: torch.Tensor = target_of(node)(*pytree.tree_map(_absolute, args), **kwargs).abs()
-        terms = num_terms(op, args, value)
+        terms = traits.terms(args, value)
         noise = absolute * math.sqrt(min(terms, 1 << 16)) * U_ACCUMULATE
-        biased = one_after_another(op, value, args, kwargs) if terms >= _MANY else None
+        biased = one_after_another(op_name(node), value, args, kwargs) if terms >= _MANY else None
         return noise if biased is None else noise + 2 * (biased - value).abs()
     return None
 
@@ -209,7 +198,7 @@ def reads_memory(op: Node, shape: torch.Size) -> bool:
         op: The op.
         shape: Of its result as it was run: in the graph sizes may be symbols.
     """
-    if op_name(op) not in FROM_MEMORY:
+    if not traits_of(op).reads_memory:
         return False
     values = [op.meta["val"], *(source.meta.get("val") for source in op.all_input_nodes)]
     is_batched = op_name(op) in ("bmm", "matmul") and all(isinstance(v, torch.Tensor) and v.dim() > 2 for v in values)
@@ -218,7 +207,7 @@ def reads_memory(op: Node, shape: torch.Size) -> bool:
 
 def other_kernel(op: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return a second implementation, where one kernel would be too little of a floor: attention written out."""
-    if op_name(op) != ATTENTION:
+    if traits_of(op).rounding is not Rounding.ATTENTION:
         return []
     _, _, value, _, probabilities, _ = attention_parts(args, kwargs)
     return [(probabilities.to(value.dtype) @ value).double()]

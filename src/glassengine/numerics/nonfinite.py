@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from glassengine.numerics.ops import ATTENTION, Operation
+from glassengine.numerics.ops import Operation
 from glassengine.numerics.verdict import is_finite
-
-_OF_ROWS = frozenset({ATTENTION, "softmax", "_softmax", "log_softmax", "_log_softmax", "logsumexp"})
+from glassengine.ops.row import Rounding
 
 
 def is_broken(value: Any) -> bool:
@@ -34,7 +33,9 @@ def num_newly_broken(
         written: Bool mask of the written elements; None if all are.
         hidden: Bool mask of those that hide a place, where minus infinity equals any number.
     """
-    if operation.name in _OF_ROWS or is_finite(candidate):
+    traits = operation.traits
+    is_of_rows = traits.kind in ("softmax", "log_softmax") or traits.rounding is Rounding.ATTENTION
+    if is_of_rows or is_finite(candidate):
         return 0
     largest = torch.finfo(candidate.dtype).max / 2
     broken = ~candidate.isfinite() & operation.exact.isfinite() & (operation.exact.abs() < largest)

@@ -26,17 +26,12 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.numerics.float64 import target_of
-from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation, num_terms
+from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
 from glassengine.numerics.random_bytes import uniform
-from glassengine.program.representation.naming import CONVOLUTIONS, PRODUCTS, op_name
+from glassengine.ops.traits import traits_of
 
 _MEAN_SIZE = math.sqrt(2 / math.pi)
 """Of a normal variable in units of its standard deviation."""
-
-
-def is_product(node: Node) -> bool:
-    """Whether the op of `node` is a product of matrices or a convolution."""
-    return op_name(node) in PRODUCTS or op_name(node) in CONVOLUTIONS
 
 
 class ExactProduct:
@@ -58,16 +53,15 @@ class ExactProduct:
         kwargs: dict[str, Any],
         narrow: Mapping[int, Tensor] = MappingProxyType({}),
     ) -> None:
-        op = op_name(node)
+        traits = traits_of(node)
         self._value, self._call = value, target_of(node)
         self._kwargs = kwargs
         self._leaves, self._spec = pytree.tree_flatten(args)
         # The added operand of addmm and the bias of linear and convolutions are not factors.
-        added = 0 if op.startswith(("add", "badd")) else 2 if op == "linear" or op in CONVOLUTIONS else -1
         floats = [i for i, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        self._added = added if added in floats else None
-        self._factors = [i for i in floats if i != added]
-        self._terms = num_terms(op, args, value)
+        self._added = traits.addend if traits.addend in floats else None
+        self._factors = [i for i in floats if i != traits.addend]
+        self._terms = 1 if traits.terms is None else traits.terms(args, value)
         self._narrow = dict(narrow)
 
     def sums(

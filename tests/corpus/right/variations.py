@@ -17,7 +17,8 @@ from torch.fx import Node
 from glassengine.judge.replay.op import Replay
 from glassengine.numerics.composite_bounds import attention_parts
 from glassengine.numerics.float64 import target_of
-from glassengine.numerics.ops import CASTS, MOVES, POINTWISE, SUMS
+from glassengine.ops.row import Rounding
+from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import is_tensor_node, op_name
 from glassengine.program.representation.outputs import is_view
 from glassengine.program.representation.program import Program
@@ -206,7 +207,7 @@ class VariedSide(NodeSide):
         call = self._variation.kernels.get(name, target_of(node))
         if node.name in self._plain or (name == "pow" and node.target is not torch.ops.aten.pow.Tensor_Scalar):
             call = target_of(node)
-        if not self._reads_registers(node, name, registers):
+        if not self._reads_registers(node, registers):
             args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), self._read)
             return call(*args, **kwargs)
 
@@ -215,21 +216,22 @@ class VariedSide(NodeSide):
             return _wide(value) if isinstance(value, Tensor) and value.is_floating_point() else value
 
         args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), read)
-        value: Any = args[0] if name in CASTS else call(*args, **kwargs)
-        if name not in SUMS:
+        value: Any = args[0] if traits_of(node).casts else call(*args, **kwargs)
+        if traits_of(node).rounding is not Rounding.SUMS:
             registers[node.name] = value
         return value.to(node.meta["val"].dtype)
 
-    def _reads_registers(self, node: Node, name: str, registers: Mapping[str, Tensor]) -> bool:
+    def _reads_registers(self, node: Node, registers: Mapping[str, Tensor]) -> bool:
         """Whether a fused kernel computes `node`: pointwise, or moving or summing up what is in registers."""
         if not self._variation.has_registers or node.name in self._plain or not is_tensor_node(node):
             return False
         if not node.meta["val"].is_floating_point():
             return False
         is_fed = any(source.name in registers for source in node.all_input_nodes)
-        if name in POINTWISE or name in CASTS:
+        traits = traits_of(node)
+        if traits.rounding is Rounding.POINTWISE or traits.casts:
             return is_fed or node.meta["val"].dtype in (torch.float16, torch.bfloat16)
-        return is_fed and (is_view(node) or name in MOVES or name in SUMS)
+        return is_fed and (is_view(node) or traits.moves or traits.rounding is Rounding.SUMS)
 
     def _read(self, source: Node) -> Any:
         return self._values[source.name]

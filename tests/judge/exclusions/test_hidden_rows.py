@@ -114,7 +114,7 @@ def test_noise_of_padding_hides_no_mistake(tmp_path: Path) -> None:
     file.write_text(PADDED)
     right = check(f"{file}:baseline", candidate=f"{file}:right", inputs=f"{file}:inputs")
     assert right.ok
-    listed = {item.site for item in right.skipped if item.reason.startswith("in part: rows of attention that see no")}
+    listed = {item.site for item in right.skipped if item.reason.startswith("in part: fully masked attention rows")}
     assert any("softmax" in site for site in listed) and not any("chunk" in site for site in listed), listed
     found = check(f"{file}:baseline", candidate=f"{file}:wrong", inputs=f"{file}:inputs")
     assert not found.ok and found.first_divergence is not None

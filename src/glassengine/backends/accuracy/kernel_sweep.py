@@ -19,11 +19,12 @@ from torch.utils import _pytree as pytree
 from glassengine.backends.protocol.backend import Backend
 from glassengine.numerics.bounds import has_bound, rounding_bound
 from glassengine.numerics.kernels import KernelError
-from glassengine.numerics.ops import POINTWISE, Operation, Roundoff
+from glassengine.numerics.ops import Operation, Roundoff
 from glassengine.numerics.verdict import smallest_precise, unit_roundoff
+from glassengine.ops.row import Rounding
 from glassengine.program.export.export import export_module
 from glassengine.program.loading.onnx import onnx_program
-from glassengine.program.onnx.stored.file import OnnxFile
+from glassengine.program.onnx.file import OnnxFile
 from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.program import Program
 
@@ -193,7 +194,7 @@ def kernel_error(operation: Operation, found: Tensor) -> KernelError:
     size = torch.where(judged, size, 0.0)
     absolute, relative = _fitted((error - bound).clamp(min=0.0), size, u)
     spread = (0.0, 0.0, 0.0)
-    if operation.name in POINTWISE:
+    if operation.traits.rounding is Rounding.POINTWISE:
         beyond = (error - 2 * u * size - 2 * tiny).clamp(min=0.0)
         r = float((beyond / size).where(size > 1, 0.0).nan_to_num(0.0).max())
         beyond = (beyond - r * size).clamp(min=0.0)

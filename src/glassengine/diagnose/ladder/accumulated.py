@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 from glassengine.diagnose.ladder.rungs import Climb
 from glassengine.judge.verdict.score import Score
-from glassengine.numerics.noise import FROM_MEMORY
 from glassengine.numerics.ops import ACCUMULATIONS, FLOAT32_SUMS, Accumulation
-from glassengine.program.representation.naming import op_name
+from glassengine.ops.traits import traits_of
 from glassengine.program.representation.program import Program
 from glassengine.progress import Progress, Work
 
@@ -74,7 +73,7 @@ def judge_alike(climb: Climb, judge: Callable[[Sequence[Score]], None], progress
 
 
 def _products(program: Program, score: Score) -> _Products:
-    names = {node.name for node in program.graph.nodes if op_name(node) in FROM_MEMORY}
+    names = {node.name for node in program.graph.nodes if traits_of(node).reads_memory}
     return _Products(score, len(names & score.judged_nodes), frozenset(names & score.divergences.keys()))
 
 

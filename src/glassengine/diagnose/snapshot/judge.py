@@ -31,8 +31,9 @@ from glassengine.judge.sides.step_inputs import Given
 from glassengine.judge.verdict.conclude import conclude
 from glassengine.judge.verdict.run import run_cases
 from glassengine.judge.verdict.score import Score
-from glassengine.numerics.ops import RANDOM, Accumulation
-from glassengine.program.representation.naming import is_tensor_node, op_name
+from glassengine.numerics.ops import Accumulation
+from glassengine.ops.traits import traits_of
+from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.program import Program, copied_graph
 from glassengine.progress import Progress, Work
 from glassengine.results import Comparison, Skipped
@@ -171,7 +172,7 @@ def _without_draws(graph: CapturedGraph, arguments: Sequence[Any]) -> tuple[Capt
 
     They are drawn once, in eager mode, by the generators as they are; every side and the reference then have the same.
     """
-    draws = [node for node in graph.module.graph.nodes if node.op == "call_function" and op_name(node) in RANDOM]
+    draws = [node for node in graph.module.graph.nodes if node.op == "call_function" and traits_of(node).is_random]
     if not draws:
         return graph, list(arguments), False
     recorder = Recorder(graph.module)

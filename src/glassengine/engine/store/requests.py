@@ -15,7 +15,8 @@ import msgspec
 
 from glassengine import environment
 from glassengine.errors import CorruptError, GlassError, UnknownNameError, UsageError
-from glassengine.program.representation.naming import ATTENTIONS, MATRIX_PRODUCTS
+from glassengine.ops.row import Rounding
+from glassengine.ops.traits import named
 from glassengine.reading.documents import parsed
 from glassengine.reading.files import read_text
 from glassengine.sites import Site, SiteTable
@@ -128,9 +129,12 @@ def _advice(sites: SiteTable, pattern: str) -> tuple[str, str] | None:
 
 def _of_layer(sites: SiteTable, path: str, number: str | None) -> tuple[str, str] | None:
     """Return advice for a path of TensorRT-LLM: the products and attentions of the layer that it names."""
-    wanted = ATTENTIONS if "attention_l" in path or "plugin" in path else MATRIX_PRODUCTS
+    wants_attention = "attention_l" in path or "plugin" in path
     layer = [s for s in sites if s.kind == "op" and (number is None or number in s.name.split("/")[0].split("."))]
-    found = [site for site in layer if site.op in wanted] or layer
+    is_attention = {site: named(site.op).rounding is Rounding.ATTENTION for site in layer}
+    products = [site for site in layer if named(site.op).kind == "matrix product"]
+    found = [site for site in layer if is_attention[site]] if wants_attention else products
+    found = found or layer
     if not found:
         return None
 

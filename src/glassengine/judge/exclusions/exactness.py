@@ -18,17 +18,12 @@ from torch.utils import _pytree as pytree
 
 from glassengine.numerics.float64 import target_of
 from glassengine.numerics.mask_values import HIDDEN
-from glassengine.numerics.ops import CASTS, MOVES, RANDOM, STEPS, UNDEFINED, Accumulation
+from glassengine.numerics.ops import Accumulation
 from glassengine.numerics.verdict import unit_roundoff
-from glassengine.program.representation.naming import CONVOLUTIONS, PRODUCTS, op_name
+from glassengine.ops.row import OpTraits
+from glassengine.ops.traits import traits_of
 from glassengine.program.representation.outputs import is_view
 
-_ROUND_CORRECTLY = STEPS | {
-    *("add", "sub", "rsub", "mul", "div", "true_divide", "neg", "square", "sqrt", "reciprocal", "fmod", "remainder"),
-    *("abs", "floor_divide", "hardtanh", "relu", "sign"),
-}
-_SUMS = {"sum", "cumsum", "diff", "trace", "scatter_add", "index_add"} | PRODUCTS | CONVOLUTIONS
-_OF_WHOLE_NUMBERS = _SUMS | {"add", "sub", "rsub", "mul", "neg", "square", "abs"}
 _A_FEW = 16
 
 
@@ -42,7 +37,7 @@ def keeps_whole_numbers(node: Node, args: Any, kwargs: Any, result: Any, u: floa
         result: Its float64 result.
         u: Unit roundoff of the coarsest dtype in which somebody computes it.
     """
-    if op_name(node) not in _OF_WHOLE_NUMBERS or not isinstance(result, Tensor):
+    if not traits_of(node).keeps_whole or not isinstance(result, Tensor):
         return False
     floats = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor) and v.is_floating_point()]
     numbers = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, float)]
@@ -107,31 +102,32 @@ class Exactness:
             exact: Its result on these.
             native: Its result in the program's own dtypes.
         """
-        name = op_name(node)
-        if name in RANDOM | UNDEFINED or not all(source in self._nodes for source in node.all_input_nodes):
+        traits = traits_of(node)
+        if traits.is_arbitrary or not all(source in self._nodes for source in node.all_input_nodes):
             return False
         ours, theirs = pytree.tree_leaves(exact), pytree.tree_leaves(native)
         if len(ours) != len(theirs) or not all(map(self._is_same, ours, theirs)):
             return False
         makes_floats = any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in ours)
-        if makes_floats and not self._keeps(node, name, args, kwargs, theirs):
+        if makes_floats and not self._keeps(node, args, kwargs, theirs):
             return False
         self._nodes.add(node)
         return True
 
-    def _keeps(self, node: Node, name: str, args: Any, kwargs: Any, results: list[Any]) -> bool:
-        if is_view(node) or name in MOVES | CASTS | _ROUND_CORRECTLY:
+    def _keeps(self, node: Node, args: Any, kwargs: Any, results: list[Any]) -> bool:
+        traits = traits_of(node)
+        if is_view(node) or traits.moves or traits.casts or traits.correctly_rounded:
             return True
         (result,) = results if len(results) == 1 else (None,)
         if not isinstance(result, Tensor):
             return False
-        return keeps_whole_numbers(node, args, kwargs, result, self.unit(name, result.dtype))
+        return keeps_whole_numbers(node, args, kwargs, result, self.unit(traits, result.dtype))
 
-    def unit(self, name: str, dtype: torch.dtype) -> float:
-        """Return the unit roundoff of the coarsest dtype in which a candidate may compute the op `name`."""
+    def unit(self, traits: OpTraits, dtype: torch.dtype) -> float:
+        """Return the unit roundoff of the coarsest dtype in which a candidate may compute an op of these traits."""
         dtypes = [dtype, dtype if self._coarsest is None else self._coarsest]
         of_products = (self._accumulation.u_sums, self._accumulation.u_operands)
-        found = [unit_roundoff(one) for one in dtypes] + list(of_products if name in PRODUCTS | CONVOLUTIONS else ())
+        found = [unit_roundoff(one) for one in dtypes] + list(of_products if traits.multiplies else ())
         return max(found)
 
     def _is_same(self, exact: Any, native: Any) -> bool:

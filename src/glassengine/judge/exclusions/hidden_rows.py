@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from glassengine.judge.exclusions.hidden_values import MASK_OF_ATTENTION, MAXIMA, SOFTMAX
 from glassengine.judge.exclusions.undefined_casts import Undefined
 from glassengine.numerics.mask_values import HIDDEN
-from glassengine.numerics.ops import ATTENTION
-from glassengine.program.representation.naming import op_name
+from glassengine.ops.arguments import argument
+from glassengine.ops.row import Rounding
+from glassengine.ops.traits import traits_of
 from glassengine.results import ExemptionReason
 
 
@@ -38,17 +38,14 @@ class HiddenRows(Undefined):
 
     def begin(self, node: Node, value: torch.Tensor, value_of: Callable[[Node], Any]) -> torch.Tensor | None:
         """Return the rows that see no key."""
-        name = op_name(node)
-        if name in SOFTMAX:
-            source, dim = node.all_input_nodes[0], node.args[1] if len(node.args) > 1 else node.kwargs["dim"]
-            return self._sees_nothing(source, value_of(source), dim if isinstance(dim, int) else -1)
-        if name in MAXIMA:
-            dims: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-            scores = value_of(node.all_input_nodes[0])
+        traits = traits_of(node)
+        if traits.hidden == "ignored":
+            source, dims = node.all_input_nodes[0], argument(node, "dim")
+            scores = value_of(source)
             along = list(range(scores.dim())) if dims is None or dims == [] else dims
-            return self._sees_nothing(node.all_input_nodes[0], scores, along, keep=value.dim() == scores.dim())
-        if name == ATTENTION:
-            own = node.args[MASK_OF_ATTENTION] if len(node.args) > MASK_OF_ATTENTION else node.kwargs.get("attn_mask")
+            return self._sees_nothing(source, scores, along, keep=value.dim() == scores.dim())
+        if traits.rounding is Rounding.ATTENTION:
+            own = argument(node, "attn_mask")
             return self._sees_nothing(own, value_of(own), -1) if isinstance(own, Node) else None
         return None
 

@@ -19,22 +19,11 @@ from torch.utils import _pytree as pytree
 
 from glassengine.judge.exclusions.exactness import Exactness
 from glassengine.numerics.mask_values import HIDDEN
-from glassengine.numerics.ops import ATTENTION, CASTS, MOVES
-from glassengine.program.representation.naming import op_name
+from glassengine.ops.arguments import argument
+from glassengine.ops.row import Rounding
+from glassengine.ops.traits import traits_of
 
-SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
-MAXIMA = frozenset({"amax", "argmax", "logsumexp"})
-"""What takes the largest does not look at what hides either, where there is anything else."""
-
-MASK_OF_ATTENTION = 3
-"""Place of the mask among the arguments of attention."""
-
-_SUMS = frozenset({"add", "sub"})
-_SCALES = frozenset({"mul", "div", "true_divide"})
-_LARGER = frozenset({"maximum", "clamp", "clamp_min", "max"})
-_OTHERWISE = frozenset({"topk", "sort", "min", "minimum", "amax", "amin", "abs", "neg", "sign", "relu", "embedding"})
-"""Moves after which a number hides no more, or nobody knows what."""
-_ON_THE_WAY = _SUMS | _SCALES | _LARGER | CASTS | (MOVES - _OTHERWISE)
+_ON_THE_WAY = ("stays", "moves")
 
 
 class HiddenValues:
@@ -65,7 +54,7 @@ class HiddenValues:
             env: Values of the nodes computed so far, the exact one first.
         """
         is_input = node.op != "call_function"
-        if is_input or op_name(node) in _ON_THE_WAY | {"full", "full_like", "scalar_tensor"}:
+        if is_input or traits_of(node).hidden in _ON_THE_WAY:
             sources = node.all_input_nodes
             if node in self._exactness or (
                 sources and all(s in self._exactness or s in self._made_of_exact for s in sources)
@@ -94,10 +83,10 @@ class HiddenValues:
 
     def _carried(self, node: Node, value: Tensor, env: Mapping[Node, Sequence[Any]]) -> Tensor | None:
         """Return where a number that hides went into the result of an op; None where nobody knows."""
-        name = op_name(node)
-        if name not in _ON_THE_WAY:
+        hidden = traits_of(node).hidden
+        if hidden not in _ON_THE_WAY:
             return None
-        if name in _SUMS | _SCALES | _LARGER | CASTS:
+        if hidden == "stays":
             masks = [self._found[source] for source in node.all_input_nodes if source in self._found]
             if not masks or any(mask.dim() > value.dim() for mask in masks):
                 return None
@@ -140,10 +129,9 @@ def _read_by_softmax(graph: Graph) -> tuple[set[Node], set[Node]]:
 
 
 def _hides_for(user: Node, node: Node, found: set[Node]) -> bool:
-    name = op_name(user)
-    if name in SOFTMAX | MAXIMA:
+    traits = traits_of(user)
+    if traits.hidden == "ignored":
         return user.args[0] is node
-    if name == ATTENTION:
-        mask = user.args[MASK_OF_ATTENTION] if len(user.args) > MASK_OF_ATTENTION else user.kwargs.get("attn_mask")
-        return mask is node
-    return user in found and name in _ON_THE_WAY
+    if traits.rounding is Rounding.ATTENTION:
+        return argument(user, "attn_mask") is node
+    return user in found and traits.hidden in _ON_THE_WAY

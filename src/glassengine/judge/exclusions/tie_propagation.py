@@ -21,23 +21,15 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.blocks import agree
-from glassengine.judge.exclusions.ties import COMPARISONS, RANKINGS, chosen_along
-from glassengine.numerics.ops import CASTS, LARGEST, MOVES, POINTWISE, RANDOM, STEPS, UNDEFINED
+from glassengine.judge.exclusions.ties import chosen_along, is_comparison, ranking
 from glassengine.numerics.verdict import SUSPICIOUS, unit_roundoff
+from glassengine.ops.arguments import argument
+from glassengine.ops.row import Choice
+from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 
 _SAME = 2.0**-10
 """Of a unit roundoff: a difference that is no difference."""
-
-_LOGIC = {"bitwise_and", "bitwise_or", "bitwise_not", "logical_and", "logical_or", "logical_not"}
-_REORDERING = {"index_copy", "index_put", "repeat_interleave"}
-_IN_PLACE = (MOVES | POINTWISE | STEPS | CASTS | COMPARISONS | _LOGIC) - LARGEST - _REORDERING
-"""Each element of a result of these hangs on integers and bools in its own place, or is the one that they name."""
-
-_OF_TWO = (torch.ops.aten.min.other, torch.ops.aten.max.other)
-"""Likewise; they share their names with what looks for the smallest of many."""
-
-_CHOICES = RANKINGS | COMPARISONS | {"quantize"}
 
 _WHOLE = object()
 """In the place of another value: nothing is known of it."""
@@ -61,15 +53,14 @@ class TiesFollowed:
             node: It.
             env: Values of the nodes computed so far, this one among them: exact, in the program's dtype, and noisy.
         """
-        name = op_name(node)
-        if name in RANDOM | UNDEFINED:
+        if traits_of(node).is_arbitrary:
             return
         exact, *runs = env[node]
-        other = self._below(node, name, env) if any(s in self.others for s in node.all_input_nodes) else exact
+        other = self._below(node) if any(s in self.others for s in node.all_input_nodes) else exact
         if other is exact and isinstance(exact, Tensor) and exact.is_floating_point():
             return
         if other is not _WHOLE:
-            other = _chosen_otherwise(node, name, env, other, self.others)
+            other = _chosen_otherwise(node, env, other, self.others)
             other = pytree.tree_map(_unstable, other, exact, *runs) if _is_alike(other, exact, *runs) else _WHOLE
         if other is _WHOLE or any(pytree.tree_leaves(pytree.tree_map(_differs_at_all, other, exact))):
             self.others[node] = other
@@ -97,13 +88,12 @@ class TiesFollowed:
         """Take note that nothing hangs on `node`: its value is known, or nobody reads it any more."""
         self.others.pop(node, None)
 
-    def _below(self, node: Node, name: str, env: Mapping[Node, Sequence[Any]]) -> Any:
+    def _below(self, node: Node) -> Any:
         for source in node.all_input_nodes:
             if self.others.get(source) is _WHOLE:
                 return _WHOLE
             leaves = [leaf for leaf in pytree.tree_leaves(self.others.get(source)) if isinstance(leaf, Tensor)]
-            is_in_place = name in _IN_PLACE or node.target in _OF_TWO
-            if not is_in_place and any(not leaf.is_floating_point() for leaf in leaves):
+            if not _is_of_places(node) and any(not leaf.is_floating_point() for leaf in leaves):
                 return _WHOLE
         try:
             return self._again(node, self.others)
@@ -113,7 +103,7 @@ class TiesFollowed:
 
 def settled_sources(node: Node, env: Mapping[Node, Sequence[Any]]) -> dict[str, Tensor]:
     """Return, of the floating values that a choice compares, those in which rounding has no part; NaN for others."""
-    if op_name(node) not in _CHOICES:
+    if ranking(node) is None and not is_comparison(node) and op_name(node) != "quantize":
         return {}
     found = {}
     for source in node.all_input_nodes:
@@ -123,20 +113,19 @@ def settled_sources(node: Node, env: Mapping[Node, Sequence[Any]]) -> dict[str, 
     return found
 
 
-def _chosen_otherwise(
-    node: Node, name: str, env: Mapping[Node, Sequence[Any]], other: Any, others: Mapping[Node, Any]
-) -> Any:
+def _chosen_otherwise(node: Node, env: Mapping[Node, Sequence[Any]], other: Any, others: Mapping[Node, Any]) -> Any:
     """Return `other`, the result of `node`, with other choices wherever rounding could turn them over."""
     sources = [arg for arg in node.args if isinstance(arg, Node)]
     if not sources or not isinstance(env[sources[0]][0], Tensor):
         return other
     values = env[sources[0]]
-    if name in RANKINGS and _is_float(values[0]) and values[0].dim():
+    choice = ranking(node)
+    if choice is not None and _is_float(values[0]) and values[0].dim():
         # Of several ties above, one may be turned over and another not: the choice is any.
         u = unit_roundoff(sources[0].meta["val"].dtype)
         hangs = _differs(others[sources[0]], values[0], _SAME * u) if sources[0] in others else None
-        return _ranked_otherwise(node, name, values, other, hangs)
-    if name in COMPARISONS:
+        return _ranked_otherwise(node, choice, values, other, hangs)
+    if is_comparison(node):
         sides = [env[arg] if isinstance(arg, Node) else [arg] * len(values) for arg in node.args[:2]]
         if not all(_is_float(side[0]) for side in sides if isinstance(side[0], Tensor)):
             return other
@@ -147,7 +136,7 @@ def _chosen_otherwise(
         margin = SUSPICIOUS * torch.where(noise > 0, _noise(gaps, -1) if gaps[0].dim() else noise, 0.0)
         return other ^ ((gaps[0].abs() <= margin) & (margin > 0) & (other == env[node][0]))
     is_integer = isinstance(other, Tensor) and not _is_float(other) and other.dtype is not torch.bool
-    if name in CASTS and is_integer and _is_float(values[0]):
+    if traits_of(node).casts and is_integer and _is_float(values[0]):
         return _cast_otherwise(sources[0], values, other, env[node][0])
     return other
 
@@ -163,7 +152,7 @@ def _cast_otherwise(source: Node, values: Sequence[Tensor], other: Tensor, exact
     return torch.where((low < high) & (other == exact), turned, other)
 
 
-def _ranked_otherwise(node: Node, name: str, values: Sequence[Tensor], other: Any, hangs: Tensor | None) -> Any:
+def _ranked_otherwise(node: Node, choice: Choice, values: Sequence[Tensor], other: Any, hangs: Tensor | None) -> Any:
     """Turn each run of close values by one rank, so that every rank of it has another element.
 
     Values of which one hangs on a tie (`hangs`) are taken for close, all that are compared with it.
@@ -173,7 +162,7 @@ def _ranked_otherwise(node: Node, name: str, values: Sequence[Tensor], other: An
     indices = other[1] if isinstance(other, (tuple, list)) else other
     if not isinstance(at, int) or not isinstance(indices, Tensor) or _is_float(indices) or exact.shape[at] < 2:
         return other  # of all elements at once, say: runs that differ are seen all the same
-    order = exact.sort(dim=at, descending=_is_descending(node, name), stable=True)
+    order = exact.sort(dim=at, descending=_is_descending(node, choice), stable=True)
     size, noise = exact.shape[at], _noise(values, at)
     # Two runs may happen to agree with the exact one in a row, so that its noise is too small.
     noise = torch.maximum(noise, order.values.abs() * _relative(values)).nan_to_num(0.0, 0.0, 0.0)
@@ -202,14 +191,14 @@ def _ranked_otherwise(node: Node, name: str, values: Sequence[Tensor], other: An
     return type(other)((taken, chosen))
 
 
-def _is_descending(node: Node, name: str) -> bool:
-    if name == "topk":
-        largest: Any = node.kwargs.get("largest", node.args[3] if len(node.args) > 3 else True)
-        return bool(largest)
-    if name in ("sort", "argsort"):
-        descending: Any = node.kwargs.get("descending", node.args[2] if len(node.args) > 2 else False)
-        return bool(descending)
-    return name in ("argmax", "max")
+def _is_descending(node: Node, choice: Choice) -> bool:
+    return bool(argument(node, choice.flag)) if choice.flag else choice.descending
+
+
+def _is_of_places(node: Node) -> bool:
+    """Whether each element of a result hangs on integers and bools in its own place, or is the one that they name."""
+    traits = traits_of(node)
+    return bool(traits.in_place) or (traits.moves and traits.choice is None and not traits.reorders)
 
 
 def _is_float(value: Any) -> bool:

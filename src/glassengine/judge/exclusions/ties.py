@@ -10,30 +10,37 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from glassengine.ops.arguments import argument
+from glassengine.ops.row import Choice
+from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 
-RANKINGS = frozenset({"topk", "argmax", "argmin", "max", "min", "sort", "argsort"})
-COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+
+def ranking(op: Node) -> Choice | None:
+    """Return how an op ranks values, where it tells the places of those that it chooses; None of other ops."""
+    choice = traits_of(op).choice
+    return choice if choice is not None and choice.places and not choice.running else None
+
+
+def is_comparison(op: Node) -> bool:
+    """Whether an op compares two values."""
+    return traits_of(op).kind == "comparison"
 
 
 def is_unordered(op: Node) -> bool:
     """Whether the op chooses the largest values in any order that it likes."""
-    if op_name(op) != "topk":
-        return False
-    ordered: Any = op.kwargs.get("sorted", op.args[4] if len(op.args) > 4 else True)
-    return not ordered
+    return op_name(op) == "topk" and not argument(op, "sorted")
 
 
 def _leaves_equals_in_any_order(op: Node) -> bool:
     """Whether equal values may change places: all but a stable sort do so, and say no more of it."""
-    return op_name(op) in ("sort", "argsort", "topk") and not op.kwargs.get("stable")
+    choice = ranking(op)
+    return choice is not None and bool(choice.flag) and not argument(op, "stable")
 
 
 def chosen_along(op: Node) -> Any:
     """Return the dimension along which an op chooses; None where it chooses one element of all."""
-    at = 2 if op_name(op) == "topk" else 1
-    given = op.args[at] if len(op.args) > at else op.kwargs.get("dim")
-    return -1 if given is None and op_name(op) not in ("argmax", "argmin") else given
+    return argument(op, "dim")
 
 
 def tied_choices(
@@ -56,7 +63,7 @@ def tied_choices(
             has these very values, they are what it used.
     """
     name = op_name(op)
-    if name in RANKINGS and isinstance(args[0], torch.Tensor):
+    if ranking(op) is not None and isinstance(args[0], torch.Tensor):
         values = args[0]
         dim = chosen_along(op)
         dim = -1 if dim is None else dim
@@ -80,7 +87,7 @@ def tied_choices(
             distinct = (theirs.sort(dim).values.diff(dim=dim) != 0).all(dim, keepdim=True)
             tied = (tied.all(dim, keepdim=True) & distinct).expand(tied.shape)
         return tied if keep else tied.squeeze(dim)
-    if name in COMPARISONS:
+    if is_comparison(op):
         both = [v if isinstance(v, torch.Tensor) else torch.tensor(v) for v in args[:2]]
         if any(side.is_floating_point() for side in both):
             each = [_error(leaf, v, u_in, settled) for leaf, v in zip(op.args[:2], both, strict=True)]

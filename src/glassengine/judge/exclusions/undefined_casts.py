@@ -18,16 +18,9 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from glassengine.blocks import agree
-from glassengine.numerics.ops import MOVES, POINTWISE, STEPS
+from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 from glassengine.results import ExemptionReason
-
-_CASTS = frozenset({"_to_copy", "to", "convert_element_type"})
-_IN_PLACE = POINTWISE | STEPS | _CASTS | {"clamp", "clamp_min", "clamp_max", "abs", "neg", "maximum", "minimum"}
-"""Each element of a result of these hangs on those in its own place only."""
-_COMPARISONS = {"lt", "le", "gt", "ge", "eq", "ne"}
-_BESIDE = MOVES | _COMPARISONS
-"""What else is computed ahead: numbers that a program makes to compute with, and conditions."""
 
 
 class Undefined:
@@ -114,7 +107,7 @@ class UndefinedCasts(Undefined):
 
     def begin(self, node: Node, value: torch.Tensor, value_of: Callable[[Node], Any]) -> torch.Tensor | None:
         """Return where those numbers are."""
-        if op_name(node) not in _CASTS or value.is_floating_point() or value.dtype is torch.bool:
+        if not traits_of(node).casts or value.is_floating_point() or value.dtype is torch.bool:
             return None
         return _beyond(value_of(node.all_input_nodes[0]), value.dtype)
 
@@ -145,7 +138,8 @@ class UndefinedCasts(Undefined):
             return value_of(node)
         except KeyError:
             if node not in self._ahead:
-                if op_name(node) not in _IN_PLACE | _BESIDE:
+                # In place, or numbers that a program makes to compute with.
+                if not traits_of(node).in_place and not traits_of(node).moves:
                     raise _Unknown from None
                 args, kwargs = torch.fx.node.map_arg(
                     (node.args, node.kwargs), lambda source: self._computed(source, value_of)
@@ -174,7 +168,7 @@ def _made_for_casts(graph: Graph) -> set[Node]:
 
 
 def _leads_on(user: Node, node: Node, found: set[Node]) -> bool:
-    return op_name(user) in _IN_PLACE and (user in found or (_makes_integers(user) and _is_float(node)))
+    return bool(traits_of(user).in_place) and (user in found or (_makes_integers(user) and _is_float(node)))
 
 
 def _may_drop(user: Node, node: Node) -> bool:
@@ -201,7 +195,7 @@ def _makes_integers(node: Node) -> bool:
     """Whether a node casts to an integer dtype."""
     kept = node.meta.get("val")
     is_integer = isinstance(kept, torch.Tensor) and not kept.is_floating_point() and kept.dtype is not torch.bool
-    return is_integer and op_name(node) in _CASTS
+    return is_integer and traits_of(node).casts
 
 
 def _beyond(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:

@@ -9,12 +9,10 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.numerics.ops import CASTS, SHAPED
 from glassengine.numerics.verdict import unit_roundoff
+from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import is_tensor_node, op_name
 from glassengine.program.representation.outputs import is_view
-
-_COPIES = frozenset({"clone", "_unsafe_view"})
 
 
 def region_of(node: Node, found: Collection[str]) -> tuple[list[Node], list[Node]]:
@@ -43,7 +41,8 @@ def region_of(node: Node, found: Collection[str]) -> tuple[list[Node], list[Node
 
 def passes_on(node: Node) -> bool:
     """Whether a node makes no values of its own: a cast, a view or a copy."""
-    return op_name(node) in CASTS or op_name(node) in _COPIES or is_view(node)
+    traits = traits_of(node)
+    return traits.casts or traits.kind in ("copy", "reshape") or is_view(node)
 
 
 def origin_of(node: Node, known: Collection[str] = ()) -> Node:
@@ -74,7 +73,7 @@ def next_below(node: Node, order: Mapping[str, int], most: int) -> list[Node]:
     def push(of: Node) -> None:
         for user in of.users:
             is_op = user.op == "call_function" and "_assert" not in str(user.target)
-            if is_op and user.name not in seen and op_name(user) not in SHAPED:
+            if is_op and user.name not in seen and not traits_of(user).reads_sizes:
                 seen.add(user.name)
                 named[user.name] = user
                 heapq.heappush(waiting, (order[user.name], user.name))
@@ -90,7 +89,7 @@ def next_below(node: Node, order: Mapping[str, int], most: int) -> list[Node]:
 def rounded_to(node: Node) -> set[torch.dtype]:
     """Return the coarser dtypes that a node's value is cast to."""
     own = node.meta["val"].dtype
-    casts = {user.meta["val"].dtype for user in node.users if op_name(user) in CASTS}
+    casts = {user.meta["val"].dtype for user in node.users if traits_of(user).casts}
     return {dtype for dtype in casts if dtype.is_floating_point and unit_roundoff(dtype) > unit_roundoff(own)}
 
 

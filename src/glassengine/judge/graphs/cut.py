@@ -15,8 +15,8 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
 from glassengine.numerics.float64 import retarget
-from glassengine.numerics.ops import RANDOM
-from glassengine.program.representation.naming import of_any_layout, op_name
+from glassengine.ops.traits import traits_of
+from glassengine.program.representation.naming import of_any_layout
 
 _KEPT = ("stack_trace", "nn_module_stack")
 
@@ -235,7 +235,7 @@ def piece_of(nodes: Iterable[Node], values: Mapping[str, Any]) -> Piece | None:
 def _is_computed(node: Node, values: Mapping[str, Any]) -> bool:
     """Whether a piece may compute `node`: a number is written in, and random values are taken as they were drawn."""
     is_value = not isinstance(values.get(node.name), (int, float, bool, type(None)))
-    return node.op == "call_function" and is_value and op_name(node) not in RANDOM
+    return node.op == "call_function" and is_value and not traits_of(node).is_random
 
 
 class Recorder(Interpreter):

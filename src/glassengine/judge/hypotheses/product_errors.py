@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from glassengine.judge.hypotheses.ask import Asked
-from glassengine.judge.hypotheses.trials.trial import FAILS, Call, Trial
-from glassengine.program.representation.naming import CONVOLUTIONS, op_name
+from glassengine.judge.hypotheses.trial import FAILS, Call, Trial
+from glassengine.ops.row import Rounding
+from glassengine.ops.traits import traits_of
 
 _COARSE = (torch.bfloat16, torch.float16)
 _TF32_BITS = 10
@@ -91,7 +92,7 @@ def _is_independent(call: Call, held: list[int], error: Tensor) -> bool | None:
     weight = next((place for place in held if call.args[place].dim() > 1), None)
     if weight is None:
         return None
-    axis = 1 if op_name(call.node) in CONVOLUTIONS else -1
+    axis = 1 if traits_of(call.node).rounding is Rounding.CONVOLUTION else -1
     generator = torch.Generator().manual_seed(0)
     alike = torch.zeros(())
     for _ in range(_NUM_PROBES):

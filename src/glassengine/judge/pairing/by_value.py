@@ -32,8 +32,8 @@ from glassengine.judge.pairing.gone_wrong import Search
 from glassengine.judge.pairing.known import Known
 from glassengine.judge.pairing.predictions import Unknown
 from glassengine.judge.pairing.probe import ProbeStep
-from glassengine.numerics.ops import CASTS, RANDOM, UNDEFINED
-from glassengine.program.representation.naming import is_tensor_node, op_name
+from glassengine.ops.traits import traits_of
+from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.program import Program
 
 _TELLING = 2
@@ -166,7 +166,7 @@ class Counterparts:
         return distance / self._known.unit(node, seen.name) if is_rounding else None
 
     def _counterpart(self, node: Node, predicted: Values) -> Seen | None:
-        if op_name(node) in RANDOM | UNDEFINED:
+        if traits_of(node).is_arbitrary:
             return self._known.same_op(node) or self._known.proposal(node)
         result = self._known.results.get(node.name)
         if result is not None and result in self._known.tensors.nodes:
@@ -201,9 +201,9 @@ class Counterparts:
         if found is None:
             return None
         theirs = self._known.tensors.nodes[found.name]
-        source = theirs.args[0] if op_name(theirs) in CASTS else None
+        source = theirs.args[0] if traits_of(theirs).casts else None
         # What is rounded in one place and goes on unrounded in another is the unrounded tensor.
-        goes_on = isinstance(source, Node) and any(op_name(user) not in CASTS for user in source.users)
+        goes_on = isinstance(source, Node) and any(not traits_of(user).casts for user in source.users)
         unrounded = next((seen for seen in close if isinstance(source, Node) and seen.name == source.name), None)
         return unrounded if goes_on and unrounded is not None else found
 

@@ -23,7 +23,8 @@ from glassengine.judge.graphs.between import next_below, origin_of, partners_of,
 from glassengine.judge.pairing.candidate_tensors import Seen, Values, is_telling, shapes_of
 from glassengine.judge.pairing.known import Known
 from glassengine.judge.pairing.predictions import Unknown
-from glassengine.numerics.ops import MOVES, POINTWISE
+from glassengine.ops.row import Rounding
+from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import is_tensor_node, op_name
 from glassengine.program.representation.outputs import is_view
 
@@ -121,7 +122,7 @@ class Search:
             known = pairs.predictions.values
             if other.name in pairs.found or other.name not in known or not other.meta["val"].is_floating_point():
                 continue
-            if pairs.order[other.name] > pairs.order[node.name] or op_name(op) in POINTWISE:
+            if pairs.order[other.name] > pairs.order[node.name] or traits_of(op).rounding is Rounding.POINTWISE:
                 # Any two terms make their sum.
                 continue
             below = [op, *next_below(op, pairs.order, _AHEAD)][:_AHEAD_OF_TWO]
@@ -251,4 +252,4 @@ class Search:
 
 def _keeps(node: Node) -> bool:
     """Whether an op moves or casts values, and computes none."""
-    return op_name(node) in MOVES or is_view(node) or op_name(node) == "_to_copy"
+    return traits_of(node).moves or is_view(node) or op_name(node) == "_to_copy"

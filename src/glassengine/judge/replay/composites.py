@@ -14,9 +14,9 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.numerics.noise import noisy, rounds
-from glassengine.numerics.ops import FLOAT32_SUMS, RANDOM, UNDEFINED, Accumulation
-from glassengine.program.onnx.operators.function import Composite
-from glassengine.program.representation.naming import op_name
+from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
+from glassengine.ops.traits import traits_of
+from glassengine.program.onnx.function import Composite
 
 NUM_RUNS = 6
 _OF_ELEMENT = 4.0
@@ -34,7 +34,7 @@ def rounded_inside(
     """Return a composite function whose ops round; for the arguments see `rounding.noisy`."""
 
     def each(node: Node, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if op_name(node) in RANDOM | UNDEFINED or not rounds(node):
+        if traits_of(node).is_arbitrary or not rounds(node):
             return value
         return pytree.tree_map(partial(_noisy, node, args, kwargs, u, generator, accumulation, tiny), value)
 

@@ -16,12 +16,13 @@ from torch.utils import _pytree as pytree
 from glassengine.errors import BackendError
 from glassengine.numerics.bounds import rounding_bound
 from glassengine.numerics.float64 import retarget, target_of
-from glassengine.numerics.ops import CASTS, MOVES, POINTWISE, SUMS, U_ACCUMULATE, Operation, Roundoff
+from glassengine.numerics.ops import U_ACCUMULATE, Operation, Roundoff
+from glassengine.ops.row import Rounding
+from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 
 _AVERAGES = frozenset({"mean", "sum"})
 """Of a normalization that is written out, which runtimes fuse."""
-_COMPUTED_AGAIN = POINTWISE | MOVES | CASTS | _AVERAGES
 MOST_DEPTH = 3
 _CANCELLED = 4.0
 """From so many times the rounding bound of the op on, what its inputs were off by is more than its own rounding."""
@@ -104,16 +105,17 @@ class ComputedAgain:
         is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
         if node.name not in self._observed or not is_float or node.op != "call_function":
             return value
-        name = op_name(node)
-        moves = name in MOVES
-        if not moves and not (depth > 0 and name in _COMPUTED_AGAIN):
-            if inner is not None and name not in CASTS:
+        traits = traits_of(node)
+        moves = traits.moves
+        is_cheap = traits.casts or traits.rounding is Rounding.POINTWISE or op_name(node) in _AVERAGES
+        if not moves and not (depth > 0 and is_cheap):
+            if inner is not None and not traits.casts:
                 self._note(node, self._called(node, self._value_of), inner)
             return value.double() + moved[node.name] if node.name in moved else value
         made = self._called(node, lambda source: self._read(source, depth - (not moves), inner, moved))
         if made is None or made.exact.shape != value.shape:
             return value
-        if inner is not None and not moves and name not in CASTS:
+        if inner is not None and not moves and not traits.casts:
             self._note(node, made, inner)
         return made.exact + moved[node.name] if node.name in moved else made.exact
 
@@ -136,4 +138,4 @@ class ComputedAgain:
         u, u_sums = min(stored.u, U_ACCUMULATE), stored.u_sums
         bound = rounding_bound(operation, Roundoff(u, tiny=stored.tiny, u_sums=u_sums, kernel=stored.kernel))
         if bound is not None:
-            inner[node.name] = bound * _TYPICAL if op_name(node) in SUMS else bound
+            inner[node.name] = bound * _TYPICAL if traits_of(node).rounding is Rounding.SUMS else bound

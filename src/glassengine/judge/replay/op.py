@@ -31,18 +31,12 @@ from glassengine.judge.replay.replayed import Replayed, Valid, called, part_of
 from glassengine.numerics.bounds import rounding_bound
 from glassengine.numerics.float64 import retarget, target_of, unwritten_nodes
 from glassengine.numerics.known import NOTHING, Known
-from glassengine.numerics.noise import FROM_MEMORY, disturbed, noisy, other_kernel, reads_memory, rounds
+from glassengine.numerics.noise import disturbed, noisy, other_kernel, reads_memory, rounds
 from glassengine.numerics.nonfinite import is_broken, num_newly_broken
-from glassengine.numerics.ops import (
-    FLOAT32_SUMS,
-    RANDOM,
-    UNDEFINED,
-    Accumulation,
-    Operation,
-    Roundoff,
-)
+from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation, Operation, Roundoff
 from glassengine.numerics.verdict import TIE, Judgement, Reference, smallest_precise, unit_roundoff
-from glassengine.program.onnx.operators.function import Composite
+from glassengine.ops.traits import traits_of
+from glassengine.program.onnx.function import Composite
 from glassengine.program.representation.naming import is_tensor_node, op_name
 from glassengine.program.representation.outputs import weight_only_nodes
 from glassengine.program.representation.program import Program
@@ -134,7 +128,7 @@ class Replay:
         """
         self._known = known
         op, call = called(node)
-        if op_name(op) in RANDOM | UNDEFINED:
+        if traits_of(op).is_arbitrary:
             return None
         try:
             args, kwargs = torch.fx.node.map_arg((op.args, dict(op.kwargs)), self._value)
@@ -245,7 +239,7 @@ class Replay:
         if found.noise_ratio is None or found.verdict == "identical":
             return found
         # Terms of a product are of one size, and so are the errors of its elements, however small these are.
-        is_even = operation.name in FROM_MEMORY or not quick.has_outliers(candidate)
+        is_even = operation.traits.reads_memory or not quick.has_outliers(candidate)
         if found.noise_ratio <= self.worth_a_bound and is_even:
             return found
         runs = [*self._noise(node, op, operation, roundoff), *other_kernel(op, args, kwargs)]
@@ -299,7 +293,7 @@ class Replay:
         if not self._compiled or (reads_memory(op, candidate.shape) and not self._wide_operands):
             of_inputs = set()
         of_inputs |= {dtype for source in op.all_input_nodes for dtype in self._to_come(source)}
-        how = self.accumulation if op_name(op) in FROM_MEMORY else FLOAT32_SUMS
+        how = self.accumulation if traits_of(op).reads_memory else FLOAT32_SUMS
         return Roundoff(
             unit_roundoff(candidate.dtype),
             max([how.u_operands, *map(unit_roundoff, of_inputs)]),

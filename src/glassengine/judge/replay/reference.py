@@ -26,10 +26,11 @@ from glassengine.numerics.float64 import double, retarget, target_of, unwritten_
 from glassengine.numerics.known import Known
 from glassengine.numerics.noise import disturbed, noisy, rounded, rounds
 from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
-from glassengine.numerics.product_noise import ExactProduct, is_product
+from glassengine.numerics.product_noise import ExactProduct
 from glassengine.numerics.verdict import Reference, smallest_precise, unit_roundoff
-from glassengine.program.onnx.operators.function import Composite
-from glassengine.program.representation.naming import is_tensor_node, op_name
+from glassengine.ops.traits import traits_of
+from glassengine.program.onnx.function import Composite
+from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.program import Program
 from glassengine.results import ExemptionReason
 from glassengine.writing.checksums import crc32
@@ -216,7 +217,7 @@ class ReferenceRun:
             if lane == 0 and self._is_of_whole_numbers(node, args, kwargs, value):
                 is_rounded = False
             is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-            if lane == 0 and is_rounded and is_float and is_product(node):
+            if lane == 0 and is_rounded and is_float and traits_of(node).multiplies:
                 product = ExactProduct(node, value, args, kwargs, self._stored(node))
             if lane > 1 and is_rounded:
                 disturb = partial(self._noisy, node, args=args, kwargs=kwargs, generator=generators[lane])
@@ -229,7 +230,7 @@ class ReferenceRun:
             return False
         kept = node.meta.get("val")
         own = kept.dtype if isinstance(kept, torch.Tensor) else value.dtype
-        return keeps_whole_numbers(node, args, kwargs, value, self._exactness.unit(op_name(node), own))
+        return keeps_whole_numbers(node, args, kwargs, value, self._exactness.unit(traits_of(node), own))
 
     def _again(self, env: Mapping[Node, list[Any]], node: Node, others: Mapping[Node, Any]) -> Any:
         """Compute the exact lane of a node once more, from other values of what it reads."""

@@ -21,9 +21,9 @@ from torch.fx import Node
 from glassengine.judge.replay.reference import ReferenceRun
 from glassengine.judge.replay.replayed import Replayed, Valid
 from glassengine.numerics.known import NOTHING, Known
-from glassengine.numerics.ops import FLOAT32_SUMS, RANDOM, Accumulation
+from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
 from glassengine.numerics.verdict import Reference
-from glassengine.program.representation.naming import op_name
+from glassengine.ops.traits import traits_of
 from glassengine.program.representation.program import Program
 
 
@@ -128,7 +128,7 @@ class SegmentReplay:
             self._walk, self._current = None, None
             return False
         node, reference = self._current
-        if op_name(node) in RANDOM:
+        if traits_of(node).is_random:
             self._unknown[node.name] = True
         return True
 

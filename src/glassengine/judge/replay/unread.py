@@ -18,24 +18,13 @@ from torch.utils import _pytree as pytree
 
 from glassengine.judge.replay.reference import last_uses
 from glassengine.numerics.float64 import target_of
-from glassengine.numerics.ops import RANDOM, SHAPED, UNDEFINED
 from glassengine.numerics.verdict import unit_roundoff
-from glassengine.program.representation.naming import op_name
+from glassengine.ops.traits import traits_of
 from glassengine.program.representation.program import Program
 
 _MOST = 16
 """Tensors that are followed at once."""
 _ROUNDINGS = 16
-_CHOICES = frozenset(
-    {"argmax", "argmin", "argsort", "bucketize", "cummax", "cummin", "embedding", "gather", "histc", "index"}
-    | {"index_add", "index_copy", "index_fill", "index_put", "index_reduce", "index_select", "masked_fill"}
-    | {"masked_scatter", "masked_select", "max", "min", "nonzero", "scatter", "scatter_add", "scatter_reduce"}
-    | {"searchsorted", "sort", "take", "take_along_dim", "topk", "unique", "where"}
-)
-"""Ops that leave something out, or put it elsewhere, as integers and bools among their arguments say."""
-_PARTS = frozenset({"as_strided", "chunk", "narrow", "select", "slice", "split", "split_with_sizes", "unfold"})
-"""Ops that take a part; its bounds may be sizes of what is given."""
-_RANKS = frozenset({"argmax", "argmin", "argsort", "max", "min", "sort", "topk", "cummax", "cummin", "unique"})
 
 
 def differing(candidate: torch.Tensor, predicted: torch.Tensor) -> torch.Tensor | None:
@@ -141,14 +130,16 @@ class _Followed:
 
     def _reads(self, node: Node, lane: dict[Node, Any], value: Any) -> bool:
         """Follow a lane through a node; return whether the node counts as reading it."""
-        name = op_name(node)
-        if name in SHAPED:
+        traits = traits_of(node)
+        if traits.reads_sizes:
             return False
         leaves = pytree.tree_leaves(value)
-        if name in RANDOM | UNDEFINED | _RANKS or not all(_is_float(leaf) for leaf in leaves):
+        ranks = traits.choice is not None and traits.choice.places
+        if traits.is_arbitrary or ranks or not all(_is_float(leaf) for leaf in leaves):
             return True
         decide = [s for s in node.all_input_nodes if s in self._varying and not _is_float(self._values[s])]
-        if name in _CHOICES | _PARTS and any(isinstance(self._values[s], (torch.Tensor, int)) for s in decide):
+        # The bounds of a part may be sizes of what is given.
+        if traits.selects and any(isinstance(self._values[s], (torch.Tensor, int)) for s in decide):
             return True
         try:
             other = self._call(node, lane)
@@ -156,6 +147,8 @@ class _Followed:
             return True
         is_left = False
         for ours, theirs in zip(leaves, pytree.tree_leaves(other), strict=True):
+            if theirs.shape != ours.shape:
+                return True
             if bool(((theirs != ours) & ~theirs.isnan()).any()):
                 return True
             is_left = is_left or bool((theirs.isnan() & ~ours.isnan()).any())

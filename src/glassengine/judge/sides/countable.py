@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from glassengine.judge.replay.unread import unread_nodes
-from glassengine.numerics.ops import RANDOM, UNDEFINED
-from glassengine.program.representation.naming import is_tensor_node, op_name
+from glassengine.ops.traits import traits_of
+from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.outputs import weight_only_nodes
 from glassengine.program.representation.program import Program
 
@@ -27,5 +27,5 @@ def float_nodes(program: Program, kinds: Sequence[str], *, without: tuple[str, .
         if node.name in named
         and is_tensor_node(node)
         and node.meta["val"].is_floating_point()
-        and op_name(node) not in RANDOM | UNDEFINED
+        and not traits_of(node).is_arbitrary
     }

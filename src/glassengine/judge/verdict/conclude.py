@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from torch.fx import Node
+
 from glassengine.errors import IncomparableError
 from glassengine.judge.cases import Case
 from glassengine.judge.graphs.between import origin_of
@@ -20,7 +22,7 @@ from glassengine.judge.verdict.score import Score
 from glassengine.judge.verdict.severity import Severity
 from glassengine.judge.verdict.standing import Decision, decide, softened
 from glassengine.judge.verdict.written import left_out, written_differently
-from glassengine.program.representation.naming import op_name
+from glassengine.ops.traits import traits_of
 from glassengine.program.representation.program import Program
 from glassengine.results import (
     FLAGGED,
@@ -55,8 +57,6 @@ _COMPARED = {
     Place.UNTOUCHED: ("program", "the untouched candidate"),
 }
 """What is compared on a rung, in words."""
-_LAYERS = frozenset({"conv1d", "conv2d", "conv3d", "convolution", "linear"})
-"""Ops into whose weights compilers fold what follows."""
 
 
 def conclude(
@@ -164,7 +164,7 @@ def _folded(score: Score, program: Program) -> set[str]:
     return {
         names[node.name]
         for node in program.graph.nodes
-        if node.name in names and node.users and all(u.name in inside and op_name(u) in _LAYERS for u in node.users)
+        if node.name in names and node.users and all(u.name in inside and _is_layer(u) for u in node.users)
     }
 
 
@@ -175,6 +175,12 @@ def main_of(scores: Sequence[Score]) -> Score:
     """
     own = (Place.SOURCE, Place.PASS)
     return next((s for s in scores if s.side.level is Level.OP and s.side.place not in own), scores[-1])
+
+
+def _is_layer(node: Node) -> bool:
+    """Whether compilers fold what follows into the weights of an op."""
+    traits = traits_of(node)
+    return traits.multiplies and traits.addend == 2
 
 
 def _rung(

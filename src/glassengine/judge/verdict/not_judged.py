@@ -8,10 +8,10 @@ from glassengine.judge.replay.replayed import called
 from glassengine.judge.sides.countable import float_nodes
 from glassengine.judge.verdict.fineness import region_nodes
 from glassengine.judge.verdict.score import Score
-from glassengine.numerics.ops import RANDOM, UNDEFINED
-from glassengine.program.onnx.operators.control import never_run
-from glassengine.program.onnx.operators.fallback import is_of_runtime_alone
-from glassengine.program.representation.naming import is_tensor_node, op_name
+from glassengine.ops.traits import traits_of
+from glassengine.program.onnx.control import never_run
+from glassengine.program.onnx.fallback import is_of_runtime_alone
+from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.program import Program
 from glassengine.results import Skipped
 
@@ -55,9 +55,12 @@ def _reordered(scores: Sequence[Score], program: Program) -> list[Skipped]:
 
 
 def _without_value(program: Program) -> list[Skipped]:
-    reasons = dict.fromkeys(RANDOM, "random: drawn by every run") | dict.fromkeys(UNDEFINED, "memory not yet written")
-    nodes = [node for node in program.graph.nodes if op_name(node) in reasons and is_tensor_node(node)]
-    return [Skipped(program.sites.by_node[node.name][0].name, "both", reasons[op_name(node)]) for node in nodes]
+    nodes = [node for node in program.graph.nodes if traits_of(node).is_arbitrary and is_tensor_node(node)]
+    reasons = {True: "random: drawn by every run", False: "memory not yet written"}
+    return [
+        Skipped(program.sites.by_node[node.name][0].name, "both", reasons[bool(traits_of(node).is_random)])
+        for node in nodes
+    ]
 
 
 def _of_runtime_alone(program: Program) -> list[Skipped]:

@@ -24,10 +24,8 @@ from glassengine.judge.verdict.judged import Judged, figures_of, inherited_in, i
 from glassengine.judge.verdict.origins import OriginTracker, Why
 from glassengine.judge.verdict.written_out import ROUNDED_IN_STEPS, is_same_in_float64
 from glassengine.numerics.exemptions import BELOW, DRAWN, PADDING, UNREAD, UNWRITTEN, Ledger
-from glassengine.numerics.noise import FROM_MEMORY
-from glassengine.numerics.ops import RANDOM, UNDEFINED
 from glassengine.numerics.verdict import TIED, Judgement, Reference, is_finite
-from glassengine.program.representation.naming import op_name
+from glassengine.ops.traits import traits_of
 from glassengine.program.representation.program import Program
 from glassengine.results import FLAGGED, VERDICTS, Divergence, ExemptionReason, Pair, Skipped, worst
 
@@ -92,12 +90,12 @@ class Score:
             Whether there is a tie here.
         """
         assert self._tracker is not None
-        if op_name(node) in RANDOM:
+        if traits_of(node).is_random:
             # Drawn anew by every side, and the reference knows nothing of what follows: there only replay counts.
             self._tracker.visit(node, step, None, tied=True)
             self._exempt_whole(node, reference, DRAWN)
             return True
-        if op_name(node) in UNDEFINED:
+        if traits_of(node).is_unwritten:
             self._tracker.visit(node, step, None)
             self._exempt_whole(node, reference, UNWRITTEN)
             return tied
@@ -164,7 +162,7 @@ class Score:
             if node.name not in self.divergences and judged.differing is not None:
                 self._differing[node.name] = judged.differing
             self.divergences.setdefault(node.name, self._divergence(node, observed, judged, reference, step))
-            if op_name(node) in FROM_MEMORY and self.sums.get(node.name) is None:
+            if traits_of(node).reads_memory and self.sums.get(node.name) is None:
                 self.sums[node.name] = self._guesses.is_summed_coarsely(node, judged.tensor)
         return is_tied or visited.why is Why.TIE
 

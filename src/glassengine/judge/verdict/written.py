@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from glassengine.judge.graphs.between import origin_of, passes_on, region_of
-from glassengine.judge.hypotheses.trials.hypothesis import literals_of, shown
+from glassengine.judge.hypotheses.hypothesis import literals_of, shown
 from glassengine.judge.sides.protocol import Side
-from glassengine.numerics.ops import CASTS
+from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.outputs import weight_only_nodes
 from glassengine.program.representation.program import Program
@@ -113,7 +113,7 @@ def _names(ops: Sequence[Node]) -> list[str]:
     """Return what makes values: no views, no copies."""
     names = []
     for node in ops:
-        if op_name(node) in CASTS:
+        if traits_of(node).casts:
             names.append(f"to {str(node.meta['val'].dtype).removeprefix('torch.')}")
         elif not passes_on(node) and op_name(node) != "getitem":
             names.append(op_name(node))

@@ -12,14 +12,12 @@ from torch.fx import Node
 from glassengine.judge.graphs.cut import cut
 from glassengine.judge.sides.protocol import Side
 from glassengine.judge.verdict.evidence import counterpart_of
-from glassengine.numerics.ops import RELATIVE_TO_ARGUMENT
+from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.program import Program
 
 ROUNDED_IN_STEPS = "written out, and the same in float64: rounded in several steps"
 
-# What is periodic is not among them: a coarse argument of a sine is a mistake, not a rounding.
-_ACTIVATIONS = RELATIVE_TO_ARGUMENT - {"cos", "sin", "tan"}
 # Of constants that are written with some ten digits.
 _EQUAL = 2.0**-20
 
@@ -34,7 +32,10 @@ def is_same_in_float64(program: Program, side: Side, node: Node, predicted: torc
         node: Of the baseline, judged on the candidate's own input.
         predicted: What float64 makes of the baseline's op on that input.
     """
-    if op_name(node) not in _ACTIVATIONS or side.program is None or side.replay is None:
+    traits = traits_of(node)
+    # What is periodic is not among them: a coarse argument of a sine is a mistake, not a rounding.
+    is_activation = traits.relative_to_argument and not traits.is_periodic
+    if not is_activation or side.program is None or side.replay is None:
         return False
     given = side.replay.values.get(node.all_input_nodes[0].name)
     target, values = counterpart_of(program, side, side.program, node, side.replay.values)

@@ -6,7 +6,6 @@ Op sites come from the module stack that the exporter leaves on every node, modu
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import re
 from collections import Counter
@@ -19,16 +18,11 @@ from torch import nn
 from torch.fx import Node
 
 from glassengine.errors import UsageError
+from glassengine.ops.row import Rounding
+from glassengine.ops.traits import base_name, named
 from glassengine.program.user_code.frames import is_users
 from glassengine.program.user_code.marks import Mark
 from glassengine.sites import ROOT, Site, SiteTable, op_site, port_site, tap_site, with_call
-
-MATRIX_PRODUCTS = frozenset({"linear", "mm", "addmm", "matmul", "bmm", "baddbmm"})
-PRODUCTS = MATRIX_PRODUCTS | {"addbmm", "addmv", "dot", "einsum", "mv"}
-CONVOLUTIONS = frozenset(
-    {"conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution"}
-)
-ATTENTIONS = frozenset({"scaled_dot_product_attention"})
 
 _PLACEMENT = frozenset({"device", "pin_memory", "layout"})  # where, not what: the same on every device
 _SLICE = re.compile(r"slice\(([^,]+), ([^,]+), ([^)]+)\)")
@@ -48,17 +42,7 @@ def of_any_layout(target: Any) -> Any:
 
 def op_name(node: Node) -> str:
     """Return the ATen base name of a node: no overload, no trailing underscore."""
-    if node.op != "call_function":
-        return "input"
-    return _base_name(node.target)
-
-
-@functools.lru_cache(maxsize=4096)  # asked for several times of each node that is judged
-def _base_name(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
-        name = target._schema.name.split("::")[-1]
-        return name if name.endswith("__") else name.rstrip("_")
-    return getattr(target, "__name__", str(target)).rstrip("_")
+    return base_name(node.target) if node.op == "call_function" else "input"
 
 
 def is_tensor_node(node: Node) -> bool:
@@ -294,9 +278,9 @@ def _input_site(node: Node, symbols: Mapping[str, str], prints: Mapping[Node, st
 
 def _document_names(op: str, numbered: Counter[str]) -> list[str]:
     """Names of the reference documents: `mm_default_N`, `gpt_attention_plugin_N`, `fake_gpt_attention_plugin_N`."""
-    if op in MATRIX_PRODUCTS:
+    if named(op).kind == "matrix product":
         kind, stems = "product", ["mm_default"]
-    elif op in ATTENTIONS:
+    elif named(op).rounding is Rounding.ATTENTION:
         kind, stems = "attention", ["gpt_attention_plugin", "fake_gpt_attention_plugin"]
     else:
         return []

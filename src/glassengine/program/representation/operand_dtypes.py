@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from glassengine.errors import UsageError
-from glassengine.program.representation.naming import CONVOLUTIONS, PRODUCTS, op_name
+from glassengine.ops.traits import traits_of
 from glassengine.program.representation.program import Program
 
 
@@ -16,7 +16,7 @@ def require_one_dtype(program: Program) -> None:
         UsageError: One does not; says where, and which inputs have another dtype than the weights.
     """
     for node in program.graph.nodes:
-        if op_name(node) not in PRODUCTS | CONVOLUTIONS:
+        if not traits_of(node).multiplies:
             continue
         values = [source.meta.get("val") for source in node.all_input_nodes]
         dtypes = dict.fromkeys(v.dtype for v in values if isinstance(v, torch.Tensor) and v.is_floating_point())

@@ -1,1 +1,0 @@
-"""The mistakes that are tried, by kind, and their order."""

@@ -1,0 +1,146 @@
+"""A piece of the baseline in float64, with some of its nodes changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from glassengine.errors import BackendError
+from glassengine.judge.graphs.cut import Piece
+from glassengine.numerics.float64 import retarget, target_of
+from glassengine.ops.traits import traits_of
+
+FAILS = (BackendError, RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, AssertionError)
+"""What an op raises that is called with what it does not take."""
+
+_MOST_WORK = 400_000_000
+"""Elements that are computed for one question, products counted by their terms: about two seconds."""
+
+
+class OutOfWork(Exception):
+    """What may be spent on one question is spent."""
+
+
+class Call:
+    """One node as it is computed in float64: the op, its arguments and what it makes."""
+
+    def __init__(self, node: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> None:
+        self.node, self.target, self.args, self.kwargs, self.value = node, target, args, kwargs, value
+
+    def again(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the op makes of other arguments."""
+        return self.target(*args, **kwargs)
+
+
+Edit = Callable[[Call], Any]
+"""Returns what a node makes instead."""
+
+
+class Trial:
+    """Runs a piece in float64 once, and again with some nodes changed: only what is below them is computed anew.
+
+    Attributes:
+        ops: Nodes that compute, in order.
+        inputs: Placeholders, in order.
+        values: What every node makes.
+        end: The node whose value the piece returns.
+    """
+
+    def __init__(self, piece: Piece) -> None:
+        graph = piece.module.graph
+        self.inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        self.ops = [node for node in graph.nodes if node.op == "call_function"]
+        (self.end,) = graph.output_node().all_input_nodes
+        self.values: dict[Node, Any] = {}
+        for node, tensor in zip(self.inputs, piece.arguments(), strict=True):
+            self.values[node] = retarget(tensor)
+        for node in self.ops:
+            self.values[node] = self._call(node, self.values).value
+        self._below = _below(self.ops, self.inputs)
+        self._cost = {node: _cost(node, self.values) for node in self.ops}
+        self._work = 0
+
+    @property
+    def right(self) -> torch.Tensor:
+        """What the piece makes."""
+        found: torch.Tensor = self.values[self.end]
+        return found
+
+    def call(self, node: Node) -> Call:
+        """Return a node with its arguments in float64."""
+        return self._call(node, self.values, is_known=True)
+
+    def changed(self, edits: Mapping[Node, Edit]) -> torch.Tensor | None:
+        """Return what the piece makes with some nodes changed; None where an op does not take that.
+
+        Raises:
+            OutOfWork: Enough was computed.
+        """
+        touched = set(edits).union(*(self._below[node] for node in edits))
+        self._spend(node for node in self.ops if node in touched)
+        values = dict(self.values)
+        try:
+            for node in [*self.inputs, *self.ops]:
+                if node in edits:
+                    is_known = not any(source in touched for source in node.all_input_nodes)
+                    values[node] = edits[node](self._call(node, values, is_known=is_known))
+                elif node in touched:
+                    values[node] = self._call(node, values).value
+        except FAILS:
+            return None
+        made = values[self.end]
+        return made if isinstance(made, torch.Tensor) else None
+
+    def changed_between(self, source: Node, value: torch.Tensor, end: Node) -> torch.Tensor | None:
+        """Return what `end` makes where `source` has another value, for everything between the two."""
+        touched = self._below[source]
+        self._spend(node for node in self.ops if node in touched)
+        values = {**self.values, source: value}
+        try:
+            for node in self.ops:
+                if node in touched:
+                    values[node] = self._call(node, values).value
+                if node is end:
+                    break
+        except FAILS:
+            return None
+        made = values[end]
+        return made if isinstance(made, torch.Tensor) else None
+
+    def _spend(self, nodes: Iterable[Node]) -> None:
+        self._work += sum(self._cost[node] for node in nodes) + 1000
+        if self._work > _MOST_WORK:
+            raise OutOfWork
+
+    def _call(self, node: Node, values: Mapping[Node, Any], *, is_known: bool = False) -> Call:
+        if node.op == "placeholder":
+            return Call(node, None, (), {}, values[node])
+        args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+        args, kwargs = pytree.tree_map(retarget, (args, kwargs))
+        target = target_of(node)
+        value = values[node] if is_known else target(*args, **kwargs)
+        return Call(node, target, args, kwargs, value)
+
+
+def _below(ops: list[Node], inputs: list[Node]) -> dict[Node, set[Node]]:
+    below: dict[Node, set[Node]] = {node: set() for node in [*inputs, *ops]}
+    for node in reversed([*inputs, *ops]):
+        for user in node.users:
+            if user in below:
+                below[node] |= {user} | below[user]
+    return below
+
+
+def _cost(node: Node, values: Mapping[Node, Any]) -> int:
+    made = [leaf for leaf in pytree.tree_leaves(values[node]) if isinstance(leaf, torch.Tensor)]
+    size = sum(leaf.numel() for leaf in made)
+    if traits_of(node).reads_memory:
+        read = [values[source] for source in node.all_input_nodes]
+        terms = max((t.shape[-1] for t in read if isinstance(t, torch.Tensor) and t.dim()), default=1)
+        # A product does some tens of multiplications in the time in which one element is written.
+        return size * max(1, terms // 8)
+    return size

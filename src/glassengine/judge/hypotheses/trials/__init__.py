@@ -1,1 +1,0 @@
-"""What is tried: a piece of the baseline with one mistake in it, against what the candidate made."""

@@ -1,1 +1,0 @@
-"""The operators of ONNX as calls of torch, by kind."""
