@@ -1,4 +1,4 @@
-"""Whatever must run a model to obtain a prediction: the ladder and its parts."""
+"""Everything that runs a model to judge it: the ladder and its parts."""
 
 from glassengine.diagnose.check_model import check
 

@@ -125,7 +125,7 @@ def check(
         accumulation: "float32", "tf32", "bfloat16" or "float16": how the candidate sums its products, where it is less
             than float32; None takes what `torch.set_float32_matmul_precision` says.
         reproduction: Directory for a test of the first divergence that needs neither the models nor Glass Engine; what
-            an earlier one left in it is put away. Nothing is written where there is no divergence.
+            an earlier one in it is moved aside. Nothing is written without a divergence.
         attn_implementation: As in transformers, for models that are loaded by transformers.
         trust_remote_code: Allow code that comes with a checkpoint to run.
         trust_engine: Load native code of an engine that was built elsewhere, as for `load`.
@@ -163,7 +163,7 @@ def check(
         more_told: dict[str, Any] = {"dtype": dtype, "adapter": adapter, "inputs": inputs}
         return check_quantized_checkpoint(baseline, str(candidate), **more_told, **told, **options)
     if backend is not None:
-        get_backend(backend)  # one that cannot be used is said before anything is loaded
+        get_backend(backend)  # an unusable one is reported before anything is loaded
     progress(Work.LOADING.says("loading the baseline"))
     wanted = engine.manifest.dtype if engine and dtype == "auto" else dtype
     model = load_model(baseline, dtype=wanted, adapter=adapter, **options)

@@ -54,7 +54,7 @@ class Case:
             features go, see `program.image_text.rows_of`.
         source: What the encoder of an encoder-decoder made `constants` from, as keyword arguments of the model.
         origin: Where the inputs come from.
-        recipes: How those that nobody gave were made, by name.
+        recipes: How generated inputs were made, by name.
     """
 
     name: str
@@ -176,7 +176,7 @@ def read_inputs(inputs: str | None) -> Inputs:
 
 
 def beside_tokens(inputs: Inputs) -> list[str]:
-    """Return the keyword arguments that a decode loop has no use for: images, embeddings, positions of one's own."""
+    """Return the keyword arguments that a decode loop does not use: images, embeddings, explicit positions."""
     if inputs is None or isinstance(inputs, str):
         return []
     return list(dict.fromkeys(key for step in inputs for key in step if key not in _OF_TOKENS))
@@ -248,7 +248,7 @@ def causal_cases(model: LoadedModel, inputs: Inputs, steps: int) -> list[Case]:
         return _by_token(model, cases)
     rows = _prompt_ids(model, inputs, vocabulary)
     if inputs is None:
-        # What nobody asked for must not be longer than a small model can take.
+        # Generated inputs must not be longer than a small model can take.
         most = max(1, model.metadata.get("max_position_embeddings", 1 << 62) - steps)
         sizes = SHORT if model.decoding == "recurrent" else (most, most)
         rows = [row[: min(size, most)] for row, size in zip(rows, sizes, strict=True)]

@@ -1,8 +1,8 @@
-"""The results of both sides, end to end: what a user of the model sees, whatever lies between.
+"""The results of both sides, end to end: what a user of the model sees.
 
 Nothing inside enters: a result is judged against the float64 reference by the noise that all ops above it add up to,
 measured with the program in its own dtype, two runs with Monte-Carlo rounding, and the untouched model: another
-implementation in floating point. Elements that hang on a tie are exempt only where the candidate may really have chosen
+implementation in floating point. Elements below a tie are exempt only where the candidate may really have chosen
 otherwise: where it was seen to, or where its choice was not observed.
 """
 
@@ -75,7 +75,7 @@ class EndToEnd:
             theirs: Results of the side in this step.
             ours: Those of the untouched baseline.
             where: Case and step.
-            may_tie: Whether the side chose otherwise at a tie in this case, or may have where nobody saw it.
+            may_tie: Whether the side chose otherwise at a tie in this case, or may have, if unobserved.
         """
         for name in results_of(self.program):
             if self.program.output_nodes[name] != node:
@@ -142,7 +142,7 @@ class EndToEnd:
         return self.program.node(self.program.output_nodes[name]).meta.get("val")
 
     def _random(self) -> frozenset[str]:
-        """Nodes that hang on random numbers."""
+        """Nodes that depend on random numbers."""
         if self._drawn is None:
             found: set[str] = set()
             for node in self.program.graph.nodes:

@@ -21,7 +21,7 @@ _LOCKED_BYTES = 5 << 10
 def crc32_of_small(data: memoryview, value: int = 0) -> int:
     """Return the CRC-32 of bytes, some hundred kilobytes at most, without letting go of the interpreter lock.
 
-    Whoever else runs Python waits a few microseconds; handing the lock over to it and back takes ten times as long.
+    Other threads that run Python wait a few microseconds; handing the lock over to it and back takes ten times as long.
     `value` is that of the bytes before.
     """
     for start in range(0, len(data), _LOCKED_BYTES):

@@ -71,7 +71,7 @@ def remove_tree(directory: str | Path) -> None:
 
 
 class _Deferring(io.RawIOBase):
-    """A file that remembers the first error of writing and takes whatever comes after it."""
+    """A file that remembers the first error of writing and accepts everything after it."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -246,7 +246,7 @@ def append(path: Path, data: bytes) -> None:
 
 
 def private_directory(directory: Path) -> None:
-    """Make a directory and what is missing above it so that only the user may enter, whatever the umask is.
+    """Make a directory and what is missing above it so that only the user may enter, with any umask.
 
     Raises:
         OSError: It cannot be made.

@@ -7,7 +7,7 @@ largest of n such differences is about sqrt(2 ln 2n) times that:
     noise_ratio = max over positions of max( rms(c - b), max|c - b| / sqrt(2 ln 2n) ) / (sqrt(2) r rms(b))
 
 is about 1 for engines that only round differently; the limit is that of `numerics.verdict`. Where the floor cannot be
-measured, the tolerance of the dtype at the scale of each position's largest logit stands in, and says so.
+measured, the tolerance of the dtype at the scale of each position's largest logit is used instead, with a note.
 
 Shape legend: B batch, P positions that hold a token, V vocabulary.
 """
@@ -42,7 +42,7 @@ def measure_floors(
     """Return the noise floor r of the logits of each step, relative to their root mean square.
 
     Only the first `FLOOR_STEPS` are measured; the others are given the largest of those. Steps differ: where attention
-    hangs on a hair, one has ten times the noise of the next.
+    may be a near tie: one has ten times the noise of the next.
 
     Args:
         program: With weights.

@@ -1,10 +1,10 @@
-"""Products that are all summed in less than float32, and nobody declared it: said once, and the rest judged under it.
+"""Undeclared summation of all products in less than float32: reported once, and the rest is judged under it.
 
 Where every product of a side is beyond rounding, and within that of one way to sum them (`--accum`), no op is to blame:
 it is how the candidate computes. Weights that are all slightly off (quantized, of an adapter that was not merged) have
 errors of the same size: the errors themselves must show that it is the sums (`product_errors`). The steps are judged
-again under it, so that a mistake among them still shows. The verdict is suspicious at least, since nobody said that it
-is meant.
+again under it, so that a mistake among them still shows. The verdict is suspicious at least, since it is not
+declared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from glassengine.program.representation.program import Program
 from glassengine.progress import Progress, Work
 
 _LEAST = 3
-"""Of fewer products nobody can say that they are alike."""
+"""Fewer products are not enough to call them alike."""
 _ALIKE = 0.6
 """Of the products; where few terms are summed, or results are rounded coarsely, one does not show it."""
 
@@ -42,12 +42,12 @@ class _Products:
 
 
 def judge_alike(climb: Climb, judge: Callable[[Sequence[Score]], None], progress: Progress) -> str | None:
-    """Judge again where all products of a side are alike; return what is to be said of them, None where nothing is.
+    """Judge again where all products of a side are alike; return the note about them, or None.
 
     Args:
         climb: With scores of all sides; they are replaced.
         judge: Runs the cases on the model and other scores.
-        progress: Told of it.
+        progress: Called with it.
     """
     suspects = [products for score in climb.scores[1:] if (products := _products(climb.program, score)).are_alike]
     if climb.accumulation != FLOAT32_SUMS or not suspects:

@@ -38,7 +38,7 @@ def bisect_release(climb: Climb, backend: str | None, judge: Judge, progress: Pr
     if not wrong:
         return
     program = climb.built or climb.program
-    # Names of nodes are those of what is built; the baseline's are told by site.
+    # Names of nodes are those of what is built; the baseline's are found by site.
     own = {node: entry[0].name for node, entry in program.sites.by_node.items()}
     ours = {site.name: site.node for site in climb.program.sites if site.kind == "op"}
     plan = observable(climb, program)

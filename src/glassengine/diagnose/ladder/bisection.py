@@ -70,7 +70,7 @@ def bisect(program: Program, nodes: Collection[str], wrong: str, observe: Observ
         found.num_builds += 1
         bad, is_wrong = observe(asked)
         if not bad and not is_wrong:
-            # Whoever looks here changes the engine: these outputs say nothing.
+            # Observing here changes the engine: these outputs are no evidence.
             found.vanished += asked
             continue
         wrong_ones = [node for node in asked if node in bad]

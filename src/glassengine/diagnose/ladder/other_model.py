@@ -98,5 +98,5 @@ def _weights_by_name(climb: Climb, candidate: LoadedModel) -> WeightsComparison 
     own = dict(candidate.module.state_dict(keep_vars=True)) | dict(candidate.module.named_buffers())
     if not known.keys() <= own.keys():
         return None
-    # A program has no weights that it does not use, and a tied one under one name: what only one side names is no news.
+    # A program has no weights that it does not use, and a tied one under one name: a name on one side only is expected.
     return compare_weights(known, {name: tensor for name, tensor in own.items() if name in known})

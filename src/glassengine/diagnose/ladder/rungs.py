@@ -58,7 +58,7 @@ BYTE_BUDGET = 1 << 30
 
 @dataclass
 class Climb:
-    """Everything one check has at hand; filled rung by rung.
+    """Everything one check has; filled rung by rung.
 
     `built` is what the engines are built from, `pairs` which of its ops are those of the baseline's program, and
     `candidate` names what is built.

@@ -1,7 +1,7 @@
 """Parts of a check of plain modules that have a program each: steps with other numbers, or with another state.
 
 A number among the arguments becomes part of the graph, so steps with other numbers are other programs. What a module
-remembers (a cache in its buffers, written in place) is an input of a step that nobody gives: each step is exported and
+remembers (a cache in its buffers, written in place) is an implicit input of a step: each step is exported and
 run with what the untouched module held before it.
 """
 
@@ -170,12 +170,12 @@ def _part(steps: Sequence[Step], numbers: Sequence[int]) -> Sequence[Step]:
 
 
 def _remembers(model: LoadedModel, step: Step) -> bool:
-    """Whether a forward changes what a module holds; models of transformers are told to keep no cache."""
+    """Whether a forward changes what a module holds; models of transformers keep no cache here."""
     from transformers import PreTrainedModel
 
     module: nn.Module = model.module
     if model.stored is not None or isinstance(module, PreTrainedModel):
         return False
-    with contextlib.suppress(Exception):  # what raises is told of where it is exported
+    with contextlib.suppress(Exception):  # errors are raised where it is exported
         return remembers(module, step)
     return False

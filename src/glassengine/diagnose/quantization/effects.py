@@ -189,7 +189,7 @@ def cosine(b: Tensor, c: Tensor) -> float:
 
 
 def snr_db(power: float, error: float) -> float:
-    """Return the signal-to-noise ratio of two sums of squares; -inf where the error is no number."""
+    """Return the signal-to-noise ratio of two sums of squares; -inf if the error is not a number."""
     if error == 0:
         return math.inf
     return 10 * math.log10(power / error) if power > 0 and math.isfinite(error) else -math.inf

@@ -1,4 +1,4 @@
-"""A quantized ONNX file beside the floats that it was made of: judged op by op in its own precision, told as drift.
+"""A quantized ONNX file beside the floats that it was made of: judged op by op in its own precision, shown as drift.
 
 The baseline's program runs in float64, node by node, in lockstep with what the file computed:
 
@@ -7,7 +7,7 @@ The baseline's program runs in float64, node by node, in lockstep with what the 
     forced    the same on the file's own weights: P, what it should have made of what it has
     noisy     twice, those numbers moved by up to half a step of their own grid, and the result as well: the floor
 
-So an op is charged with no more than what it introduced, and rounding to its own grid is no mistake. Weights are judged
+So an op is charged with no more than what it introduced; rounding to its own grid is not a mistake. Weights are judged
 by themselves, as those of a quantized checkpoint are (`numerics.quantization.weight_error`).
 """
 
@@ -258,7 +258,7 @@ class QuantizedRun:
             return
         op = self.ops.setdefault(node.name, Op(node, sites[0].name, value.site))
         is_folded = _is_folded(node, value, predicted)
-        # What the ends of a grid do for a reader is no loss.
+        # What the ends of a grid do for a reader is not a loss.
         kept = (_inside(value, pure), _inside(value, asked)) if is_folded else (pure, asked)
         op.sums.add(kept[0], value.read, predicted=kept[1])
         if not reads_unknown:

@@ -1,6 +1,6 @@
 """A quantized ONNX file beside a model of PyTorch: judged in two steps, each by its own measure.
 
-    the graph    the file without its grids, with the model's own weights in the place of those that were rounded, is
+    the graph    the file without its grids, with the model's own weights instead of the rounded ones, is
                  compared with the model as any port is: op by op, to rounding
     the grids    the file is compared with that, as any quantized file is with its floats: op by op by its own grids
 

@@ -154,7 +154,7 @@ def recorded_values(graph: CapturedGraph, arguments: Sequence[Any]) -> dict[str,
 
 
 def weights_of(graph: CapturedGraph) -> dict[str, InputSpec]:
-    """Return what is said of the parameters and buffers of a graph, by placeholder."""
+    """Return the descriptions of the parameters and buffers of a graph, by placeholder."""
     placeholders = graph.module.graph.find_nodes(op="placeholder")
     return {
         node.name: spec

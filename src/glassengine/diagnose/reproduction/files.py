@@ -87,7 +87,7 @@ def require_free(directory: Path) -> None:
     """Refuse a directory that holds anything but an earlier reproduction.
 
     Raises:
-        UsageError: There are other files, or it is no directory.
+        UsageError: There are other files, or it is not a directory.
     """
     local(directory)
     if not directory.exists():

@@ -82,7 +82,7 @@ def one_piece(
     """Return the nodes of a piece as a model whose weights are initializers, and the arrays that enter it.
 
     Raises:
-        UsageError: A value that the nodes read is not at hand, or the weights are too large.
+        UsageError: An input of the nodes is not available, or the weights are too large.
     """
     from onnx import helper
 

@@ -217,7 +217,7 @@ def reproduce_bisection(directory: Path, bisection: Bisection, piece: Piece) -> 
 
 
 def _about(divergence: Divergence) -> dict[str, Any]:
-    """What the reader of a reproduction is told."""
+    """What a reproduction tells its reader."""
     told = {
         "site": divergence.site,
         "candidate": divergence.candidate_site,

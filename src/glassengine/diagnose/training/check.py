@@ -211,7 +211,7 @@ def _judge_gradients(
     found.pairs += [replace(pair, step=number, rung=at_site[pair.site]) for pair in judged]
     found.pairs += [replace(p, step=number, site=p.candidate_site, inherited=bool(own)) for p in run.pairs]
     if not own:
-        # The ops are all right as they were traced: whatever ran instead of them (a compiler's kernels) is not.
+        # The ops are all right as they were traced: what ran instead of them (a compiler's kernels) is not.
         for d in sorted(run.divergences.values(), key=lambda d: order[d.node or ""]):
             hint = Hint("compiled", "every op is right when it is run by itself: the run itself is not", 0.5)
             if d.candidate_site not in known:

@@ -196,7 +196,7 @@ def _path(node: Node) -> str:
 
 
 def _without_own_frames(trace: str | None) -> str:
-    """Return a stack trace without frames of this package: its lines are nobody's model."""
+    """Return a stack trace without frames of this package: its lines are not of the model."""
     frames = re.split(r'(?m)^(?=\s*File ")', trace or "")
     return "".join(frame for frame in frames if 'File "' in frame and "/glassengine/diagnose/" not in frame)
 

@@ -3,7 +3,7 @@
 Inputs and constants are. So is what is made of exact values alone: by ops that move or select; by ops that round
 correctly, where float64 makes the same as the program's own dtype (differences of whole numbers, say, a product with a
 power of two); by sums and products of whole numbers that stay small. What a library function computes (an exponential)
-is not, whatever comes out. Between exact values there are no ties.
+is not, for any result. Between exact values no ties exist.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _A_FEW = 16
 
 
 def keeps_whole_numbers(node: Node, args: Any, kwargs: Any, result: Any, u: float) -> bool:
-    """Whether an op rounds nothing, whatever made its arguments: whole numbers are added up or multiplied, and small.
+    """Whether an op rounds nothing, for any arguments: whole numbers are added up or multiplied, and small.
 
     Args:
         node: The op.
         args: In float64.
         kwargs: Likewise.
         result: Its float64 result.
-        u: Unit roundoff of the coarsest dtype in which somebody computes it.
+        u: Unit roundoff of the coarsest dtype in which it is computed.
     """
     if not traits_of(node).keeps_whole or not isinstance(result, Tensor):
         return False
@@ -143,7 +143,7 @@ class Exactness:
     def _is_kept(self, value: Tensor, *, as_weight: bool = False) -> bool:
         """Whether a candidate's coarser dtype holds these very values.
 
-        Of weights that are no whole numbers nobody knows how they came to be in it.
+        How weights other than whole numbers came to be in it is unknown.
         """
         coarsest = self._coarsest
         if coarsest is None or torch.finfo(coarsest).eps <= torch.finfo(value.dtype).eps:

@@ -9,7 +9,7 @@ from glassengine.judge.exclusions.undefined_casts import UndefinedCasts
 from glassengine.numerics.exemptions import TIES, Masks
 
 TEXTS = {one.kind: one.reason for one in (UndefinedCasts, HiddenRows)}
-"""What a list of skipped tensors says of them; padding and ties are told of otherwise."""
+"""Reasons in the list of skipped tensors; padding and ties are listed separately."""
 
 
 def exempt_by_replay(

@@ -1,9 +1,9 @@
-"""Rows of attention that see no key at all: what comes out of them is nobody's mistake.
+"""Fully masked attention rows: their output is implementation-defined and excluded.
 
 A query of padding before which there is nothing but padding has scores that a mask hides, every one. One implementation
 gives all keys the same share, another none, a third NaN, and rounding alone picks one of the hidden numbers: the noise
 of such rows is as large as the values, and what is measured over them and real rows together would hide any mistake in
-the real ones. So neither these rows count nor whatever hangs on them, unless that is all there is of a tensor.
+the real ones. So these rows and all that depends on them are excluded, unless nothing else is left of a tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from glassengine.results import ExemptionReason
 
 
 class HiddenRows(Undefined):
-    """What hangs on rows of attention that see no key.
+    """What depends on fully masked attention rows.
 
     Args:
         hidden: Says where the scores of a softmax hold a number that hides; None takes every number of that size.

@@ -70,19 +70,19 @@ class HiddenValues:
             self._found[node] = where
 
     def of(self, node: Node) -> Tensor | None:
-        """Return where the value of `node` hides, and its size is nobody's matter; None where it does nowhere."""
+        """Return where the value of `node` hides, so that its size does not matter; None if nowhere."""
         return self._found.get(node) if node in self._only_softmax else None
 
     def places(self, node: Node) -> Tensor | None:
-        """Return where the value of `node` hides, whoever else reads it; None where it does nowhere."""
+        """Return where the value of `node` hides, for any other readers; None if nowhere."""
         return self._found.get(node)
 
     def settle(self, node: Node) -> None:
-        """Take note that nobody reads `node` any more."""
+        """Note that `node` has no more readers."""
         self._found.pop(node, None)
 
     def _carried(self, node: Node, value: Tensor, env: Mapping[Node, Sequence[Any]]) -> Tensor | None:
-        """Return where a number that hides went into the result of an op; None where nobody knows."""
+        """Return where a number that hides went into the result of an op; None if unknown."""
         hidden = traits_of(node).hidden
         if hidden not in _ON_THE_WAY:
             return None

@@ -1,13 +1,13 @@
-"""What hangs on a tie: elements that are something else, legally, where an op chooses among values that are close.
+"""What depends on a tie: elements that may legally differ because an op chooses among close values.
 
 A choice (of experts, of the larger of two values, of a bucket) is made once more, otherwise wherever rounding could
-turn it over; what comes of the other choice is computed beside the reference. Elements that differ hang on the tie, and
-nobody is judged by them: of a mixture of experts one token, and later what attends to it. Where the other choice is
-dropped again, or comes to the same (two experts in another order), nothing hangs on it any more. Two values are close
+flip it; the result of the other choice is computed beside the reference. Elements that differ depend on the tie, and
+are excluded: of a mixture of experts one token, and later what attends to it. Where the other choice is
+dropped again, or comes to the same (two experts in another order), nothing depends on it any more. Two values are close
 that errors could bring together which, as errors of values, would be called rounding.
 
-What two flips may undo (how many tokens an expert gets, and where they are when sorted by expert) cannot be told from
-one other choice: it hangs on the tie as a whole, and so does all below it.
+What two flips may undo (how many tokens an expert gets, and where they are when sorted by expert) is not known from
+one other choice: it depends on the tie as a whole, and so does all below it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 
 _SAME = 2.0**-10
-"""Of a unit roundoff: a difference that is no difference."""
+"""Of a unit roundoff: a negligible difference."""
 
 _WHOLE = object()
-"""In the place of another value: nothing is known of it."""
+"""Instead of another value: unknown."""
 
 
 class TiesFollowed:
@@ -66,7 +66,7 @@ class TiesFollowed:
             self.others[node] = other
 
     def of(self, node: Node, exact: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return a bool mask of the elements of `exact`, the value of `node`, that hang on a tie; None where none does.
+        """Return a bool mask of the elements of `exact`, the value of `node`, that depend on a tie; None if none does.
 
         Args:
             node: It.
@@ -85,7 +85,7 @@ class TiesFollowed:
         return None
 
     def settle(self, node: Node) -> None:
-        """Take note that nothing hangs on `node`: its value is known, or nobody reads it any more."""
+        """Note that nothing depends on `node`: its value is known, or it has no more readers."""
         self.others.pop(node, None)
 
     def _below(self, node: Node) -> Any:
@@ -97,7 +97,7 @@ class TiesFollowed:
                 return _WHOLE
         try:
             return self._again(node, self.others)
-        except (RuntimeError, IndexError, ValueError):  # a number that is no index
+        except (RuntimeError, IndexError, ValueError):  # a number that is not an index
             return _WHOLE
 
 
@@ -155,7 +155,7 @@ def _cast_otherwise(source: Node, values: Sequence[Tensor], other: Tensor, exact
 def _ranked_otherwise(node: Node, choice: Choice, values: Sequence[Tensor], other: Any, hangs: Tensor | None) -> Any:
     """Turn each run of close values by one rank, so that every rank of it has another element.
 
-    Values of which one hangs on a tie (`hangs`) are taken for close, all that are compared with it.
+    Values are close to all that they are compared with if one depends on a tie (`hangs`).
     """
     exact = values[0]
     at = chosen_along(node)
@@ -167,7 +167,7 @@ def _ranked_otherwise(node: Node, choice: Choice, values: Sequence[Tensor], othe
     # Two runs may happen to agree with the exact one in a row, so that its noise is too small.
     noise = torch.maximum(noise, order.values.abs() * _relative(values)).nan_to_num(0.0, 0.0, 0.0)
     margin = SUSPICIOUS * (noise.narrow(at, 0, size - 1) + noise.narrow(at, 1, size - 1))
-    # Between two values in which rounding has no part there is no tie.
+    # Between two values without rounding a tie is impossible.
     moves = (_spread(values) > 0).gather(at, order.indices)
     margin = torch.where(moves.narrow(at, 0, size - 1) | moves.narrow(at, 1, size - 1), margin, 0.0)
     close = (order.values.diff(dim=at).abs() <= margin) & (margin > 0)
@@ -217,7 +217,7 @@ def _relative(values: Sequence[Tensor]) -> float:
 
 
 def _spread(values: Sequence[Tensor]) -> Tensor:
-    """The largest distance of a run from the exact values; 0 where that is no number."""
+    """The largest distance of a run from the exact values; 0 if not a number."""
     spread: Tensor = torch.zeros_like(values[0])
     for run in values[1:]:
         if run is not values[0] and run.shape == spread.shape:
@@ -226,7 +226,7 @@ def _spread(values: Sequence[Tensor]) -> Tensor:
 
 
 def _unstable(other: Any, exact: Any, *runs: Any) -> Any:
-    """Integers and bools that some run has otherwise are unstable, whatever made them."""
+    """Integers and bools that differ in some run are unstable, whatever op made them."""
     if isinstance(other, Tensor) and not other.is_floating_point():
         for run in runs:
             other = torch.where((run != exact) & (other == exact), run, other)

@@ -107,7 +107,7 @@ def _same_in_plane(
     u_in: float,
     settled: Mapping[str, torch.Tensor],
 ) -> torch.Tensor | None:
-    """Return where a pool may have chosen another value that rounding cannot tell apart; places are those in all."""
+    """Return where a pool may have chosen another value within rounding; places are those in all."""
     plane = math.prod(values.shape[2:])
     ours, theirs = exact.long(), candidate.long()
     if bool(((theirs < 0) | (theirs >= values.numel())).any()):

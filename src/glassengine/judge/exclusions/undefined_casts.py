@@ -1,8 +1,8 @@
-"""Elements that hang on a cast of a number that the integer dtype cannot hold: infinities, NaN, numbers too large.
+"""Elements that depend on a cast of a number that the integer dtype cannot hold: infinities, NaN, numbers too large.
 
-What comes out of such a cast is up to the processor, so nobody is wrong about it. Model code makes them on purpose and
+The result of such a cast depends on the processor, so no result is wrong. Model code makes them on purpose and
 drops them again (the logarithm of a distance of 0 in relative positions); what counts is all that does not depend on
-them. Whether an element does is tried: whatever reads such a cast is computed a second time, from other numbers.
+them. Whether an element does is tried: each reader of such a cast is computed a second time, from other numbers.
 Nor does an element count that is made to be cast so and for nothing else, or to be cast and dropped again: others keep
 the 0 from the logarithm. There what comes after is computed ahead.
 """
@@ -24,7 +24,7 @@ from glassengine.results import ExemptionReason
 
 
 class Undefined:
-    """Elements of one step that hang on something undefined, filled in graph order; subclasses say where they begin.
+    """Elements of one step that depend on something undefined, filled in graph order; subclasses define the start.
 
     Attributes:
         kind: What sort of exemption it is.
@@ -74,12 +74,12 @@ class Undefined:
         target: Any = node.target
         try:
             return target(*args, **kwargs)
-        except (RuntimeError, IndexError):  # a number that is no index
+        except (RuntimeError, IndexError):  # a number that is not an index
             return pytree.tree_map(_far_from, value)
 
 
 class UndefinedCasts(Undefined):
-    """What hangs on a cast of a number that the integer dtype cannot hold, and what is only made to be cast so."""
+    """What depends on a cast of a number that the integer dtype cannot hold, and what is only made to be cast so."""
 
     kind: ExemptionReason = "undefined casts"
     reason = "elements of which a cast to integers makes nothing defined, or nothing that is kept"
@@ -112,7 +112,7 @@ class UndefinedCasts(Undefined):
         return _beyond(value_of(node.all_input_nodes[0]), value.dtype)
 
     def _lost(self, node: Node, value: torch.Tensor, value_of: Callable[[Node], Any]) -> torch.Tensor:
-        """Return which elements end undefined or dropped, whoever reads them."""
+        """Return which elements end undefined or dropped, for any readers."""
         if node in self._lost_at:
             return self._lost_at[node]
         lost = torch.ones_like(value, dtype=torch.bool)

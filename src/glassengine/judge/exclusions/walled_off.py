@@ -1,4 +1,4 @@
-"""Tensors that differ while what is made of them is right: they are no counterparts.
+"""Tensors that differ while their readers are right: they are not counterparts.
 
 Two programs that compute the same in another order (keys before values, a root before its reciprocal) have ops in the
 same place that are not the same op. What an op really gets wrong goes into what is made of it. Where every op that

@@ -130,7 +130,7 @@ def reads_the_same(
 def reads_counterparts(
     ours: Node, theirs: Node, found: Mapping[str, str], names: tuple[Mapping[str, str], Mapping[str, str]]
 ) -> bool:
-    """Whether two nodes read counterparts, whatever they make of them; for the arguments see `reads_the_same`."""
+    """Whether two nodes read counterparts, with any results; for the arguments see `reads_the_same`."""
     sources = [
         [leaf for leaf in pytree.tree_leaves((node.args, dict(node.kwargs))) if isinstance(leaf, Node)]
         for node in (ours, theirs)

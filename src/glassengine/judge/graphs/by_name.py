@@ -1,7 +1,7 @@
 """Pair the op sites of two programs.
 
 Within each call of each module the two op sequences are aligned (longest matching blocks, first by op, shape and
-literal arguments, then by op and shape), so that an op which one side has extra shifts nobody's name. Results of the
+literal arguments, then by op and shape), so that an extra op of one side shifts no name. Results of the
 programs are counterparts by name, and what one op left over feeds is fed by its counterpart: an op that was replaced by
 another one still has one. The fingerprint says whether a pair is computed the same way; it is kept with the pair, not
 required, because a mistake changes it.

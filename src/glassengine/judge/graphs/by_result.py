@@ -31,7 +31,7 @@ def paired_results(baseline: Program, candidate: Program) -> dict[str, str]:
 
 
 def in_order(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, str]:
-    """Return which results belong together whose names say nothing: name of the one side -> of the other.
+    """Return which results of unrelated names belong together: name of the one side -> of the other.
 
     As many on both sides, and floats in the places of floats: by place. Else each goes to the first free one that is
     like it: of its shape, of its number of elements, or at least floating as it is. A single result of either side that

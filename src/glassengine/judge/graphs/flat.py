@@ -37,7 +37,7 @@ def flat_program(
     Args:
         module: Its nodes have values (`meta["val"]`); what it writes to its inputs at its end is left out.
         weights: Placeholder -> qualified name and value of a parameter, buffer or constant.
-        output_names: Of its results, in order; results that are no tensors are left out.
+        output_names: Of its results, in order; without non-tensor results.
 
     Raises:
         UsageError: It writes to its inputs in another way, or takes numbers.

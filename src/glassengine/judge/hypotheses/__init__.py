@@ -5,5 +5,5 @@
     catalog   the mistakes that people make, one family a file
     explain     which of them reproduces the candidate's values up to rounding, and is not right itself
 
-No mistake is told that was not tried: a difference between two programs that changes no value explains nothing.
+Every reported mistake is tried: a difference between two programs that changes no value explains nothing.
 """

@@ -1,6 +1,6 @@
-"""Arguments of ops that are no tensors: epsilons, scales, dimensions, strides, flags, words, numbers written in a sum.
+"""Non-tensor arguments of ops: epsilons, scales, dimensions, strides, flags, words, numbers written in a sum.
 
-First what the candidate's own ops have, then what people write; `solved` has whatever number it takes.
+First what the candidate's own ops have, then common values; `solved` has any number that fits.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _read_first(node: Node) -> Any:
 
 
 def another_op(question: Question) -> Iterator[Hypothesis]:
-    """Yield: an op of the candidate, with its own numbers, in the place of one of the baseline's."""
+    """Yield: an op of the candidate, with its own numbers, instead of one of the baseline's."""
     own = {node.target for node in question.trial.ops}
     for theirs in question.theirs:
         if theirs.target in own or passes_on(theirs):
@@ -131,7 +131,7 @@ def _called_as(target: Any, leaves: list[Any], spec: Any, places: list[int]) -> 
 
 
 def as_theirs(question: Question) -> Iterator[Hypothesis]:
-    """Yield: one argument has a value that the candidate's own ops have somewhere in the place of the piece."""
+    """Yield: one argument has a value that the candidate's own ops have somewhere in their counterpart of the piece."""
     pool = [value for value in question.their_values if not _is_whole(value)]
     for literal in literals(question):
         for value in pool:
@@ -161,7 +161,7 @@ def whole(question: Question) -> Iterator[Hypothesis]:
 
 
 def literals(question: Question) -> Iterator[Literal]:
-    """Yield the arguments of all ops of the piece that are no tensors, last ops first."""
+    """Yield the non-tensor arguments of all ops of the piece, last ops first."""
     for node in reversed(question.trial.ops):
         for literal in literals_of(node):
             if _is_asked(literal):

@@ -48,7 +48,7 @@ class Asked:
     counterparts: Mapping[str, str] = field(default_factory=dict)
     flagged: Collection[str] = ()
     place: str | None = None
-    """Node in which the mistake of the last `hints` was made: one that nobody observed, inside of the region."""
+    """Node in which the mistake of the last `hints` was made: an unobserved one, inside of the region."""
 
     @torch.no_grad()
     def hints(self, node: Node, actual: torch.Tensor, valid: torch.Tensor | None) -> list[Hint]:
@@ -88,7 +88,7 @@ class Asked:
             (place,) = readers
         if place is trial.end or place.name in self._known:
             return None
-        # What else reads it would be wrong as well, and nothing says so.
+        # Its other readers would be wrong as well, which is not known.
         inside = {op.name for op in trial.ops}
         own = next((node for node in self.program.graph.nodes if node.name == place.name), None)
         is_read_elsewhere = own is not None and any(user.name not in inside for user in own.users)

@@ -1,5 +1,5 @@
 """The mistakes that are tried, in the order in which they are believed: what the candidate's program shows comes first,
-then what people do, then whatever fits.
+then common mistakes, then anything that fits.
 """
 
 from __future__ import annotations
@@ -47,4 +47,4 @@ FAMILIES: tuple[tuple[float, Family], ...] = (
     (0.85, rearranged),
     (0.8, scaled),
 )
-"""Score and family. What is told was tried, and makes what the candidate made; the score only ranks."""
+"""Score and family. Each hint was tried and reproduces the candidate's result; the score only ranks."""

@@ -34,7 +34,7 @@ def differences(question: Question) -> list[Hint]:
     """Return which arguments and weights of the candidate's op change the result by more than rounding."""
     found = []
     try:
-        # Of several weights nobody knows here which is which.
+        # Which of several weights is which is unknown here.
         is_clear = len(question.trial.ops) == 1 and len(question.their_weights) == len(question.weights) == 1
         for family in (same_op, weights) if is_clear else (same_op,):
             for hypothesis in _fitting(family, question):
@@ -89,7 +89,7 @@ def explanation(question: Question) -> tuple[Hint, Hypothesis] | None:
 
 
 def _fitting(family: Family, question: Question) -> Iterator[Hypothesis]:
-    """Yield what a family proposes up to where torch cannot compute it: a mask is no number, and a hint no verdict."""
+    """Yield what a family proposes up to where torch cannot compute it: a hint is not a verdict."""
     try:
         yield from family(question)
     except RuntimeError as error:

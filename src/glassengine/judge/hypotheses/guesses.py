@@ -80,7 +80,7 @@ class Guesses:
         return None if found is None or found.is_taken else found.text
 
     def is_summed_coarsely(self, node: Node, tensor: torch.Tensor) -> bool | None:
-        """Return whether the error of a product is that of coarse sums; None where nobody can tell."""
+        """Return whether the error of a product is that of coarse sums; None if unknown."""
         asked = asked_of(self._program, self._side, ())
         if asked is None or self._num_products == _MOST_PRODUCTS:
             return None

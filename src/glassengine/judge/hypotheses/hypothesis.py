@@ -45,7 +45,7 @@ class Hypothesis:
 
 @dataclass(frozen=True)
 class Literal:
-    """One argument of an op that is no tensor, given or left to its default."""
+    """One non-tensor argument of an op, given or left to its default."""
 
     node: Node
     name: str
@@ -67,7 +67,7 @@ class Literal:
 
 
 def literals_of(node: Node) -> Iterator[Literal]:
-    """Yield the arguments of an op that are no tensors, defaults included."""
+    """Yield the non-tensor arguments of an op, defaults included."""
     names = argument_names(node.target)
     args, kwargs = bound(node.target, node.args, dict(node.kwargs))
     for place, value in enumerate(args):
@@ -84,7 +84,7 @@ def is_as_theirs(ours: Literal, theirs: Literal, ranks: tuple[int | None, int | 
     Args:
         ours: Of the baseline's op.
         theirs: Of the candidate's.
-        ranks: Number of dimensions of what either op reads first; None where that is no tensor.
+        ranks: Number of dimensions of what either op reads first; None if that is not a tensor.
     """
     here, there = ranks
     if ours.value == theirs.value or here is None or there is None or here == there:
@@ -125,7 +125,7 @@ def bound(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tupl
 
 
 def constants_of(nodes: Iterator[Node] | tuple[Node, ...] | list[Node]) -> list[Any]:
-    """Return the literal numbers, words and lists that some ops use, each once; what is a default is no choice."""
+    """Return the literal numbers, words and lists that some ops use, each once; without defaults."""
     found: list[Any] = []
     for node in nodes:
         for leaf in [*node.args, *node.kwargs.values()]:

@@ -3,7 +3,7 @@
 A function of an ONNX file is judged by its results. Where these are wrong, and where the two sides differ in a branch
 that no input took, both are interpreted once more in float64, on the same inputs, and what their ops make is compared:
 an op of the baseline is wrong if no op of the candidate makes what it makes, and none makes what anything below it
-makes. So a body that is written with other ops, and right, is no difference.
+makes. So a right body written with other ops is not a difference.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def where_they_part(ours: Call, theirs: Call, dtypes: Collection[torch.dtype]) -
         return None
     found = _apart(left, right, ours, _ROUNDINGS * max(map(unit_roundoff, dtypes), default=_EXACT))
     if found is None:
-        # Less than the rounding of a weight says nothing by itself, but where something is known to be wrong.
+        # Less than the rounding of a weight matters only if something is known to be wrong.
         found = _apart(left, right, ours, _EXACT)
         return found if found is not None and found.is_taken else None
     return found

@@ -48,7 +48,7 @@ def _masks(question: Question, node: Node) -> Iterator[Hypothesis]:
         if seen is not None:
             yield Hypothesis("mask", f"{what} is missing; there is a causal mask instead", {node: _masked(causal)})
     if seen is not None:
-        # The last position of a causal mask sees all that is no padding.
+        # The last position of a causal mask sees everything but padding.
         beside = seen[..., -1:, :].expand(seen.shape)
         if not torch.equal(seen, beside) and torch.equal(seen, beside & causal):
             yield Hypothesis("mask", "the causal part of the mask is missing", {node: _masked(beside)})

@@ -1,4 +1,4 @@
-"""Other ops in the place of an op, or of several that together are one: activations, sums, trigonometry, norms."""
+"""Other ops instead of an op, or of several that together are one: activations, sums, trigonometry, norms."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def _with(changed: dict[int, Any]) -> Any:
 
 
 def variances(question: Question) -> Iterator[Hypothesis]:
-    """Yield: n - 1 in the place of n, in a variance that is one op or a mean of squares."""
+    """Yield: n - 1 instead of n, in a variance that is one op or a mean of squares."""
     trial = question.trial
     for node in reversed(trial.ops):
         name = op_name(node)

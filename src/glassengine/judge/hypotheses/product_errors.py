@@ -2,7 +2,7 @@
 
 Rounding on the way goes its own way in each row: two rows that are alike have errors that are not. An error of weights
 is a linear function of the input, and rows that are alike have errors that are alike. How alike rows are for a linear
-function is measured with random weights in the place of the right ones.
+function is measured with random weights instead of the right ones.
 
     sum over pairs of rows (i, j):   slope = <cos(E_i, E_j), c_ij> / <c, c>,   c_ij = mean over probes cos(P_i, P_j)
 

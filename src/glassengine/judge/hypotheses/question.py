@@ -36,7 +36,7 @@ class Question:
         labels: Name of a node of the piece -> what people call it.
         weights: Names of the piece's inputs that are weights.
         others: What else could have been read: name for people -> tensor, float64 or of whole numbers.
-        theirs: The candidate's own ops in the place of the piece; empty where they are not known.
+        theirs: The candidate's own ops that match the piece; empty if unknown.
         their_values: Literal and 0-dim constants that these ops use.
         their_weights: Weights of the candidate that these ops read, by name.
         held: Nodes of the candidate that are such weights -> their names.

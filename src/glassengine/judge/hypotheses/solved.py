@@ -1,4 +1,4 @@
-"""Numbers that nobody wrote down: the one for which the op makes what the candidate made, and bases of frequencies."""
+"""Derived numbers: the one for which the op makes what the candidate made, and bases of frequencies."""
 
 from __future__ import annotations
 

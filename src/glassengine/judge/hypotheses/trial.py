@@ -41,7 +41,7 @@ Edit = Callable[[Call], Any]
 
 
 class Trial:
-    """Runs a piece in float64 once, and again with some nodes changed: only what is below them is computed anew.
+    """Runs a piece in float64 once, and again with some nodes changed: only what is below them is recomputed.
 
     Attributes:
         ops: Nodes that compute, in order.

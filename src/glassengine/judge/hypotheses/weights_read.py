@@ -27,7 +27,7 @@ def weights(question: Question) -> Iterator[Hypothesis]:
     """Yield: a weight of the op is another one on the candidate's side, and how the two are related.
 
     What either side makes of weights alone counts as one: the product of a weight norm that the other side has folded.
-    How many elements differ comes last: that fits whatever is wrong with a weight.
+    The number of differing elements comes last: it fits any mistake in a weight.
     """
     trial = question.trial
     read = {node: question.label(node) for node in trial.inputs if node.name in question.weights}
@@ -89,7 +89,7 @@ def _made_of(ops: Sequence[Node], weights: Mapping[Node, str]) -> list[tuple[Nod
 
 
 def _joins(op: Node) -> bool:
-    """Whether an op makes one weight of several; what it makes of one alone is told as what that op does."""
+    """Whether an op makes one weight of several; a result of one alone is described as that op."""
     return len(op.all_input_nodes) > 1 and not passes_on(op)
 
 

@@ -1,8 +1,8 @@
 """Pair the ops of two programs that are written differently, by what they compute.
 
-    probe       the candidate runs two steps; all its tensors are at hand
+    probe       the candidate runs two steps; all its tensors are available
     predict     node by node, the baseline's op in float64 on the candidate's own inputs of that op
-    find        the tensor of the candidate that is the prediction up to rounding, in whatever arrangement; of several,
+    find        the tensor of the candidate that is the prediction up to rounding, in any arrangement; of several,
                 what the same op makes of the same. What it comes from cannot be made of it, and what is below follows
                 from it no worse than from the prediction
     look ahead  nothing is: the candidate does not have this tensor (it is written with other ops), or has it wrong. If
@@ -11,7 +11,7 @@
 
 A node without a counterpart keeps its prediction, so that what is below it is predicted from the last tensors that both
 sides have: a region, judged where it ends (see `regions`). Results of the programs are counterparts by name or order,
-whatever they hold. Names are evidence of nothing: of two tensors that are equal otherwise, the one in the same place is
+whatever they hold. Names are no evidence: of two tensors that are equal otherwise, the one in the same place is
 taken.
 
 Predictions are compared loosely, as far as rounding within a region goes; the verdict has a finer measure.
@@ -37,13 +37,13 @@ from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.program import Program
 
 _TELLING = 2
-"""A tensor and the prediction are told apart by an op below that follows this many times closer from one of them."""
+"""A tensor and the prediction are distinguished by an op below that follows this many times closer from one of them."""
 _AHEAD = 12
 """How many ops below a node are asked whether they follow from it."""
 _TIGHT = 4
 """Unit roundoffs by which tensors differ below a region that is right; a mistake that drowns leaves more."""
 _MOST_LOOKS = 24
-"""How often what is ahead is looked at anew, once after each tensor that is wrong."""
+"""How often the tensors ahead are examined again, once after each wrong tensor."""
 
 
 class Counterparts:
@@ -156,7 +156,7 @@ class Counterparts:
         return True
 
     def _apart(self, node: Node, seen: Seen, predicted: Values) -> float | None:
-        """Return how far a tensor is from a prediction, in unit roundoffs; None where that is no rounding."""
+        """Return how far a tensor is from a prediction, in unit roundoffs; None if that is not rounding."""
         if shapes_of(self._known.tensors.values(seen)) != shapes_of(predicted):
             return None
         distance = self._known.tensors.distance(seen, predicted)
@@ -186,7 +186,7 @@ class Counterparts:
             if source.name in self._known.found
         )
         if is_arranged:
-            # A choice among tensors of other dimensions has others, too: in its own it says nothing.
+            # A choice among tensors of other dimensions has others, too: its own are not evidence.
             same = self._known.same_op(node, predicted)
         for known in (same, proposed, Seen(sibling) if sibling is not None else None):
             is_free = known is not None and known.name not in self._known.tensors.taken
@@ -210,7 +210,7 @@ class Counterparts:
     def _is_followed(self, node: Node, predicted: Values, seen: Seen) -> bool:
         """Whether what is below `node` follows from the tensor no worse than from the prediction.
 
-        A tensor that is near the prediction by chance (a residual stream that a layer hardly changes) is told by this.
+        A tensor that is near the prediction by chance (a residual stream that a layer hardly changes) is found by this.
         """
         if self._known.reads_the_same(node, seen.name):
             return True

@@ -1,4 +1,4 @@
-"""The tensors of a candidate's program on the steps of a probe, found by values, in whatever arrangement."""
+"""The tensors of a candidate's program on the steps of a probe, found by values, in any arrangement."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class CandidateTensors:
         inputs: Name of an input -> its node.
         by_shape: Shapes in the steps -> names.
         by_number: Numbers of elements in the steps -> names.
-        taken: Names that are somebody's counterpart; `alike` leaves them out.
+        taken: Names that already are counterparts; `alike` leaves them out.
     """
 
     def __init__(self, program: Program, steps: Sequence[ProbeStep]) -> None:
@@ -150,11 +150,11 @@ class CandidateTensors:
         return [seen for distance, _, seen in sorted(ranked, key=lambda item: item[:2]) if distance <= most]
 
     def arranged(self, name: str, predicted: Values, known: Sequence[Arrangement]) -> Iterator[Seen]:
-        """Yield a tensor in the arrangements that one of this shape most likely has, whatever its values.
+        """Yield a tensor in the arrangements that one of this shape most likely has, for any values.
 
         Args:
             name: Of the tensor.
-            predicted: What it stands in the place of.
+            predicted: The prediction that it replaces.
             known: Arrangements of other tensors, the likely ones first.
         """
         ours, theirs = shapes_of(predicted), self._shapes[name]
@@ -203,7 +203,7 @@ class CandidateTensors:
 
 
 def shapes_of(values: Values) -> tuple[Any, ...]:
-    """Return the shape in each step, None for what is no tensor."""
+    """Return the shape in each step, None for a non-tensor."""
     return tuple(tuple(value.shape) if isinstance(value, torch.Tensor) else None for value in values)
 
 

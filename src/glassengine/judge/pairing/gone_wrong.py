@@ -1,4 +1,4 @@
-"""The tensor that a candidate has wrong, told by what comes next.
+"""The tensor that a candidate has wrong, found by what comes next.
 
 Between the last tensors that two programs have in common and the next there is a mistake. A tensor of the candidate is
 the counterpart of a node, wrong as it is, if the ops below the node make of it what the candidate has below it:
@@ -33,7 +33,7 @@ _AHEAD = 12
 _AHEAD_OF_TWO = 6
 """The same below an op of whose inputs two are tried at once."""
 _TRIALS = 20
-"""How many tensors of the candidate are tried in the place of one that has no counterpart: a norm by hand makes ten."""
+"""How many tensors of the candidate are tried instead of one without counterpart: a hand-written norm makes ten."""
 _TRIALS_OF_TWO = 10
 """The same of each of two that are tried at once."""
 _NEAR = 0.3
@@ -141,7 +141,7 @@ class Search:
     def _to_try(
         self, node: Node, predicted: Values, proposed: Seen | None, *, each: int | None = None
     ) -> Iterator[Seen]:
-        """Yield the tensors that may stand in the place of a node, in at most `each` arrangements."""
+        """Yield the tensors that may replace a node, in at most `each` arrangements."""
         shapes = shapes_of(predicted)
         tried: set[Seen] = set()
         hows = self._pairs.hows()
@@ -160,7 +160,7 @@ class Search:
                     yield seen
 
     def _likely(self, node: Node, predicted: Values, proposed: Seen | None) -> Iterator[Seen]:
-        """Yield the tensors that may stand in the place of a node, the likely ones first."""
+        """Yield the tensors that may replace a node, the likely ones first."""
         pairs, tensors = self._pairs, self._pairs.tensors
         yield from filter(None, [pairs.same_op(node, predicted)])
         if not is_telling(predicted):
@@ -244,7 +244,7 @@ class Search:
             close = pairs.close(node, predicted, instead, beside_padding=padded)
             known = pairs.found.get(node.name)
             if known is not None and pairs.is_near(node, known, predicted):
-                close.append(known)  # a result, say, which has its counterpart whatever that holds
+                close.append(known)  # a result, say, which has its counterpart with any values
             found = next((seen for seen in close if tensors.ancestors[seen.name] & made_of == made_of), None)
             if found is not None:
                 yield index, found

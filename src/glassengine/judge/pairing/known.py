@@ -108,7 +108,7 @@ class Known:
     def close(
         self, node: Node, predicted: Values, instead: Sequence[Seen] = (), *, beside_padding: bool = True
     ) -> list[Seen]:
-        """Return the tensors that are the prediction up to rounding and nobody's counterpart yet, best first.
+        """Return the tensors that are the prediction up to rounding and not yet a counterpart, best first.
 
         `instead` are tensors that take the place of inputs: neither they nor what they are made of can be made of them.
         """

@@ -17,7 +17,7 @@ from glassengine.program.representation.program import Program
 
 
 class Unknown(Exception):
-    """The value of a node cannot be told: an input of it cannot, or the op does not take it."""
+    """The value of a node is unknown: an input of it is, or the op does not take it."""
 
 
 class Trial(dict[str, Values]):
@@ -66,7 +66,7 @@ class Predictions:
             env: Values that take the place of known ones; what is computed on the way is added.
 
         Raises:
-            Unknown: It cannot be told.
+            Unknown: It cannot be predicted.
         """
         if node.op in ("placeholder", "get_attr"):
             return [self._given(node, step) for step in self._steps]

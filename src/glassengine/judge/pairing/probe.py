@@ -1,4 +1,4 @@
-"""Steps of a candidate's program with all its tensors at hand."""
+"""Steps of a candidate's program with all its tensors available."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.program import Program
 
 NUM_STEPS = 2
-"""Two, so that tensors of one shape in one step are told apart by the other."""
+"""Two, so that tensors of one shape in one step are distinguished by the other."""
 _MOST_TOKENS = 16
 
 
@@ -26,7 +26,7 @@ _MOST_TOKENS = 16
 class ProbeStep:
     """What a program was given (by input) and made (by node) in one step.
 
-    `real` [B, S] says which tokens are no padding, where there is some.
+    `real` [B, S] marks the tokens other than padding, if there is some.
     """
 
     inputs: Mapping[str, Any]
@@ -86,7 +86,7 @@ def _ones(step: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _padding(step: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return which tokens of a step are no padding, None where all are real."""
+    """Return which tokens of a step are real, not padding; None if all are."""
     masks = [step[name].bool() for name in _ones(step)]
     return next((mask for mask in masks if not bool(mask.all())), None)
 

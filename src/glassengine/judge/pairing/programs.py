@@ -36,7 +36,7 @@ def pair_programs(baseline: Program, candidate: Program, cases: Sequence[Case]) 
 def _are_apart(nodes: Collection[str], graph: Mapping[str, Node]) -> bool:
     """Whether no two of these nodes are neighbors: what is written with other ops in another order takes two of them.
 
-    One op alone in the place of another one makes the same, or is wrong, whatever a maximum behind it hides.
+    One op alone instead of another one makes the same, or is wrong, even if a maximum after it hides the difference.
     """
     beside = (other for name in nodes for other in (*graph[name].all_input_nodes, *graph[name].users))
     return not any(other.name in nodes for other in beside)

@@ -1,4 +1,4 @@
-"""Which weights of two programs hold the same numbers, whatever they are called and however they are arranged."""
+"""Which weights of two programs hold the same numbers, under any names and in any arrangement."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROUNDINGS = 8
 _SAMPLE = 64
 """Numbers in the middle of two weights that are compared before all are."""
 _MOST_ALIKE = 6
-"""Weights of one content beyond which they say nothing: norms that nobody trained are all ones."""
+"""Number of equal weights from which they are not evidence: untrained norms are all ones."""
 
 
 class SameWeights:
@@ -86,7 +86,7 @@ def _users(node: Node) -> Iterator[Node]:
 
 
 def _is_same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether two weights of one number of elements hold the same, in whatever arrangement."""
+    """Whether two weights of one number of elements hold the same, in any arrangement."""
     if ours.is_floating_point() != theirs.is_floating_point() or ours.is_complex() != theirs.is_complex():
         return False
     if ours.shape == theirs.shape and _is_equal(ours, theirs):

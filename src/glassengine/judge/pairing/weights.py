@@ -1,4 +1,4 @@
-"""Weights through pairs: what the ops of two programs read that are each other's counterparts, whatever its name.
+"""Weights through pairs: what the ops of two programs read that are each other's counterparts, under any name.
 
 Only ops that read the same otherwise are compared: where a port folds a norm into a product, or permutes rows and what
 reads them, neither weight is wrong.

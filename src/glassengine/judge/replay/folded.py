@@ -1,4 +1,4 @@
-"""Values that are made of weights alone: compilers fold them, and nobody sees how they were rounded.
+"""Values that are made of weights alone: compilers fold them, and their rounding is not visible.
 
 An op that reads such a value is replayed on what the program makes of the weights; the candidate's own was made by
 another kernel and differs from it by rounding, which a copy, say, hands on and does not make.

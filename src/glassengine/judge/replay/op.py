@@ -340,7 +340,7 @@ class Replay:
         native: torch.Tensor,
         valid: torch.Tensor | None,
     ) -> Judgement:
-        """Integers and bools are equal, but for ties: choices between values that rounding cannot tell apart."""
+        """Integers and bools are equal, but for ties: choices between values that differ by less than rounding."""
         found = Reference(exact, native, [], dtype=torch.float64, valid=valid).judge(candidate)
         if found.verdict != "wrong" or not self._compiled:
             return found

@@ -92,7 +92,7 @@ class ReferenceRun:
         Args:
             inputs: Tensors by input name.
             observe: Called with (node, reference) for every tensor the graph computes, in graph order.
-            valid: Gives the mask of elements that are no padding, for a node and its value.
+            valid: Gives the mask of elements other than padding, for a node and its value.
         """
         for node, reference in self.walk(inputs, valid):
             observe(node, reference)
@@ -319,7 +319,7 @@ def _generator(*key: object) -> torch.Generator:
 
 
 def last_uses(program: Program) -> dict[Node, list[Node]]:
-    """Map each node to the values that nobody needs after it; outputs live to the end."""
+    """Map each node to the values that are not needed after it; outputs live to the end."""
     table: dict[Node, list[Node]] = {}
     seen: set[Node] = set(program.graph.output_node().all_input_nodes)
     for node in reversed(program.graph.nodes):

@@ -61,7 +61,7 @@ class RegionReplay(Replay):
         """Take over a step of the candidate for regions, after `begin_step`.
 
         Args:
-            inputs: By name; caches of the baseline as they were before the first step, whatever the candidate's are.
+            inputs: By name; caches of the baseline as they were before the first step, for any candidate.
             valid: As for `SegmentReplay.begin_step`.
         """
         self._segments.begin_step(inputs, self._values.get, valid)

@@ -1,4 +1,4 @@
-"""What a replay runs in the place of a node, and what it finds."""
+"""What a replay runs instead of a node, and what it finds."""
 
 from __future__ import annotations
 

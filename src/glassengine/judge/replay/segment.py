@@ -4,7 +4,7 @@ The reference (float64, the program's own dtype, Monte-Carlo rounding) runs once
 forced: wherever the side was observed, its value is judged, and then takes the place of the reference's. So an error
 counts once, in the segment that made it, and the floor is that of one segment instead of all depth so far.
 
-Where a choice inside a segment is a tie (two experts that rounding cannot tell apart), what hangs on it is left out, as
+Where a choice inside a segment is a tie (two experts that differ by less than rounding), all below is excluded, as
 everywhere (`ties_followed`); all else is judged. Random numbers inside of it leave the segment unjudged, and so does a
 tensor that the side has in another shape, in this step or in the one that filled a cache: what it made of that is not
 known. There the accumulated floor decides.
@@ -92,7 +92,7 @@ class SegmentReplay:
     def judge(
         self, node: Node, candidate: torch.Tensor, valid: torch.Tensor | None, known: Known = NOTHING
     ) -> Replayed | None:
-        """Judge what the segment that ends in `node` introduced; None where it stands on what nobody knows.
+        """Judge what the segment that ends in `node` introduced; None if it depends on unknown values.
 
         `valid` and `known` are those of the accumulated reference; the segment's own say the same.
         """
@@ -133,7 +133,7 @@ class SegmentReplay:
         return True
 
     def _finish(self) -> None:
-        """Run the rest of a step that nobody asked for: the caches are in it."""
+        """Run the unrequested rest of a step: it contains the caches."""
         with torch.no_grad():
             while self._walk is not None and self._advance():
                 pass

@@ -1,8 +1,8 @@
-"""Elements that differ and that no result reads, on any input: later ops leave them out, whatever they hold.
+"""Elements that differ and that no result reads, on any input: later ops leave them out, with any values.
 
 A port computes all rows where the baseline computes the first one alone and takes it afterwards: the others are no
 mistake. The baseline's own program, run with NaN in their place, shows that they are not read: no result holds any.
-What swallows a NaN without leaving it out counts as reading it, a comparison or a ranking. So does whatever leaves out
+What swallows a NaN without leaving it out counts as reading it, a comparison or a ranking. So does all that leaves out
 by what is given (an index, a mask, a length): another input would leave out something else, and a mistake that these
 inputs hide is one.
 """
@@ -62,7 +62,7 @@ def unread(program: Program, inputs: Mapping[str, torch.Tensor], marked: Mapping
     followed = _Followed(program, dict(list(marked.items())[:_MOST]))
     by_node = {port.node: inputs.get(port.name) for port in program.inputs} | program.weights()
     if any(node.users and by_node.get(node.name) is None for node in program.graph.find_nodes(op="placeholder")):
-        return set()  # the caches of a later step are not at hand: nothing is left out
+        return set()  # the caches of a later step are not available: nothing is left out
     last_use = last_uses(program)
     for node in program.graph.nodes:
         if node.op == "output":
@@ -84,7 +84,7 @@ class _Followed:
     """Runs a program with NaN in some elements of some nodes, each in a lane of its own.
 
     Attributes:
-        waiting: Nodes that nothing was found to read so far -> what hangs on them, with NaN.
+        waiting: Nodes without a known reader so far -> what depends on them, with NaN.
     """
 
     def __init__(self, program: Program, marked: Mapping[str, torch.Tensor]) -> None:
@@ -111,13 +111,13 @@ class _Followed:
                 self.waiting[node.name][node] = torch.where(mask, torch.nan, value)
 
     def end(self, node: Node) -> None:
-        """Give up the nodes that a result hangs on."""
+        """Give up the nodes that a result depends on."""
         for name, lane in list(self.waiting.items()):
             if any(source in lane for source in node.all_input_nodes):
                 del self.waiting[name]
 
     def forget(self, node: Node) -> None:
-        """Free what nobody needs any more."""
+        """Free what is no longer needed."""
         self._values.pop(node, None)
         for lane in self.waiting.values():
             lane.pop(node, None)
@@ -158,7 +158,7 @@ class _Followed:
 
 
 def _of_inputs(program: Program) -> set[Node]:
-    """Return the nodes that hang on what the program is given, be it only on its sizes."""
+    """Return the nodes that depend on what the program is given, be it only on its sizes."""
     weights = program.weights()
     found: set[Node] = set()
     for node in program.graph.nodes:

@@ -1,4 +1,4 @@
-"""How the inputs of a baseline become the arguments of a candidate's forward, whatever their names are.
+"""How the inputs of a baseline become the arguments of a candidate's forward, under any names.
 
 Arguments of one name go together. What is left goes by position where there is one, and by what both forwards do with
 it where there are several: the table that it indexes, the convolution that reads it, whether it is a mask.
@@ -92,7 +92,7 @@ def matched(baseline: LoadedModel, candidate: LoadedModel, steps: Sequence[Step]
 
 
 def without_cache(module: nn.Module, step: Step) -> dict[str, Any]:
-    """Return a step in which a model of transformers is told to return no cache: one forward is judged."""
+    """Return a step in which a model of transformers returns no cache: one forward is judged."""
     return {CACHE: False, **step} if CACHE in forward_parameters(module) else dict(step)
 
 
@@ -263,7 +263,7 @@ class _Match:
         return guesses + sum(alike(one, other) for one, other in pairs.values())
 
     def _without(self, names: Sequence[str]) -> Sequence[Step]:
-        """Return steps in which inputs that the candidate does not take say nothing.
+        """Return steps in which inputs that the candidate does not take have no effect.
 
         Raises:
             IncomparableError: They do.
@@ -381,7 +381,7 @@ def _is_all_ones(value: Any) -> bool:
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    """Return the floating-point results of a forward: what a kernel for masks rounds otherwise is no other result."""
+    """Return the floating-point results of a forward: another rounding of a kernel for masks is not another result."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
 
 

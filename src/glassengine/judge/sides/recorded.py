@@ -120,7 +120,7 @@ class RecordedTensors:
 
 
 def _by_rows(value: Tensor, site: Site, inputs: StepInputs) -> Tensor:
-    """Return a tensor [batch, sequence, ...] of one that has the tokens of all rows behind one another.
+    """Return a tensor [batch, sequence, ...] of one with the tokens of all rows concatenated.
 
     Serving engines compute without padding; what is returned has zeros there, which are not judged.
     """
@@ -262,7 +262,7 @@ def recorded_case(source: TensorSource) -> Case | None:
     """Return the prompts and tokens that a record of a language model was made with; None where it does not say.
 
     Raises:
-        IncomparableError: The tokens of its steps cannot be told.
+        IncomparableError: The tokens of its steps are unknown.
     """
     rows = source.metadata.get("token_ids")
     steps = sorted({entry.step for entry in source.entries})

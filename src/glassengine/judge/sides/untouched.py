@@ -1,4 +1,4 @@
-"""The untouched candidate: its module outputs are observed where its program was paired, whatever they are called."""
+"""The untouched candidate: its module outputs are observed where its program was paired, under any names."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def conclude(
     verdict = worst(pair.verdict for pair in pairs)
     main = main_of(scores)
     if weights is not None and set(weights.different) - _folded(main, program):
-        # No tensor of these inputs may depend on it (the embedding of another token), but it is there.
+        # Perhaps no tensor of these inputs depends on it (the embedding of another token), but it exists.
         verdict = worst([verdict, "suspicious"])
     if accumulated is not None:
         verdict = worst([verdict, "suspicious"])
@@ -107,7 +107,7 @@ def conclude(
     agree = bool(results) and all(result.agrees for result in results)
     judged = coverage(main, program, results_agree=agree)
     if main.side.level is Level.RESULT:
-        # Nobody looked at the ops: results alone are a small share of what there is.
+        # The ops were not observed: results alone are a small share.
         ops = float_nodes(program, ("op",))
         judged = len(ops & main.judged_nodes) / len(ops) if ops else 1.0
     first = _first(origins, order, [score.side.rung for score in scores])
@@ -171,7 +171,7 @@ def _folded(score: Score, program: Program) -> set[str]:
 def main_of(scores: Sequence[Score]) -> Score:
     """Return the score that the verdict rests on: that of the first candidate that is judged op by op, else the last.
 
-    The baseline's own file is no candidate, and what a pass makes is built into what comes after it.
+    The baseline's own file is not a candidate, and the result of a pass is built into what comes after it.
     """
     own = (Place.SOURCE, Place.PASS)
     return next((s for s in scores if s.side.level is Level.OP and s.side.place not in own), scores[-1])
@@ -207,7 +207,7 @@ def _rung(
 
 
 def _with_observer_effect(divergence: Divergence, verdicts: Mapping[str, str]) -> Divergence:
-    """Say so when an error is there only with, or only without, debug outputs."""
+    """Report an error that exists only with, or only without, debug outputs."""
     with_outputs = divergence.rung == Place.ENGINE
     other = Place.RELEASE if with_outputs else Place.ENGINE if divergence.rung == Place.RELEASE else ""
     if divergence.verdict != "wrong" or verdicts.get(other) not in ("identical", "rounding"):
@@ -224,7 +224,7 @@ def _with_ops_left_out(score: Score, program: Program, divergence: Divergence) -
         return divergence
     is_explained = any(hint.score >= _EXPLAINS for hint in divergence.hints)
     if found.is_one_sided:
-        # The two ops are no counterparts then, and how they are written says nothing.
+        # The two ops are not counterparts then, and how they are written is no evidence.
         others = tuple(hint for hint in divergence.hints if hint.score >= _EXPLAINS)
         divergence = dataclasses.replace(divergence, hints=(Hint("other", found.text, 1.0), *others))
         # None of these ops is there, and the region is named by its end.
@@ -232,7 +232,7 @@ def _with_ops_left_out(score: Score, program: Program, divergence: Divergence) -
         if own and divergence.site not in {site.name for site in own}:
             divergence = dataclasses.replace(divergence, site=own[0].name, source=own[0].source)
         return divergence
-    # A right port may have other ops as well: where it is known what is wrong, they say nothing.
+    # A right port may have other ops as well: they are no evidence if the mistake is known.
     hints = divergence.hints if is_explained else (Hint("other", found.text, 0.6), *divergence.hints)
     return dataclasses.replace(divergence, hints=hints)
 

@@ -1,6 +1,6 @@
 """How finely the inside was judged: op by op, in regions and how large ones, or by the results alone.
 
-A region is judged where it ends, from the candidate's own inputs of it. A mistake in a small one is as good as named;
+A region is judged where it ends, from the candidate's own inputs of it. A mistake in a small one is nearly located;
 one in a region of eighty ops is only known to be somewhere in it, and may drown in the rounding of all of them. So a
 region of more than `MOST_OPS` ops counts as judged only where the results agree end to end.
 """

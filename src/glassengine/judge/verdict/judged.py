@@ -48,7 +48,7 @@ def is_compensated(local: Judgement, accumulated: Judgement, reference: Referenc
 
     An error that the op really introduced is in its result; here the result is closer to the baseline than that.
     """
-    # Where everything hangs on a tie, no error was counted; a candidate that chose as the baseline did has none.
+    # If everything depends on a tie, no error was counted; a candidate that chose as the baseline did has none.
     of_result = reference.distance(tensor) if reference.is_silent else accumulated.rms_error
     if local.rms_error is None or of_result is None:
         return False
@@ -57,7 +57,7 @@ def is_compensated(local: Judgement, accumulated: Judgement, reference: Referenc
 
 def padding_differs(tensor: torch.Tensor, reference: Reference) -> bool:
     """Whether a tensor is another one than the reference where that is padding."""
-    # What else is left out is followed to where it ends: nothing hangs on it that counts.
+    # Other exclusions are followed to their end: nothing that counts depends on them.
     padding = reference.known.exempt.get(PADDING)
     if padding is None or tensor.shape != reference.exact.shape:
         return False

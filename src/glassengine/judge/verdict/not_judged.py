@@ -1,4 +1,4 @@
-"""What was not judged, each with its reason: results without a counterpart, random draws, sites that nobody has."""
+"""What was not judged, each with its reason: results without a counterpart, random draws, sites that no side has."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _never_run(program: Program) -> list[Skipped]:
 
 
 def _unobserved(score: Score, program: Program, skipped: Sequence[Skipped]) -> list[Skipped]:
-    """Float sites that nobody judged and nobody explained yet."""
+    """Float sites that are neither judged nor explained yet."""
     if score.side.program is None:
         return []
     known = {item.site for item in skipped}

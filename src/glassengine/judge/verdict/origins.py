@@ -2,12 +2,12 @@
 
 An error is inherited when an unbroken chain of flagged tensors leads to it. A tensor that is judged and clean breaks
 the chain; one that could not be observed passes it on; the cache carries it into later steps. An op that a replay found
-clean is no origin: its error comes from whatever origin is above it, however long the chain, or from the rounding of
+clean is not an origin: its error comes from an origin above it, however long the chain, or from the rounding of
 many ops together. The verdict of an origin is the worst of its chain: where a small mistake first shows, it may still
 be only suspicious.
 
-A tie (see `replay`) is no error, but everything below it may legally be something else: there only replay counts. So it
-is where rows of padding, which two kernels may fill differently, flow into a tensor of which nobody knows the rows
+A tie (see `replay`) is not an error, but everything below it may legally differ: there only replay counts. So it
+is where rows of padding, which two kernels may fill differently, flow into a tensor of which the rows are unknown
 that count (tokens sorted by expert, a mean over all positions).
 """
 
@@ -111,9 +111,9 @@ class OriginTracker:
             step: Of the case.
             verdict: None when it was not observed.
             introduced: Whether a replay found that the op itself made the error; None when only the graph can tell.
-            tied: Whether the op chose otherwise among values that rounding cannot tell apart.
+            tied: Whether the op chose otherwise among values that differ by less than rounding.
             is_choice: Whether the values are integers or bools: another one comes of a tie, where no op made an error.
-            is_broken: Whether there are NaN or infinities: they come from whatever origin is above, where one is.
+            is_broken: Whether there are NaN or infinities: they come from the origin above, if one exists.
             masked: Whether padding was left out of the verdict, or there is none.
             padding_differs: Whether what was left out is not the reference's.
         """
@@ -154,7 +154,7 @@ class OriginTracker:
         return Visited(verdict, inherited=True), carried
 
     def _trail_of(self, source: Node) -> _Trail:
-        """Trail of an input; nodes that are no tensors (the list that a split returns) pass on that of their own."""
+        """Trail of an input; non-tensor nodes (the list that a split returns) pass on that of their own."""
         if source.name not in self._trails:
             found = self._cache_trails.get(source.name, _Trail())
             for earlier in source.all_input_nodes:

@@ -91,7 +91,7 @@ class Score:
         """
         assert self._tracker is not None
         if traits_of(node).is_random:
-            # Drawn anew by every side, and the reference knows nothing of what follows: there only replay counts.
+            # Random in every side, and unknown to the reference from there on: only replay counts.
             self._tracker.visit(node, step, None, tied=True)
             self._exempt_whole(node, reference, DRAWN)
             return True
@@ -110,7 +110,7 @@ class Score:
             self._clean.add(node.name)
         if judged.contradicts:
             self._contradicting.add(node.name)
-        # What hangs on a tie that the reference knows, it leaves out itself.
+        # The reference itself excludes what depends on a tie that it knows.
         is_tied = judgement.is_tie and not reference.is_tie(judged.tensor)
         self.may_tie |= judgement.is_tie
         visited = self._tracker.visit(
@@ -167,7 +167,7 @@ class Score:
         return is_tied or visited.why is Why.TIE
 
     def _exempt_whole(self, node: Node, reference: Reference, reason: ExemptionReason) -> None:
-        """Count a tensor that says nothing, where this side has it."""
+        """Count a tensor without evidence, if this side has it."""
         if self.side.observed(node.name):
             self.ledger.add(self.program.sites.by_node[node.name][0].name, reference.exact.numel(), {}, whole=reason)
 
@@ -224,7 +224,7 @@ class Score:
         return len(self.side.observed(node.name)) > 1
 
     def _leave_out(self, node: Node, observed: Observed, judgement: Judgement, reference: Reference, step: int) -> None:
-        """List a tensor that is not judged, or not all of it, but for padding and ties that the pair tells of."""
+        """List a tensor that is not judged completely, except for padding and ties, which the pair has."""
         left_out = [TEXTS[reason] for reason in reference.known.exempt if reason in TEXTS]
         reasons = [f"in part: {reason}" for reason in left_out]
         if judgement.is_empty:

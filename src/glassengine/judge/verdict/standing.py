@@ -1,6 +1,6 @@
 """The rule of `ok`: results first, then the inside, then how much was judged. `docs/concepts.md` has its cases.
 
-    results differ     a result is beyond its floor: never ok, whatever the inside says
+    results differ     a result is beyond its floor: never ok, for any verdict inside
     differs inside     a tensor is wrong, from its own inputs: not ok, though these inputs may hide it from the results
     token changes      the release engine picks another token than the engine with debug outputs
     weights differ     a weight is another, and no tensor of these inputs depends on it

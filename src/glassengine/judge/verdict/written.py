@@ -18,7 +18,7 @@ from glassengine.program.representation.program import Program
 
 _MOST_ONE_SIDED = 4
 _MOST = 8
-"""Ops of a region beyond which a list of them says nothing."""
+"""Ops of a region beyond which a list of them is not helpful."""
 
 
 def written_differently(baseline: Program, side: Side) -> dict[str, tuple[str, str]]:

@@ -165,7 +165,7 @@ def load_model(
     metadata |= {} if quantization is None else {"quantization": quantization}
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
     for key, names in _LIMITS.items():
-        # XLNet says -1 where there is no limit.
+        # XLNet has -1 for no limit.
         found = (getattr(text, name, None) for name in names)
         value = next((value for value in found if isinstance(value, int) and value > 0), None)
         metadata |= {} if value is None else {key: value}

@@ -23,7 +23,7 @@ class Policy:
         byte_budget: Most bytes of values; None for no limit. A tensor that does not fit leaves its statistics.
 
     Raises:
-        UsageError: A pattern is no valid regular expression, the budget is negative, or an argument of another kind.
+        UsageError: A pattern is not a valid regular expression, the budget is negative, or an argument of another kind.
     """
 
     def __init__(
