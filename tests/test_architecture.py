@@ -246,7 +246,7 @@ def test_environment_is_read_in_one_module(module: str) -> None:
         ("glassengine.recording.read.reader", "def f():\n    from glassengine.program.loading.load import load"),
         ("glassengine.recording.read.reader", "from ...program import load"),
         (
-            "glassengine.engine.run.session",
+            "glassengine.engine.session.session",
             "from importlib import import_module\nimport_module('glassengine.diagnose')",
         ),
         ("glassengine.numerics.metrics.measure", "import glassengine as glass"),
@@ -264,7 +264,7 @@ def test_planted_import_is_found(module: str, line: str) -> None:
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("glassengine.diagnose.check_model", "from glassengine.engine.run.session import Session"),
+        ("glassengine.diagnose.check_model", "from glassengine.engine.session.session import Session"),
         ("glassengine.recording.read.reader", "from .layout import Layout"),
         ("glassengine.cli.check", "import glassengine as glass"),
         ("glassengine.cli.check", "from glassengine import check"),
@@ -311,8 +311,8 @@ DECIDED_BY_WORDS = {
     ("report/terminal_check.py", " at ["): "a place that is told already is not told twice",
     ("report/terminal_check.py", "judged "): "the column is called judged",
     # Of one hypothesis, in the function that writes it and the one that reads it.
-    ("judge/hypotheses/operations.py", "n - 1"): "the divisor of a variance",
-    ("judge/hypotheses/weights_read.py", "in reverse order"): "how a permutation is called",
+    ("judge/hypotheses/mistakes/operations.py", "n - 1"): "the divisor of a variance",
+    ("judge/hypotheses/mistakes/weights_read.py", "in reverse order"): "how a permutation is called",
 }
 
 

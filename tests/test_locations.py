@@ -48,9 +48,9 @@ URL = "s3://bucket/run"
         ["build", "net.py:model", URL],
         ["build", "net.py:model", "--dry-run", "-o", URL],
         ["build", "net.py:model", "--artifacts", URL],
-        ["check", "net.py:model", "--json", URL],
+        ["check", "net.py:model", f"--json={URL}"],
         ["check", "net.py:model", "--reproduction", URL],
-        ["compare", "a", "b", "--json", URL],
+        ["compare", "a", "b", f"--json={URL}"],
         ["show", "x.pt", "--export", URL],
     ],
 )

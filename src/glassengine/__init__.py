@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from glassengine.diagnose.training.check import check_training
     from glassengine.engine.build.build import build
     from glassengine.engine.run.engine import Engine, load
-    from glassengine.engine.run.session import Session
+    from glassengine.engine.session.session import Session
     from glassengine.errors import GlassError
     from glassengine.program import sites
     from glassengine.recording.read.dump import open_dump as open
@@ -72,7 +72,7 @@ _PUBLIC = {
     "Engine": "glassengine.engine.run.engine",
     "GlassError": "glassengine.errors",
     "Recording": "glassengine.recording.read.reader",
-    "Session": "glassengine.engine.run.session",
+    "Session": "glassengine.engine.session.session",
     "build": "glassengine.engine.build.build",
     "check": "glassengine.diagnose",
     "check_training": "glassengine.diagnose.training.check",

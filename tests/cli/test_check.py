@@ -195,9 +195,8 @@ def training(tmp_path: Path) -> Callable[..., list[str]]:
     def command(**names: str) -> list[str]:
         flags = [part for flag, name in names.items() for part in (f"--{flag.replace('_', '-')}", f"{file}:{name}")]
         return [
-            "check",
+            "check-training",
             f"{file}:baseline",
-            "--training",
             "--inputs",
             f"{file}:inputs",
             "--loss",
@@ -228,14 +227,14 @@ def test_training_steps(
     assert (found and found["rung"]) == rung and (found is None or found["step"] == 0)
 
 
-def test_flags_of_the_other_kind_of_check(
+def test_flags_of_the_other_check_and_no_inputs(
     training: Callable[..., list[str]], factories: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*training(), "--backend", "eager"]) == 2
     assert "--backend" in capsys.readouterr().err
     assert main(["check", f"{factories}:clean", "--optimizer", f"{factories}:clean"]) == 2
-    assert "add --training" in capsys.readouterr().err
+    assert "--optimizer" in capsys.readouterr().err
     command = training()
-    del command[3:5]
+    del command[2:4]
     assert main(command) == 2
     assert "--inputs" in capsys.readouterr().err

@@ -8,22 +8,12 @@ import pytest
 import torch
 
 from glassengine import build
-from glassengine.cli import options
-from glassengine.cli.errors import exit_status
-from glassengine.cli.main import load_command
+from glassengine.cli.main import main
 from glassengine.recording.write.writer import RecordingWriter
 
 
 def glass(name: str, *arguments: object) -> int:
-    options.reset()
-    command = load_command(name)
-
-    def invoke() -> int:
-        with command.make_context(name, [str(argument) for argument in arguments]) as context:
-            status: int = command.invoke(context)
-            return status
-
-    return exit_status(invoke)
+    return main([name, *map(str, arguments)])
 
 
 @pytest.fixture

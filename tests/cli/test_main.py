@@ -17,8 +17,9 @@ from typing import Annotated
 import pytest
 import typer
 
+from glassengine.cli import documents, options
 from glassengine.cli import main as cli
-from glassengine.cli import options
+from glassengine.cli.shared import AdaptedCheckpoint
 from glassengine.errors import BackendError, CorruptError, GlassError, IncomparableError, UnknownNameError, UsageError
 
 Plant = Callable[[Callable[..., int]], None]
@@ -59,7 +60,8 @@ def raising(error: BaseException) -> Callable[..., int]:
 def test_help_lists_the_table_and_imports_no_command() -> None:
     code = (
         "import sys; from glassengine.cli.main import main, COMMANDS; status = main(['--help']); "
-        "print(status, [m for m in ('torch', 'numpy', 'pydantic', *(f'glassengine.cli.{c}' for c in COMMANDS)) "
+        "files = [c.replace('-', '_') for c in COMMANDS]; "
+        "print(status, [m for m in ('torch', 'numpy', 'pydantic', *(f'glassengine.cli.{c}' for c in files)) "
         "if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
@@ -79,7 +81,7 @@ def test_help_is_fast() -> None:
 
 @pytest.mark.parametrize("name", sorted(cli.COMMANDS))
 def test_table_equals_the_docstrings(name: str) -> None:
-    module = importlib.import_module(f"glassengine.cli.{name}")
+    module = importlib.import_module(f"glassengine.cli.{name.replace('-', '_')}")
     assert (module.command.__doc__ or "").splitlines()[0] == cli.COMMANDS[name]
 
 
@@ -88,7 +90,7 @@ def test_help_of_every_command(name: str, capsys: pytest.CaptureFixture[str]) ->
     assert cli.main([name, "--help"]) == 0
     shown = capsys.readouterr().out
     assert f"glass {name}" in shown
-    for flag in ("--quiet", "--verbose", "--no-color", "--no-progress"):
+    for flag in ("--quiet", "--verbose", "--no-color", "--no-progress", "--json"):
         assert flag in shown
 
 
@@ -99,15 +101,17 @@ def test_every_command_file_is_in_the_table(root: Path) -> None:
         "main",
         "bars",
         "console",
+        "documents",
         "options",
         "errors",
         "foreign",
         "interrupts",
         "run_forward",
         "script_line",
+        "shared",
     }
     files = {path.stem for path in (root / "src/glassengine/cli").glob("*.py")}
-    assert files - shared == set(cli.COMMANDS)
+    assert files - shared == {name.replace("-", "_") for name in cli.COMMANDS}
 
 
 def test_no_arguments_is_usage(capsys: pytest.CaptureFixture[str]) -> None:
@@ -338,29 +342,37 @@ def test_progress_is_for_a_person_at_a_terminal(monkeypatch: pytest.MonkeyPatch)
 
 def test_json_is_one_strict_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = {"schema_version": 1, "site": "modèle.0"}
-    options.write_json(document, "-")
+    documents.write_json(document, "-")
     assert json.loads(capsys.readouterr().out) == document
-    options.write_json(document, str(tmp_path / "out.json"))
+    documents.write_json(document, str(tmp_path / "out.json"))
     assert json.loads((tmp_path / "out.json").read_text(encoding="utf-8")) == document
-    options.write_json({"x": float("nan"), "y": [float("-inf")]}, "-")
-    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {"x": "nan", "y": ["-inf"]}
+    documents.write_json({"x": float("nan"), "y": [float("-inf")]}, "-")
+    written = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert written == {"schema_version": 1, "x": "nan", "y": ["-inf"]}
 
 
 def test_s11_s14_json_of_any_text_is_written_and_shown_safely(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    document = {"half": "\ud800", "turned": "\u202eabc", "c1": "\x9b2J", "plain": "é 漢 \U0001f600"}
-    options.write_json(document, "-")
+    document = {
+        "schema_version": 1,
+        "half": "\ud800",
+        "turned": "\u202eabc",
+        "c1": "\x9b2J",
+        "plain": "é 漢 \U0001f600",
+    }
+    documents.write_json(document, "-")
     shown = capsys.readouterr().out
     assert json.loads(shown) == document
     assert "é 漢 \U0001f600" in shown and not set("\ud800\u202e\x9b") & set(shown)
-    options.write_json(document, str(tmp_path / "out.json"))
+    documents.write_json(document, str(tmp_path / "out.json"))
     assert json.loads((tmp_path / "out.json").read_bytes()) == document
 
 
 def test_s10_a_document_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, link = tmp_path / "real.json", tmp_path / "link.json"
-    target.write_text("before")
+    before = '{\n  "schema_version": 1\n}\n'
+    target.write_text(before)
     link.symlink_to(target)
 
     def full(path: Path, text: str, **_: object) -> int:
@@ -369,13 +381,13 @@ def test_s10_a_document_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytes
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="link"):
         patch.setattr(Path, "write_text", full)
-        options.write_json({"x": 1}, str(link))
-    assert target.read_text() == "before" and sorted(tmp_path.iterdir()) == [link, target]
-    options.write_json({"x": 1}, str(link))
-    assert json.loads(target.read_bytes()) == {"x": 1} and link.is_symlink()
+        documents.write_json({"x": 1}, str(link))
+    assert target.read_text() == before and sorted(tmp_path.iterdir()) == [link, target]
+    documents.write_json({"x": 1}, str(link))
+    assert json.loads(target.read_bytes())["x"] == 1 and link.is_symlink()
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        options.write_json({"x": 1}, str(tmp_path / "nowhere" / "x.json"))
-    options.write_json({"x": 1}, "/dev/null")
+        documents.write_json({"x": 1}, str(tmp_path / "nowhere" / "x.json"))
+    documents.write_json({"x": 1}, "/dev/null")
 
 
 def test_installed_command_and_module_are_the_same() -> None:
@@ -412,6 +424,9 @@ def test_an_interrupt_while_modules_are_imported_shows_no_traceback(monkeypatch:
         (["compare", "missing", "missing-too", "--json=-"], 2),
         (["check", "missing.onnx", "--json", "-"], 2),
         (["check", "--no-such-flag", "--json", "-"], 2),
+        (["check", "--json", "missing.onnx"], 2),
+        (["--json", "check-training", "missing.onnx"], 2),
+        (["verify", "missing", "--signers", "missing", "--json"], 2),
         (["profile", "missing", "--json"], 2),
         (["snapshot", "show", "missing", "--json"], 2),
         (["replay", "missing", "--json", "-"], 2),
@@ -443,10 +458,7 @@ def test_f41_the_document_of_an_error_goes_where_it_was_asked_for(
 def test_f41_interruptions_and_bugs_are_documents(
     plant: Plant, capsys: pytest.CaptureFixture[str], error: BaseException, status: int
 ) -> None:
-    def command(json: bool = False) -> int:
-        raise error
-
-    plant(command)
+    plant(raising(error))
     assert cli.main(["planted", "--json"]) == status
     assert json.loads(capsys.readouterr().out)["exit_status"] == status
 
@@ -472,3 +484,84 @@ def test_what_is_to_be_done_at_the_end_of_a_process_is_done(tmp_path: Path) -> N
         command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=600, check=False
     )
     assert (done.returncode, done.stdout) == (2, "thread\natexit\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "spelled", "destination"),
+    [
+        ("check M", "check M", None),
+        ("check M --json", "check M --json=-", "-"),
+        ("check --json M", "check --json=- M", "-"),
+        ("--json check M", "--json=- check M", "-"),
+        ("check M --json --steps 1", "check M --json=- --steps 1", "-"),
+        ("check M --json -", "check M --json=-", "-"),
+        ("check --json out.json M", "check --json=out.json M", "out.json"),
+        ("check M --json=anything", "check M --json=anything", "anything"),
+        ("check M --json /dev/null", "check M --json=/dev/null", "/dev/null"),
+        ("check M --json a.json --json b.json", "check M --json=a.json --json=b.json", "b.json"),
+        ("record -- script.py --json", "record -- script.py --json", None),
+        ("record --json -- script.py --json x.json", "record --json=- -- script.py --json x.json", "-"),
+    ],
+)
+def test_json_has_a_file_or_none_and_takes_no_argument_of_the_command(
+    words: str, spelled: str, destination: str | None
+) -> None:
+    found = documents.spelled_out(words.split())
+    assert found == spelled.split() and documents.destination_of(found) == destination
+
+
+def test_json_is_written_to_stdout_or_to_a_file_and_the_screen_stays(
+    plant: Plant, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(name: str) -> int:
+        documents.answer(lambda: {"name": name}, lambda: options.out.print(f"the name is {name}"))
+        return 0
+
+    plant(command)
+    document, screen = {"schema_version": 1, "name": "x"}, "the name is x\n"
+    assert cli.main(["planted", "--json", "x"]) == 0
+    assert json.loads(capsys.readouterr().out) == document
+    for flags in (["--json", str(tmp_path / "a.json")], [f"--json={tmp_path / 'plain'}"]):
+        assert cli.main(["planted", "x", *flags]) == 0
+        assert capsys.readouterr().out == screen
+    assert json.loads((tmp_path / "a.json").read_text()) == json.loads((tmp_path / "plain").read_text()) == document
+    # Its own document is replaced, also by that of an error.
+    assert cli.main(["planted", "--json", str(tmp_path / "a.json"), "--nothing"]) == 2
+    assert json.loads((tmp_path / "a.json").read_text())["exit_status"] == 2
+
+
+def test_json_never_takes_the_place_of_what_somebody_else_wrote(
+    plant: Plant, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = []
+
+    def command(dumps: list[str]) -> int:
+        ran.append(dumps)
+        return 0
+
+    plant(command)
+    dump = tmp_path / "dump.json"
+    dump.write_text('{"module_path": "model"}')
+    # Swallowed: the only dump is taken for the file, and the error for that is written nowhere.
+    for arguments in (["--json", str(dump)], ["--json", str(dump), "another"], [f"--json={dump}", "--nothing"]):
+        assert cli.main(["planted", *arguments]) == 2
+        shown = capsys.readouterr()
+        assert "--json" in shown.err and "--json=FILE" in shown.err and shown.out == ""
+        assert dump.read_text() == '{"module_path": "model"}' and not ran
+    assert cli.main(["planted", "--json", str(tmp_path / "new.txt")]) == 0, "an argument of the command"
+    assert ran == [[str(tmp_path / "new.txt")]]
+
+
+def test_a_group_of_options_is_one_parameter(plant: Plant, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[AdaptedCheckpoint] = []
+
+    def command(model: str, *, checkpoint: AdaptedCheckpoint) -> int:
+        seen.append(checkpoint)
+        return 0
+
+    plant(command)
+    assert cli.main(["planted", "m", "--adapter", "d", "--trust-remote-code"]) == 0
+    assert cli.main(["planted", "m"]) == 0
+    assert seen == [AdaptedCheckpoint(adapter="d", trust_remote_code=True), AdaptedCheckpoint()]
+    assert cli.main(["planted", "--help"]) == 0
+    assert "--attn-implementation" in capsys.readouterr().out

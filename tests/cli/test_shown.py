@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from glassengine.cli.documents import json_text
 from glassengine.cli.main import main
-from glassengine.cli.options import json_text
 from glassengine.cli.run import _write
 from glassengine.engine.build.artifacts import shown
 from glassengine.recording.layout.layout import LeftOut

@@ -7,23 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from glassengine.cli import options
-from glassengine.cli.errors import exit_status
-from glassengine.cli.main import load_command
+from glassengine.cli.main import main
 
 NUM_TENSORS = 300
 
 
 def glass_compare(*arguments: object) -> int:
-    options.reset()
-    command = load_command("compare")
-
-    def invoke() -> int:
-        with command.make_context("compare", [str(argument) for argument in arguments]) as context:
-            status: int = command.invoke(context)
-            return status
-
-    return exit_status(invoke)
+    return main(["compare", *map(str, arguments)])
 
 
 @pytest.fixture

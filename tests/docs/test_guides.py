@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -109,8 +110,11 @@ def unchecked(bullet: str, code: str, page: str, source: str) -> str | None:
             return f"no flag {name}"
     if words[0].startswith("--") or words[0] == "glass":
         return None
-    if (attribute := re.match(r"glass\.(\w+)", code)) and not hasattr(glass, attribute[1]):
-        return f"no glass.{attribute[1]}"
+    if attributes := re.match(r"glass\.(\w+(?:\.\w+)*)", code):
+        try:
+            operator.attrgetter(attributes[1])(glass)
+        except AttributeError:
+            return f"no {attributes[0]}"
     if re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+(=\S+)?", code):
         return None if code.partition("=")[0].lower() in source else "no such variable"
     for call in re.findall(r"([A-Za-z_]\w*)\(", code) + re.findall(r"\b([a-z_]\w*)=", code):
@@ -136,6 +140,7 @@ def test_f37_code_in_bullets_is_there_and_runs(page: str, root: Path) -> None:
         ("- Not there: `--backend`\n", "is there, or is not told of"),
         ("- Not there: `--tp-size`, `--peft-ids`\n", None),
         ("- Better: `glass.no_such`\n", "no glass.no_such"),
+        ("- Better: `glass.metrics.no_such`\n", "no glass.metrics.no_such"),
         ("- Better: `glass.record(net, 1)` does\n  it\n", "nothing on the page runs record"),
         ("- Better: `record(...)`\n\n```python\nrecord(1)\n```\n", None),
         ("- Better: `record(...)`\n\n<!-- check\nrecord(1)\n-->\n", None),

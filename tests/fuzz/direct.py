@@ -198,7 +198,7 @@ def read_map(here: Path, shared: Path) -> int:
 
 
 def read_onnx(here: Path, shared: Path) -> int:
-    from glassengine.program.onnx.file import read_onnx
+    from glassengine.program.onnx.stored.file import read_onnx
 
     found = read_onnx(here / "it" / "m.onnx")
     return say(found.weights())
@@ -291,6 +291,7 @@ def serve(here: Path, shared: Path) -> int:
 def parse_line(here: Path, shared: Path) -> int:
     """The options of a command line are read, and the command itself is not run."""
     from glassengine.cli import main, options
+    from glassengine.cli.documents import spelled_out
     from glassengine.cli.errors import exit_status
 
     try:
@@ -304,7 +305,7 @@ def parse_line(here: Path, shared: Path) -> int:
 
     def parse() -> int:
         group = main._build()
-        with group.make_context("glass", line) as context:
+        with group.make_context("glass", spelled_out(line)) as context:
             name, command, rest = group.resolve_command(context, [*context._protected_args, *context.args])
             command.make_context(name, rest, parent=context)
         return 0

@@ -110,7 +110,7 @@ _KERNELS = {"backend": "it", "version": "1", "instruction_set": "x", "errors": {
 _TOKEN = {"port": 9012, "token": "x" * 43, "pid": 1, "directory": "profiles"}
 _LINES = (
     "compare {shared}/record-a {shared}/record-b --rtol 0.1 --atol 1e-3 --show-only fc --json -",
-    "show {shared}/record-a fc* --step 0 --rank 0 --values --json",
+    "show {shared}/record-a fc* --step 0 --rank 0 --json",
     "run {shared}/small --inputs {shared}/x.pt --debug fc --seed 3 --top-p 0.5 --max-new-tokens 4 --json",
     "record {shared}/model --inputs hello -o r --overwrite --steps 3",
     "build {shared}/model out --backend eager --max-batch-size 2 --max-seq-len 8 --dry-run",

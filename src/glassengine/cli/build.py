@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +10,9 @@ import typer
 import glassengine as glass
 from glassengine import environment
 from glassengine.cli import foreign
-from glassengine.cli.options import out, stages, write_json
+from glassengine.cli.documents import answer
+from glassengine.cli.options import out, stages
+from glassengine.cli.shared import AdaptedCheckpoint, Dtype, ModuleInputs, Overwrite, Passes
 from glassengine.errors import UsageError
 from glassengine.progress import Work
 
@@ -21,16 +22,6 @@ if TYPE_CHECKING:
 CONTEXT_SETTINGS = foreign.CONTEXT_SETTINGS
 
 _SHARES = ((Work.LOADING, 1.0), (Work.EXPORTING, 8.0), (Work.COMPILING, 12.0), (Work.WRITING, 1.0))
-
-
-class DType(StrEnum):
-    """Floating dtype of an engine."""
-
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float64 = "float64"
 
 
 def command(
@@ -59,7 +50,7 @@ def command(
         str | None,
         typer.Option(metavar="cpu|cuda", help="Device the engine runs on; default: that of the back-end."),
     ] = None,
-    dtype: Annotated[DType, typer.Option(help="auto keeps the dtype of the checkpoint.")] = DType.auto,
+    dtype: Dtype = "auto",
     add_output: Annotated[
         list[str] | None,
         typer.Option(
@@ -67,13 +58,8 @@ def command(
             help="Add a debug output: site, node, glob or re:; @FILE reads {name: alias}. Repeatable; see glass sites.",
         ),
     ] = None,
-    inputs: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Inputs of a plain module: file.py:factory, or a tensor file.")
-    ] = None,
-    passes: Annotated[
-        list[str] | None,
-        typer.Option("--pass", metavar="FILE.py:FN", help="Apply your own pass to the graph. Repeatable."),
-    ] = None,
+    inputs: ModuleInputs = None,
+    passes: Passes = None,
     artifacts: Annotated[
         str | None,
         typer.Option(
@@ -86,28 +72,18 @@ def command(
     max_seq_len: Annotated[
         int | None, typer.Option(help="Maximum tokens of a sequence; default: the limit of the model.")
     ] = None,
-    attn_implementation: Annotated[str | None, typer.Option(help="As in transformers: sdpa, eager.")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")
-    ] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
-    adapter: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR", help="LoRA adapter, as peft saves it, to merge into the model.", show_default=False
-        ),
-    ] = None,
     sign: Annotated[
         str | None,
         typer.Option(metavar="KEY", help="Sign the engine with this OpenSSH key; see glass verify."),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing engine.")] = False,
+    overwrite: Overwrite = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be built, and its size.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
     model_dir: Annotated[str | None, typer.Option("--model-dir", hidden=True)] = None,
     visualize_network: Annotated[bool, typer.Option("--visualize-network", hidden=True)] = False,
     profiling_verbosity: Annotated[str | None, typer.Option("--profiling-verbosity", hidden=True)] = None,
     use_gpt_attention_plugin: Annotated[bool, typer.Option("--use-gpt-attention-plugin", hidden=True)] = False,
+    *,
+    checkpoint: AdaptedCheckpoint,
 ) -> int:
     """Compile a model into an engine directory."""
     # Every listing of ours is a detailed one, and attention is one op, the "plugin", in every program.
@@ -124,16 +100,13 @@ def command(
     options: dict[str, Any] = {
         "backend": backend,
         "device": device,
-        "dtype": dtype.value,
+        "dtype": dtype,
         "add_output": add_output or (),
         "inputs": inputs,
         "passes": passes or (),
         "max_batch_size": max_batch_size,
         "max_seq_len": max_seq_len,
-        "attn_implementation": attn_implementation,
-        "trust_remote_code": trust_remote_code,
-        "revision": revision,
-        "adapter": adapter,
+        **vars(checkpoint),
         "artifacts": artifacts,
         "sign": sign,
     }
@@ -141,32 +114,35 @@ def command(
     if dry_run:
         with stages(_SHARES[:2]) as progress:
             plan = glass.build(model, directory, dry_run=True, progress=progress, **options)
-        if json:
-            write_json({"schema_version": 1, **plan.to_dict()}, "-")
-            return 0
-        out.print(f"would build {plan.output_dir} with {plan.backend}, {plan.dtype}")
-        out.print(f"  weights              {plan.weights_bytes:>16,} bytes")
-        out.print(f"  key/value cache      {plan.cache_bytes:>16,} bytes at the largest batch and length")
-        out.print(f"  added outputs        {plan.prefill_output_bytes:>16,} bytes in the largest prefill")
-        out.print(f"                       {plan.decode_output_bytes:>16,} bytes in the largest decode step")
-        for mode, peak in plan.peak_bytes.items():
-            out.print(f"  most memory of {mode:5s} {peak:>16,} bytes, caches and added outputs apart")
-        _print_outputs(plan.added_outputs)
+        answer(plan.to_dict, lambda: _print_plan(plan))
         return 0
     with stages(_SHARES) as progress:
         engine = glass.build(model, directory, overwrite=overwrite, progress=progress, **options)
-    if json:
-        write_json({"directory": str(engine.directory), **engine.manifest.to_dict()}, "-")
-        return 0
+    manifest = engine.manifest
+    where = Path(artifacts) if artifacts is not None else environment.debug_artifacts_dir()
+    answer(lambda: {"directory": str(engine.directory), **manifest.to_dict()}, lambda: _print_engine(engine, where))
+    return 0
+
+
+def _print_plan(plan: Any) -> None:
+    out.print(f"would build {plan.output_dir} with {plan.backend}, {plan.dtype}")
+    out.print(f"  weights              {plan.weights_bytes:>16,} bytes")
+    out.print(f"  key/value cache      {plan.cache_bytes:>16,} bytes at the largest batch and length")
+    out.print(f"  added outputs        {plan.prefill_output_bytes:>16,} bytes in the largest prefill")
+    out.print(f"                       {plan.decode_output_bytes:>16,} bytes in the largest decode step")
+    for mode, peak in plan.peak_bytes.items():
+        out.print(f"  most memory of {mode:5s} {peak:>16,} bytes, caches and added outputs apart")
+    _print_outputs(plan.added_outputs)
+
+
+def _print_engine(engine: glass.Engine, artifacts: Path | None) -> None:
     manifest = engine.manifest
     out.print(f"built {engine.directory} with {manifest.backend}, {manifest.dtype}")
     _print_outputs(manifest.added_outputs)
     for name, reason in manifest.left_out.items():
         out.print(f"  left out {name}: {reason}")
-    where = Path(artifacts) if artifacts is not None else environment.debug_artifacts_dir()
-    if where is not None:
-        out.print(f"  artifacts {where / 'index.html'}")
-    return 0
+    if artifacts is not None:
+        out.print(f"  artifacts {artifacts / 'index.html'}")
 
 
 def _print_outputs(outputs: Sequence[Any]) -> None:

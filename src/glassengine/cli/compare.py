@@ -12,7 +12,9 @@ import typer
 
 import glassengine as glass
 from glassengine import commands
-from glassengine.cli.options import TrustEngine, decibels, err, out, write_json
+from glassengine.cli.documents import answer
+from glassengine.cli.options import err, out
+from glassengine.cli.shared import Map, MinCoverage, MinSnr, TrustEngine, decibels
 from glassengine.errors import GlassError, UsageError
 from glassengine.reading.documents import read_document
 
@@ -59,29 +61,20 @@ def command(
     floating_point_only: Annotated[
         bool, typer.Option("--floating-point-only", help="Skip integers and bools.")
     ] = False,
-    map: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="JSON file of matching names and layouts.", show_default=False),
-    ] = None,
+    map: Map = None,
     rtol: Annotated[float | None, typer.Option(help="Relative tolerance instead of the dtype's own.")] = None,
     atol: Annotated[float | None, typer.Option(help="Absolute tolerance instead of the dtype's own.")] = None,
     device: Annotated[str, typer.Option(help="Device of the arithmetic.")] = "cpu",
     fail_on: Annotated[
         FailOn | None, typer.Option(help="Lowest verdict that makes the command fail.", show_default="wrong")
     ] = None,
-    min_coverage: Annotated[float, typer.Option(help="Minimum share of the baseline that must be judged.")] = 0.9,
-    min_snr: Annotated[
-        str | None,
-        typer.Option(metavar="dB", help="Minimum signal-to-noise ratio of each result, e.g. 30dB."),
-    ] = None,
+    min_coverage: MinCoverage = 0.9,
+    min_snr: MinSnr = None,
     input_text: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="Engines: a prompt. Repeatable.", show_default=False)
     ] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Engines: maximum new tokens.", show_default=False)] = None,
     trust_engine: TrustEngine = False,
-    json: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write the result as a JSON document; - is stdout.")
-    ] = None,
 ) -> int:
     """Compare recordings, tensor files, dumps, engines or build artifacts.
 
@@ -97,7 +90,7 @@ def command(
         "device": device,
         "fail_on": None if fail_on is None else fail_on.value,
         "min_coverage": min_coverage,
-        "min_snr": None if min_snr is None else decibels(min_snr),
+        "min_snr": decibels(min_snr),
     }
     for_engines: dict[str, Any] = {
         "input_text": input_text or None,
@@ -111,60 +104,67 @@ def command(
     _refuse(kind, _TENSORS, given)
     _refuse(kind, _ENGINES, [name for name, value in for_engines.items() if value is not None])
     if kind == _ENGINES:
-        return _engines(sides, for_engines, json)
+        return _engines(sides, for_engines)
     if kind == _ARTIFACTS:
-        return _artifacts(sides, json)
-    return _tensors(baseline, candidates, for_tensors, json)
+        return _artifacts(sides)
+    return _tensors(baseline, candidates, for_tensors)
 
 
-def _tensors(baseline: str, candidates: Sequence[str], options: dict[str, Any], json: str | None) -> int:
-    if len(candidates) == 1:
-        one = glass.compare(baseline, candidates[0], **options)
-        _write(one.to_dict(), json)
-        if json != "-":
-            from glassengine.report.terminal_compare import comparison
+def _tensors(baseline: str, candidates: Sequence[str], options: dict[str, Any]) -> int:
+    if len(candidates) > 1:
+        return _many(baseline, candidates, options)
+    one = glass.compare(baseline, candidates[0], **options)
 
-            out.print(comparison(one))
-        return 0 if one.ok else 4 if one.too_little else 1
+    def show() -> None:
+        from glassengine.report.terminal_compare import comparison
+
+        out.print(comparison(one))
+
+    answer(one.to_dict, show)
+    return 0 if one.ok else 4 if one.too_little else 1
+
+
+def _many(baseline: str, candidates: Sequence[str], options: dict[str, Any]) -> int:
     many = commands.compare_many(baseline, candidates, **options)
-    _write(many.to_dict(), json)
-    if json != "-":
+
+    def show() -> None:
         from glassengine.report.terminal_many import comparisons
 
         out.print(comparisons(many))
+
+    answer(many.to_dict, show)
     return 0 if many.ok else 4 if many.too_little else 1
 
 
-def _engines(sides: Sequence[str], options: dict[str, Any], json: str | None) -> int:
+def _engines(sides: Sequence[str], options: dict[str, Any]) -> int:
     steps = {"max_new_tokens": options["max_new_tokens"]} if options["max_new_tokens"] is not None else {}
     trust = bool(options["trust_engine"])
     result = commands.side_by_side(sides, prompts=options["input_text"], trust_engine=trust, **steps)
-    _write(result.to_dict(), json)
-    if json != "-":
+
+    def show() -> None:
         from glassengine.report.terminal_engines import side_by_side
 
         out.print(side_by_side(result))
+
+    answer(result.to_dict, show)
     return 0 if result.ok else 1
 
 
-def _artifacts(sides: Sequence[str], json: str | None) -> int:
+def _artifacts(sides: Sequence[str]) -> int:
     if len(sides) != 2:
         raise UsageError("build artifacts are compared two at a time", got=f"{len(sides)} sides")
     # The manifest stands for its directory, where that holds tensors as well.
     directories = [Path(side).parent if Path(side).is_file() else Path(side) for side in sides]
     result = commands.compare_artifacts(*directories)
-    _write(result.to_dict(), json)
-    if json != "-":
+
+    def show() -> None:
         from glassengine.report.terminal_artifacts import comparison
 
         out.print(comparison(result))
+
+    answer(result.to_dict, show)
     differs = any(stage.status != "identical" for stage in result.stages) or result.differences or result.files
     return 0 if result.ok else 1 if differs else 4
-
-
-def _write(document: dict[str, Any], json: str | None) -> None:
-    if json is not None:
-        write_json(document, json)
 
 
 def _common_kind(sides: Sequence[str]) -> str:

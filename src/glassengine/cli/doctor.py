@@ -11,7 +11,8 @@ import typer
 
 import glassengine as glass
 from glassengine import commands, environment
-from glassengine.cli.options import out, write_json
+from glassengine.cli.documents import answer
+from glassengine.cli.options import out
 from glassengine.report.terminal_cache import cache_lines
 
 # Instruction sets that decide which kernels run, and so which engines load here.
@@ -36,37 +37,23 @@ def command(
         bool,
         typer.Option("--calibrate", help="Measure the accuracy of the runtimes' elementwise kernels instead."),
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
 ) -> int:
     """Show versions, processor, compiler and back-ends of this machine."""
     if cache:
-        return _show_cache(json)
+        report = glass.metrics.cache()
+        answer(report.to_dict, lambda: out.print("\n".join(cache_lines(report))))
+        return 0 if report.ok else 1
     if calibrate:
-        return _calibrate(json)
+        entries = commands.calibrate()
+        answer(lambda: {"entries": entries}, lambda: _print_kernels(entries))
+        return 0
     found = examine()
-    if json:
-        write_json(found, "-")
-    else:
-        _print(found)
+    answer(lambda: found, lambda: _print(found))
     return 0
 
 
-def _show_cache(json: bool) -> int:
-    report = glass.metrics.cache()
-    if json:
-        write_json({"schema_version": 1, **report.to_dict()}, "-")
-    else:
-        for line in cache_lines(report):
-            out.print(line)
-    return 0 if report.ok else 1
-
-
-def _calibrate(json: bool) -> int:
-    """Measure the kernels and show errors above rounding."""
-    entries = commands.calibrate()
-    if json:
-        write_json({"schema_version": 1, "entries": entries}, "-")
-        return 0
+def _print_kernels(entries: list[dict[str, Any]]) -> None:
+    """Print which kernels are less accurate than rounding."""
     for entry in entries:
         out.print(f"{entry['backend']} {entry['version']} on {entry['instruction_set']}")
         for dtype, ops in entry["errors"].items():
@@ -76,7 +63,6 @@ def _calibrate(json: bool) -> int:
                 out.print(f"    {op:<14} {absolute:.2g} + {relative:.2g} |result| beyond its rounding bound")
     if not entries:
         out.print("no back-end here has elementwise kernels of its own")
-    return 0
 
 
 def examine() -> dict[str, Any]:
@@ -84,7 +70,6 @@ def examine() -> dict[str, Any]:
     total, available = environment.memory_bytes()
     flags = environment.cpu_flags()
     return {
-        "schema_version": 1,
         "platform": platform.platform(),
         "cpu": environment.cpu_name(),
         "cpu_flags": [flag for flag in _FLAGS if flag in flags],

@@ -16,9 +16,10 @@ import typer
 from rich.text import Text
 from typer.exceptions import TyperException
 
+from glassengine.cli.documents import write_json
 from glassengine.cli.foreign import absent
 from glassengine.cli.interrupts import heard
-from glassengine.cli.options import err, settings, write_json
+from glassengine.cli.options import err, settings
 from glassengine.errors import GlassError, UsageError
 
 BUG_STATUS = 70
@@ -111,4 +112,6 @@ def _usage_error(exc: TyperException) -> UsageError:
     known = absent(flag) if isinstance(flag, str) else None
     if known is not None:
         return UsageError(f"{command} has no option {flag}: {known[0]}", hint=known[1])
-    return UsageError(exc.format_message().rstrip("."), hint=f"{command} --help")
+    # What follows --json may have been meant for the command, or for it.
+    help_line = f"{command} --help" if settings.json is None else f"{command} --help; --json=FILE names a file safely"
+    return UsageError(exc.format_message().rstrip("."), hint=help_line)

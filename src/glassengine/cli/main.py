@@ -10,17 +10,18 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
 from glassengine.cli import options
+from glassengine.cli.documents import destination_of, require_place, spelled_out
 from glassengine.cli.errors import exit_status
 from glassengine.errors import UsageError
-from glassengine.writing.locations import local
 
 COMMANDS = {
     "build": "Compile a model into an engine directory.",
@@ -30,15 +31,13 @@ COMMANDS = {
     "show": "Show the tensors of a recording or dump, and their statistics.",
     "compare": "Compare recordings, tensor files, dumps, engines or build artifacts.",
     "check": "Find the first op that is wrong in a port, engine, pass or dump.",
+    "check-training": "Find the first training step, and in it the op, that is wrong in a port.",
     "profile": "Show a profile by module, or take one of a running program.",
     "snapshot": "Show the content of a snapshot, or pack it into one file.",
     "replay": "Run a snapshot again, without the original code.",
     "verify": "Check the signature and all files of an engine, without running it.",
     "doctor": "Show versions, processor, compiler and back-ends of this machine.",
 }
-
-# Commands whose --json names a file.
-_JSON_FILES = ("compare", "check", "replay")
 
 _EPILOG = (
     "Exit status: 0 ok, 1 not ok, 2 usage, 3 back-end missing or failed, 4 incomparable, too little coverage or "
@@ -47,26 +46,45 @@ _EPILOG = (
 
 
 def with_global_flags(function: Callable[..., int]) -> Callable[..., int]:
-    """Return `function` with the parameters of `options.configure` after its own, put into effect before it runs."""
-    own = inspect.signature(function, eval_str=True)
-    shared = inspect.signature(options.configure, eval_str=True)
-    clash = own.parameters.keys() & shared.parameters.keys()
+    """Return `function` with the parameters of `options.configure` after its own, put into effect before it runs.
+
+    A parameter whose type is a dataclass is a group of options: its fields take its place on the command line.
+    """
+    own, groups = _ungrouped(inspect.signature(function, eval_str=True).parameters.values())
+    shared = inspect.signature(options.configure, eval_str=True).parameters
+    clash = {parameter.name for parameter in own} & shared.keys()
     if clash:
         raise TypeError(f"{function.__module__}.{function.__qualname__} redefines global flags: {sorted(clash)}")
 
     def call(**arguments: Any) -> int:
-        options.configure(**{name: arguments.pop(name) for name in shared.parameters})
+        options.configure(**{name: arguments.pop(name) for name in shared})
         if options.settings.json is not None:
-            local(options.settings.json)  # before any work is done
+            require_place(options.settings.json)
         _require_usual_numbers(arguments)
+        for name, group in groups.items():
+            arguments[name] = group(**{field.name: arguments.pop(field.name) for field in fields(group)})
         return function(**arguments)
 
-    parameters = [*own.parameters.values(), *shared.parameters.values()]
+    parameters = [*own, *shared.values()]
     keyword_only = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
     call.__signature__ = inspect.Signature(keyword_only)  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     call.__doc__ = function.__doc__
     return call
+
+
+def _ungrouped(parameters: Iterable[inspect.Parameter]) -> tuple[list[inspect.Parameter], dict[str, Any]]:
+    """Return the options of a command, those of groups in the place of their group, and its groups by name."""
+    own: list[inspect.Parameter] = []
+    groups: dict[str, Any] = {}
+    for parameter in parameters:
+        if not is_dataclass(parameter.annotation):
+            own.append(parameter)
+            continue
+        group = groups[parameter.name] = parameter.annotation
+        types = get_type_hints(group, include_extras=True)
+        own += [parameter.replace(name=f.name, default=f.default, annotation=types[f.name]) for f in fields(group)]
+    return own, groups
 
 
 _UNSIGNED = frozenset({"seed"})
@@ -87,7 +105,7 @@ def _require_usual_numbers(arguments: Mapping[str, Any]) -> None:
 
 def load_command(name: str) -> Any:
     """Import `cli/<name>.py` and return its `command` as a command object of Typer."""
-    module = importlib.import_module(f"glassengine.cli.{name}")
+    module = importlib.import_module(f"glassengine.cli.{name.replace('-', '_')}")
     app = typer.Typer(add_completion=False)
     app.command(name, context_settings=getattr(module, "CONTEXT_SETTINGS", None))(with_global_flags(module.command))
     return get_command(app)
@@ -125,28 +143,14 @@ def _build() -> Any:
         no_color: options.NoColor = False,
         no_progress: options.NoProgress = False,
         metrics: options.Metrics = False,
+        json: options.Json = None,
     ) -> None:
         """Compile a model into an engine with named tensors, and find the first op that is wrong."""
-        options.configure(quiet, verbose, no_color, no_progress, metrics)
+        options.configure(quiet, verbose, no_color, no_progress, metrics, json)
 
     for name, help_line in COMMANDS.items():
         app.command(name, help=help_line)(lambda: None)
     return get_command(app)
-
-
-def _json_wanted(given: Sequence[str]) -> str | None:
-    """Return where a command line wants its JSON document, if it does; before it is parsed, as that may fail."""
-    command = next((word for word in given if not word.startswith("-")), "")
-    for index, argument in enumerate(given):
-        if argument == "--":
-            break
-        name, equals, value = argument.partition("=")
-        if name != "--json":
-            continue
-        if equals:
-            return value
-        return given[index + 1] if command in _JSON_FILES and index + 1 < len(given) else "-"
-    return None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -155,9 +159,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: What follows `glass`; the process's own arguments when None.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    given = spelled_out(sys.argv[1:] if arguments is None else arguments)
     options.reset()
-    options.settings.json = _json_wanted(given)
+    options.settings.json = destination_of(given)  # before it is parsed, as that may fail
 
     def run() -> int:
         command = _build()

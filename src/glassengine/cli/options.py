@@ -1,30 +1,22 @@
-"""What all commands share: the two consoles, the global flags, logging, the progress bar and JSON output.
+"""What all commands share: the two consoles, the global flags, logging and the progress bar.
 
 Results go to stdout (`out`), everything else to stderr (`err`). Rich itself honors NO_COLOR and FORCE_COLOR.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import math
-import os
-import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from glassengine.cli.console import SafeConsole
 from glassengine.environment import in_ci, is_dumb_terminal
-from glassengine.errors import UsageError
 from glassengine.progress import Event, Work, silent
-from glassengine.results.base import plain
-from glassengine.writing.files import aside
-from glassengine.writing.locations import local
 
 # Site names and tensors are full of square brackets: nothing printed is markup, and no long line is folded.
 out = SafeConsole(markup=False, highlight=False, emoji=False, soft_wrap=True)
@@ -55,10 +47,14 @@ Metrics = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
-TrustEngine = Annotated[
-    bool,
+Json = Annotated[
+    str | None,
     typer.Option(
-        "--trust-engine", help="Load native code of an engine built elsewhere. It runs with your permissions."
+        "--json",
+        metavar="[FILE]",
+        show_default=False,
+        help="Print a JSON document, or write it: --json=FILE, or --json FILE if the name ends in .json.",
+        rich_help_panel=_PANEL,
     ),
 ]
 
@@ -80,9 +76,6 @@ class _Settings:
 
 
 settings = _Settings()
-
-
-_NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 
 
 class _ConsoleHandler(logging.Handler):
@@ -109,12 +102,14 @@ def configure(
     no_color: NoColor = False,
     no_progress: NoProgress = False,
     metrics: Metrics = False,
+    json: Json = None,
 ) -> None:
     """Put global flags into effect; they accumulate, since they may stand before and after the command's name."""
     settings.quiet |= quiet
     settings.verbose += verbose
     settings.show_progress &= not no_progress
     settings.metrics |= metrics
+    settings.json = settings.json if json is None else json
     if no_color:
         out.no_color = err.no_color = True
     logger = logging.getLogger("glassengine")
@@ -183,58 +178,3 @@ def print_metrics() -> None:
         import glassengine as glass
 
         err.print(glass.metrics.report().rstrip() or "no metrics: nothing was compiled or run, or GLASS_METRICS=0")
-
-
-def decibels(text: str) -> float:
-    """Return a signal-to-noise ratio that is written as "30" or "30dB".
-
-    Raises:
-        UsageError: It is not a number.
-    """
-    try:
-        found = float(re.sub(r"\s*dB$", "", text, flags=re.IGNORECASE))
-    except ValueError:
-        found = math.nan
-    if not math.isfinite(found):
-        raise UsageError("invalid --min-snr", got=text, expected="30dB")
-    return found
-
-
-def json_text(document: Any) -> str:
-    """Return a document as JSON that every reader takes and that can be shown."""
-    try:
-        text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
-    except ValueError:
-        text = json.dumps(plain(document), indent=2, ensure_ascii=False, allow_nan=False)
-    if not text.isascii():
-        # They stand in strings only, where JSON has another way to write them.
-        text = _NOT_ASCII.sub(lambda found: found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1], text)
-    return text.replace("\x7f", "\\u007f") + "\n"
-
-
-def write_json(document: Mapping[str, Any], destination: str) -> None:
-    """Write one JSON document to the file `destination`, or to stdout when that is "-".
-
-    With `--metrics` it has the key "metrics".
-
-    The document is always valid JSON: non-finite numbers become text as in `Result.to_dict`, and characters that a
-    terminal would obey stand as escapes.
-    """
-    if settings.metrics:
-        import glassengine as glass
-
-        document = {**document, "metrics": glass.metrics.current().to_dict()}
-    text = json_text(document)
-    if destination == "-":
-        sys.stdout.write(text)
-        return
-    target = local(destination).resolve()
-    # What is not a plain file (a pipe, a terminal), or in a directory of others, is written where it is.
-    if target.exists() and not (target.is_file() and os.access(target.parent, os.W_OK)):
-        target.write_text(text, encoding="utf-8")
-        return
-    try:
-        with aside(target) as path:
-            path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, destination) from error

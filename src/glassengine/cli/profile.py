@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 import glassengine as glass
-from glassengine.cli.options import out, write_json
+from glassengine.cli.documents import answer
+from glassengine.cli.options import out
 from glassengine.errors import UsageError
 
 _ENDED = {
@@ -39,18 +40,17 @@ def command(
         typer.Option(metavar="FILE", help="With --capture: file of the server's token."),
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Maximum rows of a table.")] = 30,
-    json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
 ) -> int:
     """Show a profile by module, or take one of a running program."""
     if capture is not None:
         if directory is not None:
             raise UsageError("the program that is profiled chooses the directory", got=directory, hint="leave it out")
-        answer = glass.profiler.request(capture, steps=steps or 1, token_file=token_file)
-        directory = str(answer["directory"])
-        if not answer["complete"]:
-            ended, hint = _ENDED.get(answer["ended"], _ENDED["time"])
+        taken = glass.profiler.request(capture, steps=steps or 1, token_file=token_file)
+        directory = str(taken["directory"])
+        if not taken["complete"]:
+            ended, hint = _ENDED.get(taken["ended"], _ENDED["time"])
             raise UsageError(
-                ended, got=f"{answer['num_steps']} of {steps or 1}; the profile so far is in {directory}", hint=hint
+                ended, got=f"{taken['num_steps']} of {steps or 1}; the profile so far is in {directory}", hint=hint
             )
     elif steps is not None or token_file is not None:
         flag, value = ("--steps", steps) if steps is not None else ("--token-file", token_file)
@@ -58,19 +58,13 @@ def command(
     if directory is None:
         raise UsageError("which profile?", expected="a directory, or --capture ADDRESS", hint="glass profile DIR")
     found, earlier = glass.profiler.read(directory, against=against)
-    if json:
-        document = {"directory": str(found.directory), **found.data, "against": earlier.data if earlier else None}
-        write_json(document, "-")
-        return 0
-    from glassengine.report import terminal_profile
+    before = earlier.data if earlier else None
 
-    out.print(
-        terminal_profile.profile(
-            found.data,
-            earlier.data if earlier else None,
-            rows=rows,
-            title=str(found.directory),
-            earlier_title=earlier.directory.name if earlier else "",
-        )
-    )
+    def show() -> None:
+        from glassengine.report import terminal_profile
+
+        title, earlier_title = str(found.directory), earlier.directory.name if earlier else ""
+        out.print(terminal_profile.profile(found.data, before, rows=rows, title=title, earlier_title=earlier_title))
+
+    answer(lambda: {"directory": str(found.directory), **found.data, "against": before}, show)
     return 0

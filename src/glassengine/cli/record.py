@@ -13,8 +13,10 @@ from rich.text import Text
 
 import glassengine as glass
 from glassengine import commands, environment
-from glassengine.cli.options import err, out, progress, settings, write_json
+from glassengine.cli.documents import answer
+from glassengine.cli.options import err, out, progress, settings
 from glassengine.cli.script_line import ScriptLine, read_script_line
+from glassengine.cli.shared import AdaptedCheckpoint, Dtype, ModuleInputs, Overwrite
 from glassengine.errors import IncomparableError, UsageError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -32,9 +34,7 @@ def command(
     output_dir: Annotated[
         str, typer.Option("--output-dir", "-o", metavar="DIR", help="Directory of the recordings.")
     ] = "glass-recording",
-    inputs: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Inputs of the model: file.py:factory, or a tensor file.")
-    ] = None,
+    inputs: ModuleInputs = None,
     max_new_tokens: Annotated[
         int | None, typer.Option("--max-new-tokens", metavar="N", help="Generate N tokens from the inputs.")
     ] = None,
@@ -56,25 +56,15 @@ def command(
         bool,
         typer.Option("--noise-floor", help="Measure the rounding noise of each tensor in two more runs."),
     ] = False,
-    dtype: Annotated[str, typer.Option(help="auto keeps the dtype of the checkpoint.")] = "auto",
+    dtype: Dtype = "auto",
     device: Annotated[str | None, typer.Option(help="Device of the model, e.g. cuda.", show_default=False)] = None,
-    attn_implementation: Annotated[str | None, typer.Option(help="As in transformers: sdpa, eager.")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")
-    ] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
-    adapter: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR", help="LoRA adapter, as peft saves it, to merge into the model.", show_default=False
-        ),
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing recording.")] = False,
+    overwrite: Overwrite = False,
     durable: Annotated[
         bool, typer.Option("--durable/--no-durable", help="Keep finished forwards if the process is killed.")
     ] = True,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Run the model, count bytes, write nothing.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
+    *,
+    checkpoint: AdaptedCheckpoint,
 ) -> int:
     """Record every tensor of a model or a script."""
     policy: dict[str, Any] = {
@@ -91,7 +81,7 @@ def command(
         if any(option is not None for option in given) or dry_run or noise_floor:
             got = "--inputs, --max-new-tokens, --tokens-of, --device, --noise-floor or --dry-run"
             raise UsageError("a script brings its own inputs, and is run once", got=got)
-        return _script(line, output_dir, policy, json)
+        return _script(line, output_dir, policy)
     if len(target) > 1:
         raise UsageError("more than one TARGET", got=" ".join(target), hint="glass record -o DIR -- script.py ARGS...")
     with progress(f"recording {target[0]}"):
@@ -103,25 +93,23 @@ def command(
             tokens_of=tokens_of,
             dtype=dtype,
             device=device,
-            attn_implementation=attn_implementation,
-            trust_remote_code=trust_remote_code,
-            revision=revision,
-            adapter=adapter,
+            **vars(checkpoint),
             then=commands.measure_noise_floor if noise_floor else None,
             **policy,
         )
-    if json:
-        write_json({"schema_version": 1, "ok": result.ok, **result.to_dict()}, "-")
-    else:
+
+    def show() -> None:
         counts = f"{result.num_steps} steps, {result.num_tensors} tensors, {result.value_bytes:,} bytes of values"
         others = f", {result.num_left_out} without values" if result.num_left_out else ""
         out.print(f"{'would record' if dry_run else f'recorded {output_dir}'}: {counts}{others}")
         if not dry_run and not settings.quiet:
             err.print(f"look at it: glass show {output_dir}")
+
+    answer(lambda: {"ok": result.ok, **result.to_dict()}, show)
     return 0 if result.ok else 1
 
 
-def _script(line: ScriptLine, output_dir: str, policy: dict[str, Any], json: bool) -> int:
+def _script(line: ScriptLine, output_dir: str, policy: dict[str, Any]) -> int:
     absolute = Path(output_dir).absolute()
     result = commands.record_script(
         line.script,
@@ -132,19 +120,20 @@ def _script(line: ScriptLine, output_dir: str, policy: dict[str, Any], json: boo
         **policy,
     )
     sys.stdout.flush()
-    # The script's own output is on stdout; what is ours goes beside it.
-    if json:
-        write_json({"schema_version": 1, "ok": result.ok, **result.to_dict()}, "-")
-    elif not settings.quiet:
-        for path in result.recordings:
+
+    def show() -> None:
+        # The script's own output is on stdout; what is ours goes beside it.
+        for path in () if settings.quiet else result.recordings:
             # As it was named: the directory that the script has changed to is not the one of the shell.
             named = Path(output_dir) / Path(path).relative_to(absolute)
             err.print(f"recorded {named}: glass show {named}")
+
+    answer(lambda: {"ok": result.ok, **result.to_dict()}, show)
     artifacts = environment.debug_artifacts_dir()
     if artifacts is not None:
         for recording in map(Path, result.recordings):
             _write_steps(recording, artifacts / recording.relative_to(absolute))
-    if result.reason is not None and not json:
+    if result.reason is not None and settings.json != "-":
         err.print(Text.assemble(("error:", "bold red"), " ", result.reason))
     return result.status or (0 if result.recordings else IncomparableError.exit_status)
 

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 import glassengine as glass
-from glassengine.cli.options import out, stages, write_json
+from glassengine.cli.documents import answer
+from glassengine.cli.options import out, stages
 from glassengine.progress import Work
 
 
@@ -28,9 +29,6 @@ def command(
     reproduction: Annotated[
         str | None, typer.Option(metavar="DIR", help="With --bisect: write a test of that subgraph.")
     ] = None,
-    json: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write the result as a JSON document; - is stdout.")
-    ] = None,
 ) -> int:
     """Run a snapshot again, without the original code.
 
@@ -46,10 +44,11 @@ def command(
             reproduction=reproduction,
             progress=progress,
         )
-    if json is not None:
-        write_json(result.to_dict(), json)
-    if json != "-":
+
+    def show() -> None:
         from glassengine.report.terminal_replay import replayed
 
         out.print(replayed(result))
+
+    answer(result.to_dict, show)
     return 0 if result.ok else 1

@@ -14,7 +14,9 @@ import glassengine as glass
 from glassengine import environment
 from glassengine.cli import foreign, run_forward
 from glassengine.cli.console import printable
-from glassengine.cli.options import TrustEngine, err, out, settings, write_json
+from glassengine.cli.documents import answer
+from glassengine.cli.options import err, out, settings
+from glassengine.cli.shared import Overwrite, TrustEngine
 from glassengine.errors import UsageError
 
 CONTEXT_SETTINGS = foreign.CONTEXT_SETTINGS
@@ -148,7 +150,7 @@ def command(
     record: Annotated[
         str | None, typer.Option(metavar="DIR", help="Record the added outputs and logits of every step.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing recording.")] = False,
+    overwrite: Overwrite = False,
     profile: Annotated[
         str | None,
         typer.Option(metavar="DIR", help="Profile the generation; show it with glass profile DIR.", show_default=False),
@@ -169,7 +171,6 @@ def command(
             rich_help_panel=_DEBUGGING,
         ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
 ) -> int:
     """Generate text with an engine, or run one forward of it; print or record its tensors."""
     # Every session of ours is one of Python, and a single prompt is always streamed.
@@ -183,7 +184,7 @@ def command(
     files = _step_files(debug_dir, debug_format or (), debug_mode)
     names = print_tensors or (debug_mode and files is None)
     prints = print_tensors or (bool(debug) and files is None)
-    if json and (names or prints):
+    if settings.json == "-" and (names or prints):
         raise UsageError(
             "--json prints one document, --debug many lines", hint="write the tensors: --debug-dir DIR or --record DIR"
         )
@@ -216,9 +217,9 @@ def command(
         }
         wanted = {"debug": list(debug or ()), "record": record, "overwrite": overwrite}
         with _snapshots(snapshot, snapshot_on), profiling:
-            return run_forward.run(loaded, {**sources, **wanted}, others, json=json)
+            return run_forward.run(loaded, {**sources, **wanted}, others)
     observers = [_printer(names, prints)] if names or prints else []
-    streams = len(input_text or ()) == 1 and not json and not observers
+    streams = len(input_text or ()) == 1 and settings.json != "-" and not observers
     with (
         files if files is not None else contextlib.nullcontext(),
         _kept(files, record),
@@ -240,18 +241,19 @@ def command(
             images=given.pop("image"),
             **{name: value for name, value in given.items() if value is not None},
         )
-        if json:
-            document = {"schema_version": 1, "engine": str(loaded.directory), **result.to_dict()}
-            write_json({**document, **({"debug_dir": str(files.directory)} if files is not None else {})}, "-")
-            return 0
-        if streams:
-            _write("\n")
-        else:
-            _print_texts(result)
-        if not settings.quiet:
-            _print_notes(result, files)
-            if profile is not None:
-                err.print(f"profile taken: glass profile {profile}")
+        written = {} if files is None else {"debug_dir": str(files.directory)}
+
+        def show() -> None:
+            if streams:
+                _write("\n")
+            else:
+                _print_texts(result)
+            if not settings.quiet:
+                _print_notes(result, files)
+                if profile is not None:
+                    err.print(f"profile taken: glass profile {profile}")
+
+        answer(lambda: {"engine": str(loaded.directory), **result.to_dict(), **written}, show)
     return 0
 
 

@@ -6,21 +6,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from glassengine.cli.options import err, out, settings, write_json
+from glassengine.cli.documents import answer
+from glassengine.cli.options import err, out, settings
 from glassengine.errors import UsageError
 
 MAX_PRINTED = 64
 """A tensor of more elements is printed as a few figures."""
 
 
-def run(engine: Any, given: Mapping[str, Any], others: Mapping[str, Any], *, json: bool) -> int:
+def run(engine: Any, given: Mapping[str, Any], others: Mapping[str, Any]) -> int:
     """Run once and show what came out.
 
     Args:
         engine: Loaded, of kind "module".
         given: Arguments of `Engine.forward`.
         others: Flag -> value, or None where it was not given: what means nothing here.
-        json: Print a JSON document.
 
     Raises:
         UsageError: A flag of generation was given, or the inputs do not fit.
@@ -34,10 +34,11 @@ def run(engine: Any, given: Mapping[str, Any], others: Mapping[str, Any], *, jso
             hint="leave them out; --record DIR writes its tensors",
         )
     result = engine.forward(**given)
-    if json:
-        document = {"schema_version": 1, "engine": str(engine.directory), **result.to_dict()}
-        write_json(document, "-")
-        return 0
+    answer(lambda: {"engine": str(engine.directory), **result.to_dict()}, lambda: _print(result))
+    return 0
+
+
+def _print(result: Any) -> None:
     for name, tensor in result.outputs.items():
         out.print(f"{name} {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}", markup=False)
         out.print(_values(tensor), markup=False, highlight=False)
@@ -45,7 +46,6 @@ def run(engine: Any, given: Mapping[str, Any], others: Mapping[str, Any], *, jso
         err.print(f"forward {result.seconds * 1e3:.1f} ms")
         if result.recording:
             err.print(f"recorded {Path(result.recording)}: glass show {result.recording}")
-    return 0
 
 
 def _values(tensor: Any) -> str:

@@ -11,7 +11,9 @@ import typer
 
 import glassengine as glass
 from glassengine.cli.console import printable
-from glassengine.cli.options import err, out, progress, settings, write_json
+from glassengine.cli.documents import answer
+from glassengine.cli.options import err, out, progress, settings
+from glassengine.cli.shared import Overwrite
 from glassengine.errors import UsageError
 
 
@@ -30,7 +32,6 @@ def command(
     nonfinite: Annotated[bool, typer.Option("--nonfinite", help="Show only tensors with NaN or Inf.")] = False,
     values: Annotated[bool, typer.Option("--values", help="Print the values, the edges of large tensors.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Print all values.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
     export: Annotated[
         str | None,
         typer.Option(metavar="PATH", help="Write the tensors of a recording or a dump: x.pt, x.npz or a directory."),
@@ -38,11 +39,12 @@ def command(
     export_format: Annotated[
         str | None, typer.Option(metavar="pt|npz|debug-tree", help="Format of a directory; default: debug-tree.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing exported files.")] = False,
+    overwrite: Overwrite = False,
 ) -> int:
     """Show the tensors of a recording or dump, and their statistics."""
     if export is not None:
-        if rank is not None or nonfinite or values or full or json or len(step or ()) > 1:
+        others = rank is not None or nonfinite or values or full or settings.json is not None
+        if others or len(step or ()) > 1:
             got = "--rank, --nonfinite, --values, --full, --json or several --step"
             raise UsageError("--export goes with PATTERN and one --step only", got=got)
         format: Any = export_format
@@ -53,15 +55,16 @@ def command(
         return 0
     if export_format is not None or overwrite:
         raise UsageError("nothing is exported", got="--export-format or --overwrite", hint="--export PATH")
+    if settings.json == "-" and (values or full):
+        raise UsageError("--json prints statistics of tensors, not values", hint="--export PATH writes values")
     from glassengine.report import terminal_recording
-    from glassengine.report.terminal_compare import recording as table
 
     opened = glass.open(recording)
     wanted = set(step or ())
     missing = sorted(wanted - set(opened.steps))
     if missing:
         raise UsageError(f"step {missing[0]} is not recorded", expected=", ".join(map(str, opened.steps)) or "no steps")
-    if not wanted and pattern is None and not json:
+    if not wanted and pattern is None and settings.json is None:
         wanted = set(opened.steps[:1])
 
     def shown(item: Any) -> bool:
@@ -74,7 +77,8 @@ def command(
         for entry in entries:
             title = f"step {entry.step}, rank {entry.rank}, {printable(entry.site)}: {entry.describe()}"
             out.print(terminal_recording.values(opened.tensor(entry), title, full=full))
-        return 0
+        if settings.json is None:
+            return 0
     rows = []
     with progress("statistics", total=len(entries)) as advance:
         for entry in entries:
@@ -83,18 +87,34 @@ def command(
     if nonfinite:
         rows = [(entry, found) for entry, found in rows if found.num_nan or found.num_inf]
         left_out = [item for item in left_out if item.statistics is not None and item.statistics.num_nonfinite]
-    if json:
-        write_json(_document(opened, rows, left_out), "-")
-        return 0
-    if pattern is not None:
-        cells = ((entry.step, entry.rank, printable(entry.site), found) for entry, found in rows)
-        out.print(table(cells, complete=opened.complete, reason=opened.incomplete_because))
-        for entry, _ in rows:
-            if entry.sharding is not None:
-                out.print(f"step {entry.step}, rank {entry.rank}, {printable(entry.site)}: {entry.sharding}")
-        for item in map(_as_shown, left_out):
-            out.print(f"step {item.step}, rank {item.rank}, {item.site}: {_light(item)}: {item.reason}")
-        return 0
+
+    def show() -> None:
+        if values or full:
+            return
+        if pattern is not None:
+            _print_table(opened, rows, left_out)
+        else:
+            _print_tree(opened, rows, left_out, num_steps=len(wanted))
+
+    answer(lambda: _document(opened, rows, left_out), show)
+    return 0
+
+
+def _print_table(opened: Any, rows: list[Any], left_out: list[Any]) -> None:
+    from glassengine.report.terminal_compare import recording as table
+
+    cells = ((entry.step, entry.rank, printable(entry.site), found) for entry, found in rows)
+    out.print(table(cells, complete=opened.complete, reason=opened.incomplete_because))
+    for entry, _ in rows:
+        if entry.sharding is not None:
+            out.print(f"step {entry.step}, rank {entry.rank}, {printable(entry.site)}: {entry.sharding}")
+    for item in map(_as_shown, left_out):
+        out.print(f"step {item.step}, rank {item.rank}, {item.site}: {_light(item)}: {item.reason}")
+
+
+def _print_tree(opened: Any, rows: list[Any], left_out: list[Any], *, num_steps: int) -> None:
+    from glassengine.report import terminal_recording
+
     if not opened.complete:
         out.print(f"incomplete: {printable(str(opened.incomplete_because))}")
     if not rows and not left_out:
@@ -107,9 +127,8 @@ def command(
         out.print(f"{num_shards} shards of distributed tensors; what the whole of each is, with PATTERN or --json")
     for reason, count in _unseen(opened.metadata.get("not_seen")).items():
         out.print(f"{count} module{'' if count == 1 else 's'} not seen: {printable(reason)}")
-    if not settings.quiet and len(opened.steps) > len(wanted):
-        err.print(f"{len(wanted)} of {len(opened.steps)} steps; others with --step, all of one site with PATTERN")
-    return 0
+    if not settings.quiet and len(opened.steps) > num_steps:
+        err.print(f"{num_steps} of {len(opened.steps)} steps; others with --step, all of one site with PATTERN")
 
 
 def _light(item: Any) -> str:

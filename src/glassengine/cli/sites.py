@@ -8,7 +8,9 @@ from typing import Annotated, Any
 import typer
 
 import glassengine as glass
-from glassengine.cli.options import err, out, progress, settings, write_json
+from glassengine.cli.documents import answer
+from glassengine.cli.options import err, out, progress, settings
+from glassengine.cli.shared import Checkpoint, ModuleInputs
 
 
 def command(
@@ -18,36 +20,24 @@ def command(
     pattern: Annotated[
         str | None, typer.Argument(help="List only these: site, alias, glob or re:.", show_default=False)
     ] = None,
-    inputs: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Inputs of a plain module: file.py:factory, or a tensor file.")
-    ] = None,
-    attn_implementation: Annotated[str | None, typer.Option(help="As in transformers: sdpa, eager.")] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")
-    ] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
+    inputs: ModuleInputs = None,
+    *,
+    checkpoint: Checkpoint,
 ) -> int:
     """List the tensor names of a model, engine or recording, without building."""
     if [*Path(target).glob("recording.json"), *Path(target).glob("*/recording.json")]:
         rows = _recorded(target, pattern)
     else:
         with progress(f"exporting {target}"):
-            found = glass.sites(
-                target,
-                pattern,
-                inputs=inputs,
-                attn_implementation=attn_implementation,
-                trust_remote_code=trust_remote_code,
-                revision=revision,
-            )
+            found = glass.sites(target, pattern, inputs=inputs, **vars(checkpoint))
         rows = [site.to_dict() for site in found]
-    if json:
-        write_json({"schema_version": 1, "target": target, "pattern": pattern, "sites": rows}, "-")
-        return 0
-    _print(rows)
-    if not settings.quiet:
-        err.print(f"{len(rows)} sites" + (f" match {pattern!r}" if pattern else ""))
+
+    def show() -> None:
+        _print(rows)
+        if not settings.quiet:
+            err.print(f"{len(rows)} sites" + (f" match {pattern!r}" if pattern else ""))
+
+    answer(lambda: {"target": target, "pattern": pattern, "sites": rows}, show)
     return 0
 
 

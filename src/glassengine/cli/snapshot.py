@@ -8,7 +8,9 @@ from typing import Annotated
 import typer
 
 import glassengine as glass
-from glassengine.cli.options import out, write_json
+from glassengine.cli.documents import answer
+from glassengine.cli.options import out
+from glassengine.cli.shared import Overwrite
 from glassengine.errors import UnknownNameError, UsageError
 
 ACTIONS = ("show", "pack")
@@ -29,8 +31,7 @@ def command(
     statistics: Annotated[
         bool, typer.Option("--statistics", help="show: min, mean, max and non-finite counts of every tensor.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="pack: replace an existing file.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
+    overwrite: Overwrite = False,
 ) -> int:
     """Show the content of a snapshot, or pack it into one file."""
     if action not in ACTIONS:
@@ -40,10 +41,8 @@ def command(
             raise UsageError("--statistics goes with show", hint=f"glass snapshot show {snapshot} --statistics")
         found = glass.snapshots.Snapshot.open(snapshot)
         path = found.pack(output or f"{snapshot.rstrip('/')}.safetensors", overwrite=overwrite)
-        if json:
-            write_json({"schema_version": 1, "packed": str(path), "num_bytes": path.stat().st_size}, "-")
-        else:
-            out.print(f"packed {path}: {path.stat().st_size:,} bytes")
+        size = path.stat().st_size
+        answer(lambda: {"packed": str(path), "num_bytes": size}, lambda: out.print(f"packed {path}: {size:,} bytes"))
         return 0
     if output is not None or overwrite:
         raise UsageError("--output and --overwrite go with pack", hint=f"glass snapshot pack {snapshot} -o FILE")
@@ -51,14 +50,14 @@ def command(
 
     if Path(snapshot).is_dir() and not Path(snapshot, "meta.json").exists():
         several = glass.snapshots.list(snapshot)
-        if json:
-            write_json({"schema_version": 1, "snapshots": [listed.to_dict() for listed in several]}, "-")
-        else:
-            out.print(terminal_snapshot.several(several))
+        answer(
+            lambda: {"snapshots": [listed.to_dict() for listed in several]},
+            lambda: out.print(terminal_snapshot.several(several)),
+        )
         return 0
     found = glass.snapshots.Snapshot.open(snapshot)
-    if json:
-        write_json({"schema_version": 1, **found.to_dict(statistics=statistics)}, "-")
-    else:
-        out.print(terminal_snapshot.one(found, statistics=statistics))
+    answer(
+        lambda: found.to_dict(statistics=statistics),
+        lambda: out.print(terminal_snapshot.one(found, statistics=statistics)),
+    )
     return 0

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from glassengine import commands
-from glassengine.cli.options import out, write_json
+from glassengine.cli.documents import answer
+from glassengine.cli.options import out
 
 
 def command(
@@ -16,12 +17,9 @@ def command(
         str,
         typer.Option(metavar="FILE", help="Trusted signers: lines 'NAME KEY' (OpenSSH allowed signers)."),
     ],
-    json: Annotated[bool, typer.Option("--json", help="Print a JSON document.")] = False,
 ) -> int:
     """Check the signature and all files of an engine, without running it."""
     found = commands.verify_engine(engine, signers)
-    if json:
-        write_json({"schema_version": 1, **found.to_dict()}, "-")
-        return 0
-    out.print(f"{found.directory}: signed by {found.signer} ({found.key}), {found.files} files as they were signed")
+    said = f"{found.directory}: signed by {found.signer} ({found.key}), {found.files} files as they were signed"
+    answer(found.to_dict, lambda: out.print(said))
     return 0

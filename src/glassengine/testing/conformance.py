@@ -23,7 +23,7 @@ import torch
 
 from glassengine.backends.protocol.backend import Backend, Run
 from glassengine.capture.observers.interpreter import run_program
-from glassengine.engine.run.loaded import STEP_INPUTS
+from glassengine.engine.session.loaded import STEP_INPUTS
 from glassengine.executable.run.executable import compile_executable, load_executable
 from glassengine.judge.exclusions.undefined_casts import UndefinedCasts
 from glassengine.numerics.mask_values import sentinel

@@ -24,7 +24,7 @@ from glassengine.backends.protocol.devices import DEVICE, brought, device_of, mo
 from glassengine.backends.protocol.io import read_io, write_io
 from glassengine.backends.registry import find_backend
 from glassengine.cli.main import main
-from glassengine.engine.run.kv_cache import KVCache
+from glassengine.engine.session.kv_cache import KVCache
 from glassengine.errors import BackendError, UsageError
 from glassengine.program.export.export import export_module
 from glassengine.program.representation.program import Program

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from glassengine.judge.graphs.by_name import difference, pair_sites
 from glassengine.program import Program, export_program, load_model
-from glassengine.program.onnx.function import OnnxFunction
+from glassengine.program.onnx.operators.function import OnnxFunction
 
 
 class Sums(nn.Module):

@@ -24,7 +24,7 @@ from glassengine.numerics.verdict import smallest_precise, unit_roundoff
 from glassengine.ops.row import Rounding
 from glassengine.program.export.export import export_module
 from glassengine.program.loading.onnx import onnx_program
-from glassengine.program.onnx.file import OnnxFile
+from glassengine.program.onnx.stored.file import OnnxFile
 from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.program import Program
 

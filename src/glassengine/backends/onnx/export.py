@@ -30,8 +30,8 @@ from torch.export.graph_signature import TensorArgument
 from glassengine.backends.onnx.network import mark_nodes, name_layers
 from glassengine.backends.protocol.backend import Capabilities
 from glassengine.errors import BackendError, first_line
-from glassengine.program.onnx.file import fill
-from glassengine.program.onnx.session import with_outputs
+from glassengine.program.onnx.stored.file import fill
+from glassengine.program.onnx.stored.session import with_outputs
 from glassengine.program.representation.outputs import functional_form, result_names
 from glassengine.program.representation.program import OnnxGraph, Program, rebuilt
 

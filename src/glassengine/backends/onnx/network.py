@@ -18,7 +18,7 @@ import torch
 
 from glassengine.backends.onnx.stored import read_graph
 from glassengine.backends.protocol.backend import Layer, Network, NetworkTensor
-from glassengine.program.onnx.session import start
+from glassengine.program.onnx.stored.session import start
 from glassengine.program.representation.program import Program
 
 NODE_KEY = "glassengine.node"

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from glassengine.errors import CorruptError
-from glassengine.program.onnx.declared import check_settings
-from glassengine.program.onnx.file import MAX_BYTES
-from glassengine.program.onnx.stored_tensors import check_tensors
-from glassengine.program.onnx.texts import check_texts
+from glassengine.program.onnx.stored.declared import check_settings
+from glassengine.program.onnx.stored.file import MAX_BYTES
+from glassengine.program.onnx.stored.tensors import check_tensors
+from glassengine.program.onnx.stored.texts import check_texts
 from glassengine.reading.documents import damaged
 from glassengine.reading.files import open_regular, read_bytes
 

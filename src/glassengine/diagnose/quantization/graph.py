@@ -29,7 +29,7 @@ from glassengine.numerics.float64 import double, retarget, target_of
 from glassengine.numerics.metrics.drift import LITTLE_LEFT, LOST, DriftSums, decibels
 from glassengine.numerics.quantization.weight_error import MOST_RMS, WeightError, judge_weight
 from glassengine.numerics.verdict import Judgement, Reference
-from glassengine.program.onnx.grids import Grid, grids_of, written_back
+from glassengine.program.onnx.stored.grids import Grid, grids_of, written_back
 from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.program import Program
 from glassengine.results import FLAGGED, VERDICTS, Hint

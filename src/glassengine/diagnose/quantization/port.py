@@ -25,7 +25,7 @@ from glassengine.diagnose.quantization.check_graph import check_quantized_graph
 from glassengine.judge.cases import module_cases
 from glassengine.program import LoadedModel
 from glassengine.program.onnx.dequantized import without_grids
-from glassengine.program.onnx.grids import is_quantized_graph
+from glassengine.program.onnx.stored.grids import is_quantized_graph
 from glassengine.results import Comparison
 
 _ALIKE = 0.3

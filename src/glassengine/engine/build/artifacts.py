@@ -32,7 +32,7 @@ from glassengine.program.listing.artifacts import FORMAT, MANIFEST, SCHEMA_VERSI
 from glassengine.program.listing.difference import diff_graphs, diff_text
 from glassengine.program.listing.listing import NodeLine, Stage, graph_json, graph_text, list_nodes
 from glassengine.program.listing.python_source import module_source
-from glassengine.program.onnx.function import OnnxVerifier
+from glassengine.program.onnx.operators.function import OnnxVerifier
 from glassengine.program.representation.program import Program
 from glassengine.reading.printable import printable
 from glassengine.report.html_artifacts import index_page

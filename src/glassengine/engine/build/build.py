@@ -36,7 +36,7 @@ from glassengine.engine.store.recorded_model import directory_to_record
 from glassengine.errors import UsageError
 from glassengine.program import LoadedModel, Program, example_inputs, export_programs, load_inputs, load_model
 from glassengine.program.kinds.image_text import WITHOUT_IMAGES
-from glassengine.program.onnx.file import is_onnx
+from glassengine.program.onnx.stored.file import is_onnx
 from glassengine.progress import Progress, Work, silent
 from glassengine.sites import patterns_of
 from glassengine.writing.files import remove_tree

@@ -17,10 +17,10 @@ from glassengine.engine.prompts.prompts import Chat, Images, Request, TokenIds
 from glassengine.engine.prompts.stream import TextCallback
 from glassengine.engine.run.forward import forward
 from glassengine.engine.run.generate import StepCallback, generate
-from glassengine.engine.run.images import encode_images
 from glassengine.engine.run.kernels import kernel_sites
-from glassengine.engine.run.loaded import LoadedEngine
-from glassengine.engine.run.session import Session
+from glassengine.engine.session.images import encode_images
+from glassengine.engine.session.loaded import LoadedEngine
+from glassengine.engine.session.session import Session
 from glassengine.engine.store import files
 from glassengine.engine.store.manifest import (
     check_files,

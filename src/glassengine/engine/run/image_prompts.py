@@ -18,7 +18,7 @@ import torch
 from glassengine.engine.prompts.prompts import Images, Prompts, Request, as_rows
 from glassengine.engine.run.encode import Encode
 from glassengine.engine.run.forward import one_step
-from glassengine.engine.run.loaded import LoadedEngine
+from glassengine.engine.session.loaded import LoadedEngine
 from glassengine.engine.store.manifest import Manifest
 from glassengine.errors import GlassError, UsageError
 from glassengine.program.kinds.image_text import (

@@ -11,7 +11,7 @@ from typing import Self
 import torch
 
 from glassengine import environment
-from glassengine.engine.run.session import Session
+from glassengine.engine.session.session import Session
 from glassengine.engine.store.manifest import Manifest
 from glassengine.recording.background import BackgroundWriter
 from glassengine.sites import Site, SiteTable

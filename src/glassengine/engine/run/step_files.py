@@ -30,7 +30,7 @@ from glassengine.writing.files import ASIDE, aside, held, put_away
 from glassengine.writing.locations import local
 
 if TYPE_CHECKING:
-    from glassengine.engine.run.session import Session
+    from glassengine.engine.session.session import Session
 
 logger = logging.getLogger("glassengine")
 

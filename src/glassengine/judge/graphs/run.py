@@ -24,7 +24,7 @@ from glassengine.executable.snapshot import layout
 from glassengine.judge.graphs.flat import flat_program, with_values
 from glassengine.program.loading.onnx import onnx_program
 from glassengine.program.onnx.exported import without_data
-from glassengine.program.onnx.file import OnnxFile, fill
+from glassengine.program.onnx.stored.file import OnnxFile, fill
 from glassengine.program.representation.program import Program, copied_graph
 
 GraphRun = Callable[[Sequence[Any]], Sequence[Any]]

@@ -13,10 +13,10 @@ from torch.utils import _pytree as pytree
 from glassengine.judge.graphs.between import passes_on, region_of
 from glassengine.judge.graphs.cut import Piece, cut
 from glassengine.judge.hypotheses.explain import differences, explanation
-from glassengine.judge.hypotheses.hypothesis import constants_of
 from glassengine.judge.hypotheses.inside import Inside, inside_of
-from glassengine.judge.hypotheses.question import Question, noise_of
-from glassengine.judge.hypotheses.trial import FAILS, Trial
+from glassengine.judge.hypotheses.trials.hypothesis import constants_of
+from glassengine.judge.hypotheses.trials.question import Question, noise_of
+from glassengine.judge.hypotheses.trials.trial import FAILS, Trial
 from glassengine.numerics.verdict import unit_roundoff
 from glassengine.program.representation.program import Program
 from glassengine.results import Hint

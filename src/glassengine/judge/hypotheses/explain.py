@@ -9,14 +9,14 @@ import torch
 from torch.fx import Node
 
 from glassengine.judge.graphs.between import passes_on
-from glassengine.judge.hypotheses.arguments import as_theirs, same_op, usual
-from glassengine.judge.hypotheses.catalog import FAMILIES, Family
-from glassengine.judge.hypotheses.hypothesis import Hypothesis
-from glassengine.judge.hypotheses.layouts import reshaped
-from glassengine.judge.hypotheses.operations import other_ops
-from glassengine.judge.hypotheses.question import Question
-from glassengine.judge.hypotheses.trial import Edit, OutOfWork
-from glassengine.judge.hypotheses.weights_read import weights
+from glassengine.judge.hypotheses.mistakes.arguments import as_theirs, same_op, usual
+from glassengine.judge.hypotheses.mistakes.catalog import FAMILIES, Family
+from glassengine.judge.hypotheses.mistakes.layouts import reshaped
+from glassengine.judge.hypotheses.mistakes.operations import other_ops
+from glassengine.judge.hypotheses.mistakes.weights_read import weights
+from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
+from glassengine.judge.hypotheses.trials.question import Question
+from glassengine.judge.hypotheses.trials.trial import Edit, OutOfWork
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Hint
 

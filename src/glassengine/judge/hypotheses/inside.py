@@ -22,8 +22,8 @@ from glassengine.errors import BackendError
 from glassengine.judge.replay.replayed import called
 from glassengine.numerics.float64 import retarget, target_of
 from glassengine.numerics.verdict import unit_roundoff
-from glassengine.program.onnx.function import Composite
-from glassengine.program.onnx.trace import LABEL, NAME, Step, Tracer
+from glassengine.program.onnx.operators.function import Composite
+from glassengine.program.onnx.operators.trace import LABEL, NAME, Step, Tracer
 from glassengine.program.representation.naming import op_name
 
 _ROUNDINGS = 8.0

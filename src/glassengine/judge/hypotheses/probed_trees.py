@@ -7,7 +7,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.errors import BackendError
-from glassengine.program.onnx.fallback import thresholds_of
+from glassengine.program.onnx.operators.fallback import thresholds_of
 
 _ROWS = 1024
 _APART = 1e-3

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from glassengine.judge.hypotheses.ask import Asked
-from glassengine.judge.hypotheses.trial import FAILS, Call, Trial
+from glassengine.judge.hypotheses.trials.trial import FAILS, Call, Trial
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of
 

@@ -14,7 +14,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.judge.graphs.between import passes_on
-from glassengine.judge.hypotheses.weights_read import relation
+from glassengine.judge.hypotheses.mistakes.weights_read import relation
 from glassengine.judge.pairing.stored_weights import compare_weights, is_equal, weights_of
 from glassengine.program.representation.outputs import weight_only_nodes
 from glassengine.program.representation.program import Program

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from glassengine.numerics.noise import noisy, rounds
 from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
 from glassengine.ops.traits import traits_of
-from glassengine.program.onnx.function import Composite
+from glassengine.program.onnx.operators.function import Composite
 
 NUM_RUNS = 6
 _OF_ELEMENT = 4.0

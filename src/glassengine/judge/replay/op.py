@@ -36,7 +36,7 @@ from glassengine.numerics.nonfinite import is_broken, num_newly_broken
 from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation, Operation, Roundoff
 from glassengine.numerics.verdict import TIE, Judgement, Reference, smallest_precise, unit_roundoff
 from glassengine.ops.traits import traits_of
-from glassengine.program.onnx.function import Composite
+from glassengine.program.onnx.operators.function import Composite
 from glassengine.program.representation.naming import is_tensor_node, op_name
 from glassengine.program.representation.outputs import weight_only_nodes
 from glassengine.program.representation.program import Program

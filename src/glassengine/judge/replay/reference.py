@@ -29,7 +29,7 @@ from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
 from glassengine.numerics.product_noise import ExactProduct
 from glassengine.numerics.verdict import Reference, smallest_precise, unit_roundoff
 from glassengine.ops.traits import traits_of
-from glassengine.program.onnx.function import Composite
+from glassengine.program.onnx.operators.function import Composite
 from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.program import Program
 from glassengine.results import ExemptionReason

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from glassengine.engine.run.engine import Engine
-from glassengine.engine.run.session import Session
+from glassengine.engine.session.session import Session
 from glassengine.judge.cases import Case, StepInputs
 from glassengine.judge.replay.op import Replay
 from glassengine.judge.sides.protocol import Observed, Side

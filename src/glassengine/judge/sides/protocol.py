@@ -26,7 +26,7 @@ from glassengine.numerics.kernels import UNMEASURED, Kernels
 from glassengine.program.representation.program import Program
 
 RUNTIME = "onnxruntime"
-"""Back-end whose kernels run an ONNX file as it is (see `program.onnx.session`)."""
+"""Back-end whose kernels run an ONNX file as it is (see `program.onnx.stored.session`)."""
 
 
 class Place(StrEnum):

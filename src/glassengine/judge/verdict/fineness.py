@@ -19,7 +19,7 @@ from glassengine.judge.replay.replayed import called
 from glassengine.judge.sides.countable import float_nodes
 from glassengine.judge.sides.protocol import Level
 from glassengine.judge.verdict.score import Score
-from glassengine.program.onnx.control import ops_inside
+from glassengine.program.onnx.operators.control import ops_inside
 from glassengine.program.representation.outputs import is_view
 from glassengine.program.representation.program import Program
 from glassengine.results import MOST_OPS, Fineness

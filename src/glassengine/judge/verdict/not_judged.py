@@ -9,8 +9,8 @@ from glassengine.judge.sides.countable import float_nodes
 from glassengine.judge.verdict.fineness import region_nodes
 from glassengine.judge.verdict.score import Score
 from glassengine.ops.traits import traits_of
-from glassengine.program.onnx.control import never_run
-from glassengine.program.onnx.fallback import is_of_runtime_alone
+from glassengine.program.onnx.operators.control import never_run
+from glassengine.program.onnx.operators.fallback import is_of_runtime_alone
 from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.program import Program
 from glassengine.results import Skipped

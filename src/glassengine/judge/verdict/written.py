@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from glassengine.judge.graphs.between import origin_of, passes_on, region_of
-from glassengine.judge.hypotheses.hypothesis import literals_of, shown
+from glassengine.judge.hypotheses.trials.hypothesis import literals_of, shown
 from glassengine.judge.sides.protocol import Side
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from glassengine.errors import UsageError
-from glassengine.program.onnx.file import OnnxFile
-from glassengine.program.onnx.grids import Grid, grids_of
+from glassengine.program.onnx.stored.file import OnnxFile
+from glassengine.program.onnx.stored.grids import Grid, grids_of
 
 if TYPE_CHECKING:
     import onnx

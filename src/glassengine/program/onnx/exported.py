@@ -22,10 +22,10 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.errors import UsageError
-from glassengine.program.onnx.file import OnnxFile, bare_model, constant_of, named_weights
-from glassengine.program.onnx.function import OnnxVerifier
+from glassengine.program.onnx.operators.function import OnnxVerifier
+from glassengine.program.onnx.stored.file import OnnxFile, bare_model, constant_of, named_weights
+from glassengine.program.onnx.stored.types import UNKNOWN_SIZE, ValueType, value_types
 from glassengine.program.onnx.translate import Translator
-from glassengine.program.onnx.types import UNKNOWN_SIZE, ValueType, value_types
 
 if TYPE_CHECKING:
     import onnx

@@ -21,15 +21,14 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from glassengine.errors import UsageError
-from glassengine.program.onnx import elementwise, neural, quantized, recurrent, resize, shapes  # noqa: F401  (they fill it)
-from glassengine.program.onnx.control import Body, called_function, if_else, loop, scan
-from glassengine.program.onnx.fallback import one_node
-from glassengine.program.onnx.file import constant_of, tensor_of, torch_dtype
-from glassengine.program.onnx.function import OnnxFunction
-from glassengine.program.onnx.table import TRANSLATIONS, Call, OnnxNode
-from glassengine.program.onnx.tabular import definition_of
-from glassengine.program.onnx.trace import LABEL, NAME
-from glassengine.program.onnx.types import UNKNOWN_SIZE, ValueType
+from glassengine.program.onnx.operators.control import Body, called_function, if_else, loop, scan
+from glassengine.program.onnx.operators.fallback import one_node
+from glassengine.program.onnx.operators.function import OnnxFunction
+from glassengine.program.onnx.operators.table import TRANSLATIONS, Call, OnnxNode
+from glassengine.program.onnx.operators.tabular import definition_of
+from glassengine.program.onnx.operators.trace import LABEL, NAME
+from glassengine.program.onnx.stored.file import constant_of, tensor_of, torch_dtype
+from glassengine.program.onnx.stored.types import UNKNOWN_SIZE, ValueType
 
 if TYPE_CHECKING:
     import onnx

@@ -24,7 +24,7 @@ from glassengine.errors import CorruptError, UsageError
 from glassengine.program.kinds.causal_lm import KVLayout
 from glassengine.program.kinds.states import State
 from glassengine.program.onnx.exported import TranslatedFile, translate_file, without_data
-from glassengine.program.onnx.file import OnnxFile, read_onnx
+from glassengine.program.onnx.stored.file import OnnxFile, read_onnx
 from glassengine.program.store.archive import inert_archive, load_archive
 from glassengine.program.user_code.raised import RAISED
 from glassengine.program.user_code.tracing import fast_reading, without_collections

@@ -1,0 +1,119 @@
+"""`--json [FILE]`, the same on every command: where the document goes, also that of an error, and how it is written.
+
+`--json` alone is stdout. A file stands after an equals sign (`--json=FILE`), or as the next word where that cannot be
+meant for the command itself: it ends in `.json`, is a device (`/dev/null`), or is `-` for stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from glassengine.cli.options import settings
+from glassengine.errors import UsageError
+from glassengine.results.base import plain
+from glassengine.writing.files import aside
+from glassengine.writing.locations import local
+
+SCHEMA_VERSION = 1
+
+_NOT_ASCII = re.compile(r"[^\x00-\x7f]")
+_FILE = re.compile(r"-|/dev/.*|.*\.json", re.DOTALL)
+_BEGINNING = b'{\n  "schema_version": '
+"""How every document of ours begins."""
+
+
+def spelled_out(words: Sequence[str]) -> list[str]:
+    """Return a command line in which each `--json` is followed by `=` and its file, `-` where none is given."""
+    found: list[str] = []
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        if word == "--":
+            return [*found, word, *left]
+        if word == "--json":
+            word = f"--json={left.pop(0) if left and _FILE.fullmatch(left[0]) else '-'}"
+        found.append(word)
+    return found
+
+
+def destination_of(words: Sequence[str]) -> str | None:
+    """Return where a command line that is spelled out wants its document; None where it wants none."""
+    own = words[: words.index("--")] if "--" in words else words
+    return next((word.partition("=")[2] for word in reversed(own) if word.startswith("--json=")), None)
+
+
+def require_place(destination: str) -> None:
+    """Refuse, before any work is done, a file that is no place for the document.
+
+    Raises:
+        UsageError: It is on another machine, or it exists and something else wrote it.
+    """
+    target = local(destination)
+    if destination == "-" or not target.is_file():
+        return
+    with target.open("rb") as file:
+        beginning = file.read(len(_BEGINNING))
+    if beginning not in (b"", _BEGINNING):
+        raise UsageError(
+            "--json replaces only what glass itself wrote",
+            got=f"{destination}, another file",
+            hint="--json=FILE for a new file, --json=- for stdout; remove the file to replace it",
+        )
+
+
+def answer(document: Callable[[], Mapping[str, Any]], show: Callable[[], None]) -> None:
+    """Write the document of a command where `--json` asks for it, and show the result unless stdout has that."""
+    if settings.json is not None:
+        write_json(document(), settings.json)
+    if settings.json != "-":
+        show()
+
+
+def write_json(document: Mapping[str, Any], destination: str) -> None:
+    """Write one JSON document to the file `destination`, or to stdout when that is "-".
+
+    It begins with "schema_version"; with `--metrics` it has the key "metrics".
+
+    The document is always valid JSON: non-finite numbers become text as in `Result.to_dict`, and characters that a
+    terminal would obey stand as escapes.
+
+    Raises:
+        UsageError: As of `require_place`.
+    """
+    if settings.metrics:
+        import glassengine as glass
+
+        document = {**document, "metrics": glass.metrics.current().to_dict()}
+    text = json_text({"schema_version": SCHEMA_VERSION, **document})
+    if destination == "-":
+        sys.stdout.write(text)
+        return
+    require_place(destination)
+    target = Path(local(destination)).resolve()
+    # What is no plain file (a pipe, a terminal), or in a directory of others, is written where it is.
+    if target.exists() and not (target.is_file() and os.access(target.parent, os.W_OK)):
+        target.write_text(text, encoding="utf-8")
+        return
+    try:
+        with aside(target) as path:
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, destination) from error
+
+
+def json_text(document: Any) -> str:
+    """Return a document as JSON that every reader takes and that can be shown."""
+    try:
+        text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        text = json.dumps(plain(document), indent=2, ensure_ascii=False, allow_nan=False)
+    if not text.isascii():
+        # They stand in strings only, where JSON has another way to write them.
+        text = _NOT_ASCII.sub(lambda found: found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1], text)
+    return text.replace("\x7f", "\\u007f") + "\n"

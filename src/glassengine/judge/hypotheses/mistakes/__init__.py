@@ -1,0 +1,1 @@
+"""The mistakes that are tried, by kind, and their order."""

@@ -1,0 +1,50 @@
+"""The mistakes that are tried, in the order in which they are believed: what the candidate's program shows comes first,
+then common mistakes, then anything that fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from glassengine.judge.hypotheses.mistakes.arguments import another_op, as_theirs, same_op, usual, whole
+from glassengine.judge.hypotheses.mistakes.layouts import neighbors, permuted_operands, reshaped
+from glassengine.judge.hypotheses.mistakes.masks import of_attention
+from glassengine.judge.hypotheses.mistakes.operands import altered, another, exchanged, left_out
+from glassengine.judge.hypotheses.mistakes.operations import activations, other_ops, variances
+from glassengine.judge.hypotheses.mistakes.solved import bases, solved
+from glassengine.judge.hypotheses.mistakes.weights_read import another_layer, another_module, every_weight, weights
+from glassengine.judge.hypotheses.mistakes.wholes import another_tensor, in_its_own_dtype, rearranged, scaled
+from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
+from glassengine.judge.hypotheses.trials.question import Question
+
+Family = Callable[[Question], Iterator[Hypothesis]]
+
+FAMILIES: tuple[tuple[float, Family], ...] = (
+    (1.0, same_op),
+    (1.0, weights),
+    (0.98, as_theirs),
+    (0.97, of_attention),
+    (0.97, bases),
+    (0.96, exchanged),
+    (0.96, left_out),
+    (0.96, activations),
+    (0.95, other_ops),
+    (0.95, variances),
+    (0.95, usual),
+    (0.95, another_op),
+    (0.94, neighbors),
+    (0.94, reshaped),
+    (0.93, whole),
+    (0.93, another_layer),
+    (0.93, another_module),
+    (0.93, every_weight),
+    (0.93, another),
+    (0.92, another_tensor),
+    (0.92, altered),
+    (0.92, in_its_own_dtype),
+    (0.91, permuted_operands),
+    (0.9, solved),
+    (0.85, rearranged),
+    (0.8, scaled),
+)
+"""Score and family. Each hint was tried and reproduces the candidate's result; the score only ranks."""

@@ -1,0 +1,231 @@
+"""What ops read: exchanged, left out, taken twice, negated, moved by one, or another tensor altogether."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from glassengine.judge.graphs.by_name import argument_names
+from glassengine.judge.hypotheses.mistakes.layouts import ACTIVATIONS
+from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, article, tensors_of, with_leaves
+from glassengine.judge.hypotheses.trials.question import Question
+from glassengine.judge.hypotheses.trials.trial import Call
+from glassengine.program.representation.naming import op_name
+
+_EITHER_WAY = frozenset({"add", "mul", "maximum", "minimum", "eq", "ne", "logical_and", "logical_or", "bitwise_and"})
+_NORMS = frozenset({"layer_norm", "group_norm", "batch_norm", "instance_norm", "rms_norm", "native_layer_norm"})
+_MOST_OTHERS = 48
+_MOST_AXES = 4
+
+
+def exchanged(question: Question) -> Iterator[Hypothesis]:
+    """Yield: two tensors of one shape have changed places, for one op or for all."""
+    trial = question.trial
+    for node in reversed(trial.ops):
+        if op_name(node) in _EITHER_WAY:
+            continue
+        tensors = tensors_of(trial, node)
+        for (i, a), (j, b) in itertools.combinations(tensors, 2):
+            if a is b or not _are_alike(trial.values[a], trial.values[b]):
+                continue
+
+            def edit(call: Call, i: int = i, j: int = j, a: Node = a, b: Node = b) -> Any:
+                return with_leaves(call, {i: trial.values[b], j: trial.values[a]})
+
+            yield Hypothesis("swapped", f"{_of_op(question, node, i, a, j, b)} are exchanged", {node: edit})
+    yield from _parts(question)
+    for a, b in itertools.combinations(trial.inputs, 2):
+        if _are_alike(trial.values[a], trial.values[b]):
+            edits = {a: _value(trial.values[b]), b: _value(trial.values[a])}
+            yield Hypothesis("swapped", _exchange(question, a, b), edits)
+
+
+def _exchange(question: Question, a: Node, b: Node) -> str:
+    names = f"{question.label(a)} and {question.label(b)}"
+    for node, other in ((a, b), (b, a)):
+        acts = [user for user in node.users if op_name(user) in ACTIVATIONS]
+        if acts and len(node.users) == 1 and not any(op_name(user) in ACTIVATIONS for user in other.users):
+            return f"{op_name(acts[0])} is on the other factor: {names} are exchanged"
+    return f"{names} are exchanged"
+
+
+def _parts(question: Question) -> Iterator[Hypothesis]:
+    """Parts of one split that have changed places."""
+    trial = question.trial
+    for node in trial.ops:
+        parts = [user for user in node.users if op_name(user) == "getitem" and user in trial.values]
+        for a, b in itertools.combinations(parts, 2):
+            if _are_alike(trial.values[a], trial.values[b]):
+                edits = {a: _value(trial.values[b]), b: _value(trial.values[a])}
+                text = f"parts {a.args[1]} and {b.args[1]} of {op_name(node)} are exchanged"
+                yield Hypothesis("swapped", text, edits)
+
+
+def left_out(question: Question) -> Iterator[Hypothesis]:
+    """Yield: an op, or one of its operands, is missing or counts twice."""
+    trial = question.trial
+    for node in reversed(trial.ops):
+        made = trial.values[node]
+        if not isinstance(made, torch.Tensor) or not made.is_floating_point():
+            continue
+        name = op_name(node)
+        tensors = tensors_of(trial, node)
+        names = argument_names(node.target)
+        for place, source in tensors:
+            label = names[place] if place < len(names) else ""
+            value = trial.values[source]
+            if label == "bias" or (name == "addmm" and place == 0):
+                text = f"the bias of {name} is missing: {question.label(source)}"
+                yield Hypothesis("bias missing", text, {node: _with({place: torch.zeros_like(value)})})
+            elif name in _NORMS and label == "weight":
+                text = f"the weight of {name} is missing: {question.label(source)}"
+                yield Hypothesis("scale", text, {node: _with({place: torch.ones_like(value)})})
+        if name in ("add", "sub", "mul", "div") and len(tensors) == 2:
+            yield from _of_two(question, node, name, tensors)
+        elif tensors and trial.values[tensors[0][1]].shape == made.shape and name not in ("add", "sub", "mul", "div"):
+            first = trial.values[tensors[0][1]]
+            if first.is_floating_point() and not torch.equal(first, made):
+                kind = "activation" if name in ACTIVATIONS else "other"
+                yield Hypothesis(kind, f"{article(node)} is missing", {node: _value(first)})
+
+
+def _of_two(question: Question, node: Node, name: str, tensors: list[tuple[int, Node]]) -> Iterator[Hypothesis]:
+    trial = question.trial
+    made = trial.values[node]
+    (_, a), (_, b) = tensors
+    for kept, lost in ((a, b), (b, a)):
+        one, other = trial.values[kept], trial.values[lost]
+        # A condition that is multiplied is no number that could be added.
+        if one.shape != made.shape or torch.bool in (one.dtype, other.dtype):
+            continue
+        what = question.label(lost)
+        is_bias = name == "add" and (lost.name in question.weights or other.dim() < made.dim())
+        if name in ("add", "sub"):
+            verb = "added" if name == "add" else "subtracted"
+            yield Hypothesis("bias missing" if is_bias else "other", f"{what} is not {verb}", {node: _value(one)})
+            yield Hypothesis(
+                "scale", f"{what} is {verb} twice", {node: _value(made + other if name == "add" else made - other)}
+            )
+            yield Hypothesis(
+                "scale",
+                f"{what} is {'subtracted' if name == 'add' else 'added'}",
+                {node: _value(one - other if name == "add" else one + other)},
+            )
+            yield Hypothesis("other", f"{what} is multiplied, not {verb}", {node: _value(one * other)})
+        elif name == "mul":
+            yield Hypothesis("scale", f"{what} is not multiplied", {node: _value(one.expand(made.shape))})
+            yield Hypothesis("scale", f"{what} is multiplied twice", {node: _value(made * other)})
+            yield Hypothesis("scale", f"1 + {what} is multiplied, not {what}", {node: _value(made + one)})
+            yield Hypothesis("scale", f"{what} - 1 is multiplied, not {what}", {node: _value(made - one)})
+            yield Hypothesis("other", f"{what} is added, not multiplied", {node: _value(one + other)})
+            yield Hypothesis("scale", f"it is divided by {what}, not multiplied", {node: _value(one / other)})
+        elif kept is a:
+            yield Hypothesis("scale", f"it is not divided by {what}", {node: _value(one)})
+            yield Hypothesis("scale", f"it is multiplied by {what}, not divided", {node: _value(one * other)})
+
+
+def altered(question: Question) -> Iterator[Hypothesis]:
+    """Yield: one tensor has the other sign, is counted from 1 (or 0), moved by one, turned around or transposed."""
+    trial = question.trial
+    for node in _operands(question):
+        value = trial.values[node]
+        name = question.label(node)
+        if not isinstance(value, torch.Tensor):
+            continue
+        if value.dtype is torch.bool:
+            yield Hypothesis("mask", f"{name} is inverted", {node: _value(~value)})
+        elif not value.is_floating_point():
+            for by in (-1, 1):
+                moved = (value + by).clamp(min=0) if bool((value >= 0).all()) else value + by
+                yield Hypothesis(
+                    "position", f"{name} is {abs(by)} too {'small' if by < 0 else 'large'}", {node: _value(moved)}
+                )
+        else:
+            yield Hypothesis("scale", f"{name} has the other sign", {node: _value(-value)})
+            if node.name in question.weights:
+                yield Hypothesis("scale", f"1 + {name} instead of {name}", {node: _value(value + 1)})
+                yield Hypothesis("scale", f"{name} - 1 instead of {name}", {node: _value(value - 1)})
+        yield from _moved(node, name, value)
+
+
+def _moved(node: Node, name: str, value: torch.Tensor) -> Iterator[Hypothesis]:
+    axes = [axis for axis in range(value.dim()) if value.shape[axis] > 1][-_MOST_AXES:]
+    for axis in axes:
+        for by in (1, -1):
+            text = f"{name} is moved by {by} along axis {axis}"
+            yield Hypothesis("position", text, {node: _value(value.roll(by, axis))})
+            yield Hypothesis("position", text, {node: _value(_shifted(value, by, axis))})
+        yield Hypothesis("permuted", f"{name} is turned around along axis {axis}", {node: _value(value.flip(axis))})
+    if len(axes) > 1:
+        text = f"{name} is turned around along axes {axes[-2:]}: its kernel is flipped"
+        yield Hypothesis("permuted", text, {node: _value(value.flip(axes[-2:]))})
+    for a, b in itertools.combinations(axes, 2):
+        if value.shape[a] == value.shape[b]:
+            yield Hypothesis(
+                "transposed", f"axes {a} and {b} of {name} are transposed", {node: _value(value.transpose(a, b))}
+            )
+
+
+def _shifted(value: torch.Tensor, by: int, axis: int) -> torch.Tensor:
+    """Move by one and let zeros come in."""
+    moved = value.roll(by, axis)
+    moved.select(axis, 0 if by > 0 else -1).zero_()
+    return moved
+
+
+def another(question: Question) -> Iterator[Hypothesis]:
+    """Yield: another tensor of the same shape was read."""
+    trial = question.trial
+    if question.is_another:
+        return
+    for node in _operands(question):
+        value = trial.values[node]
+        if node.name in question.read and sum(user in trial.values for user in node.users) == 1:
+            continue  # the candidate reads the very tensor
+        alike = [item for item in question.others.items() if _are_alike(item[1], value)]
+        for name, other in alike[:_MOST_OTHERS]:
+            if torch.equal(other, value):
+                continue
+            kind = "swapped" if value.is_floating_point() else "mask" if value.dtype is torch.bool else "position"
+            text = f"{name} instead of {question.label(node)}"
+            yield Hypothesis(kind, text, {node: _value(other)})
+            readers = [user for user in node.users if user in trial.values]
+            for reader in readers if len(readers) > 1 else ():
+                places = [place for place, leaf in tensors_of(trial, reader) if leaf is node]
+                edit = _with(dict.fromkeys(places, other))
+                yield Hypothesis(kind, f"{text}, where {op_name(reader)} reads it", {reader: edit})
+
+
+def _operands(question: Question) -> list[Node]:
+    """Return the inputs of the piece and the positions that it counts itself, those that are read last first."""
+    order = {node: place for place, node in enumerate(question.trial.ops)}
+    counted = [node for node in question.trial.ops if op_name(node) == "arange"]
+    found = [*question.trial.inputs, *counted]
+    last = {node: max((order.get(user, -1) for user in node.users), default=-1) for node in found}
+    return sorted(found, key=lambda node: -last[node])
+
+
+def _of_op(question: Question, node: Node, i: int, a: Node, j: int, b: Node) -> str:
+    names = argument_names(node.target)
+    if op_name(node) in ("cat", "stack"):
+        return f"parts {i} and {j} of {op_name(node)}"
+    if op_name(node) in ("sub", "div", "where", "matmul", "bmm", "mm", "pow", "lt", "le", "gt", "ge"):
+        return f"the operands {question.label(a)} and {question.label(b)} of {op_name(node)}"
+    return f"{names[i]} and {names[j]}" if max(i, j) < len(names) else f"{question.label(a)} and {question.label(b)}"
+
+
+def _are_alike(a: Any, b: Any) -> bool:
+    both = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+    return both and a.shape == b.shape and a.is_floating_point() == b.is_floating_point() and a.numel() > 0
+
+
+def _value(value: Any) -> Any:
+    return lambda call: value
+
+
+def _with(changed: dict[int, Any]) -> Any:
+    return lambda call: with_leaves(call, changed)

@@ -1,0 +1,341 @@
+"""Other ops instead of an op, or of several that together are one: activations, sums, trigonometry, norms."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.nn import functional as F
+
+from glassengine.judge.graphs.by_name import argument_names
+from glassengine.judge.hypotheses.mistakes.layouts import ACTIVATIONS
+from glassengine.judge.hypotheses.trials.hypothesis import (
+    Hypothesis,
+    bound,
+    literals_of,
+    tensors_of,
+    with_leaves,
+)
+from glassengine.judge.hypotheses.trials.question import Question
+from glassengine.judge.hypotheses.trials.trial import Call
+from glassengine.program.representation.naming import op_name
+
+Pointwise = Callable[[torch.Tensor], torch.Tensor]
+
+NAMED: dict[str, Pointwise] = {
+    "gelu": F.gelu,
+    "gelu (tanh)": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "silu": F.silu,
+    "relu": F.relu,
+    "relu squared": lambda x: F.relu(x).square(),
+    "relu6": F.relu6,
+    "leaky_relu (0.01)": lambda x: F.leaky_relu(x, 0.01),
+    "leaky_relu (0.2)": lambda x: F.leaky_relu(x, 0.2),
+    "elu": F.elu,
+    "selu": F.selu,
+    "mish": F.mish,
+    "softplus": F.softplus,
+    "softsign": F.softsign,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "hardswish": F.hardswish,
+    "hardsigmoid": F.hardsigmoid,
+    "log_sigmoid": F.logsigmoid,
+    "exp": torch.exp,
+    "exp2": torch.exp2,
+    "square": torch.square,
+    "abs": torch.abs,
+    "nothing": lambda x: x,
+}
+"""Activations by the names that people use."""
+
+_EQUAL = 1e-9
+_PAIRS = (("sin", "cos"), ("mean", "sum"), ("amax", "mean"), ("amin", "amax"), ("std", "var"), ("sqrt", "rsqrt"))
+_COMPARED = (("lt", "le"), ("gt", "ge"), ("lt", "gt"), ("le", "ge"), ("eq", "ne"))
+
+
+def activations(question: Question) -> Iterator[Hypothesis]:
+    """Yield: another activation, also where the baseline's is written out with several ops."""
+    trial = question.trial
+    for node in reversed(trial.ops):
+        made = trial.values[node]
+        if not isinstance(made, torch.Tensor) or not made.is_floating_point():
+            continue
+        for source in _sources(trial.ops, node):
+            given = trial.values.get(source)
+            if not isinstance(given, torch.Tensor) or given.shape != made.shape or not given.is_floating_point():
+                continue
+            own = (
+                op_name(node)
+                if op_name(node) in ACTIVATIONS and source in node.all_input_nodes
+                else _named(given, made)
+            )
+            if own is None or own == "nothing":
+                continue
+            for name, act in NAMED.items():
+                if name != own:
+                    text = f"{own} here, {name} in the candidate"
+                    yield Hypothesis("activation", text, {node: _applied(act, given)})
+
+
+def _sources(ops: list[Node], node: Node) -> list[Node]:
+    """Return what an op reads and what that is made of, nearest first: few steps back, for activations are short."""
+    found: dict[Node, None] = {}
+    layer = [node]
+    for _ in range(8):
+        layer = list(dict.fromkeys(source for other in layer for source in other.all_input_nodes))
+        found.update(dict.fromkeys(layer))
+    return list(found)
+
+
+def _named(given: torch.Tensor, made: torch.Tensor) -> str | None:
+    size = float(made.abs().max()) if made.numel() else 0.0
+    if not math.isfinite(size):
+        return None
+    for name, act in NAMED.items():
+        if bool(((act(given) - made).abs() <= _EQUAL * max(size, 1e-30)).all()):
+            return name
+    return None
+
+
+def _applied(act: Pointwise, given: torch.Tensor) -> Any:
+    return lambda call: act(given)
+
+
+def other_ops(question: Question) -> Iterator[Hypothesis]:
+    """Yield: the op that people confuse with this one."""
+    trial = question.trial
+    for node in reversed(trial.ops):
+        name = op_name(node)
+        for pair in (*_PAIRS, *_COMPARED):
+            if name in pair:
+                other = pair[1 - pair.index(name)]
+                kind = "mask" if pair in _COMPARED else "position" if other in ("sin", "cos") else "other"
+                yield Hypothesis(kind, f"{other} instead of {name}", {node: _by_name(other)})
+        if name in ("max", "min") and isinstance(trial.values[node], (tuple, list)):
+            for other in ("mean", "min" if name == "max" else "max"):
+                yield Hypothesis("other", f"{other} instead of {name}", {node: _along(other)})
+        if name in ("layer_norm", "rms_norm"):
+            for text, edit in _other_norms(node):
+                yield Hypothesis("eps" if text.startswith("eps") else "other", text, {node: edit})
+        if "batch_norm" in name:
+            yield from _batch_norms(question, node)
+        if name.startswith("constant_pad"):
+            for mode in ("reflect", "replicate", "circular"):
+                yield Hypothesis(
+                    "other", f"padding by {mode} in the candidate, by a constant here", {node: _padded(mode)}
+                )
+        if name in ("conv1d", "conv2d", "conv3d"):
+            yield from _convolutions(question, node)
+        if re.fullmatch("(adaptive_)?(max|avg)_pool[123]d", name):
+            other = name.replace("max", "avg") if "max" in name else name.replace("avg", "max")
+            yield Hypothesis("other", f"{other} instead of {name}", {node: _pooled(other)})
+        if "upsample" in name:
+            yield from _resized(question, node)
+
+
+def _along(name: str) -> Any:
+    def edit(call: Call) -> Any:
+        """The largest values along an axis come with their places, which are left as they are."""
+        made = getattr(torch, name)(*call.args, **call.kwargs)
+        return (made if isinstance(made, torch.Tensor) else made[0], *call.value[1:])
+
+    return edit
+
+
+def _by_name(name: str) -> Any:
+    def edit(call: Call) -> Any:
+        args, kwargs = call.args, {key: value for key, value in call.kwargs.items() if key != "dtype"}
+        return getattr(torch, name)(*args, **kwargs)
+
+    return edit
+
+
+def _other_norms(node: Node) -> Iterator[tuple[str, Any]]:
+    is_centered = op_name(node) == "layer_norm"
+
+    def normed(*, center: bool, over: str = "n", eps_outside: bool = False) -> Any:
+        def edit(call: Call) -> Any:
+            args, _ = bound(node.target, call.args, call.kwargs)
+            x, shape, weight = args[:3]
+            bias, eps = (args[3], args[4]) if is_centered else (None, args[3] or 1e-6)
+            axes = tuple(range(-len(shape), 0))
+            x = x - x.mean(axes, keepdim=True) if center else x
+            terms = math.prod(shape) - (1 if over == "n - 1" else 0)
+            spread = x.square().sum(axes, keepdim=True) / terms
+            made = x / (spread.sqrt() + eps if eps_outside else (spread + eps).sqrt())
+            made = made if weight is None else made * weight
+            return made if bias is None else made + bias
+
+        return edit
+
+    if is_centered:
+        yield "the mean is not subtracted: rms_norm instead of layer_norm", normed(center=False)
+    else:
+        yield "the mean is subtracted: layer_norm instead of rms_norm", normed(center=True)
+    yield "the variance is unbiased: of n - 1", normed(center=is_centered, over="n - 1")
+    yield "eps is added to the root, not below it", normed(center=is_centered, eps_outside=True)
+
+
+def _batch_norms(question: Question, node: Node) -> Iterator[Hypothesis]:
+    """Statistics of a batch norm that are left out, exchanged, or not what they are taken for."""
+    names = argument_names(node.target)
+    places = {names[place]: place for place, _ in tensors_of(question.trial, node) if place < len(names)}
+    mean, variance = places.get("running_mean"), places.get("running_var")
+    if mean is None or variance is None:
+        return
+    leaves = dict(tensors_of(question.trial, node))
+    own = [question.trial.values[leaves[place]] for place in (mean, variance)]
+    eps = next((float(item.value) for item in literals_of(node) if item.name == "eps"), 0.0)
+    made: dict[str, dict[int, Any]] = {
+        "the running mean is not subtracted": {mean: torch.zeros_like(own[0])},
+        "it is not divided by the running variance": {variance: torch.ones_like(own[1])},
+        "it is divided by the running variance, not by its root": {variance: (own[1] + eps).square() - eps},
+        "the running variance is not used, and the mean neither": {
+            mean: torch.zeros_like(own[0]),
+            variance: torch.ones_like(own[1]),
+        },
+    }
+    for text, changed in made.items():
+        yield Hypothesis("other", text, {node: _with(changed)})
+    given = question.trial.values.get(node.args[0]) if isinstance(node.args[0], Node) else None
+    if isinstance(given, torch.Tensor) and given.dim() > 1:
+        axes = [axis for axis in range(given.dim()) if axis != 1]
+        changed = {mean: given.mean(axes), variance: given.var(axes, correction=0)}
+        text = "statistics of the batch, not those that were learned: a batch norm in training mode"
+        yield Hypothesis("other", text, {node: _with(changed)})
+
+
+def _with(changed: dict[int, Any]) -> Any:
+    return lambda call: with_leaves(call, changed)
+
+
+def variances(question: Question) -> Iterator[Hypothesis]:
+    """Yield: n - 1 instead of n, in a variance that is one op or a mean of squares."""
+    trial = question.trial
+    for node in reversed(trial.ops):
+        name = op_name(node)
+        tensors = tensors_of(trial, node)
+        if not tensors or name not in ("var", "std", "mean", "var_mean"):
+            continue
+        given, made = trial.values[tensors[0][1]], trial.values[node]
+        if not isinstance(made, torch.Tensor) or not made.numel():
+            continue
+        terms = given.numel() / made.numel()
+        if terms <= 1:
+            continue
+        if name == "mean":
+            text = "the mean is of n - 1: the variance is unbiased"
+            yield Hypothesis("other", text, {node: _times(terms / (terms - 1))})
+        else:
+            power = 0.5 if name == "std" else 1.0
+            for factor, text in (
+                ((terms - 1) / terms, f"{name} is biased in the candidate: it divides by n"),
+                (terms / (terms - 1), f"{name} is unbiased in the candidate: it divides by n - 1"),
+            ):
+                yield Hypothesis("other", text, {node: _times(factor**power)})
+
+
+def _times(factor: float) -> Any:
+    return lambda call: call.value * factor
+
+
+def _padded(mode: str) -> Any:
+    def edit(call: Call) -> Any:
+        given, pad = call.args[0], list(call.args[1])
+        # Modes but the constant one need each axis, from the last one on.
+        while len(pad) > 2 and not any(pad[-2:]):
+            pad = pad[:-2]
+        lead = given.dim() - len(pad) // 2
+        flat = given.reshape(-1, 1, *given.shape[lead:]) if lead != 2 else given
+        made = F.pad(flat, pad, mode=mode)
+        return made.reshape(*given.shape[:lead], *made.shape[-(given.dim() - lead) :])
+
+    return edit
+
+
+def _convolutions(question: Question, node: Node) -> Iterator[Hypothesis]:
+    args, _ = bound(node.target, node.args, node.kwargs)
+    padding = args[4] if len(args) > 4 else 0
+    weight = question.trial.values.get(args[1])
+    if weight is None or isinstance(padding, str):
+        return
+    spatial = weight.dim() - 2
+    axes = tuple(range(2, weight.dim()))
+    name = question.label(args[1])
+    if any(weight.shape[axis] > 1 for axis in axes):
+        yield Hypothesis("permuted", f"the kernel {name} is flipped", {node: _with_weight(lambda w: w.flip(axes))})
+    if spatial == 2 and weight.shape[2] == weight.shape[3]:
+        text = f"height and width of the kernel {name} are transposed"
+        yield Hypothesis("transposed", text, {node: _with_weight(lambda w: w.transpose(2, 3))})
+    if weight.shape[0] == weight.shape[1]:
+        text = f"input and output of the kernel {name} are transposed"
+        yield Hypothesis("transposed", text, {node: _with_weight(lambda w: w.transpose(0, 1))})
+    sizes = [padding] * spatial if isinstance(padding, int) else list(padding) * (spatial // len(padding))
+    if not any(sizes):
+        return
+    for mode in ("reflect", "replicate", "circular"):
+        text = f"padding by {mode} in the candidate, by zeros here"
+        yield Hypothesis("other", text, {node: _padded_before(sizes, mode)})
+    if spatial == 1:
+        for left, right, where in ((2 * sizes[0], 0, "left"), (0, 2 * sizes[0], "right")):
+            text = f"all padding is on the {where} side"
+            yield Hypothesis("other", text, {node: _padded_before([(left, right)], "constant")})
+
+
+def _with_weight(change: Pointwise) -> Any:
+    return lambda call: call.target(call.args[0], change(call.args[1]), *call.args[2:], **call.kwargs)
+
+
+def _padded_before(sizes: list[Any], mode: str) -> Any:
+    def edit(call: Call) -> Any:
+        args, kwargs = bound(call.node.target, call.args, call.kwargs)
+        both = [size if isinstance(size, tuple) else (size, size) for size in reversed(sizes)]
+        given = F.pad(args[0], [side for pair in both for side in pair], mode=mode)
+        return call.target(given, *args[1:4], [0] * len(sizes), *args[5:], **kwargs)
+
+    return edit
+
+
+def _pooled(name: str) -> Any:
+    def edit(call: Call) -> Any:
+        sizes = list(call.args[1:4])
+        return getattr(F, name)(call.args[0], *sizes)
+
+    return edit
+
+
+_MODES: dict[int, tuple[tuple[str, bool | None], ...]] = {
+    1: (("nearest", None), ("linear", False), ("linear", True)),
+    2: (
+        ("nearest", None),
+        ("nearest-exact", None),
+        ("bilinear", False),
+        ("bilinear", True),
+        ("bicubic", False),
+        ("bicubic", True),
+        ("area", None),
+    ),
+    3: (("nearest", None), ("trilinear", False), ("trilinear", True)),
+}
+
+
+def _resized(question: Question, node: Node) -> Iterator[Hypothesis]:
+    made = question.trial.values[node]
+    given = question.trial.values.get(node.args[0]) if isinstance(node.args[0], Node) else None
+    if not isinstance(made, torch.Tensor) or not isinstance(given, torch.Tensor) or given.dim() < 3:
+        return
+    size = tuple(made.shape[2:])
+    for mode, corners in _MODES.get(len(size), ()):
+        corner = "" if corners is None else f", align_corners={corners}"
+        text = f"the candidate resizes by {mode}{corner}, the baseline by {op_name(node)}"
+        yield Hypothesis("other", text, {node: _interpolated(size, mode, corners)})
+
+
+def _interpolated(size: tuple[int, ...], mode: str, corners: bool | None) -> Any:
+    return lambda call: F.interpolate(call.args[0], size, mode=mode, align_corners=corners)

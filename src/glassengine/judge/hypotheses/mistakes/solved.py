@@ -1,0 +1,107 @@
+"""Derived numbers: the one for which the op makes what the candidate made, and bases of frequencies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from glassengine.judge.hypotheses.mistakes.arguments import BASES, FACTORS, SUMS, becoming, literals
+from glassengine.judge.hypotheses.mistakes.layouts import ACTIVATIONS
+from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, Literal
+from glassengine.judge.hypotheses.trials.question import Question
+from glassengine.judge.hypotheses.trials.trial import Edit
+from glassengine.program.representation.naming import op_name
+
+_MOST_STEPS = 8
+
+
+def bases(question: Question) -> Iterator[Hypothesis]:
+    """Yield: frequencies of another base (the theta of a rotation) than those that the baseline keeps as a buffer."""
+    theirs = [float(value) for value in question.their_values if isinstance(value, (int, float)) and value > 1]
+    for node in question.trial.inputs:
+        value = question.trial.values[node]
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.numel() < 3:
+            continue
+        flat = value.flatten()
+        if flat.numel() != max(value.shape) or bool((flat <= 0).any()):
+            continue
+        steps = flat[1:] / flat[:-1]
+        if float(steps.std()) > 1e-5 * float(steps.abs().mean()) or float(steps[0]) >= 1:
+            continue
+        places = torch.arange(len(flat), dtype=torch.float64) / len(flat)
+        base = float(steps.mean()) ** -len(flat)
+        for other in dict.fromkeys([*theirs, *BASES]):
+            if abs(other - base) > 1e-3 * base:
+                made = (flat[0] * other**-places).reshape(value.shape)
+                text = f"base of the frequencies (theta): {base:.6g} here, {other:.6g} in the candidate"
+                yield Hypothesis("position", text, {node: _value(made)})
+
+
+def solved(question: Question) -> Iterator[Hypothesis]:
+    """Yield: one number is another one, whichever it takes."""
+    for literal in literals(question):
+        if isinstance(literal.value, bool) or not _is_continuous(question, literal):
+            continue
+        start = _start(question, literal)
+        found = _newton(question, literal, start)
+        if found is not None:
+            yield becoming(question, literal, float(f"{found:.6g}"))
+            yield becoming(question, literal, found)
+
+
+def _is_continuous(question: Question, literal: Literal) -> bool:
+    if literal.name == "scale":
+        return True
+    name = op_name(literal.node)
+    is_known = literal.name in ("other", "self", "eps") or name in ACTIVATIONS
+    is_number = isinstance(literal.value, (int, float)) and is_known
+    return is_number and (isinstance(literal.value, float) or name in FACTORS | SUMS | {"pow"})
+
+
+def _start(question: Question, literal: Literal) -> float:
+    if literal.value is None:
+        query = question.trial.values[literal.node.args[0]]  # type: ignore[index]
+        return 1.0 / math.sqrt(query.shape[-1])
+    return float(literal.value)
+
+
+def _newton(question: Question, literal: Literal, start: float) -> float | None:
+    """Return the number for which the piece makes what the candidate made, by Gauss and Newton; None without one."""
+
+    def made(number: float) -> torch.Tensor | None:
+        return question.trial.changed({literal.node: literal.becoming(number)})
+
+    def residual(value: torch.Tensor) -> torch.Tensor:
+        keep = value.isfinite() & question.actual.isfinite()
+        keep = keep if question.valid is None else keep & question.valid
+        return torch.where(keep, question.actual.double() - value, 0.0)
+
+    number, value = start, question.right
+    # A comparison or a choice has no slope.
+    if value.shape != question.actual.shape or not value.is_floating_point():
+        return None
+    for _ in range(_MOST_STEPS):
+        step = 1e-4 * abs(number) or 1e-8
+        beside = made(number + step)
+        if beside is None or beside.shape != value.shape:
+            return None
+        slope = (beside - value) / step
+        slope = torch.where(slope.isfinite(), slope, 0.0)
+        power = float(slope.square().sum())
+        if not power:
+            return None
+        moved = float((slope * residual(value)).sum()) / power
+        number += moved
+        following = made(number)
+        if following is None or not math.isfinite(number):
+            return None
+        value = following
+        if abs(moved) <= 1e-9 * abs(number):
+            break
+    return number if question.explains(value) else None
+
+
+def _value(value: torch.Tensor) -> Edit:
+    return lambda call: value

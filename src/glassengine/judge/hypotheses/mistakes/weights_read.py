@@ -1,0 +1,256 @@
+"""The weights of an op, and what the candidate's op in its place reads instead of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from glassengine.judge.graphs.between import passes_on
+from glassengine.judge.hypotheses.mistakes.layouts import called, order_between
+from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
+from glassengine.judge.hypotheses.trials.question import Question
+from glassengine.judge.hypotheses.trials.trial import FAILS, Edit
+from glassengine.numerics.float64 import retarget, target_of
+from glassengine.program.representation.naming import op_name
+
+_MOST_LAYERS = 64
+_SAME = 2.0**-7
+"""Weights in another precision are the same."""
+
+
+def weights(question: Question) -> Iterator[Hypothesis]:
+    """Yield: a weight of the op is another one on the candidate's side, and how the two are related.
+
+    What either side makes of weights alone counts as one: the product of a weight norm that the other side has folded.
+    The number of differing elements comes last: it fits any mistake in a weight.
+    """
+    trial = question.trial
+    read = {node: question.label(node) for node in trial.inputs if node.name in question.weights}
+    ours = [
+        (node, label)
+        for node, label in _made_of(trial.ops, read)
+        if _joins(node) and isinstance(trial.values[node], torch.Tensor)
+    ]
+    theirs = _all_of_theirs(question)
+    others = _of_model(question)
+    counted = []
+    for node, label in [*read.items(), *ours]:
+        value = trial.values[node]
+        if not value.is_floating_point():
+            continue
+        for name, tensor in theirs:
+            for held in _as_ours(value, tensor):
+                if _is_same(value, held):
+                    continue
+                kind, text = relation(label, name, value, held, others)
+                found = Hypothesis(kind, text, {node: _value(held)})
+                if kind != "other":
+                    yield found
+                elif node in read:
+                    counted.append(found)
+    yield from counted
+
+
+def _all_of_theirs(question: Question) -> list[tuple[str, torch.Tensor]]:
+    """Return what the candidate's ops read as weights and make of these alone, by the name of the largest weight."""
+    values = {name: tensor.detach() for name, tensor in question.their_weights.items()}
+    found = [(name, tensor.double()) for name, tensor in values.items() if tensor.is_floating_point()]
+    sources = {node for op in question.theirs for node in op.all_input_nodes}
+    named = {node: question.held[node.name] for node in sources if node.name in question.held}
+    made: dict[Node, Any] = {node: retarget(values[name]) for node, name in named.items() if name in values}
+    for op, name in _made_of(question.theirs, named):
+        if not all(source in made for source in op.all_input_nodes):
+            continue
+        args, kwargs = torch.fx.node.map_arg((op.args, dict(op.kwargs)), made.__getitem__)
+        try:
+            made[op] = target_of(op)(*pytree.tree_map(retarget, args), **pytree.tree_map(retarget, kwargs))
+        except FAILS:
+            continue
+        if _joins(op) and isinstance(made[op], torch.Tensor) and made[op].is_floating_point():
+            found.append((name, made[op]))
+    return found
+
+
+def _made_of(ops: Sequence[Node], weights: Mapping[Node, str]) -> list[tuple[Node, str]]:
+    """Return the ops that read weights alone, in order, each as "op of" the largest of these."""
+    found = dict(weights)
+    made = []
+    for op in ops:
+        if op.all_input_nodes and all(source in found for source in op.all_input_nodes):
+            largest = max(op.all_input_nodes, key=_elements)
+            found[op] = found[largest]
+            made.append((op, f"{op_name(op).strip('_')} of {found[op]}"))
+    return made
+
+
+def _joins(op: Node) -> bool:
+    """Whether an op makes one weight of several; a result of one alone is described as that op."""
+    return len(op.all_input_nodes) > 1 and not passes_on(op)
+
+
+def _elements(node: Node) -> int:
+    value = node.meta.get("val")
+    return value.numel() if isinstance(value, torch.Tensor) else 0
+
+
+def _of_model(question: Question) -> dict[str, torch.Tensor]:
+    """Return what else could have been read that is a weight."""
+    ends = {name[place:] for name in question.model for place in _starts(name)}
+    return {name: tensor for name, tensor in question.others.items() if name in ends}
+
+
+def _starts(name: str) -> list[int]:
+    """Return where the parts of a name begin."""
+    return [0, *(place + 1 for place, letter in enumerate(name) if letter == ".")]
+
+
+def every_weight(question: Question) -> Iterator[Hypothesis]:
+    """Yield: several weights of an op are others, each in the place in which the candidate's op of that name reads it.
+
+    The gates of a recurrence in another order, say: in its matrices and in its biases.
+    """
+    trial, others = question.trial, _of_model(question)
+    for node in trial.ops:
+        same = [theirs for theirs in question.theirs if theirs.target is node.target]
+        if len(same) != 1:
+            continue
+        edits: dict[Node, Edit] = {}
+        told: dict[str, tuple[str, str]] = {}
+        read = (pytree.tree_leaves((op.args, dict(op.kwargs))) for op in (node, same[0]))
+        for ours, theirs in zip(*read, strict=False):
+            if not isinstance(ours, Node) or not isinstance(theirs, Node):
+                continue
+            own = question.held.get(theirs.name)
+            if own is None or ours.name not in question.weights or not trial.values[ours].is_floating_point():
+                continue
+            value = trial.values[ours]
+            held = next(_as_ours(value, question.their_weights[own].detach().double()), None)
+            if held is not None and not _is_same(value, held):
+                edits[ours] = _value(held)
+                told[own] = relation(question.label(ours), own, value, held, others)
+        if len(edits) > 1:
+            first = next(iter(told))
+            rest = [name.rpartition(".")[2] for name in told if name != first]
+            yield Hypothesis(told[first][0], f"{told[first][1]}; {', '.join(rest)} with it", edits)
+
+
+def another_layer(question: Question) -> Iterator[Hypothesis]:
+    """Yield: all weights of the piece are those of another layer."""
+    held = [node for node in question.trial.inputs if node.name in question.full]
+    if len(held) < 2:
+        return
+    parts = [question.full[node.name].split(".") for node in held]
+    for place, part in enumerate(parts[0]):
+        if not part.isdigit() or any(
+            len(other) <= place or other[: place + 1] != parts[0][: place + 1] for other in parts
+        ):
+            continue
+        for number in range(_MOST_LAYERS):
+            names = [".".join([*other[:place], str(number), *other[place + 1 :]]) for other in parts]
+            if number == int(part) or not all(name in question.model for name in names):
+                continue
+            values = [question.model[name].detach().double() for name in names]
+            if all(value.shape == question.trial.values[node].shape for node, value in zip(held, values, strict=True)):
+                where = ".".join([*parts[0][:place], str(number)])
+                edits = {node: _value(value) for node, value in zip(held, values, strict=True)}
+                yield Hypothesis("swapped", f"the weights of another layer are read: of {where}", edits)
+
+
+def another_module(question: Question) -> Iterator[Hypothesis]:
+    """Yield: all weights of the piece are those of another module of the same kind: of two norms, the other one."""
+    held = [node for node in question.trial.inputs if node.name in question.full]
+    if len(held) < 2:
+        return
+    parts = [question.full[node.name].rpartition(".") for node in held]
+    if len({module for module, _, _ in parts}) != 1:
+        return
+    own = parts[0][0]
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in question.model)
+    near = sorted((other for other in modules if other != own), key=lambda other: -_shared(own, other))
+    for other in near[:_MOST_LAYERS]:
+        values = [question.model.get(f"{other}.{name}") for _, _, name in parts]
+        if any(v is None or v.shape != question.trial.values[n].shape for n, v in zip(held, values, strict=True)):
+            continue
+        edits = {
+            node: _value(value.detach().double()) for node, value in zip(held, values, strict=True) if value is not None
+        }
+        yield Hypothesis("swapped", f"the weights of another module are read: of {other}", edits)
+
+
+def _shared(one: str, other: str) -> int:
+    """Return how many parts two names begin with in common."""
+    pairs = zip(one.split("."), other.split("."), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def relation(
+    name: str, own: str, ours: torch.Tensor, theirs: torch.Tensor, others: Mapping[str, torch.Tensor]
+) -> tuple[str, str]:
+    """Return (kind, words) for how the candidate's weight differs from the baseline's of the same op.
+
+    Args:
+        name: Of the baseline's weight.
+        own: The candidate's name of it.
+        ours: float64.
+        theirs: float64, same shape.
+        others: The baseline's other weights by name.
+    """
+    there = name if f".{own}".endswith(f".{name}") else f"{own} (here {name})"
+    alike = ((n, t.detach().double()) for n, t in others.items() if n != name and t.shape == ours.shape)
+    twin = next((n for n, tensor in alike if _is_same(tensor, theirs)), None)
+    if twin is not None and (own.endswith(twin) or twin.endswith(own)):
+        return "swapped", f"{own} is read instead of {name}"
+    if twin is not None:
+        return "swapped", f"{there} holds the weight of {twin}"
+    if not bool(theirs.any()):
+        return ("bias missing" if ours.dim() == 1 else "other"), f"{there} is zero"
+    for axis in range(ours.dim()):
+        order = order_between(ours, theirs, axis, _SAME)
+        if order is not None:
+            kind, how = called(order)
+            what = ("rows", "columns")[axis] if ours.dim() == 2 else "elements" if ours.dim() == 1 else f"axis {axis}"
+            if how == "in reverse order" and ours.dim() > 2:
+                return kind, f"{there}: kernel flipped along axis {axis}"
+            return kind, f"{there}: {what} {how}"
+    spatial = tuple(range(2, ours.dim()))
+    if len(spatial) > 1 and _is_same(ours.flip(spatial), theirs):
+        return "permuted", f"{there}: kernel flipped"
+    for a in range(ours.dim()):
+        for b in range(a):
+            if ours.shape[a] == ours.shape[b] and _is_same(ours.transpose(a, b), theirs):
+                return "transposed", f"{there}: transposed (axes {b} and {a})"
+    power = float(ours.square().sum())
+    factor = float((ours * theirs).sum()) / power if power else 0.0
+    if factor and _is_same(ours * factor, theirs):
+        return "scale", f"{there} is scaled by {factor:.6g}"
+    offset = float((theirs - ours).mean())
+    if _is_same(ours + offset, theirs):
+        return "scale", f"{there} is the baseline's plus {offset:.6g}"
+    count = int(((ours - theirs).abs() > _SAME * ours.abs()).sum())
+    return "other", f"{there} differs in {count} of {ours.numel()} elements"
+
+
+def _as_ours(ours: torch.Tensor, theirs: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield a weight of the candidate in the shape of the baseline's: as it is, transposed, with other axes of one."""
+    if theirs.shape == ours.shape:
+        yield theirs
+    if theirs.dim() == 2 and theirs.T.shape == ours.shape:
+        yield theirs.T
+    if theirs.shape != ours.shape and theirs.squeeze().shape == ours.squeeze().shape:
+        yield theirs.reshape(ours.shape)
+
+
+def _is_same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    if ours.shape != theirs.shape:
+        return False
+    scale = float(ours.abs().max()) if ours.numel() else 0.0
+    return bool(((ours - theirs).abs() <= _SAME * ours.abs() + 1e-6 * scale).all())
+
+
+def _value(value: torch.Tensor) -> Edit:
+    return lambda call: value

@@ -1,0 +1,86 @@
+"""What the candidate made as a whole: the right result times something, in another order, or another tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from glassengine.judge.hypotheses.mistakes.layouts import called, order_between
+from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
+from glassengine.judge.hypotheses.trials.question import Question
+from glassengine.judge.hypotheses.trials.trial import Edit
+from glassengine.numerics.mask_values import sentinel
+from glassengine.ops.traits import traits_of
+from glassengine.program.representation.naming import op_name
+
+_ORDERED = 1e-3
+
+
+def another_tensor(question: Question) -> Iterator[Hypothesis]:
+    """Yield: what was made is another tensor of the model, or an input of the op itself."""
+    end = question.trial.end
+    if question.is_another:
+        return
+    has_product = any(traits_of(node).reads_memory for node in question.trial.ops)
+    # What a product takes comes out of it by the wrong pair alone.
+    read = [] if has_product else question.trial.inputs
+    inputs = {question.label(node): question.trial.values[node] for node in read}
+    # Tensors of one model are near each other: what another op of another kind makes is so by the wrong pair.
+    alike = {n: v for n, v in question.others.items() if n.rpartition("/")[2].partition(".")[0] == op_name(end)}
+    for name, value in {**alike, **inputs}.items():
+        if isinstance(value, torch.Tensor) and value.shape == question.actual.shape:
+            yield Hypothesis("stale", f"it is {name}", {end: _value(value)})
+
+
+def rearranged(question: Question) -> Iterator[Hypothesis]:
+    """Yield: the right values, in another order along one axis, or with two axes exchanged."""
+    right, actual, end = question.right, question.actual, question.trial.end
+    if not actual.is_floating_point() or right.shape != actual.shape:
+        return
+    for axis in reversed(range(right.dim())):
+        order = order_between(right.double(), actual.double(), axis, max(16 * question.noise, _ORDERED))
+        if order is not None:
+            kind, how = called(order)
+            size = right.shape[axis]
+            yield Hypothesis(kind, f"the right values {how}, along axis {axis} (of {size})", {end: _taken(axis, order)})
+    for a in range(right.dim()):
+        for b in range(a):
+            if right.shape[a] == right.shape[b] > 1:
+                text = f"the right values with axes {b} and {a} transposed"
+                yield Hypothesis("transposed", text, {end: _value(right.transpose(a, b))})
+
+
+def scaled(question: Question) -> Iterator[Hypothesis]:
+    """Yield: the right values times a number, or plus one."""
+    right, actual, end = question.right, question.actual, question.trial.end
+    if not actual.is_floating_point() or right.shape != actual.shape or not right.is_floating_point():
+        return
+    keep = (right.abs() < sentinel(right.dtype)) & (actual.abs() < sentinel(actual.dtype))
+    keep = keep if question.valid is None else keep & question.valid
+    a, b = right[keep], actual.double()[keep]
+    if a.numel() < 4:
+        return
+    power = float(a.square().sum())
+    if power:
+        factor = float((a * b).sum()) / power
+        sign = abs(factor + 1) < 1e-6
+        text = "the right values with the other sign" if sign else f"{factor:.6g} times the right values"
+        yield Hypothesis("scale", text, {end: _value(right * (-1.0 if sign else factor))})
+    offset = float((b - a).mean())
+    yield Hypothesis("other", f"the right values plus {offset:.6g}", {end: _value(right + offset)})
+
+
+def _value(value: torch.Tensor) -> Edit:
+    return lambda call: value
+
+
+def _taken(axis: int, order: torch.Tensor) -> Edit:
+    return lambda call: call.value.index_select(axis, order)
+
+
+def in_its_own_dtype(question: Question) -> Iterator[Hypothesis]:
+    """Yield: what the baseline computes in a finer dtype is computed in the candidate's own."""
+    if question.native is not None:
+        text = "computed in the dtype of the model: the baseline casts to a finer one first"
+        yield Hypothesis("dtype", text, {question.trial.end: _value(question.native)})

@@ -1,0 +1,176 @@
+"""One mistake that may have been made: what it is called, and what it changes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from glassengine.judge.graphs.by_name import argument_names
+from glassengine.judge.hypotheses.trials.trial import Call, Edit, Trial
+from glassengine.program.representation.naming import op_name
+
+KINDS = frozenset(
+    [
+        "scale",
+        "bias missing",
+        "mask",
+        "position",
+        "activation",
+        "swapped",
+        "permuted",
+        "transposed",
+        "stale",
+        "dtype",
+        "eps",
+        "other",
+    ]
+)
+"""Kinds of mistakes, as they stand in the JSON document."""
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A mistake: kind, words for people, and the nodes of the piece that it changes."""
+
+    kind: str
+    text: str
+    edits: Mapping[Node, Edit]
+
+
+@dataclass(frozen=True)
+class Literal:
+    """One non-tensor argument of an op, given or left to its default."""
+
+    node: Node
+    name: str
+    value: Any
+    place: int | str
+
+    def becoming(self, value: Any) -> Edit:
+        """Return the edit that gives the op another value."""
+
+        def edit(call: Call) -> Any:
+            args, kwargs = bound(call.node.target, call.args, call.kwargs)
+            if isinstance(self.place, str):
+                kwargs = {**kwargs, self.place: value}
+            else:
+                args = (*args[: self.place], value, *args[self.place + 1 :])
+            return call.target(*args, **kwargs)
+
+        return edit
+
+
+def literals_of(node: Node) -> Iterator[Literal]:
+    """Yield the non-tensor arguments of an op, defaults included."""
+    names = argument_names(node.target)
+    args, kwargs = bound(node.target, node.args, dict(node.kwargs))
+    for place, value in enumerate(args):
+        if _is_literal(value):
+            yield Literal(node, names[place] if place < len(names) else str(place), value, place)
+    for key, value in kwargs.items():
+        if _is_literal(value):
+            yield Literal(node, key, value, key)
+
+
+def is_as_theirs(ours: Literal, theirs: Literal, ranks: tuple[int | None, int | None]) -> bool:
+    """Whether two ops of one name have the same argument, each for the number of dimensions of its own input.
+
+    Args:
+        ours: Of the baseline's op.
+        theirs: Of the candidate's.
+        ranks: Number of dimensions of what either op reads first; None if that is not a tensor.
+    """
+    here, there = ranks
+    if ours.value == theirs.value or here is None or there is None or here == there:
+        return bool(ours.value == theirs.value)
+    if ours.name in ("dim", "dim0", "dim1") and isinstance(ours.value, int) and isinstance(theirs.value, int):
+        return _from_end(ours.value, here) == _from_end(theirs.value, there)
+    if ours.name == "pad":
+        # From the last dimension on: those that are not padded may be left out.
+        length = 2 * max(here, there)
+        one, other = ([*value, *[0] * (length - len(value))] for value in (ours.value, theirs.value))
+        return one == other
+    return False
+
+
+def _from_end(dim: int, rank: int) -> int:
+    return dim if dim < 0 else dim - rank
+
+
+def bound(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call with every default filled in, as far as the op says which they are."""
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return tuple(args), dict(kwargs)
+    positional = list(args)
+    named = dict(kwargs)
+    for index, argument in enumerate(schema.arguments):
+        if argument.kwarg_only:
+            if argument.name not in named and argument.has_default_value():
+                named[argument.name] = argument.default_value
+        elif index >= len(positional):
+            if argument.name in named:
+                positional.append(named.pop(argument.name))
+            elif argument.has_default_value():
+                positional.append(argument.default_value)
+            else:
+                break
+    return tuple(positional), named
+
+
+def constants_of(nodes: Iterator[Node] | tuple[Node, ...] | list[Node]) -> list[Any]:
+    """Return the literal numbers, words and lists that some ops use, each once; without defaults."""
+    found: list[Any] = []
+    for node in nodes:
+        for leaf in [*node.args, *node.kwargs.values()]:
+            if _is_literal(leaf) and not any(_is_equal(leaf, known) for known in found):
+                found.append(leaf)
+    return found
+
+
+def tensors_of(trial: Trial, node: Node) -> list[tuple[int, Node]]:
+    """Return the tensor arguments of an op by place: those that stand alone and those of a list, in order."""
+    leaves = pytree.tree_leaves((node.args, dict(node.kwargs)))
+    return [
+        (place, leaf)
+        for place, leaf in enumerate(leaves)
+        if isinstance(leaf, Node) and isinstance(trial.values.get(leaf), torch.Tensor)
+    ]
+
+
+def with_leaves(call: Call, changed: Mapping[int, Any]) -> Any:
+    """Return what an op makes with some of its arguments, counted as leaves, replaced."""
+    leaves, spec = pytree.tree_flatten((call.args, dict(call.kwargs)))
+    args, kwargs = pytree.tree_unflatten([changed.get(i, leaf) for i, leaf in enumerate(leaves)], spec)
+    return call.target(*args, **kwargs)
+
+
+def shown(value: Any) -> str:
+    """Return a literal as people write it."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, int) and value == sys.maxsize:
+        return "the last one"
+    return str(list(value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def article(node: Node) -> str:
+    """Return what an op is called in a sentence."""
+    name = op_name(node)
+    return {"scaled_dot_product_attention": "attention"}.get(name, name)
+
+
+def _is_literal(value: Any) -> bool:
+    if isinstance(value, (bool, int, float, str)) or value is None:
+        return True
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(item, (int, float)) for item in value)
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and bool(a == b)

@@ -1,0 +1,163 @@
+"""What should have come out, and what did: the measure by which an explanation holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from glassengine.judge.graphs.cut import Piece
+from glassengine.judge.hypotheses.trials.trial import FAILS, Trial
+from glassengine.numerics.mask_values import sentinel
+from glassengine.numerics.verdict import unit_roundoff
+
+_ROUNDINGS = 8.0
+"""An explanation may leave so many times what rounding leaves of the right op."""
+_BETTER = 4.0
+"""It is nearer to what the candidate made than the right op by this factor at least."""
+_NEARER = 2.0
+"""What differs by rounding only is nearer than the right op by this factor."""
+_LEAST = 3.0
+"""From so many roundings on there is something to explain."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One op or region that went wrong.
+
+    Attributes:
+        trial: The baseline's piece on the candidate's own inputs.
+        actual: What the candidate made, float64.
+        valid: Mask of the elements that count; None for all.
+        noise: Rounding of the right piece, relative to the size of its result.
+        labels: Name of a node of the piece -> what people call it.
+        weights: Names of the piece's inputs that are weights.
+        others: What else could have been read: name for people -> tensor, float64 or of whole numbers.
+        theirs: The candidate's own ops that match the piece; empty if unknown.
+        their_values: Literal and 0-dim constants that these ops use.
+        their_weights: Weights of the candidate that these ops read, by name.
+        held: Nodes of the candidate that are such weights -> their names.
+        read: Names of the piece's inputs that these ops read the counterparts of.
+        full: Name of a node of the piece that is a weight -> its full name.
+        model: Every weight of the baseline by its full name.
+        named: The baseline's own nodes by name: what reads a piece is not in it.
+        is_another: Whether what the candidate made belongs to other ops of the baseline: another tensor of the model is
+            no explanation then.
+        native: The piece in the candidate's dtype without casts to a finer one; None where it has no such casts.
+    """
+
+    trial: Trial
+    actual: torch.Tensor
+    valid: torch.Tensor | None
+    noise: float
+    labels: Mapping[str, str] = field(default_factory=dict)
+    weights: frozenset[str] = frozenset()
+    others: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    theirs: Sequence[Node] = ()
+    their_values: Sequence[Any] = ()
+    their_weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    full: Mapping[str, str] = field(default_factory=dict)
+    model: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    named: Mapping[str, Node] = field(default_factory=dict)
+    is_another: bool = False
+    native: torch.Tensor | None = None
+    held: Mapping[str, str] = field(default_factory=dict)
+    read: frozenset[str] = frozenset()
+
+    @property
+    def right(self) -> torch.Tensor:
+        """What the baseline's piece makes in float64."""
+        return self.trial.right
+
+    def label(self, node: Node) -> str:
+        """Return what people call a node of the piece."""
+        return self.labels.get(node.name, node.name)
+
+    def users(self, node: Node) -> list[Node]:
+        """Return what reads a node of the piece in the baseline's whole graph."""
+        return list(self.named.get(node.name, node).users)
+
+    def left(self, value: torch.Tensor | None) -> float:
+        """Return how far a value is from what the candidate made, root mean square; infinite across masks."""
+        if (
+            value is None
+            or value.shape != self.actual.shape
+            or value.is_floating_point() != self.actual.is_floating_point()
+        ):
+            return float("inf")
+        return _distance(value.double(), self.actual.double(), self.valid)
+
+    def explains(self, value: torch.Tensor | None) -> bool:
+        """Whether a value is what the candidate made up to rounding, and the right one is not."""
+        left, of_right = self.left(value), self.left(self.right)
+        if value is None or not left < float("inf"):
+            return False
+        size = max(_size(value, self.valid), _size(self.right, self.valid))
+        if of_right <= _LEAST * self.noise * size:
+            return False  # nothing that rounding does not explain
+        if left > _ROUNDINGS * self.noise * size or left * _BETTER > of_right:
+            return False
+        # One element that is not explained drowns in a mean of many.
+        return _largest(value, self.actual, self.valid) <= 0.25 * max(
+            _largest(self.right, self.actual, self.valid), 4 * _ROUNDINGS * self.noise * size
+        )
+
+    def differs(self, value: torch.Tensor | None) -> bool:
+        """Whether a value is another one than the right one: by more than rounding, or by what the candidate shows.
+
+        In half precision a few roundings hide a difference of some percent. What the candidate made is then clearly
+        nearer to the value of its own argument.
+        """
+        if value is None or value.shape != self.right.shape:
+            return True
+        rounding = self.noise * max(_size(value, self.valid), _size(self.right, self.valid))
+        if _distance(value.double(), self.right.double(), self.valid) > _ROUNDINGS * rounding:
+            return True
+        of_right = self.left(self.right)
+        return of_right > rounding and self.left(value) * _NEARER < of_right
+
+
+def noise_of(piece: Piece, right: torch.Tensor, actual: torch.Tensor) -> float:
+    """Return the rounding of a piece in its own dtypes, relative to the size of its result."""
+    if not actual.is_floating_point():
+        return 0.0
+    least = unit_roundoff(actual.dtype)
+    size = _size(right, None)
+    try:
+        (made,) = piece.run()
+    except FAILS:
+        return 4 * least
+    error = _distance(made.double(), right.double(), None) if made.shape == right.shape else 0.0
+    return max(least, error / size) if size and error < float("inf") else least
+
+
+def _usable(value: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
+    keep = value.abs() < sentinel(value.dtype)
+    return keep if valid is None or valid.shape != value.shape else keep & valid
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor, valid: torch.Tensor | None) -> float:
+    if a.shape != b.shape:
+        return float("inf")
+    ours, theirs = _usable(a, valid), _usable(b, valid)
+    if not torch.equal(ours, theirs):
+        return float("inf")
+    error = torch.where(ours, a - b, 0.0)
+    return float(error.square().mean().sqrt()) if error.numel() else 0.0
+
+
+def _largest(a: torch.Tensor, b: torch.Tensor, valid: torch.Tensor | None) -> float:
+    if a.shape != b.shape:
+        return float("inf")
+    keep = _usable(a.double(), valid) & _usable(b.double(), valid)
+    error = torch.where(keep, a.double() - b.double(), 0.0).abs()
+    return float(error.max()) if error.numel() else 0.0
+
+
+def _size(value: torch.Tensor, valid: torch.Tensor | None) -> float:
+    wide = value.double()
+    kept = torch.where(_usable(wide, valid), wide, 0.0)
+    return float(kept.square().mean().sqrt()) if kept.numel() else 0.0

@@ -1,0 +1,1 @@
+"""The operators of ONNX as calls of torch, by kind."""

@@ -1,0 +1,127 @@
+"""The source graph, run by ONNX Runtime as it is written: no optimization, every value within reach."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from glassengine.errors import BackendError, first_line
+from glassengine.program.onnx.stored.file import INSTALL, OnnxFile
+from glassengine.taps import deliver
+
+if TYPE_CHECKING:
+    import onnx
+
+
+def with_outputs(model: onnx.ModelProto, names: Sequence[str]) -> onnx.ModelProto:
+    """Return a copy of a graph that returns `names` as well, each under its own name; weights are no inputs of it."""
+    from onnx import ValueInfoProto
+
+    copied = copy.deepcopy(model)
+    known = {value.name: value for value in (*copied.graph.value_info, *copied.graph.input)}
+    present = {value.name for value in copied.graph.output}
+    copied.graph.output.extend(known.get(name) or ValueInfoProto(name=name) for name in names if name not in present)
+    weights = {tensor.name for tensor in copied.graph.initializer}
+    inputs = [value for value in copied.graph.input if value.name not in weights]
+    if len(inputs) < len(copied.graph.input):
+        del copied.graph.input[:]
+        copied.graph.input.extend(inputs)
+        copied.ir_version = max(4, copied.ir_version)  # before, every weight had to be an input
+    return copied
+
+
+def start(model: bytes | str, options: Any, providers: Sequence[Any] = ("CPUExecutionProvider",)) -> Any:
+    """Return a session of ONNX Runtime for a model or its file, or raise what the runtime says.
+
+    Left to itself, it prints that it tries again with other providers to stdout, where a command may write a document.
+    """
+    import onnxruntime
+
+    return onnxruntime.InferenceSession(model, options, providers=list(providers), enable_fallback=0)
+
+
+def open_session(file: OnnxFile, outputs: Sequence[str]) -> Any:
+    """Return a session of ONNX Runtime that also returns `outputs`.
+
+    Raises:
+        BackendError: ONNX Runtime is not installed, or does not take the graph.
+    """
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise BackendError("an ONNX file cannot be run as it is here", got=str(error), hint=INSTALL) from error
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 4  # what it says is in the error
+    folder = str(file.path.parent.absolute())
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+    content = with_outputs(file.model, outputs).SerializeToString()
+    try:
+        return start(content, options)
+    except Exception as error:
+        raise BackendError(
+            f"ONNX Runtime does not take {file.path.name}",
+            got=f"{type(error).__name__}: {first_line(error)}",
+            expected="standard operators, or those of ONNX Runtime (com.microsoft)",
+        ) from error
+
+
+class OnnxModel(nn.Module):
+    """An ONNX file as a module: its inputs are keyword arguments, its results a dict, its values taps.
+
+    Args:
+        file: The file.
+        values: Values of the graph to observe, in order.
+        inputs: Inputs of the graph, in order.
+    """
+
+    def __init__(self, file: OnnxFile, values: Sequence[str], inputs: Sequence[str]) -> None:
+        super().__init__()
+        self.file = file
+        self._observed = list(values)
+        self._inputs = list(inputs)
+        self._results = [value.name for value in file.model.graph.output]
+        self._session: Any = None
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the weights, which have the names of the file and so are attributes of no module."""
+        for name, tensor in self.file.weights().items():
+            yield name, nn.Parameter(tensor, requires_grad=False)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        """Return the weights by their names in the file."""
+        return dict(self.file.weights())
+
+    def values(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Run the graph node by node and return results and observed values by name.
+
+        Raises:
+            BackendError: ONNX Runtime is not installed, or fails.
+        """
+        if self._session is None:
+            self._session = open_session(self.file, self._observed)
+        names = [output.name for output in self._session.get_outputs()]
+        try:
+            found = self._session.run(names, {name: inputs[name].contiguous().numpy() for name in self._inputs})
+        except Exception as error:
+            raise BackendError(
+                f"ONNX Runtime cannot run {self.file.path.name}",
+                got=f"{type(error).__name__}: {first_line(error)}",
+            ) from error
+        return {
+            name: torch.from_numpy(value) for name, value in zip(names, found, strict=True) if hasattr(value, "dtype")
+        }
+
+    def forward(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Run the graph; every value goes through a tap of its name, in the order of the graph."""
+        found = self.values(inputs)
+        for name in self._observed:
+            if name in found:
+                deliver(name, found[name])
+        return {name: found[name] for name in self._results if name in found}
