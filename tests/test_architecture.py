@@ -1,4 +1,4 @@
-"""The imports of the package point one way: the floors of the design, enforced on the source text.
+"""The imports of the package point one way: the floors of docs/architecture.md, enforced on the source text.
 
 Every import statement counts, also those inside functions, except those under `if TYPE_CHECKING:`.
 """

@@ -1,7 +1,8 @@
 """Errors that a user can act on.
 
 Every message has the same parts: what failed, what was there, what was expected or is available (nearest first), and
-the exact flag or call that helps. The exit status of the command line belongs to the class (design, section 7).
+the exact flag or call that helps. The exit status of the command line belongs to the class. `docs/errors.md`
+lists the messages.
 """
 
 from __future__ import annotations

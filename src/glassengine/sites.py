@@ -1,4 +1,4 @@
-"""Site names: the stable name of every tensor of a model (design, section 5).
+"""Site names: the stable name of every tensor of a model.
 
     site := path ["@" call] [port] ["/" op "." n]   |   path ["@" call] "." tap
 

@@ -1,6 +1,6 @@
 """How a command line ends: every way out of a command becomes a message on stderr and an exit status.
 
-Status: 0 ok, 1 not ok, 2 usage, 3 back-end, 4 incomparable or corrupt (design, section 7), 70 a bug of ours
+Status: 0 ok, 1 not ok, 2 usage, 3 back-end, 4 incomparable or corrupt, 70 a bug of ours
 (EX_SOFTWARE of sysexits), 130 interrupted, 141 the reader of our output went away (128 + SIGPIPE, as a shell says).
 """
 

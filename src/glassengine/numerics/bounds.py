@@ -25,8 +25,8 @@ are added to each bound, for the result (float16 has numbers near zero below 6e-
 
 What the kernels of a runtime are known to be off by is added (see `kernels`).
 
-sqrt(K) instead of K is the probabilistic bound of Higham and Mary (2019). The constants are those of the numerics study
-behind this design, where bound and measured floor together raised no false alarm in 224 legitimate runs. An op of no
+sqrt(K) instead of K is the probabilistic bound of Higham and Mary (2019). `docs/numerics.md` has what the constants
+were measured on: bound and measured floor together raised no false alarm in 224 legitimate runs. An op of no
 class has no bound: it is at most suspicious.
 """
 

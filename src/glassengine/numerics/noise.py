@@ -2,7 +2,7 @@
 
 Noise is uniform in [-u, u] relative to the result (near zero absolute, and never more than the number itself), plus the
 accumulation error of sums: sqrt(K / 6) u_acc sqrt(x^2 W^2) for products over K terms (the probabilistic bound of Higham
-and Mary); without that term 5-40 % of legitimate float32 runs looked wrong in the study behind this design. u_acc is
+and Mary); without that term 5-40 % of legitimate float32 runs looked wrong (`docs/numerics.md`). u_acc is
 float32's, unless less is declared: lower accumulation must show as an error. The noise itself is worked out in float32,
 and added in float64.
 """

@@ -11,8 +11,8 @@ channel or token drowns in a whole-tensor mean:
 P is the reference, D the error of a noise run, r the largest rms(D) / rms(P) of this site so far, u the unit
 roundoff and tiny the largest error of rounding near zero (`smallest_precise`). The two terms with r keep a short slice
 (one element, in a decode step) from a floor that is small by luck; the one per slice matters where a few large elements
-hold nearly all of the power. Thresholds: 4 and 8 are those of the accumulated test in the numerics study behind this
-design (4: 0.5 % of legitimate runs exceed it somewhere, 8: none of 336).
+hold nearly all of the power. Thresholds: 4 and 8 are those of the accumulated test in
+`docs/numerics.md` (4: 0.5 % of legitimate runs exceed it somewhere, 8: none of 336).
 
 An error that one op introduced is beyond rounding where floor and rounding bound B (`bounds`) agree:
 

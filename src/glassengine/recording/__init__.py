@@ -1,1 +1,1 @@
-"""The on-disk record of tensors: writer, reader, foreign formats and statistics (design, section 4)."""
+"""The on-disk record of tensors: writer, reader, foreign formats and statistics."""

@@ -75,7 +75,7 @@ def conclude(
     cases: Sequence[Case] = (),
     accumulated: str | None = None,
 ) -> Comparison:
-    """Return the comparison; see design section 6 for `ok`.
+    """Return the comparison; `docs/concepts.md` has the rule of `ok`.
 
     Raises:
         IncomparableError: Nothing was compared.

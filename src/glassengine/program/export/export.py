@@ -41,7 +41,7 @@ from glassengine.sites import port_leaves
 def export_causal_lm(
     model: nn.Module, *, metadata: dict[str, Any] | None = None, on_stage: OnStage | None = None
 ) -> Program:
-    """Export a Hugging Face causal LM (in evaluation mode) to the one program of design section 3.
+    """Export a Hugging Face causal LM (in evaluation mode) to the one program of its engine, for prefill and decode.
 
     Args:
         model: The model.
