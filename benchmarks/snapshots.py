@@ -23,8 +23,8 @@ import transformers
 import glassengine as glass
 from benchmarks.decode import CONFIG
 from benchmarks.report import THREADS, keep, surroundings
+from glassengine.executable.graph.observers import observers
 from glassengine.executable.run.executable import Executable
-from glassengine.executable.run.observers import observers
 
 PROMPT_LENGTH = 64
 ROUNDS = 15

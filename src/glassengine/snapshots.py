@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 from glassengine.lazy import lazy
 
 if TYPE_CHECKING:
-    from glassengine.executable.run.snapshots import Snapshots
-    from glassengine.executable.run.snapshots import snapshots as take
     from glassengine.executable.snapshot.callback import register_snapshot_callback as register_callback
     from glassengine.executable.snapshot.listing import list_snapshots as list
     from glassengine.executable.snapshot.nonfinite import NonFiniteError
     from glassengine.executable.snapshot.reader import Snapshot
+    from glassengine.executable.snapshot.snapshots import Snapshots
+    from glassengine.executable.snapshot.snapshots import snapshots as take
     from glassengine.results import ListedSnapshot
 
 __all__ = ["ListedSnapshot", "NonFiniteError", "Snapshot", "Snapshots", "list", "register_callback", "take"]
@@ -26,9 +26,9 @@ _PUBLIC = {
     "ListedSnapshot": "glassengine.results",
     "NonFiniteError": "glassengine.executable.snapshot.nonfinite",
     "Snapshot": "glassengine.executable.snapshot.reader",
-    "Snapshots": "glassengine.executable.run.snapshots",
+    "Snapshots": "glassengine.executable.snapshot.snapshots",
     "list": "glassengine.executable.snapshot.listing:list_snapshots",
     "register_callback": "glassengine.executable.snapshot.callback:register_snapshot_callback",
-    "take": "glassengine.executable.run.snapshots:snapshots",
+    "take": "glassengine.executable.snapshot.snapshots:snapshots",
 }
 __getattr__, __dir__ = lazy(__name__, _PUBLIC)

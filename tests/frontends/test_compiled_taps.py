@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import glassengine as glass
 from glassengine import environment
+from glassengine.executable.graph import observers
 from glassengine.executable.graph.execution import Execution
-from glassengine.executable.run import observers
 from glassengine.taps import tap_sink
 
 X = torch.linspace(-1, 1, 6).reshape(2, 3)

@@ -21,11 +21,11 @@ import glassengine as glass
 from glassengine.backends.eager import EagerBackend
 from glassengine.backends.inductor.backend import InductorBackend
 from glassengine.errors import UnknownNameError, UsageError
+from glassengine.executable.graph import observers
 from glassengine.executable.graph.execution import Execution
 from glassengine.executable.metrics.compilation import compilations
 from glassengine.executable.metrics.metrics import metrics, reset_metrics
 from glassengine.executable.metrics.reader import parse_metrics
-from glassengine.executable.run import observers
 from glassengine.frontends.eager_debug import EagerDebugMode
 from glassengine.frontends.eager_ops import OpRunner, op_runner
 from tests import children

@@ -15,8 +15,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import glassengine as glass
 from glassengine import environment
+from glassengine.executable.graph import observers
 from glassengine.executable.graph.execution import Execution
-from glassengine.executable.run import observers
 from glassengine.testing import models
 
 EAGER = {"backend": "eager"}

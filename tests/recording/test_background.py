@@ -25,7 +25,7 @@ from glassengine.recording.layout import records
 from glassengine.recording.layout.layout import ALIGNMENT, LeftOut, LightStatistics
 from glassengine.recording.layout.recovery import read_index
 from glassengine.recording.read.reader import Recording
-from glassengine.recording.ring import pinned, seen
+from glassengine.recording.ring import pinned, repetition
 from glassengine.recording.ring.ring import Ring
 from glassengine.recording.write import shard
 from glassengine.recording.write.consumer import Consumer
@@ -146,7 +146,7 @@ def test_blocks_are_described_once_and_verified_as_a_whole(tmp_path: Path) -> No
 
 
 def test_shapes_that_never_repeat_take_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seen, "_MAX_SEEN", 10)
+    monkeypatch.setattr(repetition, "_MAX_SEEN", 10)
     writer = BackgroundWriter(tmp_path / "r", metadata={})
     for step in range(600):
         writer.write("grows", step, torch.full((step + 1,), step))

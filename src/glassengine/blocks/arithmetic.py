@@ -95,19 +95,27 @@ class Arithmetic:
         self._atol = atol
         self._length = 0
 
-    def add(self, totals: Totals, start: int, b: Tensor, c: Tensor) -> bool:
-        """Add one pair of flat pieces that begins at flat position `start` to `totals`, or return False."""
+    def partial(self, start: int, b: Tensor, c: Tensor, *, above: float) -> Totals | None:
+        """Return the sums of one pair of flat pieces that begins at flat position `start`, or None.
+
+        Args:
+            start: Flat position.
+            b: Of the baseline.
+            c: Of the candidate.
+            above: The largest difference of the pieces before: where a smaller one is, nobody asks.
+        """
         if self._length != (length := -(-b.numel() // _ROW) * _ROW):
             self._cut(length)
         x, y = self._load(b, self._x, self._x_array), self._load(c, self._y, self._y_array)
-        return self._add_finite(totals, start, b.numel(), x, y) or self._add_rest(totals, start, b.numel(), x, y)
+        part = self._finite(start, b.numel(), x, y, above)
+        return self._rest(start, b.numel(), x, y, above) if part is None else part
 
-    def _add_finite(self, totals: Totals, start: int, num_elements: int, x: Array, y: Array) -> bool:
-        """Add x and y if they and all that is computed from them are finite and nothing is lost to underflow."""
+    def _finite(self, start: int, num_elements: int, x: Array, y: Array, above: float) -> Totals | None:
+        """Return the sums if x, y and all that is computed from them are finite and nothing is lost to underflow."""
         d, size, ratio = self._d, self._size, self._ratio
         num_different = _count(np.not_equal(x, y, out=self._mask))
         if not num_different:
-            return self._add_equal(totals, num_elements, x)
+            return self._equal(num_elements, x)
         x_rows, d_rows = self._rows(x), self._d_rows
         np.subtract(y, x, out=d)
         np.vecdot(x_rows, x_rows, out=self._sums[0])
@@ -118,7 +126,7 @@ class Arithmetic:
         place = int(d.argmax())
         largest = float(d[place])
         if not 0 < largest < math.inf:
-            return False
+            return None
         np.divide(d, np.absolute(x, out=size), out=ratio)
         np.vecdot(self._ratio_rows, self._ones, out=self._sums[4])
         b_squares, b_dot_d, d_squares, sum_abs, sum_rel = self._partial.sum(axis=1, dtype=np.float64).tolist()
@@ -126,7 +134,7 @@ class Arithmetic:
         if not math.isfinite(sum_rel):
             num_zero = _count(np.equal(size, 0, out=self._mask))
             if _count(np.isfinite(ratio, out=self._mask)) + num_zero != ratio.size:
-                return False
+                return None
             self._ratio_tensor.nan_to_num_(0.0, 0.0, 0.0)
             sum_rel = _total(self._ratio_rows, self._ones)
         if d_squares > b_squares / 4:
@@ -136,46 +144,38 @@ class Arithmetic:
         if not math.isfinite(b_squares + c_squares + b_dot_c + d_squares + sum_abs + sum_rel) or not (
             self._is_wide or min(b_squares, c_squares, d_squares) >= _SMALLEST_SQUARES
         ):
-            return False
+            return None
         largest_rel = float(ratio[ratio.argmax()])
-        totals.num_finite += num_elements
-        totals.num_different += num_different
-        totals.num_nonzero += num_elements - num_zero
-        totals.sum_abs += sum_abs
-        totals.sum_squares += d_squares
-        totals.sum_rel += sum_rel
-        totals.max_rel = max(totals.max_rel, largest_rel)
-        totals.dot += b_dot_c
-        totals.baseline_squares += b_squares
-        totals.candidate_squares += c_squares
-        if largest >= d.dtype.type(totals.max_abs):
+        part = Totals()
+        part.num_finite, part.num_different, part.num_nonzero = num_elements, num_different, num_elements - num_zero
+        part.sum_abs, part.sum_squares, part.sum_rel, part.max_rel = sum_abs, d_squares, sum_rel, largest_rel
+        part.dot, part.baseline_squares, part.candidate_squares = b_dot_c, b_squares, c_squares
+        if largest >= d.dtype.type(above):
             # Of what was subtracted in float64 the first of the largest is the largest.
             places = [place] if self._is_wide else np.equal(d, largest, out=self._mask).nonzero()[0]
-            self._add_largest(totals, start, x, y, places)
+            self._note_largest(part, start, x, y, places)
         if num_zero or largest_rel * (1 + _MARGIN) > self._rtol:
-            totals.num_beyond += self._num_beyond(x, y, largest)
-        return True
+            part.num_beyond = self._num_beyond(x, y, largest)
+        return part
 
-    def _add_equal(self, totals: Totals, num_elements: int, x: Array) -> bool:
+    def _equal(self, num_elements: int, x: Array) -> Totals | None:
         squares = _total(self._rows(x), self._rows(x))
         num_zero = _count(np.equal(x, 0, out=self._mask))
         if num_zero == num_elements:
             squares = 0.0
         elif not math.isfinite(squares) or not (self._is_wide or squares >= _SMALLEST_SQUARES):
-            return False
-        totals.num_finite += num_elements
-        totals.num_nonzero += num_elements - num_zero
-        totals.dot += squares
-        totals.baseline_squares += squares
-        totals.candidate_squares += squares
-        return True
+            return None
+        part = Totals()
+        part.num_finite, part.num_nonzero = num_elements, num_elements - num_zero
+        part.dot = part.baseline_squares = part.candidate_squares = squares
+        return part
 
-    def _add_rest(self, totals: Totals, start: int, num_elements: int, x: Array, y: Array) -> bool:
-        """Add x and y, some elements of which are not finite, or return False if all are."""
+    def _rest(self, start: int, num_elements: int, x: Array, y: Array, above: float) -> Totals | None:
+        """Return the sums of x and y, some elements of which are not finite, or None if all are."""
         both = np.isfinite(x) & np.isfinite(y)
         num_dropped = both.size - _count(both)
         if not num_dropped:
-            return False
+            return None
         mismatched = ~(both | (x == y) | (np.isnan(x) & np.isnan(y)))
         count = _count(mismatched)
         first = int(mismatched.argmax())
@@ -185,25 +185,23 @@ class Arithmetic:
             np.copyto(cleaned, array)
             scratch.nan_to_num_(0.0, 0.0, 0.0)
             np.multiply(cleaned, both, out=cleaned)
-        if not self._add_finite(totals, start, num_elements, self._x_array, self._y_array):
-            return False
-        totals.num_finite -= num_dropped
+        part = self._finite(start, num_elements, self._x_array, self._y_array, above)
+        if part is None:
+            return None
+        part.num_finite -= num_dropped
         if count:
-            totals.add_mismatched(count, start + first, *values)
-        return True
+            part.add_mismatched(count, start + first, *values)
+        return part
 
     @staticmethod
-    def _add_largest(totals: Totals, start: int, x: Array, y: Array, places: Sequence[int] | Array) -> None:
-        """Note the first of the largest differences, which are at some of `places`, if it exceeds those before."""
+    def _note_largest(part: Totals, start: int, x: Array, y: Array, places: Sequence[int] | Array) -> None:
+        """Note the first of the largest differences, which are at some of `places`."""
         first = places[0]
         if len(places) > 1:
             first = places[int(np.abs(y[places].astype(np.float64) - x[places].astype(np.float64)).argmax())]
         b, c = float(x[first]), float(y[first])
-        if abs(c - b) > totals.max_abs:
-            totals.max_abs = abs(c - b)
-            if not totals.num_mismatched:
-                totals.worst = start + int(first)
-                totals.baseline_at_worst, totals.candidate_at_worst = b, c
+        part.max_abs, part.worst = abs(c - b), start + int(first)
+        part.baseline_at_worst, part.candidate_at_worst = b, c
 
     def _num_beyond(self, x: Array, y: Array, largest: float) -> int:
         """Count |d| > atol + rtol * |b| as float64 does."""

@@ -72,6 +72,26 @@ class Totals:
             self.sum_rel += float(relative.sum())
             self.max_rel = max(self.max_rel, float(relative.amax()))
 
+    def merge(self, part: Totals) -> None:
+        """Add the sums of a later piece; its places are of the whole tensor."""
+        is_first = bool(part.num_mismatched) and not self.num_mismatched
+        if is_first or (part.max_abs > self.max_abs and not self.num_mismatched):
+            self.worst, self.baseline_at_worst = part.worst, part.baseline_at_worst
+            self.candidate_at_worst = part.candidate_at_worst
+        self.num_finite += part.num_finite
+        self.num_different += part.num_different
+        self.num_mismatched += part.num_mismatched
+        self.num_beyond += part.num_beyond
+        self.num_nonzero += part.num_nonzero
+        self.sum_abs += part.sum_abs
+        self.sum_squares += part.sum_squares
+        self.sum_rel += part.sum_rel
+        self.dot += part.dot
+        self.baseline_squares += part.baseline_squares
+        self.candidate_squares += part.candidate_squares
+        self.max_abs = max(self.max_abs, part.max_abs)
+        self.max_rel = max(self.max_rel, part.max_rel)
+
     def add_mismatched(self, count: int, first: int, baseline: float, candidate: float) -> None:
         """Add elements that are not finite and do not agree; the first is at `first` and has these values."""
         if not self.num_mismatched:

@@ -1,7 +1,7 @@
 """How two tensors differ, added up in one pass of bounded memory.
 
 `sums.Totals.add` is the definition, in torch and float64. On the CPU most pieces go through `arithmetic` instead, which
-adds to the same sums and declines the pieces it is not meant for.
+returns the same sums of a piece and declines the pieces it is not meant for.
 """
 
 from __future__ import annotations
@@ -103,10 +103,20 @@ def _same(b: Tensor, c: Tensor) -> Difference | None:
 def _difference(
     baseline: Tensor, candidate: Tensor, rtol: float, atol: float, device: str | torch.device
 ) -> Difference:
-    total = Totals()
+    total: Totals | None = None
     quick = arithmetic_for(baseline, candidate, rtol, atol) if torch.device(device).type == "cpu" else ()
     with np.errstate(all="ignore"):
         for start, (b, c) in blocks(baseline, candidate, device=device):
-            if not any(arithmetic.add(total, start, b, c) for arithmetic in quick):
-                total.add(start, b, c, rtol, atol)
+            part, above = None, 0.0 if total is None else total.max_abs
+            for arithmetic in quick:
+                if (part := arithmetic.partial(start, b, c, above=above)) is not None:
+                    break
+            if part is None:
+                part = Totals()
+                part.add(start, b, c, rtol, atol)
+            if total is None:
+                total = part
+            else:
+                total.merge(part)
+    total = total or Totals()
     return Difference(baseline.numel(), **vars(total))

@@ -25,12 +25,12 @@ from glassengine.recording.layout.layout import LeftOut, Sharding
 from glassengine.recording.rescue.rescue import num_left, with_left
 from glassengine.recording.ring.file import ring_file
 from glassengine.recording.ring.flag import Flag
-from glassengine.recording.ring.items import Block, Commit, Copied, Item, Piece, Stored, Streamed
+from glassengine.recording.ring.items import Block, Commit, Copied, Item, Piece, Seen, Stored, Streamed
 from glassengine.recording.ring.journal import Journal
 from glassengine.recording.ring.pinned import PinnedCopies
 from glassengine.recording.ring.producer import Producer
+from glassengine.recording.ring.repetition import MIN_SHARED_BYTES, SeenTensors
 from glassengine.recording.ring.ring import Ring, lies_flat, pieces_of, require_memory
-from glassengine.recording.ring.seen import MIN_SHARED_BYTES, Seen, SeenTensors
 from glassengine.recording.write import processes
 from glassengine.recording.write.consumer import Consumer
 from glassengine.recording.write.writer import RecordingWriter

@@ -19,9 +19,9 @@ from torch import nn
 import glassengine as glass
 from glassengine import spans
 from glassengine.errors import BackendError, CorruptError, UsageError
+from glassengine.executable.graph import observers
 from glassengine.executable.profile import tensorboard as profile_events
 from glassengine.executable.profile.trace import Span, annotate, kind_of, nest, summarize
-from glassengine.executable.run import observers
 from glassengine.executable.run.executable import Executable
 from tests import children
 

@@ -31,10 +31,10 @@ from torch.profiler import ProfilerActivity
 
 from glassengine import environment, spans
 from glassengine.errors import UsageError
+from glassengine.executable.graph import observers
 from glassengine.executable.graph.execution import Execution
 from glassengine.executable.profile import tensorboard as profile_events
 from glassengine.executable.profile.trace import FORMAT, SCHEMA_VERSION, annotate, sealed, summarize
-from glassengine.executable.run import observers
 from glassengine.sites import ROOT
 from glassengine.writing.files import aside, next_directory, remove_tree
 from glassengine.writing.locations import local

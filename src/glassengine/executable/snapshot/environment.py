@@ -18,6 +18,7 @@ from pathlib import Path
 
 from glassengine import environment
 from glassengine.errors import UsageError, nearest
+from glassengine.executable.graph.observers import ask
 from glassengine.executable.snapshot.policy import KeepInputs, Policy
 from glassengine.executable.snapshot.taker import SnapshotTaker
 from glassengine.writing.locations import local
@@ -127,3 +128,6 @@ def _flags(text: str) -> dict[str, str]:
         name, equals, value = word.partition("=")
         found[name.lstrip("-")] = value if equals else "1"
     return found
+
+
+ask(requested_taker)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from glassengine.recording.ring.items import Block
+from glassengine.recording.ring.items import Block, Seen
 from glassengine.recording.ring.ring import Ring, require_memory
-from glassengine.recording.ring.seen import Seen
 
 _HEADER_BYTES = 1 << 16
 _NOWHERE = (0, 0, 0, "")

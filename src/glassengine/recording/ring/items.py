@@ -1,4 +1,4 @@
-"""What a running model hands to the thread that writes."""
+"""What a running model hands to the thread that writes, and what of it came one after another."""
 
 from __future__ import annotations
 
@@ -6,11 +6,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from glassengine.recording.layout.description import Description, group_text
-from glassengine.recording.layout.layout import LeftOut, LightStatistics, LightTable, Location
-from glassengine.recording.ring.seen import Seen
+from glassengine.recording.layout.layout import LeftOut, LightStatistics, LightTable, Location, Sharding
+
+
+@dataclass(slots=True)
+class Seen:
+    """A tensor of an earlier step: what is like it has the same description.
+
+    `nbytes` are those of its values, `room` what they take in the ring. `is_small` says that such tensors are written
+    in blocks, `is_simple` that their bytes are the values if they are contiguous and on the CPU, and
+    `is_measured` that the thread knows to compute light statistics of them. `sequel` is what followed it, if that is
+    known.
+    """
+
+    description: Description
+    dtype: torch.dtype
+    size: torch.Size
+    nbytes: int
+    room: int
+    is_small: bool
+    is_simple: bool
+    is_measured: bool
+    sharding: Sharding | None
+    sequel: Passage | None = None
 
 
 @dataclass(slots=True)
@@ -174,3 +196,50 @@ class Commit:
 
 
 Item = Stored | Copied | Alias | Block | Streamed | LeftOut | Note | Commit
+
+
+Repeated = Block | Stored | Alias
+
+
+class Passage:
+    """Tensors of one step, in order, as a later step may bring them again.
+
+    Args:
+        items: What they were; the tensor that an alias is equal to is among them.
+
+    Attributes:
+        rank: Process that had them.
+        nbytes: Size of the slot that they take.
+        items: Each with the index of its first tensor and, for an alias, that of the item whose bytes it has, or -1.
+        expected: Of each tensor its site, shape, dtype, size in bytes, where in the slot its bytes lie, and the index
+            of the earlier tensor whose bytes those are, or -1.
+        reasons: Of each the reason for which it is only measured, or None.
+    """
+
+    __slots__ = ("expected", "items", "nbytes", "rank", "reasons")
+
+    def __init__(self, items: list[Repeated]) -> None:
+        self.rank = items[0].rank
+        self.items: list[tuple[Repeated, int, int]] = []
+        self.expected: list[tuple[str, torch.Size, torch.dtype, int, int, int]] = []
+        self.reasons: list[str | None] = []
+        self.nbytes = 0
+        numbers = {id(item): number for number, item in enumerate(items)}
+        for item in items:
+            first, equal = len(self.expected), -1
+            if isinstance(item, Block):
+                originals = dict(item.same_as)
+                for index, seen in enumerate(item.known):
+                    self._expect(seen, item.reason, first + originals[index] if index in originals else -1)
+            elif isinstance(item, Alias):
+                equal = numbers[id(item.original)]
+                self._expect(item.seen, item.original.reason, self.items[equal][1])
+            else:
+                self._expect(item.seen, item.reason, -1)
+            self.items.append((item, first, equal))
+
+    def _expect(self, seen: Seen, reason: str | None, original: int) -> None:
+        start = self.nbytes if original < 0 else self.expected[original][4]
+        self.expected.append((seen.description.site, seen.size, seen.dtype, seen.nbytes, start, original))
+        self.reasons.append(reason)
+        self.nbytes += seen.room if original < 0 else 0

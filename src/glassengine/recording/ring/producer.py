@@ -9,11 +9,10 @@ from torch import Tensor
 
 from glassengine.recording.ring.block import OpenBlock
 from glassengine.recording.ring.flag import Flag
-from glassengine.recording.ring.items import Alias, Item, Piece, Stored
+from glassengine.recording.ring.items import Alias, Item, Passage, Piece, Seen, Stored
 from glassengine.recording.ring.journal import Journal
-from glassengine.recording.ring.passage import Lesson, Passage, Repetition, learn
+from glassengine.recording.ring.repetition import Lesson, Repetition, learn
 from glassengine.recording.ring.ring import Ring, require_memory
-from glassengine.recording.ring.seen import Seen
 
 _BLOCK_BYTES = 1 << 20
 

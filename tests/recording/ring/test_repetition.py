@@ -19,9 +19,8 @@ from glassengine.recording.background import BackgroundWriter
 from glassengine.recording.layout.layout import LightTable, Sharding
 from glassengine.recording.layout.statistics import light, light_of_blocks
 from glassengine.recording.read.reader import Recording
-from glassengine.recording.ring import passage
-from glassengine.recording.ring.passage import Repetition
-from glassengine.recording.ring.seen import SeenTensors
+from glassengine.recording.ring import repetition
+from glassengine.recording.ring.repetition import Repetition, SeenTensors
 from glassengine.recording.write import consumer, drain
 from glassengine.recording.write.policy import Policy
 
@@ -275,7 +274,7 @@ def test_a_copy_that_is_interrupted_loses_one_tensor(
     writer = BackgroundWriter(tmp_path / "r", metadata={})
     intake = Intake(writer, Policy(), 0)
     expected = {}
-    move = passage.MEMMOVE
+    move = repetition.MEMMOVE
 
     def interrupted(*_: int) -> None:
         raise KeyboardInterrupt
@@ -284,10 +283,10 @@ def test_a_copy_that_is_interrupted_loses_one_tensor(
         for site in ("a", "b", "c"):
             tensor = torch.full((4,), float(step))
             if (site, step) == (lost, 3):
-                monkeypatch.setattr(passage, "MEMMOVE", interrupted)
+                monkeypatch.setattr(repetition, "MEMMOVE", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     intake.take(site, step, tensor)
-                monkeypatch.setattr(passage, "MEMMOVE", move)
+                monkeypatch.setattr(repetition, "MEMMOVE", move)
                 continue
             expected[site, step] = tensor
             intake.take(site, step, tensor)

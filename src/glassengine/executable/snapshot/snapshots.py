@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from glassengine.executable.run.observers import attach, detach
+from glassengine.executable.graph.observers import attach, detach
 from glassengine.executable.snapshot.policy import MIN_FREE_BYTES, KeepInputs, Occasion, make_policy
 from glassengine.executable.snapshot.taker import SnapshotTaker
 

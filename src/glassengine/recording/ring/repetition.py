@@ -1,65 +1,84 @@
-"""What came one after another in a step, and comes so again in most of the later ones.
+"""What earlier steps had, and what came one after another in them: most of it comes again.
 
-A step that begins like an earlier one expects the rest of it too, and has nothing to look up as long as that comes:
-each tensor is copied to a place that is known already, or compared with the one that it was equal to.
+Most tensors of a step are like those of an earlier one, and need no second look. A step that begins like an earlier one
+expects the rest of it too, and has nothing to look up as long as that comes: each tensor is copied to a place that is
+known already, or compared with the one that it was equal to.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from glassengine.recording.ring.items import Alias, Block, Stored
+from glassengine.recording.layout.layout import Sharding, aligned
+from glassengine.recording.layout.statistics import MEASURED
+from glassengine.recording.layout.values import describe
+from glassengine.recording.ring.items import Alias, Block, Passage, Repeated, Seen, Stored
 from glassengine.recording.ring.ring import MEMCMP, MEMMOVE, Ring
-from glassengine.recording.ring.seen import Seen, Sequel
 
+# Smaller tensors are written in blocks, and stored again rather than searched for.
+MIN_SHARED_BYTES = 1 << 16
+_MAX_SEEN = 1 << 14
 _MAX_TENSORS = 512
 _STRIDED = torch.strided
-_Item = Block | Stored | Alias
 
 
-class Passage(Sequel):
-    """Tensors of one step, in order, as a later step may bring them again.
+class SeenTensors:
+    """The descriptions of tensors, by site, dtype, shape and sharding; of a limited number of them."""
 
-    Args:
-        items: What they were; the tensor that an alias is equal to is among them.
+    def __init__(self) -> None:
+        self.all: dict[tuple[str, torch.dtype, torch.Size, Sharding | None], Seen] = {}
+        # Of each site the last one.
+        self.last: dict[str, Seen] = {}
 
-    Attributes:
-        rank: Process that had them.
-        nbytes: Size of the slot that they take.
-        items: Each with the index of its first tensor and, for an alias, that of the item whose bytes it has, or -1.
-        expected: Of each tensor its site, shape, dtype, size in bytes, where in the slot its bytes lie, and the index
-            of the earlier tensor whose bytes those are, or -1.
-        reasons: Of each the reason for which it is only measured, or None.
-    """
+    def look(
+        self,
+        site: str,
+        tensor: Tensor,
+        axes: Mapping[str, int] | None = None,
+        node: str | None = None,
+        sharding: Sharding | None = None,
+    ) -> tuple[Seen, bool]:
+        """Return what is known of such a tensor, and whether nothing was.
 
-    __slots__ = ("expected", "items", "nbytes", "rank", "reasons")
-
-    def __init__(self, items: list[_Item]) -> None:
-        self.rank = items[0].rank
-        self.items: list[tuple[_Item, int, int]] = []
-        self.expected: list[tuple[str, torch.Size, torch.dtype, int, int, int]] = []
-        self.reasons: list[str | None] = []
-        self.nbytes = 0
-        numbers = {id(item): number for number, item in enumerate(items)}
-        for item in items:
-            first, equal = len(self.expected), -1
-            if isinstance(item, Block):
-                originals = dict(item.same_as)
-                for index, seen in enumerate(item.known):
-                    self._expect(seen, item.reason, first + originals[index] if index in originals else -1)
-            elif isinstance(item, Alias):
-                equal = numbers[id(item.original)]
-                self._expect(item.seen, item.original.reason, self.items[equal][1])
-            else:
-                self._expect(item.seen, item.reason, -1)
-            self.items.append((item, first, equal))
-
-    def _expect(self, seen: Seen, reason: str | None, original: int) -> None:
-        start = self.nbytes if original < 0 else self.expected[original][4]
-        self.expected.append((seen.description.site, seen.size, seen.dtype, seen.nbytes, start, original))
-        self.reasons.append(reason)
-        self.nbytes += seen.room if original < 0 else 0
+        Raises:
+            UsageError: The tensor or its name cannot be recorded.
+        """
+        seen = self.last.get(site)
+        strided = tensor.layout is torch.strided
+        if (
+            seen is not None
+            and seen.size == tensor.shape
+            and seen.dtype is tensor.dtype
+            and strided
+            and seen.sharding == sharding
+        ):
+            return seen, False
+        key = (site, tensor.dtype, tensor.shape, sharding)
+        seen = self.all.get(key)
+        is_new = seen is None
+        if seen is None or not strided:
+            description = describe(site, tensor, axes=axes, node=node, sharding=sharding)
+            if len(self.all) >= _MAX_SEEN:
+                self.all.clear()  # a cache that grows has another shape in every step
+                self.last.clear()
+            nbytes = description.nbytes
+            seen = self.all[key] = Seen(
+                description,
+                tensor.dtype,
+                tensor.shape,
+                nbytes,
+                room=aligned(nbytes),
+                is_small=0 < nbytes < MIN_SHARED_BYTES,
+                # A single element may be one that is to be negated when it is read.
+                is_simple=not tensor.dtype.is_complex and nbytes > tensor.itemsize,
+                is_measured=description.dtype in MEASURED,
+                sharding=sharding,
+            )
+        self.last[site] = seen
+        return seen, is_new
 
 
 class Repetition:
@@ -125,10 +144,10 @@ class Repetition:
         """Whether all has come."""
         return len(self._addresses) == len(self._expected)
 
-    def end(self) -> tuple[int, list[_Item], list[int]]:
+    def end(self) -> tuple[int, list[Repeated], list[int]]:
         """Return where the used part of the slot ends, what came, and the address of the first tensor of each item."""
         came, end = len(self._addresses), self.position
-        items: list[_Item] = []
+        items: list[Repeated] = []
         addresses = []
         for item, first, equal in self.passage.items:
             if first >= came:
@@ -158,12 +177,12 @@ class Lesson:
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
-        self._items: list[_Item] = []
+        self._items: list[Repeated] = []
         self._stored: set[int] = set()
         self._what: tuple[int, int, bool] | None = None
         self._num_tensors = self._num_bytes = 0
 
-    def add(self, item: _Item, is_new: bool) -> None:
+    def add(self, item: Repeated, is_new: bool) -> None:
         """Add what came next; `is_new` if nothing like it was seen before.
 
         What is new is learned apart: what grows from step to step, as caches do, would end the passage of the rest.
@@ -197,7 +216,7 @@ class Lesson:
             learn(items)
 
 
-def learn(items: list[_Item]) -> None:
+def learn(items: list[Repeated]) -> None:
     """Remember with the first tensor of `items` what followed it, if anything did."""
     first = items[0]
     seen = first.known[0] if isinstance(first, Block) else first.seen

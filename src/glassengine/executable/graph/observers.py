@@ -6,10 +6,12 @@ Nothing is gathered for an unobserved execution.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from glassengine.executable.graph.execution import Observer
-from glassengine.executable.snapshot.environment import requested_taker
 
 _attached: tuple[Observer, ...] = ()
+_asked: tuple[Callable[[], Observer | None], ...] = ()
 
 
 def attach(observer: Observer) -> None:
@@ -24,7 +26,13 @@ def detach(observer: Observer) -> None:
     _attached = tuple(other for other in _attached if other is not observer)
 
 
+def ask(source: Callable[[], Observer | None]) -> None:
+    """Ask `source` before every execution from now on who looks at it, after those that are attached."""
+    global _asked
+    _asked = (*_asked, source)
+
+
 def observers() -> tuple[Observer, ...]:
     """Return who looks now; the environment is asked each time, so that a loop may turn its variables on and off."""
-    taker = requested_taker()
-    return _attached if taker is None else (*_attached, taker)
+    found = tuple(observer for source in _asked if (observer := source()) is not None)
+    return (*_attached, *found) if found else _attached

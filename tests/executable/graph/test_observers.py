@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from glassengine.executable.graph.execution import Execution
+from glassengine.executable.graph.observers import attach, detach, observers
 from glassengine.executable.run.executable import Executable
-from glassengine.executable.run.observers import attach, detach, observers
 
 
 class Watcher:
