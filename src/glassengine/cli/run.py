@@ -206,7 +206,7 @@ def command(
     if synchronous:
         loaded.executable.synchronous = True
     profiling = glass.profiler.profile(profile) if profile is not None else contextlib.nullcontext()
-    if loaded.manifest.kind == "module":
+    if not loaded.manifest.generates:
         others = {**given, "prompt_file": None, "max_new_tokens": max_new_tokens, "debug_dir": files}
         sources = {
             "prompts": list(input_text) if input_text else None,

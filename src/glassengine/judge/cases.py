@@ -250,7 +250,7 @@ def causal_cases(model: LoadedModel, inputs: Inputs, steps: int) -> list[Case]:
     if inputs is None:
         # Generated inputs must not be longer than a small model can take.
         most = max(1, model.metadata.get("max_position_embeddings", 1 << 62) - steps)
-        sizes = SHORT if model.decoding == "recurrent" else (most, most)
+        sizes = SHORT if model.generation.one_token else (most, most)
         rows = [row[: min(size, most)] for row, size in zip(rows, sizes, strict=True)]
     _check_ids(rows, vocabulary)
     cases = [_padded(f"prompt {index}", [row], steps) for index, row in enumerate(rows)]
@@ -269,7 +269,7 @@ _RECIPES = {
 
 def _by_token(model: LoadedModel, cases: Sequence[Case]) -> list[Case]:
     """Let the prompts of a recurrent model run a token a step."""
-    if model.decoding != "recurrent":
+    if not model.generation.one_token:
         return list(cases)
     sizes = [0 if case.input_ids is None else case.input_ids.shape[1] for case in cases]
     return [

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from glassengine.errors import UsageError
-from glassengine.program.export.export import export_causal_lm, export_module
-from glassengine.program.export.specialized import export_specialized
-from glassengine.program.export.two import export_encoder_decoder, export_image_text
+from glassengine.program.generation.generation import Stages
 from glassengine.program.inputs.given import load_inputs
-from glassengine.program.kinds import image_text
-from glassengine.program.kinds.example_inputs import encoder_inputs, example_inputs, said_of_made_up
+from glassengine.program.kinds.example_inputs import example_inputs
 from glassengine.program.listing.listing import OnStage, stage_of
 from glassengine.program.loading.load import LoadedModel, load_model
 from glassengine.program.representation.passes import apply_pass
 from glassengine.program.representation.program import Program, load_names
-from glassengine.program.user_code.module_state import holding
 from glassengine.program.user_code.raised import forward_errors
 from glassengine.program.user_code.written_modules import uncompiled
 from glassengine.sites import Site, SiteTable
@@ -87,7 +82,10 @@ def export_programs(
         uncompiled(model.module) as module,
     ):
         model = replace(model, module=module)
-        earlier, program = _exported(model, inputs, passes, on_stage, on_encoder_stage, specialized)
+        stages = Stages(on_stage, on_encoder_stage, specialized)
+        stored = model.stored
+        exported = (_stored(stored, passes),) if stored is not None else model.generation.export(model, inputs, stages)
+        *earlier, program = exported
     if on_stage is not None:
         on_stage(stage_of(program, "functional"))
     for spec in passes:
@@ -95,62 +93,6 @@ def export_programs(
         if on_stage is not None:
             on_stage(stage_of(program, f"pass-{spec.rpartition(':')[2]}"))
     return *earlier, program
-
-
-def _exported(
-    model: LoadedModel,
-    inputs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
-    passes: Sequence[str],
-    on_stage: OnStage | None,
-    on_encoder_stage: OnStage | None,
-    specialized: bool,
-) -> tuple[tuple[Program, ...], Program]:
-    """Return the programs before the last one, and that."""
-    earlier: tuple[Program, ...] = ()
-    if model.stored is not None:
-        program = _stored(model.stored, passes)
-    elif model.decoding == "encoder_decoder" and inputs is None:
-        given = encoder_inputs(model.module, model.directory)
-        with said_of_made_up(model.module, given):
-            encoder, program = export_encoder_decoder(
-                model.module, given, metadata=model.metadata, on_stage=on_stage, on_encoder_stage=on_encoder_stage
-            )
-        if on_encoder_stage is not None:
-            on_encoder_stage(stage_of(encoder, "functional"))
-        earlier = (encoder,)
-    elif model.decoding == "images" and inputs is None:
-        *earlier_ones, program = _with_images(model, on_stage, on_encoder_stage)
-        earlier = tuple(earlier_ones)
-    elif (model.generates and inputs is None) or model.kind == "causal_lm":
-        program = export_causal_lm(model.module, metadata=model.metadata, on_stage=on_stage)
-    else:
-        if inputs is None:
-            inputs = example_inputs(model.module, model.directory)
-        keeps = model.state is not None
-        held = holding(model.module, model.state, as_buffers=True) if keeps else contextlib.nullcontext()
-        with said_of_made_up(model.module, inputs), held:
-            options: dict[str, Any] = {"metadata": model.metadata, "on_stage": on_stage, "keeps_state": keeps}
-            if specialized:
-                (step,) = [inputs] if isinstance(inputs, Mapping) else inputs
-                program = export_specialized(model.module, step, **options)
-            else:
-                program = export_module(model.module, inputs, **options)
-    return earlier, program
-
-
-def _with_images(model: LoadedModel, on_stage: OnStage | None, on_encoder_stage: OnStage | None) -> tuple[Program, ...]:
-    """Return the vision program and the decoder; the language model alone, saying so, where they cannot be traced."""
-    try:
-        image = image_text.made_up_image(model.module, model.directory)
-        vision, program = export_image_text(
-            model.module, image, metadata=model.metadata, on_stage=on_stage, on_encoder_stage=on_encoder_stage
-        )
-    except Exception as error:  # the model's own code may raise anything
-        model.metadata[image_text.WITHOUT_IMAGES] = image_text.reason_of(error)
-        return (export_causal_lm(model.module, metadata=model.metadata, on_stage=on_stage),)
-    if on_encoder_stage is not None:
-        on_encoder_stage(stage_of(vision, "functional"))
-    return vision, program
 
 
 def _stored(program: Program, passes: Sequence[str]) -> Program:

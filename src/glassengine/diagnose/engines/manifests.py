@@ -20,7 +20,7 @@ def require_one_model(engines: Sequence[Engine]) -> tuple[str, ...]:
     notes: list[str] = []
     first = engines[0]
     for engine in engines:
-        if engine.manifest.kind != "causal_lm":
+        if not engine.manifest.generates:
             raise IncomparableError(
                 f"the engine {str(engine.directory)!r} does not generate",
                 got=f"kind {engine.manifest.kind}",

@@ -107,7 +107,7 @@ def start_with_images(
     """Return the climbs of vision and decoder, each with its first side; that of the decoder alone without images.
 
     Args:
-        model: One whose `decoding` is "images".
+        model: One that generates from images and text.
         inputs: As `--inputs` gives them: prompts, or `input_ids` with `attention_mask` and `pixel_values`; or None.
         steps: Number of decode steps after the prefill.
         stack: Ends with the check.
@@ -121,7 +121,7 @@ def start_with_images(
         of_one = features_of(model.module, [image[PIXELS]])
     except Exception as error:  # the model's own code may raise anything
         model.metadata[WITHOUT_IMAGES] = reason_of(error)
-        return (start(replace(model, decoding=""), inputs, steps, stack, progress),)
+        return (start(model.judged_as(model.generation.alone), inputs, steps, stack, progress),)
     images: list[torch.Tensor] = []
     cases = []
     for case, pixels in _cases(model, inputs, image[PIXELS], len(of_one), steps):
@@ -139,7 +139,7 @@ def start_with_images(
     progress(Work.EXPORTING.says("exporting the programs of vision and decoder"))
     programs = export_programs(model)
     if len(programs) == 1:
-        return (start(replace(model, decoding=""), inputs, steps, stack, progress),)
+        return (start(model.judged_as(model.generation.alone), inputs, steps, stack, progress),)
     vision, decoder = programs
     images = images or [image[PIXELS]]
     origin: Origin = "made up" if inputs is None or isinstance(inputs, str) else "given"

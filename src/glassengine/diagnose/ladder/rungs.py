@@ -43,7 +43,7 @@ from glassengine.program import LoadedModel, Program, example_inputs, export_pro
 from glassengine.program.inputs.modules import module_inputs
 from glassengine.program.inputs.programs import stored_inputs
 from glassengine.program.kinds.steps import MadeUp
-from glassengine.program.loading.load import is_pretrained
+from glassengine.program.kinds.causal_lm import is_pretrained
 from glassengine.program.representation.derived import From
 from glassengine.program.representation.outputs import OutputPlan, plan_outputs
 from glassengine.program.representation.passes import apply_pass
@@ -115,9 +115,9 @@ def start(
         arguments: How the inputs become arguments of the model; None where they are its own.
         exported: Its program, where there is one already.
     """
-    if case is not None and model.kind == "causal_lm":
+    if case is not None and model.generation.decodes_tokens:
         cases, given = [case], None
-    elif model.kind == "causal_lm":
+    elif model.generation.decodes_tokens:
         cases = causal_cases(model, inputs, steps)
         given = None
     else:
@@ -307,7 +307,7 @@ def observable(climb: Climb, program: Program) -> OutputPlan:
     """Return which ops of `program` an engine for the cases of a check can have as outputs; the rest is skipped."""
     nodes = [site.node for site in program.sites if site.kind == "op"]
     sizes = {"sequence": 1, "cache": 1, "batch": 1}
-    if climb.program.kind == "causal_lm":
+    if climb.program.generates:
         longest = max(climb.cases, key=lambda case: case.batch * case.cache_length)
         assert longest.input_ids is not None
         sizes = {"batch": longest.batch, "sequence": longest.input_ids.shape[1], "cache": longest.cache_length}

@@ -43,8 +43,8 @@ class Weight:
 
 def forwards_of(model: LoadedModel, inputs: Any, steps: int) -> list[dict[str, Any]]:
     """Return the keyword arguments of each forward; prompts are continued with what the baseline chooses."""
-    if model.kind != "causal_lm" or beside_tokens(inputs):
-        given = in_one_forward(inputs) if model.kind == "causal_lm" else inputs
+    if not model.generation.takes_tokens or beside_tokens(inputs):
+        given = in_one_forward(inputs) if model.generation.takes_tokens else inputs
         if given is None:
             given = example_inputs(model.module, model.directory)
         if isinstance(given, str):

@@ -67,7 +67,7 @@ def check_quantized_module(
         min_snr: As for `check`.
         progress: Called with an event when a stage begins.
     """
-    if baseline.kind != "causal_lm":
+    if not baseline.generation.takes_tokens:
         given = arguments_of(baseline, given)
     candidate = dataclasses.replace(candidate, metadata={**candidate.metadata, "quantization": {"method": held.method}})
     told: dict[str, Any] = {"steps": steps, "fail_on": fail_on, "min_snr": min_snr, "progress": progress}

@@ -35,6 +35,7 @@ from glassengine.engine.store import files, signing
 from glassengine.engine.store.recorded_model import directory_to_record
 from glassengine.errors import UsageError
 from glassengine.program import LoadedModel, Program, example_inputs, export_programs, load_inputs, load_model
+from glassengine.program.generation.generation import PLAIN
 from glassengine.program.kinds.image_text import WITHOUT_IMAGES
 from glassengine.program.onnx.stored.file import is_onnx
 from glassengine.progress import Progress, Work, silent
@@ -181,8 +182,8 @@ def build(
         )
     steps = load_inputs(inputs) if isinstance(inputs, str) else inputs
     if steps is not None:
-        loaded = dataclasses.replace(loaded, kind="module", decoding="")
-    elif not loaded.generates and loaded.stored is None:
+        loaded = loaded.judged_as(PLAIN)
+    elif not loaded.generation.generates and loaded.stored is None:
         steps = example_inputs(loaded.module, loaded.directory)
     check_dtype(chosen, loaded.dtype)
     # Reading an engine must not run code: only plain checkpoints are ever loaded again.
@@ -217,7 +218,7 @@ def build(
             about = _about(loaded, chosen, passes)
             writer = ArtifactWriter(where, about)
             writing.enter_context(writer)
-            if loaded.has_encoder:
+            if loaded.generation.has_encoder:
                 encoder_writer = ArtifactWriter(where / files.ENCODER, {**about, "kind": "module", "passes": []})
                 writing.enter_context(encoder_writer)
         progress(Work.EXPORTING.says(f"exporting {loaded.spec}"))
@@ -229,11 +230,11 @@ def build(
             on_encoder_stage=encoder_writer.stage if encoder_writer else None,
         )
         encoder = encoders[0] if encoders else None
-        if program.kind == "causal_lm" and (reason := loaded.metadata.get(WITHOUT_IMAGES)):
+        if program.generates and (reason := loaded.metadata.get(WITHOUT_IMAGES)):
             settings = _without_images(settings, reason)
         if dry_run:
             return plan_build(program, target or Path(tempfile.gettempdir()), settings, encoder=encoder)
-        if program.kind == "causal_lm" and encoder is None and loaded.stored is None and not passes:
+        if program.generates and encoder is None and loaded.stored is None and not passes:
             require_agreement(loaded, program, settings.max_seq_len)
         more: dict[str, Any] = {"encoder": encoder, "encoder_artifacts": encoder_writer, "progress": progress}
         if target is not None:

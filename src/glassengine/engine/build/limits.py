@@ -33,7 +33,7 @@ def check_sizes(model: LoadedModel, batch: int, length: int | None) -> int | Non
     Raises:
         UsageError: The model does not allow these sizes.
     """
-    if not model.generates:
+    if not model.generation.generates:
         return None
     limit = model.metadata.get("max_position_embeddings")
     if batch < 1:

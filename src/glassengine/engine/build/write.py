@@ -125,7 +125,7 @@ def requested_outputs(program: Program, settings: Settings) -> list[outputs.Requ
     requests = read_requests(settings.add_output)
     if settings.implicit_outputs:
         requests += requests_from_environment()
-    if not settings.implicit_outputs or program.kind != "module":
+    if not settings.implicit_outputs or program.generates:
         return outputs.resolve_requests(program, requests)
     # A tap that was asked for, in another dtype say, is not added once more as it is.
     asked = {request.name for request in outputs.resolve_requests(program, requests)}

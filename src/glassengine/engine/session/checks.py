@@ -24,7 +24,7 @@ def require_generating(manifest: Manifest) -> None:
     Raises:
         UsageError: It is one of a plain module.
     """
-    if manifest.kind != "causal_lm":
+    if not manifest.generates:
         raise UsageError(
             f"the engine {manifest.name!r} has no prefill and decode",
             got=f"kind {manifest.kind}",
@@ -38,7 +38,7 @@ def require_module(manifest: Manifest) -> None:
     Raises:
         UsageError: It generates.
     """
-    if manifest.kind != "module":
+    if manifest.generates:
         raise UsageError(
             f"the engine {manifest.name!r} generates", hint="engine.generate(PROMPT) or engine.session(...)"
         )

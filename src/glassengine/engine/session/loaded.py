@@ -72,7 +72,7 @@ class LoadedEngine(HasSites):
     @functools.cached_property
     def debug_names(self) -> list[str]:
         """Every input and output of a step under the documents' names, in their order."""
-        if self.manifest.kind == "module":
+        if not self.manifest.generates:
             ports = dict.fromkeys(entry.name for entry in (*self.manifest.inputs, *self.manifest.outputs))
             return [*ports, *self.added_outputs]
         names = ["input_ids", "logits", "position_ids", "attention_mask", "cache_position", *self.constant_inputs]
@@ -171,5 +171,5 @@ class LoadedEngine(HasSites):
         if (self.directory / ONNX_GRAPH).is_file():
             return read_onnx(self.directory / files.MAIN / MODEL_FILE).weights()
         tensors = load_recorded(self.manifest.model, self.manifest.dtype, self.model, self.directory)
-        prefix = f"{USER_MODULE}." if self.manifest.kind == "causal_lm" else ""
+        prefix = f"{USER_MODULE}." if self.manifest.generates else ""
         return {prefix + name: tensor for name, tensor in tensors.items()} | stored

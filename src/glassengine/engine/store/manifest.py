@@ -178,6 +178,11 @@ class Manifest(Result):
 class _Written(msgspec.Struct):
     format: Literal["glassengine engine"]
 
+    @property
+    def generates(self) -> bool:
+        """Whether it has a session: prefill and decode steps."""
+        return self.kind == "causal_lm"
+
 
 def write_manifest(manifest: Manifest, directory: Path) -> None:
     """Write `engine.json` into `directory`."""

@@ -97,7 +97,7 @@ class ModuleSide(Side):
         ) from error
 
     def _where(self) -> str:
-        if self.baseline.kind != "causal_lm":
+        if not self.baseline.generates:
             return f"step {self._steps}"
         return f"decode step {self._steps}" if self._steps else "step 0 (prefill)"
 

@@ -25,6 +25,7 @@ from glassengine.judge.sides.module import ModuleSide
 from glassengine.judge.sides.protocol import Observed, Place, Side
 from glassengine.judge.sides.step_inputs import Given, by_name, empty_caches
 from glassengine.program import LoadedModel
+from glassengine.program.generation.generation import Generation
 from glassengine.program.representation.program import Program
 from glassengine.recording.read.source import TensorSource
 from glassengine.sites import Site, other_spellings
@@ -218,14 +219,14 @@ def module_side(tensors: RecordedTensors, program: Program, **options: Any) -> R
     return RecordedModules(nn.Identity(), program, tensors=tensors, **options)
 
 
-def case_of(source: TensorSource, kind: str) -> Case | None:
-    """Return what a record was made with, for a model of a kind; None where a plain module's record does not say.
+def case_of(source: TensorSource, generation: Generation) -> Case | None:
+    """Return what a record was made with, for a model that generates so; None where a plain module's record does not say.
 
     Raises:
         IncomparableError: A language model's record does not say it: on other tokens everything is another.
     """
     case = recorded_case(source)
-    if case is None and kind == "causal_lm":
+    if case is None and generation.decodes_tokens:
         raise IncomparableError(
             "the record does not say on which tokens it was made",
             got=f"{source.path}: no token ids of distinguishable rows",
@@ -237,7 +238,7 @@ def case_of(source: TensorSource, kind: str) -> Case | None:
 
 def recorded_inputs(source: TensorSource, model: LoadedModel) -> list[dict[str, Any]] | None:
     """Return what a plain module was given in each step of a record; None where the record does not say all of it."""
-    if model.kind != "module":
+    if model.generation.takes_tokens:
         return None
     if model.stored is not None:
         names = {port.name: True for port in model.stored.inputs}

@@ -153,7 +153,7 @@ def conclude(
         exemptions=main.ledger.exemptions(),
         num_elements=main.ledger.num_elements,
         notes=() if accumulated is None else (accumulated,),
-        generates=program.kind == "causal_lm",
+        generates=program.generates,
     )
 
 

@@ -301,3 +301,10 @@ def expert_modules(model: nn.Module) -> list[str]:
     """
     # Set by transformers' decorator for experts, and by nothing else.
     return [name for name, module in model.named_modules() if hasattr(module, "_is_expert_parallel")]
+
+
+def is_pretrained(module: nn.Module) -> bool:
+    """Whether a module is a model of transformers."""
+    from transformers import PreTrainedModel
+
+    return isinstance(module, PreTrainedModel)

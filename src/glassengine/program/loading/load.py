@@ -7,7 +7,7 @@ import copy
 import hashlib
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from glassengine.errors import CorruptError, GlassError, UnknownNameError, UsageError, nearest
-from glassengine.program.kinds import image_text
-from glassengine.program.kinds.states import keeps_states
+from glassengine.program.generation.generation import PLAIN, Generation
+from glassengine.program.generation.kinds import generation_of
 from glassengine.program.loading import adapters
 from glassengine.program.loading.checkpoint_files import require_plain_files
 from glassengine.program.loading.model_class import model_class_of, without_weights
@@ -54,35 +54,31 @@ class LoadedModel:
     Attributes:
         module: The model.
         spec: What was loaded, as given.
-        kind: "causal_lm" (prefill and decode with a key/value cache) or "module" (one forward).
-        decoding: How a "module" generates nevertheless: "recurrent" (one token a step, with states), "encoder_decoder"
-            (two programs), or "" for not at all. "images" is that of a "causal_lm" with images (two programs, too).
         dtype: torch dtype name of its floating parameters.
         directory: Hugging Face directory or id with configuration and tokenizer, if it came from one.
         metadata: JSON values for engines and recordings.
+        generation: How it generates, if it does.
         stored: The program that it is already, of an ONNX file or a .pt2 file: nothing is exported.
         state: What it remembers when it is exported and run, where a forward changes that.
     """
 
     module: nn.Module
     spec: str
-    kind: str
     dtype: str
     directory: str | None
     metadata: dict[str, Any] = field(default_factory=dict)
-    decoding: str = ""
+    generation: Generation = PLAIN
     stored: Program | None = None
     state: ModuleState | None = None
 
     @property
-    def has_encoder(self) -> bool:
-        """Whether an engine of it has two programs, the first of which runs before the first step."""
-        return self.decoding in ("encoder_decoder", "images")
+    def kind(self) -> str:
+        """What manifests call it: "causal_lm" where any forward takes tokens, else "module"."""
+        return "causal_lm" if self.generation.takes_tokens else "module"
 
-    @property
-    def generates(self) -> bool:
-        """Whether an engine of it has a session."""
-        return self.kind == "causal_lm" or bool(self.decoding)
+    def judged_as(self, generation: Generation) -> LoadedModel:
+        """Return the same model, to be exported and run as another kind is."""
+        return replace(self, generation=generation)
 
 
 def load_model(
@@ -169,16 +165,9 @@ def load_model(
         found = (getattr(text, name, None) for name in names)
         value = next((value for value in found if isinstance(value, int) and value > 0), None)
         metadata |= {} if value is None else {key: value}
-    is_causal, decoding = _is_causal_lm(written), ""
-    if is_causal and keeps_states(written):
-        is_causal, decoding = False, "recurrent"
-    if is_pretrained(written) and config.is_encoder_decoder and _has_head(written):
-        decoding = "encoder_decoder"
-    if is_causal and (reason := image_text.reason_against(written)) != "":
-        decoding = "images" if reason is None else ""
-        metadata |= image_text.described(written) if reason is None else {image_text.WITHOUT_IMAGES: reason}
-    kind = "causal_lm" if is_causal else "module"
-    return LoadedModel(module, name, kind, metadata["dtype"], directory, metadata, decoding)
+    generation = generation_of(written)
+    metadata |= generation.describes(written)
+    return LoadedModel(module, name, metadata["dtype"], directory, metadata, generation)
 
 
 def fingerprint(module: nn.Module) -> str:
@@ -229,7 +218,7 @@ def _load_stored(spec: str, dtype: str, attention: str | None, adapter: str | Pa
     module.eval()
     program.metadata["fingerprint"] = fingerprint(module)
     metadata = dict(program.metadata)
-    return LoadedModel(module, spec, "module", metadata["dtype"], None, metadata, stored=program)
+    return LoadedModel(module, spec, metadata["dtype"], None, metadata, stored=program)
 
 
 def _from_transformers(
@@ -372,20 +361,3 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> None:
         config.dtype = dtype
 
 
-def is_pretrained(module: nn.Module) -> bool:
-    """Whether a module is a model of transformers."""
-    from transformers import PreTrainedModel
-
-    return isinstance(module, PreTrainedModel)
-
-
-def _is_causal_lm(module: nn.Module) -> bool:
-    model: Any = module
-    if not is_pretrained(module) or model.config.is_encoder_decoder:
-        return False
-    return _has_head(model)
-
-
-def _has_head(model: Any) -> bool:
-    """Whether a model of transformers gives logits of a next token."""
-    return bool(model.can_generate()) and model.get_output_embeddings() is not None

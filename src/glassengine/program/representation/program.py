@@ -91,6 +91,11 @@ class Program(HasSites):
     onnx: OnnxGraph | None = None
 
     @property
+    def generates(self) -> bool:
+        """Whether it is that of the steps of a model that generates: caches in, logits and caches out."""
+        return self.kind == "causal_lm"
+
+    @property
     def called_as(self) -> dict[str, str]:
         """Name by which hooks know a call -> name here; only for modules with several aliases (see `hooks`)."""
         return dict(self.metadata.get(CALLED_AS, {}))

@@ -1,0 +1,1 @@
+"""How a model generates: one object for each kind, which knows what is recognized, exported and decoded."""
