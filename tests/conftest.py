@@ -199,16 +199,16 @@ def exporting_once() -> Callable[[], contextlib.AbstractContextManager[None]]:
 
     @contextlib.contextmanager
     def context() -> Iterator[None]:
-        from glassengine import program
+        from glassengine.program.generation import generation, kinds
         from glassengine.program.representation import program as stored
 
         # One context may lie within another.
         _real.setdefault("save", stored._save_graph)
         _real.setdefault("load", stored.load_graph)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(program, "export_causal_lm", _export_once)
+            patch.setattr(generation, "export_causal_lm", _export_once)
             for name, stand_in in _TWO.items():
-                patch.setattr(program, name, stand_in)
+                patch.setattr(kinds, name, stand_in)
             patch.setattr(stored, "_save_graph", _save_once)
             patch.setattr(stored, "load_graph", _load_once)
             yield

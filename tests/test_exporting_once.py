@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from transformers.models.llama import modeling_llama
 
-from glassengine import program
 from glassengine.errors import CorruptError
 from glassengine.program.export import export
 from glassengine.program.export import two as export_two
+from glassengine.program.generation import generation
 from glassengine.program.representation import program as stored
 from glassengine.testing import models
 
@@ -57,7 +57,7 @@ class Exports:
     def again(self, change: Callable[[Any], object] = lambda _: None, **options: Any) -> Any:
         model = models.llama(vocab_size=self._size)
         change(model)
-        return program.export_causal_lm(model, **options)
+        return generation.export_causal_lm(model, **options)
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ def check_program(name: str, subject: conformance.Subject) -> conformance.Confor
         subject: The same, prepared.
     """
     family, _, part = name.partition(" ")
-    if subject.program.kind == "causal_lm":
+    if subject.program.generates:
         # Decoding of an encoder-decoder begins with one token: there is nothing to pad.
         scenarios = [one for one in SCENARIOS if not part or "left_padding" not in one]
         return joined([conformance.check_generation(subject, **one) for one in scenarios])

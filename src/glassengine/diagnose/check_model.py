@@ -24,8 +24,8 @@ from glassengine.backends.registry import get_backend
 from glassengine.compare.matching.maps import load_map
 from glassengine.diagnose.ladder.accumulated import judge_alike
 from glassengine.diagnose.ladder.bisect_release import bisect_release
-from glassengine.diagnose.ladder.encoder_decoder import beside_source, joined, start_both
-from glassengine.diagnose.ladder.image_text import start_with_images
+from glassengine.diagnose.ladder.encoder_decoder import joined
+from glassengine.diagnose.ladder.generations import JUDGED
 from glassengine.diagnose.ladder.op_by_op import explain
 from glassengine.diagnose.ladder.other_model import add_model, start_stage
 from glassengine.diagnose.ladder.rungs import (
@@ -35,7 +35,6 @@ from glassengine.diagnose.ladder.rungs import (
     add_op_by_op,
     add_record,
     arguments_of,
-    start,
 )
 from glassengine.diagnose.ladder.step_by_step import numbered, staged
 from glassengine.diagnose.quantization.check import check_quantized_checkpoint, is_quantized_candidate
@@ -47,7 +46,6 @@ from glassengine.engine.run.engine import Engine, load
 from glassengine.errors import IncomparableError, UnknownNameError, UsageError
 from glassengine.judge.cases import (
     Case,
-    beside_tokens,
     in_one_forward,
     read_inputs,
     tokens_in_one_forward,
@@ -66,7 +64,8 @@ from glassengine.judge.verdict.severity import Severity
 from glassengine.numerics.ops import ACCUMULATIONS, Accumulation
 from glassengine.numerics.verdict import unit_roundoff
 from glassengine.program import load_model
-from glassengine.program.kinds.image_text import IMAGE_TOKEN, PIXELS, WITHOUT_IMAGES, without_derived
+from glassengine.program.generation.generation import PLAIN
+from glassengine.program.kinds.image_text import IMAGE_TOKEN, WITHOUT_IMAGES
 from glassengine.progress import Progress, Work, silent
 from glassengine.recording.read.source import file_suffixes, open_source
 from glassengine.results import Comparison, Skipped
@@ -169,32 +168,29 @@ def check(
     model = load_model(baseline, dtype=wanted, adapter=adapter, **options)
     given = read_inputs(inputs) if record is None or inputs is not None else recorded_inputs(record, model)
     # An engine is judged on the very programs that it generates with; a port need not have such.
-    alone = candidate is not None and (engine is None or engine.manifest.kind == "module")
-    if model.decoding == "images" and (alone or (engine is not None and not engine.manifest.has_encoder)):
+    alone = candidate is not None and (engine is None or not engine.manifest.generates)
+    without_encoder = engine is not None and not engine.manifest.has_encoder
+    if IMAGE_TOKEN in model.metadata and (alone or without_encoder):
         why = "with images a port is judged in one forward, of --inputs" if engine is None else "the engine takes none"
         model.metadata[WITHOUT_IMAGES], alone = why, True
     if alone:
-        model = replace(model, decoding="")
-    if model.decoding == "recurrent":
-        model = replace(model, kind="causal_lm")
-    if model.decoding == "images" and given is not None and not isinstance(given, str):
-        given = [without_derived(step, model.metadata[IMAGE_TOKEN]) for step in given]
-    is_double = model.decoding == "encoder_decoder"
-    more = beside_tokens(given) if model.kind == "causal_lm" else beside_source(model, given) if is_double else []
-    if model.decoding == "images":
-        more = [name for name in more if name != PIXELS]
+        model = model.judged_as(model.generation.alone)
+    judged = JUDGED[model.generation]
+    given = judged.given(model, given)
+    more = judged.beside(model, given)
     if more:
-        model, given = replace(model, kind="module", decoding=""), in_one_forward(given)
+        model, given = model.judged_as(PLAIN), in_one_forward(given)
     without_decoding = f"{', '.join(more)} given: the model is judged as a plain module" if more else None
     other = None
     if candidate is not None and engine is None and record is None:
         progress(Work.LOADING.says("loading the candidate"))
-        other = replace(load_model(candidate, dtype=dtype, **options), decoding="")
-        if model.kind == "causal_lm" and other.kind == "module":
+        other = load_model(candidate, dtype=dtype, **options)
+        other = other.judged_as(other.generation.alone)
+        if model.generation.generates and not other.generation.generates:
             given = tokens_in_one_forward(model, other.module, given)
-            model, without_decoding = replace(model, kind="module"), "the candidate is a plain module"
-        elif model.kind == "module" and other.kind == "causal_lm":
-            given, other = in_one_forward(given), replace(other, kind="module")
+            model, without_decoding = model.judged_as(PLAIN), "the candidate is a plain module"
+        elif other.generation.generates and not model.generation.generates:
+            given, other = in_one_forward(given), other.judged_as(PLAIN)
     held = quantized_in_memory(model, other)
     if other is not None and (held is not None or (is_quantized_file(other) and not is_quantized_file(model))):
         if reproduction is not None or accumulation is not None:
@@ -203,23 +199,19 @@ def check(
             return check_quantized_module(model, other, held, given, **told)
         told_again = partial(check, inputs=inputs, min_coverage=min_coverage, **told, **options)
         return check_quantized_file(baseline, model, other, given, told_again)
-    parts = _parts(engine, 2 if model.has_encoder else 1)
+    parts = _parts(engine, 2 if model.generation.has_encoder else 1)
     of_stages: Sequence[Any] = (None,) * len(parts)
     with ExitStack() as stack:
         stack.enter_context(threads_for(model.module))
-        case = case_of(record, model.kind) if record is not None and inputs is None else None
-        if model.decoding == "encoder_decoder":
-            climbs: Sequence[Climb] = start_both(model, given, steps, stack, progress)
-        elif model.decoding == "images":
-            climbs = start_with_images(model, given, steps, stack, progress)
-            parts = parts[-len(climbs) :]
-        elif other is not None and model.kind == "module":
+        case = case_of(record, model.generation) if record is not None and inputs is None else None
+        if other is not None and not model.generation.generates:
             of_stages = staged(model, other, arguments_of(model, given), progress)
-            climbs = [start_stage(stage, stack, progress) for stage in of_stages]
+            climbs: Sequence[Climb] = [start_stage(stage, stack, progress) for stage in of_stages]
             parts = [None] * len(climbs)
         else:
-            climbs = [start(model, given, steps, stack, progress, case)]
-        if model.kind == "causal_lm" and (reason := model.metadata.get(WITHOUT_IMAGES)):
+            climbs = JUDGED[model.generation].start(model, given, steps, stack, progress, case)
+            parts = parts[-len(climbs) :]
+        if model.generation.decodes_tokens and (reason := model.metadata.get(WITHOUT_IMAGES)):
             climbs[0].skipped.append(Skipped("images", "both", f"judged from text alone: {reason}"))
         if without_decoding is not None:
             climbs[0].skipped.append(Skipped("decode steps", "both", f"{without_decoding}, without a decode loop"))
@@ -350,7 +342,7 @@ def _severity_counter(climb: Climb, progress: Progress) -> Callable[[Case, int, 
         nonlocal judged
         judged += 1
         progress(Work.JUDGING.says(f"judging: {judged} of {total} steps", judged, total))
-        if climb.program.kind != "causal_lm":
+        if not climb.program.generates:
             return
         assert climb.model.logits is not None
         node = climb.program.output_nodes["logits"]

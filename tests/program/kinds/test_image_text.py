@@ -9,9 +9,11 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from glassengine import program
 from glassengine.errors import UsageError
 from glassengine.program import export_programs, load_model
+from glassengine.program.generation import generation, kinds
+from glassengine.program.generation.generation import CAUSAL
+from glassengine.program.generation.kinds import IMAGE_TEXT
 from glassengine.program.kinds import causal_lm, image_text
 from glassengine.program.kinds.image_text import index_of, padded_features, reason_against, require_features, rows_of
 from glassengine.testing import models
@@ -75,20 +77,20 @@ def qwen2_vl() -> nn.Module:
 
 def test_models_that_images_are_not_built_for_say_why() -> None:
     loaded = load_model(qwen2_vl())
-    assert (loaded.kind, loaded.decoding, loaded.has_encoder) == ("causal_lm", "", False)
+    assert loaded.generation is CAUSAL
     assert loaded.metadata[image_text.WITHOUT_IMAGES] == "its images come with image_grid_thw"
     text = load_model(models.llama())
     assert reason_against(text.module) == "" and image_text.WITHOUT_IMAGES not in text.metadata
     llava = load_model(models.llava(num_layers=1, image_size=8))
-    assert llava.decoding == "images" and llava.has_encoder and llava.metadata[image_text.IMAGE_TOKEN] == TOKEN
+    assert llava.generation is IMAGE_TEXT and llava.metadata[image_text.IMAGE_TOKEN] == TOKEN
 
 
 def test_a_model_that_cannot_be_traced_with_images_is_built_without(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise UsageError("torch.export cannot trace Vision", got="TypeError: planted\nand more")
 
-    monkeypatch.setattr(program, "export_image_text", refuse)
-    monkeypatch.setattr(program, "export_causal_lm", lambda module, **_: f"of text: {type(module).__name__}")
+    monkeypatch.setattr(kinds, "export_image_text", refuse)
+    monkeypatch.setattr(generation, "export_causal_lm", lambda module, **_: f"of text: {type(module).__name__}")
     loaded = load_model(models.llava(num_layers=1, image_size=8))
     assert export_programs(loaded) == ("of text: LlavaForConditionalGeneration",)
     reason = "torch.export cannot trace Vision: TypeError: planted"

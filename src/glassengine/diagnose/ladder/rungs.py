@@ -42,8 +42,8 @@ from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
 from glassengine.program import LoadedModel, Program, example_inputs, export_program, load_inputs
 from glassengine.program.inputs.modules import module_inputs
 from glassengine.program.inputs.programs import stored_inputs
-from glassengine.program.kinds.steps import MadeUp
 from glassengine.program.kinds.causal_lm import is_pretrained
+from glassengine.program.kinds.steps import MadeUp
 from glassengine.program.representation.derived import From
 from glassengine.program.representation.outputs import OutputPlan, plan_outputs
 from glassengine.program.representation.passes import apply_pass

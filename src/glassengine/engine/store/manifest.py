@@ -174,14 +174,14 @@ class Manifest(Result):
     schema_version: int = SCHEMA_VERSION
     format: str = FORMAT
 
-
-class _Written(msgspec.Struct):
-    format: Literal["glassengine engine"]
-
     @property
     def generates(self) -> bool:
         """Whether it has a session: prefill and decode steps."""
         return self.kind == "causal_lm"
+
+
+class _Written(msgspec.Struct):
+    format: Literal["glassengine engine"]
 
 
 def write_manifest(manifest: Manifest, directory: Path) -> None:

@@ -220,7 +220,7 @@ def module_side(tensors: RecordedTensors, program: Program, **options: Any) -> R
 
 
 def case_of(source: TensorSource, generation: Generation) -> Case | None:
-    """Return what a record was made with, for a model that generates so; None where a plain module's record does not say.
+    """Return what a record was made with; None where a plain module's record does not say.
 
     Raises:
         IncomparableError: A language model's record does not say it: on other tokens everything is another.

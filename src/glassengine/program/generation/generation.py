@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import nn
@@ -173,12 +173,11 @@ class Recurrent(Causal):
     name: str = "recurrent"
     takes_tokens: bool = False
     one_token: bool = True
-    plain: Generation = field(default_factory=lambda: PLAIN)
 
     @property
     def alone(self) -> Generation:
         """One forward of the whole sequence."""
-        return self.plain
+        return PLAIN
 
     def recognizes(self, module: Any) -> bool:
         """Whether it is a decoder of transformers whose layers keep states."""
@@ -190,12 +189,12 @@ class Recurrent(Causal):
 
     def export(self, model: Exported, inputs: Inputs, stages: Stages) -> tuple[Program, ...]:
         """Export the steps, or a forward of given inputs."""
-        return super().export(model, None, stages) if inputs is None else self.plain.export(model, inputs, stages)
+        return super().export(model, None, stages) if inputs is None else PLAIN.export(model, inputs, stages)
 
 
-PLAIN = Plain()
-CAUSAL = Causal()
-RECURRENT = Recurrent()
+PLAIN: Generation = Plain()
+CAUSAL: Generation = Causal()
+RECURRENT: Generation = Recurrent()
 
 
 def is_decoder(module: Any) -> bool:

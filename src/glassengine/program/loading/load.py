@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from glassengine.errors import CorruptError, GlassError, UnknownNameError, UsageError, nearest
 from glassengine.program.generation.generation import PLAIN, Generation
 from glassengine.program.generation.kinds import generation_of
+from glassengine.program.kinds.causal_lm import is_pretrained
 from glassengine.program.loading import adapters
 from glassengine.program.loading.checkpoint_files import require_plain_files
 from glassengine.program.loading.model_class import model_class_of, without_weights
@@ -359,5 +360,3 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> None:
     if is_pretrained(module):
         config: Any = module.config
         config.dtype = dtype
-
-
