@@ -18,7 +18,7 @@ from transformers.models.llama import modeling_llama
 from glassengine.errors import CorruptError
 from glassengine.program.export import export
 from glassengine.program.export import two as export_two
-from glassengine.program.generation import generation
+from glassengine.program.generation import generation, kinds
 from glassengine.program.representation import program as stored
 from glassengine.testing import models
 
@@ -247,7 +247,7 @@ def test_both_programs_of_what_has_two(
     monkeypatch.setattr(export_two, name, really)
     given = [{"input_ids": torch.ones(1, 4, dtype=torch.int64)}]
     with exporting_once():
-        export_both = getattr(program, name)
+        export_both = getattr(kinds, name)
         encoder, decoder = export_both(Scaled(), given, metadata={"model": "one"})
         again = export_both(Scaled(), given)
         assert len(made) == 1 and again[0].exported is encoder.exported and again[1].exported is decoder.exported
