@@ -10,7 +10,7 @@ WORKERS ?= $(shell $(PYTHON) -c "import os; print(max(2, min(4, os.cpu_count() o
 test test-all test-cuda test-foreign test-foreign-onnx: export OMP_NUM_THREADS = 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-all test-cuda test-foreign test-foreign-onnx lint docs pictures dist bench audit sbom lock fuzz faults
+.PHONY: demo test test-all test-cuda test-foreign test-foreign-onnx lint docs pictures schemas dist bench audit sbom lock fuzz faults
 
 demo: $(STAMP)
 	$(BIN)/glass check examples/tiny-llama
@@ -50,6 +50,10 @@ lint: $(STAMP)
 # The picture in README.md, from a real run; after a change of what `glass check` prints.
 pictures: $(STAMP)
 	$(BIN)/python docs/pictures/draw.py
+
+# The JSON schemas of --json, from the classes of the results.
+schemas: $(STAMP)
+	$(BIN)/python -m glassengine.schemas.generate
 
 # The documentation site, into site/; a warning (a link or an anchor that leads nowhere, a page that is in no menu) is an error.
 docs: $(TOOLS)/.installed

@@ -21,7 +21,7 @@ FLOORS = (
     {"errors", "lazy", "plugins", "progress"},
     {"environment", "reading", "torch_versions", "writing"},
     {"accelerators", "sites", "taps", "results", "blocks", "spans", "ops"},
-    {"recording", "program"},
+    {"recording", "program", "schemas"},
     {"numerics"},
     {"compare", "capture", "executable"},
     {"report", "backends"},
@@ -35,7 +35,18 @@ FLOORS = (
 FLOOR_OF = {unit: level for level, floor in enumerate(FLOORS) for unit in floor}
 
 # Beside the public names, what the command line may use: reading, writing, the words it prints, its exit status.
-CLI_MAY_IMPORT = {"commands", "errors", "progress", "environment", "reading", "results", "report", "writing", "cli"}
+CLI_MAY_IMPORT = {
+    "commands",
+    "errors",
+    "progress",
+    "environment",
+    "reading",
+    "results",
+    "schemas",
+    "report",
+    "writing",
+    "cli",
+}
 
 MAX_LINES = 400
 

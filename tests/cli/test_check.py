@@ -116,7 +116,7 @@ def test_json_to_a_file_keeps_the_screen(
         (["{file}:clean", "--dtype", "float99"], 2, "unknown dtype"),
         # Said before anything is loaded.
         (["nowhere/at/all", "--backend", "inducktor"], 2, "nearest: inductor"),
-        (["{file}:clean", "--candidate", "{file}:wrong", "--backend", "eager"], 2, "leave them out"),
+        (["{file}:clean", "--candidate", "{file}:wrong", "--backend", "eager"], 2, "remove them"),
         (["{file}:clean", "--candidate", "{file}:vision", "--inputs", "{ids}"], 4, "takes other inputs"),
         (
             ["{file}:clean", "--pass", "{file}:missing", "--backend", "eager", "--inputs", "{ids}"],

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import glassengine
-from glassengine import environment
+from glassengine import commands, environment
 from glassengine.cli.main import main
 from glassengine.executable.cache.key import digest, surroundings
 from glassengine.executable.cache.store import Manifest, Store, list_files
@@ -168,7 +168,7 @@ def test_calibration_shows_what_is_more_than_rounding(
 ) -> None:
     entry = {"backend": "some", "version": "1", "instruction_set": "avx2"}
     errors = {"float32": {"sigmoid": [1.2e-7, 0.0, 1e-8, 0.0, 0.0], "exp": [0.0, 0.0, 1e-8, 0.0, 0.0]}}
-    monkeypatch.setitem(vars(glassengine), "calibrate", lambda: [{**entry, "errors": errors}])
+    monkeypatch.setitem(vars(commands), "calibrate", lambda: [{**entry, "errors": errors}])
     assert main(["doctor", "--calibrate"]) == 0
     shown = capsys.readouterr().out
     assert "2 kernels measured, 1 as accurate as rounding" in shown

@@ -7,7 +7,7 @@ import importlib
 import inspect
 import pkgutil
 import re
-from typing import Any
+from typing import Any, is_typeddict
 
 from glassengine import results
 from glassengine.engine.build.outputs import BuildPlan
@@ -17,7 +17,7 @@ CLASSES: dict[str, Any] = {"BuildPlan": BuildPlan, "Manifest": Manifest} | {
     name: cls
     for module in pkgutil.iter_modules(results.__path__, f"{results.__name__}.")
     for name, cls in vars(importlib.import_module(module.name)).items()
-    if dataclasses.is_dataclass(cls)
+    if dataclasses.is_dataclass(cls) or is_typeddict(cls)
 }
 """What a document is made of, by name."""
 FUNCTIONS_ONLY = {"ErrorHistogram", "LogitsDifference", "PatternMismatches", "SliceMaxima", "UlpDistance"}
@@ -38,10 +38,17 @@ def table(name: str) -> str:
     meanings = {"schema_version": "Of the document.", "format": "Of the file.", **attributes(doc)}
     lines = [f"\n### {name}\n", f"{doc.partition(chr(10) * 2)[0].replace(chr(10), ' ')}\n"]
     lines += ["| key | type | meaning |", "|---|---|---|"]
-    for field in dataclasses.fields(CLASSES[name]):
-        meaning = meanings.get(field.name, "").replace("|", "\\|")
-        lines.append(f"| `{field.name}` | {json_type(str(field.type))} | {meaning} |")
+    for key, kind in types(CLASSES[name]).items():
+        meaning = meanings.get(key, "").replace("|", "\\|")
+        lines.append(f"| `{key}` | {json_type(kind)} | {meaning} |")
     return "\n".join(lines) + "\n"
+
+
+def types(cls: Any) -> dict[str, str]:
+    """Return key -> annotation, as the source has it."""
+    if is_typeddict(cls):
+        return {key: kind.__forward_arg__ for key, kind in cls.__annotations__.items()}
+    return {field.name: str(field.type) for field in dataclasses.fields(cls)}
 
 
 def attributes(doc: str) -> dict[str, str]:
@@ -72,7 +79,8 @@ def json_type(annotation: str) -> str:
         of = json_type(inside.removesuffix("]").partition(", ...")[0].partition(", ")[0])
         return f"list of {of}"
     if base in ("Mapping", "dict"):
-        return "object"
+        of = inside.removesuffix("]").partition(", ")[2]
+        return f"object of {json_type(of)}" if of in CLASSES else "object"
     if base in CLASSES:
         return f"[{base}](#{base.lower()})"
     return _WORDS.get(base, "object")

@@ -17,15 +17,14 @@ from typing import Any
 from glassengine.cli.options import settings
 from glassengine.errors import UsageError
 from glassengine.results.base import plain
+from glassengine.results.comparison import SCHEMA_VERSION
 from glassengine.writing.files import aside
 from glassengine.writing.locations import local
 
-SCHEMA_VERSION = 1
-
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 _FILE = re.compile(r"-|/dev/.*|.*\.json", re.DOTALL)
-_BEGINNING = b'{\n  "schema_version": '
-"""How every document of ours begins."""
+_BEGINNINGS = (b'{\n  "schema_version": ', b'{\n  "$schema": ')
+"""How every document of ours begins, and every schema."""
 
 
 def spelled_out(words: Sequence[str]) -> list[str]:
@@ -58,8 +57,8 @@ def require_place(destination: str) -> None:
     if destination == "-" or not target.is_file():
         return
     with target.open("rb") as file:
-        beginning = file.read(len(_BEGINNING))
-    if beginning not in (b"", _BEGINNING):
+        beginning = file.read(max(map(len, _BEGINNINGS)))
+    if beginning and not beginning.startswith(_BEGINNINGS):
         raise UsageError(
             "--json replaces only what glass itself wrote",
             got=f"{destination}, another file",
@@ -90,7 +89,15 @@ def write_json(document: Mapping[str, Any], destination: str) -> None:
         import glassengine as glass
 
         document = {**document, "metrics": glass.metrics.current().to_dict()}
-    text = json_text({"schema_version": SCHEMA_VERSION, **document})
+    write_text(json_text({"schema_version": SCHEMA_VERSION, **document}), destination)
+
+
+def write_text(text: str, destination: str) -> None:
+    """Write a text to the file `destination`, whole or not at all, or to stdout when that is "-".
+
+    Raises:
+        UsageError: As of `require_place`.
+    """
     if destination == "-":
         sys.stdout.write(text)
         return

@@ -21,6 +21,7 @@ from glassengine.cli.foreign import absent
 from glassengine.cli.interrupts import heard
 from glassengine.cli.options import err, settings
 from glassengine.errors import GlassError, UsageError
+from glassengine.results.failure import failure
 
 BUG_STATUS = 70
 INTERRUPTED_STATUS = 130
@@ -76,10 +77,8 @@ def _write(error: GlassError, status: int) -> None:
     """Write the error as JSON if a document was asked for."""
     if settings.json is None:
         return
-    parts = {name: getattr(error, name) for name in ("what", "got", "expected", "hint")}
-    document = {"schema_version": 1, "ok": False, "exit_status": status, "error": parts}
     with contextlib.suppress(OSError, GlassError):  # of which the message on stderr tells already
-        write_json(document, settings.json)
+        write_json(failure(error, status).to_dict(), settings.json)
 
 
 def _missing_package(error: BaseException) -> UsageError | None:

@@ -36,6 +36,7 @@ COMMANDS = {
     "snapshot": "Show the content of a snapshot, or pack it into one file.",
     "replay": "Run a snapshot again, without the original code.",
     "verify": "Check the signature and all files of an engine, without running it.",
+    "schema": "Print the JSON schema of the --json document of a command.",
     "doctor": "Show versions, processor, compiler and back-ends of this machine.",
 }
 

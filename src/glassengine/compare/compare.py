@@ -146,8 +146,8 @@ def compare(
             unmatched_baseline=unmatched["baseline"],
             unmatched_candidate=unmatched["candidate"],
             not_recorded=len(not_tensors),
-        )
-        | {"missing_steps": len(steps[0] ^ steps[1])},
+            missing_steps=len(steps[0] ^ steps[1]),
+        ),
         pairs=tuple(pairs),
         skipped=(*not_tensors, *skipped),
         environment={"baseline": _environment(left), "candidate": _environment(right)},

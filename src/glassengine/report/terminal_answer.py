@@ -50,7 +50,7 @@ def _result(found: ResultComparison) -> str:
 def _tokens(result: Comparison, found: ResultComparison) -> str:
     """Say whether a token changes, where the result is logits of a language model."""
     severity = result.severity.get(found.rung)
-    if found.name != "logits" or not severity or not severity.get("num_tokens"):
+    if found.name != "logits" or severity is None or severity["token_agreement"] is None:
         return ""
     number = severity["num_tokens"]
     changed = number - round(severity["token_agreement"] * number)

@@ -26,12 +26,15 @@ from glassengine.results.comparison import (
     SCHEMA_VERSION,
     Comparison,
     Comparisons,
+    Counts,
     Divergence,
     Pair,
     Rung,
     Skipped,
+    TokenAgreement,
     WeightsComparison,
     WrittenDifferently,
+    added,
     counts_of,
 )
 from glassengine.results.compilation import (
@@ -52,6 +55,11 @@ from glassengine.results.engines import (
 from glassengine.results.exempt import (
     Exemption,
     ExemptionReason,
+)
+from glassengine.results.failure import (
+    Failure,
+    Message,
+    failure,
 )
 from glassengine.results.figures import (
     ErrorHistogram,
@@ -99,12 +107,14 @@ __all__ = [
     "Comparison",
     "Comparisons",
     "Compilation",
+    "Counts",
     "Divergence",
     "DriftRow",
     "EngineColumn",
     "ErrorHistogram",
     "Exemption",
     "ExemptionReason",
+    "Failure",
     "Figures",
     "Fineness",
     "Forward",
@@ -113,6 +123,7 @@ __all__ = [
     "InputUsed",
     "ListedSnapshot",
     "LogitsDifference",
+    "Message",
     "MetricSummary",
     "MetricsReport",
     "MinimalOp",
@@ -135,11 +146,14 @@ __all__ = [
     "Standing",
     "StepDifference",
     "Summary",
+    "TokenAgreement",
     "TokenDifference",
     "UlpDistance",
     "Verdict",
     "WeightsComparison",
     "WrittenDifferently",
+    "added",
     "counts_of",
+    "failure",
     "worst",
 ]

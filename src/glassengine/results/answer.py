@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from glassengine.results.base import FLAGGED, Result, Verdict
-
-if TYPE_CHECKING:
-    from glassengine.results.inputs_used import InputUsed
+from glassengine.results.inputs_used import InputUsed
 
 Standing = Literal[
     "ok", "results differ", "differs inside", "token changes", "weights differ", "over budget", "too little judged"

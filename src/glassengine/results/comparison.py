@@ -7,15 +7,63 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict, cast
 
 from glassengine.results.answer import CaseInputs, DriftRow, Fineness, ResultComparison, Standing
-from glassengine.results.base import VERDICTS, Hint, Result, Verdict
+from glassengine.results.base import Hint, Result, Verdict
 from glassengine.results.exempt import Exemption
 from glassengine.results.figures import Figures, Summary
 from glassengine.results.quantized import Quantization
 
 SCHEMA_VERSION = 1
+
+
+class Counts(TypedDict):
+    """How many tensors were compared, by verdict, and how many could not be.
+
+    Attributes:
+        compared: Pairs; the four verdicts add up to it.
+        identical: Of these.
+        rounding: Of these.
+        suspicious: Of these.
+        wrong: Of these.
+        inherited: Pairs whose error was carried in by the inputs.
+        unmatched_baseline: Tensors of the baseline without a counterpart.
+        unmatched_candidate: Tensors of the candidate without a counterpart.
+        not_recorded: Tensors of which no values were recorded.
+        missing_steps: Steps that only one side has.
+    """
+
+    compared: int
+    identical: int
+    rounding: int
+    suspicious: int
+    wrong: int
+    inherited: int
+    unmatched_baseline: int
+    unmatched_candidate: int
+    not_recorded: int
+    missing_steps: int
+
+
+class TokenAgreement(TypedDict):
+    """How much a disagreement of the logits of the last position matters to the user of the model.
+
+    Attributes:
+        num_tokens: Over all steps.
+        token_agreement: Share of tokens that are the same, ties included; null without tokens.
+        num_ties: Tokens that differ because rounding decides between two.
+        mean_kl: Mean divergence of the next token, in nats.
+        max_kl: Largest of a step.
+        first_changed_token: Case, step, row and both tokens.
+    """
+
+    num_tokens: int
+    token_agreement: float | None
+    num_ties: int
+    mean_kl: float | None
+    max_kl: float
+    first_changed_token: str | None
 
 
 @dataclass(frozen=True)
@@ -220,7 +268,7 @@ class Comparison(Result):
         verdict: The worst of all tensors and results.
         first_divergence: The first op in order of execution that introduced an error; None where none did.
         origins: All of them.
-        counts: "compared", each verdict, "inherited", "unmatched_baseline", "unmatched_candidate", "not_recorded".
+        counts: Of tensors: how many were compared, and why others were not.
         pairs: Every tensor that was judged.
         skipped: Every tensor that was not.
         environment: Of both sides: versions, processor, flags.
@@ -253,13 +301,13 @@ class Comparison(Result):
     verdict: Verdict
     first_divergence: Divergence | None
     origins: tuple[Divergence, ...]
-    counts: Mapping[str, int]
+    counts: Counts
     pairs: tuple[Pair, ...]
     skipped: tuple[Skipped, ...]
     environment: Mapping[str, Any]
     coverage: float
     rungs: tuple[Rung, ...] = ()
-    severity: Mapping[str, Any] = field(default_factory=dict)
+    severity: Mapping[str, TokenAgreement] = field(default_factory=dict)
     not_ok_because: str | None = None
     too_little: bool = False
     calibration: str | None = None
@@ -280,17 +328,32 @@ class Comparison(Result):
 
 
 def counts_of(
-    pairs: Sequence[Pair], *, unmatched_baseline: int, unmatched_candidate: int, not_recorded: int
-) -> dict[str, int]:
+    pairs: Sequence[Pair],
+    *,
+    unmatched_baseline: int,
+    unmatched_candidate: int,
+    not_recorded: int,
+    missing_steps: int = 0,
+) -> Counts:
     """Return the counts that every comparison has: of `pairs` by verdict, and of what could not be paired."""
     return {
         "compared": len(pairs),
-        **{name: sum(pair.verdict == name for pair in pairs) for name in VERDICTS},
+        "identical": sum(pair.verdict == "identical" for pair in pairs),
+        "rounding": sum(pair.verdict == "rounding" for pair in pairs),
+        "suspicious": sum(pair.verdict == "suspicious" for pair in pairs),
+        "wrong": sum(pair.verdict == "wrong" for pair in pairs),
         "inherited": sum(pair.inherited for pair in pairs),
         "unmatched_baseline": unmatched_baseline,
         "unmatched_candidate": unmatched_candidate,
         "not_recorded": not_recorded,
+        "missing_steps": missing_steps,
     }
+
+
+def added(first: Counts, second: Counts) -> Counts:
+    """Return the counts of two parts of one comparison."""
+    left, right = (cast("Mapping[str, int]", counts) for counts in (first, second))
+    return cast("Counts", {name: number + right[name] for name, number in left.items()})
 
 
 @dataclass(frozen=True)

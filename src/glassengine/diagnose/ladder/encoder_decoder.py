@@ -28,7 +28,7 @@ from glassengine.program import LoadedModel, export_programs
 from glassengine.program.kinds.encoder_decoder import SOURCE_MASK, Encoder, start_token, takes_mask
 from glassengine.program.kinds.example_inputs import encoder_inputs
 from glassengine.progress import Progress, Work
-from glassengine.results import Comparison, Rung, WeightsComparison, worst
+from glassengine.results import Comparison, Rung, WeightsComparison, added, worst
 
 DECODER_IDS = "decoder_input_ids"
 
@@ -166,7 +166,7 @@ def joined(encoder: Comparison, decoder: Comparison) -> Comparison:
         verdict=worst([encoder.verdict, decoder.verdict]),
         first_divergence=min(firsts, key=lambda first: names.index(first.rung or ""), default=None),
         origins=encoder.origins + decoder.origins,
-        counts={name: number + decoder.counts[name] for name, number in encoder.counts.items()},
+        counts=added(encoder.counts, decoder.counts),
         pairs=encoder.pairs + decoder.pairs,
         skipped=encoder.skipped + decoder.skipped,
         coverage=min(encoder.coverage, decoder.coverage),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+
+from glassengine.results import TokenAgreement
 
 _TIE = 8.0
 """A changed token is a tie up to this many times the noise: a margin holds four independent errors of two sides, so its
@@ -54,7 +55,7 @@ class Severity:
                     f"{where}, row {row}: token {int(theirs[row])} for {int(ours[row])} (margin {margin:.3g})"
                 )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> TokenAgreement:
         """Return JSON-ready figures; `token_agreement` counts ties as agreement."""
         agreeing = self.num_agreeing + self.num_ties
         return {

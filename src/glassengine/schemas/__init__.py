@@ -1,0 +1,29 @@
+"""The published JSON schemas of `--json`: one file per command, generated from the classes of `glassengine.results`.
+
+`glass schema check` prints one. A schema is closed: a key that is not in it is no key of the document. `make schemas`
+writes the files anew; a test compares them with the classes, and validates real documents.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from typing import Any
+
+from glassengine.errors import UnknownNameError
+
+COMMANDS = ("check", "check-training", "compare")
+"""Commands whose documents have a schema; that of `check-training` is that of `check`."""
+
+
+def schema(command: str) -> dict[str, Any]:
+    """Return the JSON schema (draft 2020-12) of the documents of a command.
+
+    Raises:
+        UnknownNameError: There is none for it.
+    """
+    if command not in COMMANDS:
+        raise UnknownNameError("command with a schema", command, COMMANDS, hint="glass schema check")
+    name = command.removesuffix("-training")
+    found: dict[str, Any] = json.loads(files(__name__).joinpath(f"{name}.json").read_text(encoding="utf-8"))
+    return found
