@@ -33,6 +33,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Threads of OpenMP that spin while they wait make torch many times slower as soon as anything else runs.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / ".cache" / "inductor"))
+# The code around the kernels of an engine takes as long to compile as all kernels, and no test measures its speed.
+os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
 # Whether a graph is compiled must not depend on earlier runs: tests of the cache name a directory of their own.
 os.environ["GLASS_CACHE_MAX_BYTES"] = "0"
 # Nobody's real key marks the engines of tests.
