@@ -229,7 +229,7 @@ class _Kept(dict[Any, Any]):
             made = make()
             before = state(made)
         self[key] = made, before
-        for oldest in list(self)[:-16]:
+        for oldest in list(self)[:-48]:
             del self[oldest]
         return made
 

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 from torch import nn
 
-from glassengine.program.export.export import export_causal_lm
+from glassengine import program
 from glassengine.program.representation.program import Program
 from glassengine.testing import models
 from glassengine.testing.checkpoints import save_checkpoint
+
+ExportingOnce = Callable[[], AbstractContextManager[None]]
 
 _made: dict[str, tuple[nn.Module, Program]] = {}
 
 
 @pytest.fixture(scope="session")
-def exported() -> Callable[[str], tuple[nn.Module, Program]]:
+def exported(exporting_once: ExportingOnce) -> Callable[[str], tuple[nn.Module, Program]]:
     """Return a function: name of a tiny causal LM -> (the untouched model, its program)."""
 
     def make(name: str) -> tuple[nn.Module, Program]:
         if name not in _made:
             model = models.CAUSAL_LMS[name]()
-            _made[name] = model, export_causal_lm(model)
+            with exporting_once():
+                _made[name] = model, program.export_causal_lm(model)
         return _made[name]
 
     return make
