@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from glassengine.ops.traits import traits_of_target
+
 Place = int | str
 """Where an argument stands: its position, or its name where it is given by keyword."""
 
 _NUMERIC = {"Tensor", "number", "Optional[number]", "float", "Optional[float]", "List[number]", "List[float]"}
 _SHAPING = {"arange", "range"}  # operations whose numbers are sizes
-_UNWRITTEN = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_"}
 _UNCOUNTED = {"profiler", "prim", "inductor", "c10d", "_c10d_functional"}
 _RANDOM = "random numbers are torch's own, so that a seed means the same"
 _DYNAMIC = "the shape of its result depends on values"
@@ -89,7 +90,8 @@ def examine(op: OpOverload) -> Operation:
     computes = not (
         op.is_view
         or torch.Tag.inplace_view in op.tags
-        or op._overloadpacket.__name__ in _UNWRITTEN
+        or traits_of_target(op).is_unwritten
+        or op._overloadpacket.__name__ == "resize_"
         or op.namespace in _UNCOUNTED
     )
     return Operation(

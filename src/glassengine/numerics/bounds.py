@@ -40,6 +40,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from glassengine.numerics import composite_bounds as composite
+from glassengine.numerics.kernels import assumed
 from glassengine.numerics.mask_values import size_but_hidden
 from glassengine.numerics.ops import U_ACCUMULATE, Operation, Roundoff
 from glassengine.ops.row import Rounding
@@ -61,8 +62,6 @@ def rounding_bound(operation: Operation, roundoff: Roundoff) -> Tensor | None:
         roundings = 4 if traits.relative_to_argument else 2
         inputs = max(u_in, roundoff.u_w, u if traits.several_steps else 0.0)
         bound = (roundings * u + 4 * U_ACCUMULATE) * size + _carried(operation, roundoff, inputs)
-        if traits.absolute_error and roundoff.kernel is None:
-            bound = bound + 12 * U_ACCUMULATE
     elif traits.rounding is Rounding.SUMS:
         bound = 2 * u * size + 4 * math.sqrt(operation.num_terms) * U_ACCUMULATE * operation.on(torch.abs).abs()
         if u_in:
@@ -81,8 +80,9 @@ def rounding_bound(operation: Operation, roundoff: Roundoff) -> Tensor | None:
     else:
         special = _SPECIAL.get(operation.name)
         bound = special(operation, roundoff) if special is not None else None
-    if bound is not None and roundoff.kernel is not None:
-        bound = bound + roundoff.kernel.allowed(size)
+    kernel = assumed(operation.name) if roundoff.kernel is None else roundoff.kernel
+    if bound is not None and kernel is not None:
+        bound = bound + kernel.allowed(size)
     return None if bound is None else bound + 4 * roundoff.tiny
 
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from glassengine.ops.traits import named
+
 SAFETY = 2.0
 """What is allowed over what was measured: a sweep does not see every number, nor every other instruction set."""
 
@@ -62,6 +64,14 @@ class KernelError:
         if any(not 0 <= part < 1 for part in (absolute, relative, a, r, s)):
             raise ValueError("an error that no kernel has")
         return cls(absolute, relative, (a, r, s))
+
+
+_ASSUMED = KernelError(absolute=6 * 2.0**-24, spread=(6 * 2.0**-24, 0.0, 0.0))
+
+
+def assumed(op: str) -> KernelError | None:
+    """Return the error of an op whose kernel was not measured: absolute for functions that are fitted, else None."""
+    return _ASSUMED if named(op).absolute_error else None
 
 
 @dataclass(frozen=True, eq=False)

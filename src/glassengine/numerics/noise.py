@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from glassengine.numerics.composite_bounds import attention_parts
 from glassengine.numerics.float64 import target_of
+from glassengine.numerics.kernels import assumed
 from glassengine.numerics.ops import FLOAT32_SUMS, U_ACCUMULATE, Accumulation
 from glassengine.numerics.product_noise import ExactProduct
 from glassengine.numerics.random_bytes import uniform
@@ -115,7 +116,7 @@ def _accumulation(
 ) -> torch.Tensor | None:
     """Half-width of uniform noise for the internal sums of an op (broadcasts against its result), None without sums."""
     traits = traits_of(node)
-    kernel = how.kernels.error(op_name(node), _dtype_of(node))
+    kernel = how.kernels.error(op_name(node), _dtype_of(node)) or assumed(op_name(node))
     if kernel is not None and any(kernel.spread):
         argument = args[0] if args and isinstance(args[0], torch.Tensor) else None
         fits = argument is not None and argument.shape == value.shape
@@ -124,8 +125,6 @@ def _accumulation(
             for tensor in (value, argument if fits else None)
         )
         return kernel.noise(size, of_argument)  # type: ignore[arg-type]
-    if traits.absolute_error and kernel is None:
-        return torch.full_like(value, 6 * U_ACCUMULATE)
     if traits.rounding is Rounding.ATTENTION:
         return _attention(args, kwargs, max(u, how.u_operands), how.u_sums)
     if traits.terms is not None:

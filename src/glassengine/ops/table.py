@@ -112,7 +112,7 @@ def _rows() -> Iterator[tuple[str, OpTraits]]:
     yield "addmv", _product(terms=terms.last_axis(1), addend=0)
     yield "addbmm", _product(terms=terms.of_batches, addend=0)
     yield "einsum", _product(terms=terms.of_all)
-    yield "conv1d conv2d conv3d convolution", _convolution(terms=terms.of_kernel)
+    yield "_convolution conv1d conv2d conv3d convolution", _convolution(terms=terms.of_kernel)
     yield "conv_transpose1d conv_transpose2d conv_transpose3d", _convolution(terms=terms.of_transposed_kernel)
     # Torch's tag is for its dropout.
     yield "scaled_dot_product_attention", OpTraits(Rounding.ATTENTION, is_random=False)

@@ -27,6 +27,7 @@ from glassengine.engine.session.loaded import STEP_INPUTS
 from glassengine.executable.run.executable import compile_executable, load_executable
 from glassengine.judge.exclusions.undefined_casts import UndefinedCasts
 from glassengine.numerics.mask_values import sentinel
+from glassengine.ops.traits import named
 from glassengine.program.kinds.image_text import IMAGE_TOKEN, INDEX
 from glassengine.program.representation.outputs import DerivedValues, add_outputs, plan_outputs
 from glassengine.program.representation.program import Program
@@ -42,9 +43,6 @@ That of the coarsest dtype in a program holds for all of it: a float32 norm of f
 PROMPT_LENGTH = 9
 SOURCE_LENGTH = 6
 CACHE_LENGTH = 16
-
-UNSET = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
-"""Ops that return uninitialized memory."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +181,7 @@ class _Check:
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
         self._sites = {site.node: site for site in subject.program.sites if site.kind == "op"}
-        self._unset = {node for node, site in self._sites.items() if site.op in UNSET}
+        self._unset = {node for node, site in self._sites.items() if named(site.op).is_unwritten}
         self._skipped = {self._sites[node].name: "memory that nothing was written to" for node in self._unset}
         self._tolerance = max(TOLERANCES.get(site.dtype, 0.0) for site in self._sites.values())
         self._findings: list[Finding] = []

@@ -11,8 +11,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from glassengine.executable.cache.cache import CompilerCache
+from glassengine.ops.row import Rounding
+from glassengine.ops.traits import traits_of
 from glassengine.program.listing.listing import list_nodes, stage_of
-from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.program import Program
 
 logger = logging.getLogger("glassengine")
@@ -248,8 +249,6 @@ class Backend(Protocol):
         """
 
 
-# Operations that are one node in the program and a fused kernel or a plugin in most runtimes.
-_FUSED = frozenset({"scaled_dot_product_attention"})
 _STANDARD = frozenset({"aten", "prim", "prims", "higher_order"})
 
 
@@ -257,7 +256,7 @@ def is_custom(node: torch.fx.Node) -> bool:
     """Whether a node is a fused operation (attention) or an op that no part of torch defines."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    return node.target.namespace not in _STANDARD or op_name(node) in _FUSED
+    return node.target.namespace not in _STANDARD or traits_of(node).rounding is Rounding.ATTENTION
 
 
 def program_network(program: Program, note: str) -> Network:

@@ -24,10 +24,10 @@ from torch.fx import Interpreter, Node
 from glassengine.errors import GlassError
 from glassengine.executable.graph.graph import CapturedGraph
 from glassengine.executable.snapshot.tensors import obstacle
+from glassengine.ops.traits import named
 from glassengine.program.kinds.causal_lm import USER_MODULE
 from glassengine.program.representation.naming import source_line
 
-_UNINITIALIZED = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"})
 _NO_MODULE = "_empty_nn_module_stack_from_metadata_hook"  # of torch.export, for nodes outside of every module
 _NEVER_MASKS = frozenset({"parameter", "tangent"})
 
@@ -241,7 +241,7 @@ class _Watching(Interpreter):
             explained = found == Kinds(negative=True) and self._kinds.get(node) not in _NEVER_MASKS
         elif node.op == "get_attr":
             explained = not found.nan
-        elif _op_name(node) in _UNINITIALIZED:
+        elif named(_op_name(node)).is_unwritten:
             explained = True
         elif found.nan:
             # What was never initialized may hold anything, and so may a copy of it.

@@ -17,6 +17,7 @@ from glassengine.judge.hypotheses.mistakes.weights_read import weights
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Edit, OutOfWork
+from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Hint
 
@@ -24,7 +25,6 @@ _log = logging.getLogger(__name__)
 
 _EVERYWHERE = 0.9
 """Score of one mistake in several places of a region."""
-_MADE_OF_SIZES = frozenset({"new_zeros", "new_ones", "new_full", "zeros", "ones", "full"})
 _DIFFERS = 0.5
 """Score of what differs, and changes the result, but is not all of it."""
 
@@ -38,7 +38,7 @@ def differences(question: Question) -> list[Hint]:
         is_clear = len(question.trial.ops) == 1 and len(question.their_weights) == len(question.weights) == 1
         for family in (same_op, weights) if is_clear else (same_op,):
             for hypothesis in _fitting(family, question):
-                if all(passes_on(node) or op_name(node) in _MADE_OF_SIZES for node in hypothesis.edits):
+                if all(passes_on(node) or traits_of(node).kind == "constant" for node in hypothesis.edits):
                     continue  # sizes and orders of axes are spelled in many ways
                 if not all(_goes_on_alike(question, node) for node in hypothesis.edits):
                     continue  # other numbers belong to other ops after them: tanh(x) is 2 sigmoid(2 x) - 1

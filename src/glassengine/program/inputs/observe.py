@@ -17,6 +17,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from glassengine.ops.row import Rounding
+from glassengine.ops.traits import named
+
 _MOVES = frozenset(
     """view _unsafe_view reshape _reshape_alias _to_copy clone slice select expand permute transpose t unsqueeze squeeze
     index_select gather cat stack split split_with_sizes unbind repeat flip roll contiguous alias detach where clamp
@@ -24,27 +27,6 @@ _MOVES = frozenset(
     lift_fresh_copy abs maximum minimum tile relu chunk index movedim""".split()  # noqa: SIM905
 )
 """Ops whose results hold values of their first arguments."""
-_TABLES = {
-    "embedding": (0, 1, 0),
-    "_embedding_bag": (0, 1, 0),
-    "_embedding_bag_forward_only": (0, 1, 0),
-    "index_select": (0, 2, None),
-    "gather": (0, 2, None),
-    "scatter": (0, 2, None),
-    "index_put": (0, 1, None),
-    "index": (0, 1, None),
-    "index_add": (0, 2, None),
-    "scatter_add": (0, 2, None),
-    "scatter_reduce": (0, 2, None),
-    "take": (0, 1, None),
-}
-"""Op -> which argument is read from, which one says where, and the axis where it is always the same."""
-_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
-_LOGIC = frozenset(
-    {"logical_and", "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not", "any"}
-)
-_PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "mul", "div", "einsum", "dot", "mv"})
-_POSITIVE = frozenset({"log", "log2", "log10", "sqrt", "rsqrt", "pow"})
 _FEW = 8
 """Numbers of a scale for each channel."""
 LARGE = 1e3
@@ -159,7 +141,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _see(self, op: str, args: Any, kwargs: Any, result: Any) -> None:
         self._see_table(op, args)
-        if op in _COMPARISONS:
+        if named(op).kind == "comparison":
             self._see_comparison(op, args)
         elif op in ("add", "sub", "rsub", "mul", "div") and self._is_affine(args):
             self._hold(result, self._affine(op, args, kwargs))
@@ -189,9 +171,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 setattr(self.uses[one.name], key, value)
 
     def _see_table(self, op: str, args: Any) -> None:
-        if op not in _TABLES:
+        known = named(op).table
+        if known is None:
             return
-        source, where, axis = _TABLES[op]
+        source, where, axis = known
         table = args[source]
         if op in ("index", "index_put"):
             for number, index in enumerate(args[where]):
@@ -271,25 +254,25 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         chooses = {"where": 0, "masked_fill": 1, "masked_select": 1, "nonzero": 0}
         if op in chooses:
             self._each(self._of(args[chooses[op]]), is_mask=True)
-        if op in _LOGIC:
+        if named(op).kind == "logic" or op == "any":
             for arg in args[:2]:
                 self._each(self._of(arg), is_mask=True)
         if op in ("sum", "cumsum", "mean", "all"):
             self._each(self._of(args[0]), is_summed=True)
         if op.startswith("_scaled_dot_product") or op == "scaled_dot_product_attention":
-            named = [kwargs.get("attn_mask"), kwargs.get("attn_bias")]
-            for arg in (*args[3:], *named):
+            masks = [kwargs.get("attn_mask"), kwargs.get("attn_bias")]
+            for arg in (*args[3:], *masks):
                 self._each(self._of(arg), is_mask=True)
 
     def _see_reading(self, op: str, args: Any) -> None:
-        if op in ("convolution", "_convolution", "conv1d", "conv2d", "conv3d"):
+        if named(op).rounding is Rounding.CONVOLUTION:
             for one in self._of(args[0]):
                 use = self.uses[one.name]
                 use.convolved = use.convolved or (args[1].dim() - 2, int(args[0].shape[1]))
                 use.is_data = True
-        if op in _POSITIVE:
+        if named(op).domain == "positive":
             self._each(self._of(args[0]), is_positive=True)
-        if op in _PRODUCTS:
+        if named(op).rounding is Rounding.PRODUCT or op in ("mul", "div"):
             tensors = [arg for arg in pytree.tree_leaves(args) if isinstance(arg, torch.Tensor)]
             for tensor in tensors:
                 others = [other for other in tensors if other is not tensor]

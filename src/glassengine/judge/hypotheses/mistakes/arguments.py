@@ -16,7 +16,6 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.judge.graphs.between import passes_on
-from glassengine.judge.hypotheses.mistakes.layouts import ACTIVATIONS
 from glassengine.judge.hypotheses.trials.hypothesis import (
     Hypothesis,
     Literal,
@@ -29,15 +28,13 @@ from glassengine.judge.hypotheses.trials.hypothesis import (
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Call, Edit
 from glassengine.numerics.float64 import retarget
+from glassengine.ops.traits import named, traits_of
 from glassengine.program.representation.naming import op_name
 
 _EPSILONS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10, 1e-12, 0.0)
 BASES = (1e2, 1e3, 1e4, 2e4, 5e4, 1e5, 1.5e5, 2e5, 5e5, 1e6, 5e6, 1e7)
 _SLOPES = (0.01, 0.1, 0.2, 0.3)
 _WORDS = {"approximate": ("none", "tanh"), "rounding_mode": ("floor", "trunc")}
-FACTORS = frozenset({"mul", "div", "true_divide"})
-SUMS = frozenset({"add", "sub", "rsub"})
-_ROOTS = frozenset({"rsqrt", "sqrt", "pow", "div", "log", "reciprocal", "true_divide"})
 _SKIPPED = frozenset(
     {"layout", "device", "pin_memory", "memory_format", "dtype", "dropout_p", "train", "training", "momentum"}
 )
@@ -110,7 +107,7 @@ def another_op(question: Question) -> Iterator[Hypothesis]:
         for node in reversed(question.trial.ops):
             tensors = [source for _, source in tensors_of(question.trial, node)]
             if len(tensors) == len(places) and not passes_on(node):
-                kind = "activation" if op_name(node) in ACTIVATIONS else "other"
+                kind = "activation" if traits_of(node).kind == "activation" else "other"
                 text = f"{op_name(node)} here, {op_name(theirs)} in the candidate"
                 yield Hypothesis(kind, text, {node: _called_as(theirs.target, leaves, spec, places)})
 
@@ -166,7 +163,7 @@ def literals(question: Question) -> Iterator[Literal]:
         for literal in literals_of(node):
             if _is_asked(literal):
                 # Numbers of an activation have whole ones as defaults, and need not be whole.
-                is_real = op_name(node) in ACTIVATIONS and type(literal.value) is int
+                is_real = traits_of(node).kind == "activation" and type(literal.value) is int
                 yield dataclasses.replace(literal, value=float(literal.value)) if is_real else literal
 
 
@@ -179,12 +176,12 @@ def becoming(question: Question, literal: Literal, value: Any) -> Hypothesis:
 
 def _text(question: Question, literal: Literal, value: Any) -> str:
     op, name = op_name(literal.node), _named(question, literal)
-    if op in FACTORS and value == 1 and literal.value != 1:
+    if named(op).kind == "factor" and value == 1 and literal.value != 1:
         verb = "multiplication" if op == "mul" else "division"
         return f"the {verb} by {shown(literal.value)} is missing"
-    if op in SUMS and value == 0 and literal.value:
+    if named(op).kind == "term" and value == 0 and literal.value:
         return f"{shown(literal.value)} is not {'added' if op == 'add' else 'subtracted'}"
-    if op in SUMS and isinstance(literal.value, int) and isinstance(value, (int, float)):
+    if named(op).kind == "term" and isinstance(literal.value, int) and isinstance(value, (int, float)):
         verb = "added" if op == "add" else "subtracted"
         return f"{shown(literal.value)} is {verb} here, {shown(value)} in the candidate"
     if op == "getitem":
@@ -206,7 +203,7 @@ def _named(question: Question, literal: Literal) -> str:
     """Return what an argument is to people: the operand of a sum below a root is an epsilon."""
     if _is_epsilon(question, literal):
         return "eps"
-    if literal.name in ("other", "value", "1") and op_name(literal.node) in FACTORS:
+    if literal.name in ("other", "value", "1") and traits_of(literal.node).kind == "factor":
         return "factor" if op_name(literal.node) == "mul" else "divisor"
     if op_name(literal.node) == "pow" and literal.name == "self":
         return "base"
@@ -217,7 +214,7 @@ def _kind(question: Question, literal: Literal) -> str:
     if _is_epsilon(question, literal):
         return "eps"
     name, op = literal.name, op_name(literal.node)
-    if name == "scale" or (op in FACTORS and isinstance(literal.value, float)):
+    if name == "scale" or (named(op).kind == "factor" and isinstance(literal.value, float)):
         return "scale"
     if name in _MASKS:
         return "mask"
@@ -234,7 +231,7 @@ def _kind(question: Question, literal: Literal) -> str:
 
 def _is_asked(literal: Literal) -> bool:
     if literal.name in _OF_SUMS:
-        return op_name(literal.node) in ACTIVATIONS
+        return traits_of(literal.node).kind == "activation"
     return literal.name not in _SKIPPED
 
 
@@ -248,7 +245,7 @@ def _is_epsilon(question: Question, literal: Literal) -> bool:
         or op_name(literal.node) not in ("add", "clamp", "clamp_min")
     ):
         return False
-    return literal.name in ("other", "min") and any(op_name(user) in _ROOTS for user in question.users(literal.node))
+    return literal.name in ("other", "min") and any(traits_of(user).domain for user in question.users(literal.node))
 
 
 def _fitting(literal: Literal, value: Any) -> Any:
@@ -270,13 +267,14 @@ def _fitting(literal: Literal, value: Any) -> Any:
 
 def _usual(question: Question, literal: Literal) -> Iterator[Any]:
     own, name, op = literal.value, literal.name, op_name(literal.node)
+    is_calculated = named(op).kind in ("factor", "term") or op == "pow"
     if isinstance(own, bool):
         yield not own
     elif isinstance(own, str):
         yield from _WORDS.get(name, ())
     elif name == "scale" and "attention" in op:
         yield from _scales(question, literal.node)
-    elif isinstance(own, float) or (op in FACTORS | SUMS | {"pow"} and name in ("other", "self")):
+    elif isinstance(own, float) or (is_calculated and name in ("other", "self")):
         yield from _numbers(question, literal)
     elif isinstance(own, int):
         yield from _integers(question, literal)
@@ -294,12 +292,12 @@ def _numbers(question: Question, literal: Literal) -> Iterator[Any]:
         yield from _EPSILONS
         return
     op = op_name(literal.node)
-    if op in FACTORS:
+    if named(op).kind == "factor":
         yield 1.0
         if own > 0:
             yield from (own * own, math.sqrt(own), 1 / own if own else 1.0)
         yield from (-own, 2 * own, own / 2)
-    elif op in SUMS:
+    elif named(op).kind == "term":
         yield 0
         yield from (own + 1, own - 1, -own, 2 * own, own / 2)
     elif op == "pow" and literal.name == "self":

@@ -13,31 +13,8 @@ from torch.fx import Node
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Call, Edit
-from glassengine.program.representation.naming import op_name
+from glassengine.ops.traits import traits_of
 
-ACTIVATIONS = frozenset(
-    [
-        "gelu",
-        "silu",
-        "relu",
-        "relu6",
-        "leaky_relu",
-        "elu",
-        "selu",
-        "celu",
-        "mish",
-        "softplus",
-        "softsign",
-        "tanh",
-        "sigmoid",
-        "hardswish",
-        "hardsigmoid",
-        "hardtanh",
-        "log_sigmoid",
-        "log_sigmoid_forward",
-    ]
-)
-_RESHAPES = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten"})
 _MOST_FACTORS = 4
 _MOST_PERMUTED = 512
 _ROUNDS = 64
@@ -48,7 +25,11 @@ def reshaped(question: Question) -> Iterator[Hypothesis]:
     for node in reversed(question.trial.ops):
         given = question.trial.values.get(node.args[0]) if node.args and isinstance(node.args[0], Node) else None
         made = question.trial.values[node]
-        if op_name(node) not in _RESHAPES or not isinstance(given, torch.Tensor) or not isinstance(made, torch.Tensor):
+        if (
+            traits_of(node).kind != "reshape"
+            or not isinstance(given, torch.Tensor)
+            or not isinstance(made, torch.Tensor)
+        ):
             continue
         for axis, _, parts in factored(given.shape, made.shape):
             for order in _orders(parts):

@@ -10,14 +10,12 @@ import torch
 from torch.fx import Node
 
 from glassengine.judge.graphs.by_name import argument_names
-from glassengine.judge.hypotheses.mistakes.layouts import ACTIVATIONS
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, article, tensors_of, with_leaves
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Call
+from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 
-_EITHER_WAY = frozenset({"add", "mul", "maximum", "minimum", "eq", "ne", "logical_and", "logical_or", "bitwise_and"})
-_NORMS = frozenset({"layer_norm", "group_norm", "batch_norm", "instance_norm", "rms_norm", "native_layer_norm"})
 _MOST_OTHERS = 48
 _MOST_AXES = 4
 
@@ -26,7 +24,7 @@ def exchanged(question: Question) -> Iterator[Hypothesis]:
     """Yield: two tensors of one shape have changed places, for one op or for all."""
     trial = question.trial
     for node in reversed(trial.ops):
-        if op_name(node) in _EITHER_WAY:
+        if traits_of(node).commutes:
             continue
         tensors = tensors_of(trial, node)
         for (i, a), (j, b) in itertools.combinations(tensors, 2):
@@ -47,8 +45,8 @@ def exchanged(question: Question) -> Iterator[Hypothesis]:
 def _exchange(question: Question, a: Node, b: Node) -> str:
     names = f"{question.label(a)} and {question.label(b)}"
     for node, other in ((a, b), (b, a)):
-        acts = [user for user in node.users if op_name(user) in ACTIVATIONS]
-        if acts and len(node.users) == 1 and not any(op_name(user) in ACTIVATIONS for user in other.users):
+        acts = [user for user in node.users if traits_of(user).kind == "activation"]
+        if acts and len(node.users) == 1 and not any(traits_of(user).kind == "activation" for user in other.users):
             return f"{op_name(acts[0])} is on the other factor: {names} are exchanged"
     return f"{names} are exchanged"
 
@@ -81,7 +79,7 @@ def left_out(question: Question) -> Iterator[Hypothesis]:
             if label == "bias" or (name == "addmm" and place == 0):
                 text = f"the bias of {name} is missing: {question.label(source)}"
                 yield Hypothesis("bias missing", text, {node: _with({place: torch.zeros_like(value)})})
-            elif name in _NORMS and label == "weight":
+            elif traits_of(node).kind == "norm" and label == "weight":
                 text = f"the weight of {name} is missing: {question.label(source)}"
                 yield Hypothesis("scale", text, {node: _with({place: torch.ones_like(value)})})
         if name in ("add", "sub", "mul", "div") and len(tensors) == 2:
@@ -89,7 +87,7 @@ def left_out(question: Question) -> Iterator[Hypothesis]:
         elif tensors and trial.values[tensors[0][1]].shape == made.shape and name not in ("add", "sub", "mul", "div"):
             first = trial.values[tensors[0][1]]
             if first.is_floating_point() and not torch.equal(first, made):
-                kind = "activation" if name in ACTIVATIONS else "other"
+                kind = "activation" if traits_of(node).kind == "activation" else "other"
                 yield Hypothesis(kind, f"{article(node)} is missing", {node: _value(first)})
 
 

@@ -12,7 +12,6 @@ from torch.fx import Node
 from torch.nn import functional as F
 
 from glassengine.judge.graphs.by_name import argument_names
-from glassengine.judge.hypotheses.mistakes.layouts import ACTIVATIONS
 from glassengine.judge.hypotheses.trials.hypothesis import (
     Hypothesis,
     bound,
@@ -22,6 +21,7 @@ from glassengine.judge.hypotheses.trials.hypothesis import (
 )
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Call
+from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 
 Pointwise = Callable[[torch.Tensor], torch.Tensor]
@@ -72,7 +72,7 @@ def activations(question: Question) -> Iterator[Hypothesis]:
                 continue
             own = (
                 op_name(node)
-                if op_name(node) in ACTIVATIONS and source in node.all_input_nodes
+                if traits_of(node).kind == "activation" and source in node.all_input_nodes
                 else _named(given, made)
             )
             if own is None or own == "nothing":

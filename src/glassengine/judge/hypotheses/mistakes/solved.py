@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import torch
 
-from glassengine.judge.hypotheses.mistakes.arguments import BASES, FACTORS, SUMS, becoming, literals
-from glassengine.judge.hypotheses.mistakes.layouts import ACTIVATIONS
+from glassengine.judge.hypotheses.mistakes.arguments import BASES, becoming, literals
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, Literal
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Edit
+from glassengine.ops.traits import named
 from glassengine.program.representation.naming import op_name
 
 _MOST_STEPS = 8
@@ -55,9 +55,9 @@ def _is_continuous(question: Question, literal: Literal) -> bool:
     if literal.name == "scale":
         return True
     name = op_name(literal.node)
-    is_known = literal.name in ("other", "self", "eps") or name in ACTIVATIONS
+    is_known = literal.name in ("other", "self", "eps") or named(name).kind == "activation"
     is_number = isinstance(literal.value, (int, float)) and is_known
-    return is_number and (isinstance(literal.value, float) or name in FACTORS | SUMS | {"pow"})
+    return is_number and (isinstance(literal.value, float) or named(name).kind in ("factor", "term") or name == "pow")
 
 
 def _start(question: Question, literal: Literal) -> float:
