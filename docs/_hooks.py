@@ -2,7 +2,7 @@
 
 The documents at the root of the repository become pages, the public names become a reference, and patterns of the
 navigation take all files that match. Links between documents are written as they work in the repository; here each of
-them leads to the page that the file became, and one to a file that is no page leads to the repository.
+them leads to the page that the file became, and one to another file leads to the repository.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CODE_OR_LINK = re.compile(
 
 
 def on_config(config: Any) -> Any:
-    """Put the files that match it in the place of each pattern of the navigation."""
+    """Replace each pattern of the navigation by the files that match it."""
     config.nav = [_expanded(entry) for entry in config.nav]
     return config
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
 import subprocess
 import tomllib
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import Any
@@ -264,3 +266,55 @@ def test_planted_private_line_is_found(line: str) -> None:
 @pytest.mark.parametrize("line", ["~/.cache/huggingface", "/proc/cpuinfo", "docs/root/x", "artifacts", "a/home/page"])
 def test_ordinary_line_is_not_private(line: str) -> None:
     assert private_lines(line) == []
+
+
+# Words of a private dialect, in place of which docs, messages and docstrings say who does what, in the present tense.
+DIALECT = re.compile(
+    r"\b(?:nobody\w*|whoever|somebody\w*|aloud|acquit\w*|\w+-manieth|behind one another|(?:hangs?|hung|hanging) on"
+    r"|(?:is|are|was|were|be|been) (?:said|told)|(?:tells?|told) (?:of|by)|says? so|anew|in the place of|at hand"
+    r"|(?<!there )(?:is|are) no (?!longer|more|less|such|evidence|\w+er\b)\w+(?=[.,;:)]|$))",
+    re.IGNORECASE,
+)
+
+
+def dialect_in(text: str) -> list[str]:
+    """Return what a text says in the private dialect; code in backticks may say anything."""
+    return [match[0] for match in DIALECT.finditer(re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL))]
+
+
+def strings_of(source: str) -> Iterator[tuple[int, str]]:
+    """Yield line and text of every string of a module, docstrings included."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+
+
+def test_documents_messages_and_docstrings_are_in_plain_english(root: Path) -> None:
+    found = {}
+    for path in [*root.glob("*.md"), *(root / "docs").rglob("*.md")]:
+        if words := dialect_in(path.read_text(encoding="utf-8")):
+            found[str(path.relative_to(root))] = words
+    for path in (root / "src").rglob("*.py"):
+        for line, text in strings_of(path.read_text(encoding="utf-8")):
+            if words := dialect_in(text):
+                found[f"{path.relative_to(root)}:{line}"] = words
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("Without a compiler another back-end is chosen, and that is said aloud.", ["is said", "aloud"]),
+        (
+            "What comes out of them is nobody's mistake; whoever reads it is told of it.",
+            ["nobody", "whoever", "is told"],
+        ),
+        ("Elements that hang on a tie.", ["hang on"]),
+        ("the how-manieth time", ["how-manieth"]),
+        ("This is no seed.", ["is no seed"]),
+        ("Values are no longer read; there is no cache; `nobody` is a name.", []),
+        ("Elements that depend on a tie are excluded and listed.", []),
+    ],
+)
+def test_planted_dialect_is_found(text: str, words: list[str]) -> None:
+    assert dialect_in(text) == words

@@ -40,7 +40,7 @@ class Event:
         work: What is going on.
         text: The same in a sentence.
         done: Units of the stage that are over.
-        total: Units that it has; 0 where nobody counts.
+        total: Units that it has; 0 if unknown.
     """
 
     work: Work
@@ -56,4 +56,4 @@ Progress = Callable[[Event], None]
 
 
 def silent(event: Event) -> None:
-    """Tell nobody."""
+    """Discard the event."""

@@ -53,7 +53,7 @@ class Choice:
         values: Whether it returns the chosen values.
         places: Whether it returns where they are.
         descending: Whether the largest come first.
-        flag: Name of the argument that says so instead, where there is one.
+        flag: Name of the argument that has it instead, if any.
         running: Whether it chooses among the elements so far.
     """
 
@@ -72,8 +72,8 @@ class OpTraits:
         rounding: What rounding does to its result.
         kind: What people call it.
         in_place: Whether each element of its result depends on the elements in its own place alone.
-        is_random: Whether its result is drawn anew each time: never judged.
-        is_unwritten: Whether its result is whatever the memory held: never judged, nor are elements of it that nothing
+        is_random: Whether its result is random: never judged.
+        is_unwritten: Whether its result is uninitialized memory: never judged, nor are elements of it that nothing
             has overwritten yet.
         reads_sizes: Whether it reads no more of a tensor than its shape.
         relative_to_argument: Whether errors inside of it are relative to the argument, not to the result: 1 + tanh and
@@ -142,7 +142,7 @@ class OpTraits:
 
     @property
     def is_arbitrary(self) -> bool:
-        """Whether its values are nobody's choice: drawn at random, or left in memory."""
+        """Whether its values are arbitrary: drawn at random, or left in memory."""
         return bool(self.is_random) or self.is_unwritten
 
 

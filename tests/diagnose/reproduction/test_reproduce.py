@@ -239,7 +239,7 @@ def test_a_directory_with_other_files_is_refused_before_anything_runs(
     assert main(command) == 2
     assert "holds other files than a reproduction" in capsys.readouterr().err
     assert main([*command[:-1], str(tmp_path / "notes.txt")]) == 2
-    assert "is no directory" in capsys.readouterr().err
+    assert "is not a directory" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 

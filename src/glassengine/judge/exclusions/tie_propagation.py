@@ -196,7 +196,7 @@ def _is_descending(node: Node, choice: Choice) -> bool:
 
 
 def _is_of_places(node: Node) -> bool:
-    """Whether each element of a result hangs on integers and bools in its own place, or is the one that they name."""
+    """Whether each element of a result depends on integers and bools at its own index, or is the one that they name."""
     traits = traits_of(node)
     return bool(traits.in_place) or (traits.moves and traits.choice is None and not traits.reorders)
 
@@ -226,7 +226,7 @@ def _spread(values: Sequence[Tensor]) -> Tensor:
 
 
 def _unstable(other: Any, exact: Any, *runs: Any) -> Any:
-    """Integers and bools that differ in some run are unstable, whatever op made them."""
+    """Integers and bools that differ in some run are unstable, from any op."""
     if isinstance(other, Tensor) and not other.is_floating_point():
         for run in runs:
             other = torch.where((run != exact) & (other == exact), run, other)

@@ -90,10 +90,10 @@ def test_types_of_weights(tmp_path: Path) -> None:
         # To runtimes this is no file, but a place in the memory of the process.
         ("location", "*/_ORT_MEM_ADDR_/*", "outside of the directory"),
         ("location", "", "outside of the directory"),
-        ("location", "other.data", r"is missing[\s\S]*beside the .onnx file"),
+        ("location", "other.data", r"is missing[\s\S]*next to the .onnx file"),
         ("offset", "8", "goes beyond its file"),
         ("offset", "-8", "goes beyond its file"),
-        ("offset", "eight", "is no number"),
+        ("offset", "eight", "is not a number"),
         ("length", str(1 << 60), "goes beyond its file"),
         ("length", "8", "does not hold what its shape says"),
     ],

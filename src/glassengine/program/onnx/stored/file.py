@@ -113,7 +113,7 @@ def read_onnx(path: str | Path, *, with_data: bool = True) -> OnnxFile:
         BackendError: The package onnx is not installed.
         UsageError: There is no such file, or it is not an ONNX model.
         CorruptError: A weight lies outside of the directory, is not there, or has another size than it says; or a name
-            is no text.
+            is not text.
     """
     try:
         import onnx
