@@ -102,7 +102,7 @@ class Arithmetic:
             start: Flat position.
             b: Of the baseline.
             c: Of the candidate.
-            above: The largest difference of the pieces before: where a smaller one is, nobody asks.
+            above: The largest difference of the earlier pieces; smaller ones have no position.
         """
         if self._length != (length := -(-b.numel() // _ROW) * _ROW):
             self._cut(length)

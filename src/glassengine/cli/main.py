@@ -75,7 +75,7 @@ def with_global_flags(function: Callable[..., int]) -> Callable[..., int]:
 
 
 def _ungrouped(parameters: Iterable[inspect.Parameter]) -> tuple[list[inspect.Parameter], dict[str, Any]]:
-    """Return the options of a command, those of groups in the place of their group, and its groups by name."""
+    """Return the options of a command, with those of groups instead of the group, and its groups by name."""
     own: list[inspect.Parameter] = []
     groups: dict[str, Any] = {}
     for parameter in parameters:
