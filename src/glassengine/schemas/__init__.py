@@ -1,7 +1,7 @@
 """The published JSON schemas of `--json`: one file per command, generated from the classes of `glassengine.results`.
 
-`glass schema check` prints one. A schema is closed: a key that is not in it is no key of the document. `make schemas`
-writes the files anew; a test compares them with the classes, and validates real documents.
+`glass schema check` prints one. A schema is closed: documents have no other keys. `make schemas`
+writes the files; a test compares them with the classes, and validates real documents.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Exported(Protocol):
 
 @dataclass(frozen=True)
 class Stages:
-    """Who is told of the stages of an export, and whether the trace may see the values of one step."""
+    """Receiver of the stages of an export, and whether the trace may see the values of one step."""
 
     on_stage: OnStage | None = None
     on_encoder_stage: OnStage | None = None
@@ -102,7 +102,7 @@ class Generation(ABC):
         Args:
             model: Of this kind.
             inputs: Of one forward; None exports what generates, and makes inputs up for a plain module.
-            stages: Who is told of what is done.
+            stages: Receiver of progress.
 
         Raises:
             UsageError: torch.export cannot trace it.

@@ -54,7 +54,7 @@ class EncoderDecoder(Generation):
 
 @dataclass(frozen=True, eq=False)
 class ImageText(Generation):
-    """A decoder that reads the features of images in the place of some tokens."""
+    """A decoder that reads the features of images instead of some tokens."""
 
     name: str = "image-text"
     takes_tokens: bool = True
