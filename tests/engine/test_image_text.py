@@ -223,7 +223,7 @@ def test_images_that_do_not_fit_are_told(engine: Engine, photos: list[Path], tmp
         engine.session(1, 24, constants=engine.encode(pixel_values=PIXELS[:1])).prefill(torch.tensor([TWO]))
     for rows in ([[-1, *range(1, 5), *[-1] * 5]], [[1, 2, 3, *[-1] * 7]]):
         constants = {"image_features": torch.zeros(4, 64), "image_rows": torch.tensor(rows)}
-        with pytest.raises(UsageError, match=r"image_rows says something of other tokens"):
+        with pytest.raises(UsageError, match=r"image_rows does not match the image tokens"):
             engine.session(1, 24, constants=constants).prefill(torch.tensor([ONE]))
     with pytest.raises(UsageError, match=r"image_rows[\s\S]*not an input"):
         engine.session(1, 24, constants={"image_rows": torch.full((1, 10), 9)})

@@ -131,9 +131,9 @@ def _of_layer(sites: SiteTable, path: str, number: str | None) -> tuple[str, str
     """Return advice for a path of TensorRT-LLM: the products and attentions of the layer that it names."""
     wants_attention = "attention_l" in path or "plugin" in path
     layer = [s for s in sites if s.kind == "op" and (number is None or number in s.name.split("/")[0].split("."))]
-    is_attention = {site: named(site.op).rounding is Rounding.ATTENTION for site in layer}
+    attentions = [site for site in layer if named(site.op).rounding is Rounding.ATTENTION]
     products = [site for site in layer if named(site.op).kind == "matrix product"]
-    found = [site for site in layer if is_attention[site]] if wants_attention else products
+    found = attentions if wants_attention else products
     found = found or layer
     if not found:
         return None
