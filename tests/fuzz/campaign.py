@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +49,22 @@ class Bench:
         more: Kinds that are in no table.
         ready: Whether everything is read once as it should be, which also imports what reading needs for all inputs to
             come: worth it for more than some hundred of them.
+        start: What starts the worker.
     """
 
     def __init__(
-        self, folder: Path, names: Sequence[str], more: dict[str, Any] | None = None, *, ready: bool = True
+        self,
+        folder: Path,
+        names: Sequence[str],
+        more: dict[str, Any] | None = None,
+        *,
+        ready: bool = True,
+        start: Callable[..., subprocess.Popen[Any]] = subprocess.Popen,
     ) -> None:
         self.kinds = {name: every.KINDS[name] for name in names} | (more or {})
         self.folder = folder
         self.shared = folder / "shared"
+        self._popen = start
         self._make()
         self.files = {name: kind.files(folder / "kinds" / name) for name, kind in self.kinds.items()}
         self._templates = {name: Template(folder / "kinds" / name) for name in self.kinds}
@@ -99,7 +107,7 @@ class Bench:
         self._temporary.mkdir()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self._temporary), "HF_HUB_OFFLINE": "1"}
         environment |= {"GLASS_CACHE_DIR": str(self._temporary / "cache"), "CI": "true"}
-        self._worker = subprocess.Popen(
+        self._worker = self._popen(
             [sys.executable, str(HERE / "worker.py"), str(self.shared)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment,
         )  # fmt: skip

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import children
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 import campaign
@@ -16,7 +18,7 @@ import kinds
 
 def test_inputs_follow_from_seed_kind_and_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kinds, "make_shared", lambda folder: None)
-    bench = campaign.Bench(tmp_path / "bench", ["map_names", "aliases"], ready=False)
+    bench = campaign.Bench(tmp_path / "bench", ["map_names", "aliases"], ready=False, start=children.Popen)
     exits = []
     for keep in (tmp_path / "one", tmp_path / "two", tmp_path / "one"):
         tried = campaign.Campaign(bench, 7, keep)

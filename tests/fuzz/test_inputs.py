@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import children
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 import campaign
@@ -33,7 +35,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[campaign.Bench]:
 
 
 def again(folder: Path, kept: list[campaign.Input]) -> None:
-    bench = campaign.Bench(folder, list(dict.fromkeys(each.kind for each in kept)), ready=False)
+    bench = campaign.Bench(folder, list(dict.fromkeys(each.kind for each in kept)), ready=False, start=children.Popen)
     answers = bench.tried(kept)  # in one process, unless one of them ends it
     bench.close()
     problems = [(each, answer) for each, answer in zip(kept, answers, strict=True) if answer["problem"]]

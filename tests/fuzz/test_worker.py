@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import children
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 import campaign
@@ -33,7 +35,7 @@ def test_planted_problems_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("FUZZ_MAX_SECONDS", "4")
     monkeypatch.setattr(kinds, "make_shared", lambda folder: None)
     kind = kinds.Kind(lambda here, shared: (here / "a.json").write_text("{}"), ("[well]",))
-    bench = campaign.Bench(tmp_path, (), {"planted": kind})
+    bench = campaign.Bench(tmp_path, (), {"planted": kind}, start=children.Popen)
     planted = {"planted": kinds.Kind(kind.make, tuple(f"[{name}]" for name in PLANTED))}
     monkeypatch.setattr(bench, "kinds", planted)
     answers = bench.tried([campaign.Input("planted", line, []) for line in range(len(PLANTED))])
