@@ -209,5 +209,7 @@ def test_the_command_prints_a_schema(name: str, tmp_path: Path, capsys: pytest.C
     for _ in range(2):  # a schema is replaced as a document is
         assert main(["schema", name, "--json", str(tmp_path / "schema.json")]) == 0
     assert json.loads((tmp_path / "schema.json").read_text()) == schema(name) and capsys.readouterr().out == ""
+    assert main(["schema"]) == 0 and f"{name} " in capsys.readouterr().out
+    assert main(["schema", "--json"]) == 0 and json.loads(capsys.readouterr().out)["schemas"][name].startswith("urn:")
     assert main(["schema", "build"]) == 2
     assert "check-training" in capsys.readouterr().err

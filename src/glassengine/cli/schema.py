@@ -6,16 +6,26 @@ from typing import Annotated
 
 import typer
 
-from glassengine.cli.documents import json_text, write_text
-from glassengine.cli.options import settings
-from glassengine.schemas import schema
+from glassengine.cli.documents import answer, json_text, write_text
+from glassengine.cli.options import out, settings
+from glassengine.schemas import COMMANDS, schema
 
 
 def command(
     name: Annotated[
-        str, typer.Argument(metavar="COMMAND", help="check, check-training or compare.", show_default=False)
-    ],
+        str | None,
+        typer.Argument(
+            metavar="[COMMAND]",
+            help="check, check-training or compare; without it, they are listed.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> int:
     """Print the JSON schema of the --json document of a command."""
-    write_text(json_text(schema(name)), settings.json or "-")
+    if name is None:
+        listed = {found: schema(found)["$id"] for found in COMMANDS}
+        lines = "\n".join(f"{found:<16}{identity}" for found, identity in listed.items())
+        answer(lambda: {"schemas": listed}, lambda: out.print(lines))
+    else:
+        write_text(json_text(schema(name)), settings.json or "-")
     return 0

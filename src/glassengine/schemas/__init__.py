@@ -1,7 +1,8 @@
 """The published JSON schemas of `--json`: one file per command, generated from the classes of `glassengine.results`.
 
-`glass schema check` prints one. A schema is closed: documents have no other keys. `make schemas`
-writes the files; a test compares them with the classes, and validates real documents.
+`glass schema check` prints one. A schema is closed: the documents of its release have these keys and no other.
+`make schemas` writes the files, e.g. after a key of a result is added; a test compares them with the classes, and
+validates real documents.
 """
 
 from __future__ import annotations
