@@ -107,6 +107,7 @@ def test_every_command_file_is_in_the_table(root: Path) -> None:
         "foreign",
         "interrupts",
         "run_forward",
+        "run_options",
         "script_line",
         "shared",
     }

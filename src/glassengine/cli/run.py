@@ -16,13 +16,11 @@ from glassengine.cli import foreign, run_forward
 from glassengine.cli.console import printable
 from glassengine.cli.documents import answer
 from glassengine.cli.options import err, out, settings
+from glassengine.cli.run_options import Debugging, Sampling
 from glassengine.cli.shared import Overwrite, TrustEngine
 from glassengine.errors import UsageError
 
 CONTEXT_SETTINGS = foreign.CONTEXT_SETTINGS
-
-_SAMPLING = "Sampling"
-_DEBUGGING = "Debugging"
 
 
 def command(
@@ -73,78 +71,6 @@ def command(
         int | None,
         typer.Option(metavar="N", min=1, help="Run the prompt in pieces of N tokens, to save memory."),
     ] = None,
-    do_sample: Annotated[
-        bool | None,
-        typer.Option(
-            "--do-sample/--no-do-sample",
-            help="Sample, or take the most likely token; default: the model's own setting, and sampling if "
-            "--temperature, --top-k or --top-p is given.",
-            rich_help_panel=_SAMPLING,
-        ),
-    ] = None,
-    temperature: Annotated[float | None, typer.Option(help="As in transformers.", rich_help_panel=_SAMPLING)] = None,
-    top_k: Annotated[
-        int | None, typer.Option(min=0, help="As in transformers; 0 is all.", rich_help_panel=_SAMPLING)
-    ] = None,
-    top_p: Annotated[
-        float | None, typer.Option(min=0, max=1, help="As in transformers.", rich_help_panel=_SAMPLING)
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help="As in transformers.", rich_help_panel=_SAMPLING)
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(help="Seed of sampling; default: a new one, which is printed.", rich_help_panel=_SAMPLING),
-    ] = None,
-    debug: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATTERN",
-            help="Show these tensors at every step: name, site, glob or re:. Repeatable. They are printed, unless "
-            "they are written to files.",
-            rich_help_panel=_DEBUGGING,
-        ),
-    ] = None,
-    print_tensors: Annotated[
-        bool,
-        typer.Option(
-            "--print-tensors",
-            help="Print the tensor names, then step, name and tensor; without --debug all of them.",
-            rich_help_panel=_DEBUGGING,
-        ),
-    ] = False,
-    debug_dir: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR",
-            help="Write every input and output of every step (or those of --debug) to DIR/step0.pt, DIR/step0.txt, ...",
-            rich_help_panel=_DEBUGGING,
-        ),
-    ] = None,
-    debug_format: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FORMAT", help="pt, txt or npy. Repeatable; default: pt and txt.", rich_help_panel=_DEBUGGING
-        ),
-    ] = None,
-    debug_mode: Annotated[
-        bool,
-        typer.Option(
-            "--debug-mode",
-            help="Like --debug-dir, into the directory of the variable DEBUG_ARTIFACTS_DIR; without it, print "
-            "the names of the tensors.",
-            rich_help_panel=_DEBUGGING,
-        ),
-    ] = False,
-    synchronous: Annotated[
-        bool,
-        typer.Option(
-            "--synchronous",
-            help="Wait for the device after each execution, so that an error names the failing one "
-            "(also GLASS_SYNCHRONOUS=1 and CUDA_LAUNCH_BLOCKING=1).",
-            rich_help_panel=_DEBUGGING,
-        ),
-    ] = False,
     use_py_session: Annotated[bool, typer.Option("--use-py-session", hidden=True)] = False,
     streaming: Annotated[bool, typer.Option("--streaming", hidden=True)] = False,
     record: Annotated[
@@ -155,22 +81,9 @@ def command(
         str | None,
         typer.Option(metavar="DIR", help="Profile the generation; show it with glass profile DIR.", show_default=False),
     ] = None,
-    snapshot: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR",
-            help="Write a snapshot (graph and inputs) of each execution, for glass replay.",
-            rich_help_panel=_DEBUGGING,
-        ),
-    ] = None,
-    snapshot_on: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="WHEN",
-            help="every; or nonfinite, error: the first such execution, with its outputs; then stop. Repeatable.",
-            rich_help_panel=_DEBUGGING,
-        ),
-    ] = None,
+    *,
+    sampling: Sampling,
+    debugging: Debugging,
 ) -> int:
     """Generate text with an engine, or run one forward of it; print or record its tensors."""
     # Every session of ours is one of Python, and a single prompt is always streamed.
@@ -181,29 +94,23 @@ def command(
         )
     if engine is None and engine_dir is None:
         raise UsageError("give one engine", hint="glass run ENGINE --input-text TEXT")
-    files = _step_files(debug_dir, debug_format or (), debug_mode)
-    names = print_tensors or (debug_mode and files is None)
-    prints = print_tensors or (bool(debug) and files is None)
+    files = _step_files(debugging)
+    patterns = list(debugging.debug or ())
+    names = debugging.print_tensors or (debugging.debug_mode and files is None)
+    prints = debugging.print_tensors or (bool(patterns) and files is None)
     if settings.json == "-" and (names or prints):
         raise UsageError(
             "--json prints one document, --debug many lines", hint="write the tensors: --debug-dir DIR or --record DIR"
         )
-    if do_sample is None and any(value is not None for value in (temperature, top_k, top_p)):
-        do_sample = True
     given: dict[str, Any] = {
         "prompt_file": input_file,
         "chat": chat,
         "image": list(image) if image else None,
         "prefill_chunk": prefill_chunk,
-        "do_sample": do_sample,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "repetition_penalty": repetition_penalty,
-        "seed": seed,
+        **sampling.arguments(),
     }
     loaded = glass.load(str(engine or engine_dir), trust=trust_engine, model=model)
-    if synchronous:
+    if debugging.synchronous:
         loaded.executable.synchronous = True
     profiling = glass.profiler.profile(profile) if profile is not None else contextlib.nullcontext()
     if not loaded.manifest.generates:
@@ -215,15 +122,15 @@ def command(
             "inputs": inputs,
             "tokenizer": tokenizer,
         }
-        wanted = {"debug": list(debug or ()), "record": record, "overwrite": overwrite}
-        with _snapshots(snapshot, snapshot_on), profiling:
+        wanted = {"debug": patterns, "record": record, "overwrite": overwrite}
+        with _snapshots(debugging), profiling:
             return run_forward.run(loaded, {**sources, **wanted}, others)
     observers = [_printer(names, prints)] if names or prints else []
     streams = len(input_text or ()) == 1 and settings.json != "-" and not observers
     with (
         files if files is not None else contextlib.nullcontext(),
         _kept(files, record),
-        _snapshots(snapshot, snapshot_on),
+        _snapshots(debugging),
         profiling,
         _line() as write,
     ):
@@ -233,7 +140,7 @@ def command(
             inputs=inputs,
             tokenizer=tokenizer,
             max_new_tokens=max_new_tokens,
-            debug=list(debug) if debug else prints or files is not None,
+            debug=patterns or prints or files is not None,
             on_step=_each([*observers, files] if files is not None else observers),
             on_text=write if streams else None,
             record=record,
@@ -257,10 +164,11 @@ def command(
     return 0
 
 
-def _step_files(directory: str | None, formats: Sequence[str], debug_mode: bool) -> glass.compat.StepFiles | None:
+def _step_files(debugging: Debugging) -> glass.compat.StepFiles | None:
     """Return what writes the files of the steps; None where none were asked for."""
-    named = environment.debug_artifacts_dir() if debug_mode or formats else None
-    target = directory or named
+    formats = debugging.debug_format or ()
+    named = environment.debug_artifacts_dir() if debugging.debug_mode or formats else None
+    target = debugging.debug_dir or named
     if target is None and formats:
         raise UsageError(
             "--debug-format needs a directory", hint="--debug-dir DIR, or the variable DEBUG_ARTIFACTS_DIR"
@@ -271,8 +179,9 @@ def _step_files(directory: str | None, formats: Sequence[str], debug_mode: bool)
 
 
 @contextlib.contextmanager
-def _snapshots(directory: str | None, on: Sequence[str] | None) -> Iterator[None]:
+def _snapshots(debugging: Debugging) -> Iterator[None]:
     """Take snapshots while the block runs, and say how many there are."""
+    directory, on = debugging.snapshot, debugging.snapshot_on
     if directory is None:
         if on:
             raise UsageError("--snapshot-on needs a directory", hint="--snapshot DIR")

@@ -26,16 +26,11 @@ from glassengine.results.comparison import (
     SCHEMA_VERSION,
     Comparison,
     Comparisons,
-    Counts,
     Divergence,
-    Pair,
     Rung,
     Skipped,
-    TokenAgreement,
     WeightsComparison,
     WrittenDifferently,
-    added,
-    counts_of,
 )
 from glassengine.results.compilation import (
     CachedGraph,
@@ -76,6 +71,13 @@ from glassengine.results.inputs_used import (
 from glassengine.results.metrics import (
     MetricsReport,
     MetricSummary,
+)
+from glassengine.results.pairs import (
+    Counts,
+    Pair,
+    TokenAgreement,
+    added,
+    counts_of,
 )
 from glassengine.results.quantized import (
     Quantization,
