@@ -7,24 +7,22 @@ import importlib
 import inspect
 import pkgutil
 import re
-from typing import Any, is_typeddict
+from typing import Any, Literal, get_origin, is_typeddict
 
 from glassengine import results
 from glassengine.engine.build.outputs import BuildPlan
 from glassengine.engine.store.manifest import Manifest
 
-CLASSES: dict[str, Any] = {"BuildPlan": BuildPlan, "Manifest": Manifest} | {
-    name: cls
-    for module in pkgutil.iter_modules(results.__path__, f"{results.__name__}.")
-    for name, cls in vars(importlib.import_module(module.name)).items()
-    if dataclasses.is_dataclass(cls) or is_typeddict(cls)
-}
-"""What a document is made of, by name."""
+CLASSES: dict[str, Any] = {"BuildPlan": BuildPlan, "Manifest": Manifest}
+"""What a document is made of, by name; of two of one name the second has that of its module in front."""
+for _module in pkgutil.iter_modules(results.__path__, f"{results.__name__}."):
+    for _name, _class in vars(importlib.import_module(_module.name)).items():
+        if (dataclasses.is_dataclass(_class) or is_typeddict(_class)) and _class not in CLASSES.values():
+            CLASSES[f"{_module.name.rpartition('.')[2]}.{_name}" if _name in CLASSES else _name] = _class
 FUNCTIONS_ONLY = {"ErrorHistogram", "LogitsDifference", "PatternMismatches", "SliceMaxima", "UlpDistance"}
 """What only functions of Python return."""
 _WORDS = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "None": "null", "Any": "anything"}
-_STRINGS = ("Verdict", "Standing", "ExemptionReason", "Origin", "Literal")
-_TABLE = re.compile(r"(<!-- keys: ([\w ]+) -->\n)(.*?)(<!-- end of keys -->)", re.DOTALL)
+_TABLE = re.compile(r"(<!-- keys: ([\w. ]+) -->\n)(.*?)(<!-- end of keys -->)", re.DOTALL)
 
 
 def written(page: str) -> str:
@@ -40,7 +38,7 @@ def table(name: str) -> str:
     lines += ["| key | type | meaning |", "|---|---|---|"]
     for key, kind in types(CLASSES[name]).items():
         meaning = meanings.get(key, "").replace("|", "\\|")
-        lines.append(f"| `{key}` | {json_type(kind)} | {meaning} |")
+        lines.append(f"| `{key}` | {json_type(kind, CLASSES[name])} | {meaning} |")
     return "\n".join(lines) + "\n"
 
 
@@ -67,20 +65,22 @@ def attributes(doc: str) -> dict[str, str]:
     return found
 
 
-def json_type(annotation: str) -> str:
+def json_type(annotation: str, cls: Any) -> str:
     """Return what an annotated field is in JSON, with a link where it is an object of its own."""
     parts = re.split(r" \| (?![^\[]*\])", annotation)
     if len(parts) > 1:
-        return " or ".join(map(json_type, parts))
+        return " or ".join(json_type(part, cls) for part in parts)
     base, _, inside = annotation.partition("[")
-    if base in _STRINGS:
+    of_module = vars(importlib.import_module(cls.__module__))
+    if base == "Literal" or get_origin(of_module.get(base)) is Literal:
         return "string"
     if base in ("tuple", "list", "Sequence"):
-        of = json_type(inside.removesuffix("]").partition(", ...")[0].partition(", ")[0])
+        of = json_type(inside.removesuffix("]").partition(", ...")[0].partition(", ")[0], cls)
         return f"list of {of}"
     if base in ("Mapping", "dict"):
         of = inside.removesuffix("]").partition(", ")[2]
-        return f"object of {json_type(of)}" if of in CLASSES else "object"
-    if base in CLASSES:
-        return f"[{base}](#{base.lower()})"
+        return f"object of {json_type(of, cls)}" if of in CLASSES else "object"
+    name = next((name for name, other in CLASSES.items() if other is of_module.get(base)), base)
+    if name in CLASSES:
+        return f"[{name}](#{name.replace('.', '').lower()})"
     return _WORDS.get(base, "object")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import glassengine
+from glassengine.schemas import schema
 from tests.docs.json_keys import CLASSES, FUNCTIONS_ONLY, written
 
 SOURCE = Path(glassengine.__file__).parent
@@ -32,8 +33,23 @@ def test_the_keys_of_the_json_documents_are_those_of_the_classes(root: Path, req
     assert known == now, "pytest tests/docs/test_documents.py --update-guides"
     keys = re.findall(r"^\| `(\w+)` \| .* \| (.*) \|$", page, re.MULTILINE)
     assert len(keys) > 200
-    assert set(re.findall(r"^### (\w+)$", page, re.MULTILINE)) == CLASSES.keys() - FUNCTIONS_ONLY
+    assert set(re.findall(r"^### ([\w.]+)$", page, re.MULTILINE)) == CLASSES.keys() - FUNCTIONS_ONLY
     assert [key for key, meaning in keys if not meaning] == [], "not said in the docstring"
+
+
+@pytest.mark.parametrize("command", ["check", "compare"])
+def test_the_keys_are_those_of_the_schema(command: str, root: Path) -> None:
+    sections = re.split(r"^### ([\w.]+)$", (root / "docs/json.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    listed = {
+        name: set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
+        for name, text in zip(sections[1::2], sections[2::2], strict=True)
+    }
+    described = {name: set(one.get("properties", ())) for name, one in schema(command)["$defs"].items()}
+    both = listed.keys() & described.keys()
+    assert {"Comparison", "Divergence", "Pair"} <= both
+    # Which every document may have.
+    apart = {name: (listed[name] ^ described[name]) - {"metrics"} for name in both}
+    assert {name: keys for name, keys in apart.items() if keys} == {}
 
 
 def messages() -> list[str]:

@@ -10,7 +10,14 @@ from glassengine.results.base import Result
 
 @dataclass(frozen=True)
 class Change(Result):
-    """One difference: `kind` is "added", "removed" or "changed"; the texts are lines of `graph.txt`."""
+    """One difference between two stages.
+
+    Attributes:
+        kind: "added", "removed" or "changed".
+        baseline: Line of the baseline's `graph.txt`; None where it has none.
+        candidate: Line of the candidate's; None where it has none.
+        sites: Names of the tensors.
+    """
 
     kind: str
     baseline: str | None
