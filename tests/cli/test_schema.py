@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import torch
 
@@ -55,8 +56,6 @@ def batches():
 def mean(result):
     return result.mean()
 """
-
-jsonschema = pytest.importorskip("jsonschema", reason="`make test` installs it")
 
 Run = Callable[..., tuple[int, dict[str, Any]]]
 
