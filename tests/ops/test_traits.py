@@ -60,6 +60,12 @@ OWN: dict[str, list[Call]] = {
             (numbers(2, 5, 6, 6), numbers(5, 2, 3, 3), numbers(2), [1, 1], [0, 0], [1, 1], True, [0, 0], 1),
         ),
     ],
+    "_convolution": [
+        (
+            aten._convolution.default,
+            (IMAGE, KERNEL, numbers(5), [1, 1], [0, 0], [1, 1], False, [0, 0], 1, False, False, False, True),
+        )
+    ],
     "dot": [(aten.dot.default, (numbers(7), numbers(7, seed=1)))],
     "einsum": [(aten.einsum.default, ("ij,kj->ik", [X, numbers(5, 4)]))],
     "linear": [(aten.linear.default, (X, numbers(5, 4), numbers(5)))],
