@@ -343,7 +343,7 @@ def test_weights_outside_of_the_directory_are_not_read(built: Path, tmp_path: Pa
             if entry.key == "location":
                 entry.value = location
     (inside / "model.onnx").write_bytes(model.SerializeToString())
-    with pytest.raises(GlassError, match="outside of the directory"):
+    with pytest.raises(GlassError, match="outside of the model directory"):
         load_executable("llama", lambda path: BACKEND.load(path, None), inside)
 
 

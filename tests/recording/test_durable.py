@@ -321,7 +321,7 @@ def test_a_ring_without_a_file_is_told(
 
     monkeypatch.setattr(ring_file, "_take_room", full)
     recorder = BackgroundWriter(tmp_path / "r", metadata={}, ring_bytes=RING)
-    assert "a process that is killed loses the last steps" in caplog.text and "4 MiB" in caplog.text
+    assert "a killed process loses the last steps" in caplog.text and "4 MiB" in caplog.text
     recorder.write("x", 0, torch.ones(3))
     recorder.commit(0, token_ids=[[1, 2]])
     recorder.close()

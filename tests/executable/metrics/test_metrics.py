@@ -229,7 +229,7 @@ def test_json_twin_is_the_same_report(tmp_path: Path) -> None:
         ("{}", "not a metrics report"),
         ('{"schema_version": 99}', "newer version"),
         ('{"schema_version": 1, "metrics": [{"unit": "ns"}], "counters": {}, "ranks": [0]}', "percentiles"),
-        ('{"schema_version": 1, "metrics": {"a": 1}, "counters": {}, "ranks": [0]}', "no metrics|newer|schema"),
+        ('{"schema_version": 1, "metrics": {"a": 1}, "counters": {}, "ranks": [0]}', "not a metrics report|schema"),
     ],
 )
 def test_damaged_reports_are_refused(tmp_path: Path, content: str, message: str) -> None:

@@ -112,7 +112,7 @@ class MovedLog:
         except OSError as error:
             # What is in the ring does not tell whole steps any more.
             file.stop()
-            _log.warning("a process that is killed loses the last steps of %s: %s", self._path.parent, error.strerror)
+            _log.warning("a killed process loses the last steps of %s: %s", self._path.parent, error.strerror)
         self._num_bytes += sum(map(len, frames))
 
 

@@ -82,14 +82,14 @@ def test_types_of_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "problem"),
     [
-        ("location", "../w.data", "outside of the directory"),
-        ("location", "/etc/hostname", "outside of the directory"),
-        ("location", "a/../../w.data", "outside of the directory"),
-        ("location", "C:\\w.data", "outside of the directory"),
-        ("location", "link.data", "outside of the directory"),
+        ("location", "../w.data", "outside of the model directory"),
+        ("location", "/etc/hostname", "outside of the model directory"),
+        ("location", "a/../../w.data", "outside of the model directory"),
+        ("location", "C:\\w.data", "outside of the model directory"),
+        ("location", "link.data", "outside of the model directory"),
         # To runtimes this is no file, but a place in the memory of the process.
-        ("location", "*/_ORT_MEM_ADDR_/*", "outside of the directory"),
-        ("location", "", "outside of the directory"),
+        ("location", "*/_ORT_MEM_ADDR_/*", "outside of the model directory"),
+        ("location", "", "outside of the model directory"),
         ("location", "other.data", r"is missing[\s\S]*next to the .onnx file"),
         ("offset", "8", "goes beyond its file"),
         ("offset", "-8", "goes beyond its file"),
