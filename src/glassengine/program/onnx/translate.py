@@ -21,6 +21,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from glassengine.errors import UsageError
+from glassengine.program.onnx.operators import elementwise, neural, pooling, quantized, recurrent, resize, shapes  # noqa: F401  (they fill the table)
 from glassengine.program.onnx.operators.control import Body, called_function, if_else, loop, scan
 from glassengine.program.onnx.operators.fallback import one_node
 from glassengine.program.onnx.operators.function import OnnxFunction
