@@ -25,6 +25,7 @@ from glassengine.backends.protocol.backend import Backend, Run
 from glassengine.capture.observers.interpreter import run_program
 from glassengine.engine.session.loaded import STEP_INPUTS
 from glassengine.executable.run.executable import compile_executable, load_executable
+from glassengine.judge.exclusions.other_values import Followed
 from glassengine.judge.exclusions.undefined_casts import UndefinedCasts
 from glassengine.numerics.mask_values import sentinel
 from glassengine.ops.traits import named
@@ -188,7 +189,7 @@ class _Check:
         self._held: list[tuple[int, str, torch.Tensor, torch.Tensor]] = []
         self._num_checked = 0
         self._step = -1
-        self._casts = UndefinedCasts()
+        self._casts = Followed(UndefinedCasts())
 
     def report(self) -> ConformanceReport:
         for step, name, tensor, copy in self._held:
@@ -209,7 +210,7 @@ class _Check:
         values: dict[str, torch.Tensor] = {}
         given = {**inputs, **expected_kv}
         known: dict[str, Any] = {port.node: given[port.name] for port in program.inputs} | program.weights()
-        self._casts = UndefinedCasts()
+        self._casts = Followed(UndefinedCasts())
 
         def observe(node: torch.fx.Node, value: object) -> None:
             known[node.name] = value

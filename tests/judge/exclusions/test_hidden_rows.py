@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from glassengine.capture.observers.interpreter import run_program
 from glassengine.diagnose import check
 from glassengine.judge.exclusions.hidden_rows import HiddenRows
+from glassengine.judge.exclusions.other_values import Followed
 from glassengine.program.export.export import export_module
 
 HIDDEN = torch.finfo(torch.float32).min
@@ -22,7 +23,7 @@ def left_out(module: nn.Module, **inputs: torch.Tensor) -> dict[str, Any]:
     """Return the elements that do not count by the op of their node."""
     program = export_module(module, inputs)
     known: dict[str, Any] = {port.node: inputs[port.name] for port in program.inputs}
-    rows = HiddenRows()
+    rows = Followed(HiddenRows())
 
     def observe(node: torch.fx.Node, value: Any) -> None:
         known[node.name] = value

@@ -12,6 +12,7 @@ from torch import nn
 
 from glassengine.capture.observers.interpreter import run_program
 from glassengine.diagnose import check
+from glassengine.judge.exclusions.other_values import Followed
 from glassengine.judge.exclusions.undefined_casts import UndefinedCasts
 from glassengine.program.export.export import export_module
 
@@ -29,7 +30,7 @@ def undefined(module: nn.Module, **inputs: torch.Tensor) -> dict[str, list[Any]]
     """Return the elements that do not count by the op of their node."""
     program = export_module(module, inputs)
     known: dict[str, Any] = {port.node: inputs[port.name] for port in program.inputs}
-    casts = UndefinedCasts()
+    casts = Followed(UndefinedCasts())
 
     def observe(node: torch.fx.Node, value: Any) -> None:
         known[node.name] = value

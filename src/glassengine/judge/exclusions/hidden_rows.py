@@ -9,12 +9,11 @@ the real ones. So these rows and all that depends on them are excluded, unless n
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.fx import Node
 
-from glassengine.judge.exclusions.undefined_casts import Undefined
+from glassengine.judge.exclusions.other_values import Source, ValueOf
 from glassengine.numerics.mask_values import HIDDEN
 from glassengine.ops.arguments import argument
 from glassengine.ops.row import Rounding
@@ -22,7 +21,7 @@ from glassengine.ops.traits import traits_of
 from glassengine.results import ExemptionReason
 
 
-class HiddenRows(Undefined):
+class HiddenRows(Source):
     """What depends on fully masked attention rows.
 
     Args:
@@ -33,10 +32,9 @@ class HiddenRows(Undefined):
     reason = "fully masked attention rows, and elements that depend on them"
 
     def __init__(self, hidden: Callable[[Node], torch.Tensor | None] | None = None) -> None:
-        super().__init__()
         self._hidden = hidden
 
-    def begin(self, node: Node, value: torch.Tensor, value_of: Callable[[Node], Any]) -> torch.Tensor | None:
+    def marks(self, node: Node, value: torch.Tensor, value_of: ValueOf) -> torch.Tensor | None:
         """Return the rows that see no key."""
         traits = traits_of(node)
         if traits.hidden == "ignored":
@@ -49,10 +47,9 @@ class HiddenRows(Undefined):
             return self._sees_nothing(own, value_of(own), -1) if isinstance(own, Node) else None
         return None
 
-    def of(self, node: str) -> torch.Tensor | None:
-        """Return what does not count, as everywhere; None also where nothing would be left that counts."""
-        found = super().of(node)
-        return None if found is None or bool(found.all()) else found
+    def excludes(self, mask: torch.Tensor) -> bool:
+        """Whether anything is left that counts."""
+        return not bool(mask.all())
 
     def _sees_nothing(
         self, node: Node, scores: torch.Tensor, dim: int | list[int], *, keep: bool = True

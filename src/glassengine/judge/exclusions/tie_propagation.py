@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.blocks import agree
+from glassengine.judge.exclusions.other_values import WHOLE, OtherValues, differs
 from glassengine.judge.exclusions.ties import chosen_along, is_comparison, ranking
 from glassengine.numerics.verdict import SUSPICIOUS, unit_roundoff
 from glassengine.ops.arguments import argument
@@ -43,8 +43,8 @@ class TiesFollowed:
     """
 
     def __init__(self, again: Callable[[Node, Mapping[Node, Any]], Any]) -> None:
-        self._again = again
-        self.others: dict[Node, Any] = {}
+        self._lane = OtherValues(again)
+        self.others = self._lane.others
 
     def visit(self, node: Node, env: Mapping[Node, Sequence[Any]]) -> None:
         """Follow the ties through a computed node.
@@ -56,49 +56,37 @@ class TiesFollowed:
         if traits_of(node).is_arbitrary:
             return
         exact, *runs = env[node]
-        other = self._below(node) if any(s in self.others for s in node.all_input_nodes) else exact
+        other = WHOLE if self._is_moved_about(node) else self._lane.below(node, exact)
         if other is exact and isinstance(exact, Tensor) and exact.is_floating_point():
             return
-        if other is not _WHOLE:
+        if other is not WHOLE:
             other = _chosen_otherwise(node, env, other, self.others)
-            other = pytree.tree_map(_unstable, other, exact, *runs) if _is_alike(other, exact, *runs) else _WHOLE
-        if other is _WHOLE or any(pytree.tree_leaves(pytree.tree_map(_differs_at_all, other, exact))):
-            self.others[node] = other
+            other = pytree.tree_map(_unstable, other, exact, *runs) if _is_alike(other, exact, *runs) else WHOLE
+        self._lane.keep(node, other, exact)
 
     def of(self, node: Node, exact: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return a bool mask of the elements of `exact`, the value of `node`, that depend on a tie; None if none does.
+        """Return a bool mask of the elements of `exact`, a node's value, that depend on a tie; None where none does.
 
         Args:
             node: It.
             exact: Its value.
             dtype: In which it is rounded.
         """
-        other = self.others.get(node)
-        if other is None:
-            return None
-        if other is _WHOLE:
-            return torch.ones_like(exact, dtype=torch.bool)
-        found = _differs(other, exact, _SAME * unit_roundoff(dtype) if exact.is_floating_point() else 0.0)
-        if bool(found.any()):
-            return found
-        del self.others[node]
-        return None
+        found = self._lane.of(node, exact, _SAME * unit_roundoff(dtype) if exact.is_floating_point() else 0.0)
+        if found is None:
+            self._lane.settle(node)
+        return found
 
     def settle(self, node: Node) -> None:
-        """Note that nothing depends on `node`: its value is known, or it has no more readers."""
-        self.others.pop(node, None)
+        """Take note that nothing depends on `node`: its value is known, or nothing reads it any more."""
+        self._lane.settle(node)
 
-    def _below(self, node: Node) -> Any:
-        for source in node.all_input_nodes:
-            if self.others.get(source) is _WHOLE:
-                return _WHOLE
-            leaves = [leaf for leaf in pytree.tree_leaves(self.others.get(source)) if isinstance(leaf, Tensor)]
-            if not _is_of_places(node) and any(not leaf.is_floating_point() for leaf in leaves):
-                return _WHOLE
-        try:
-            return self._again(node, self.others)
-        except (RuntimeError, IndexError, ValueError):  # a number that is not an index
-            return _WHOLE
+    def _is_moved_about(self, node: Node) -> bool:
+        """Whether a node reads integers that a tie turns over, and several of them decide together where things are."""
+        if _is_of_places(node):
+            return False
+        leaves = [leaf for source in node.all_input_nodes for leaf in pytree.tree_leaves(self.others.get(source))]
+        return any(isinstance(leaf, Tensor) and not leaf.is_floating_point() for leaf in leaves)
 
 
 def settled_sources(node: Node, env: Mapping[Node, Sequence[Any]]) -> dict[str, Tensor]:
@@ -123,7 +111,7 @@ def _chosen_otherwise(node: Node, env: Mapping[Node, Sequence[Any]], other: Any,
     if choice is not None and _is_float(values[0]) and values[0].dim():
         # Of several ties above, one may be turned over and another not: the choice is any.
         u = unit_roundoff(sources[0].meta["val"].dtype)
-        hangs = _differs(others[sources[0]], values[0], _SAME * u) if sources[0] in others else None
+        hangs = differs(others[sources[0]], values[0], _SAME * u) if sources[0] in others else None
         return _ranked_otherwise(node, choice, values, other, hangs)
     if is_comparison(node):
         sides = [env[arg] if isinstance(arg, Node) else [arg] * len(values) for arg in node.args[:2]]
@@ -239,14 +227,3 @@ def _is_alike(*results: Any) -> bool:
         return False
     shapes = {tuple(leaf.shape if isinstance(leaf, Tensor) else None for leaf in one) for one in leaves}
     return len(shapes) == 1
-
-
-def _differs_at_all(other: Any, exact: Any) -> bool:
-    if not isinstance(other, Tensor):
-        return bool(other != exact)
-    return other is not exact and bool(_differs(other, exact, 0.0).any())
-
-
-def _differs(other: Tensor, exact: Tensor, share: float) -> Tensor:
-    same = agree(other, exact)
-    return ~same & ~((other - exact).abs() <= share * exact.abs()) if share else ~same

@@ -10,108 +10,46 @@ the 0 from the logarithm. There what comes after is computed ahead.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.utils import _pytree as pytree
 
-from glassengine.blocks import agree
+from glassengine.judge.exclusions.other_values import Source, ValueOf
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 from glassengine.results import ExemptionReason
 
 
-class Undefined:
-    """Elements of one step that depend on something undefined, filled in graph order; subclasses define the start.
-
-    Attributes:
-        kind: What sort of exemption it is.
-        reason: Why these elements do not count.
-    """
-
-    kind: ExemptionReason
-    reason: str
-
-    def __init__(self) -> None:
-        self._others: dict[str, Any] = {}
-        self._undefined: dict[str, torch.Tensor] = {}
-
-    def visit(self, node: Node, value: Any, value_of: Callable[[Node], Any]) -> None:
-        """Take note of a computed node.
-
-        Args:
-            node: It.
-            value: Its value: a tensor, or the tensors of an op with several results.
-            value_of: Gives the value of a node that it reads.
-        """
-        is_below = any(source.name in self._others for source in node.all_input_nodes)
-        other = self._again(node, value, value_of) if is_below else value
-        if isinstance(value, torch.Tensor) and (begins := self.begin(node, value, value_of)) is not None:
-            other = torch.where(begins, far_from(value), other)
-        if other is value:
-            return
-        differs = pytree.tree_map(_differs, value, other)
-        if any(isinstance(leaf, torch.Tensor) and bool(leaf.any()) for leaf in pytree.tree_leaves(differs)):
-            self._others[node.name] = other
-            if isinstance(differs, torch.Tensor):
-                self._undefined[node.name] = differs
-
-    def begin(self, node: Node, value: torch.Tensor, value_of: Callable[[Node], Any]) -> torch.Tensor | None:
-        """Return a bool mask, to broadcast against `value`, of what `node` leaves undefined; None for nothing."""
-        raise NotImplementedError
-
-    def of(self, node: str) -> torch.Tensor | None:
-        """Return a bool mask, in the shape of the node's value, of what does not count; None where all does."""
-        return self._undefined.get(node)
-
-    def _again(self, node: Node, value: Any, value_of: Callable[[Node], Any]) -> Any:
-        def argument(source: Node) -> Any:
-            return self._others[source.name] if source.name in self._others else value_of(source)
-
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), argument)
-        target: Any = node.target
-        try:
-            return target(*args, **kwargs)
-        except (RuntimeError, IndexError):  # a number that is not an index
-            return pytree.tree_map(_far_from, value)
-
-
-class UndefinedCasts(Undefined):
+class UndefinedCasts(Source):
     """What depends on a cast of a number that the integer dtype cannot hold, and what is only made to be cast so."""
 
     kind: ExemptionReason = "undefined casts"
     reason = "elements of which a cast to integers makes nothing defined, or nothing that is kept"
 
     def __init__(self) -> None:
-        super().__init__()
         self._made_for_casts: set[Node] | None = None
         self._ahead: dict[Node, Any] = {}
         self._lost_at: dict[Node, torch.Tensor] = {}
 
-    def visit(self, node: Node, value: Any, value_of: Callable[[Node], Any]) -> None:
-        """Take note of a computed node, as everywhere, and of what is only made of it."""
-        super().visit(node, value, value_of)
-        if self._made_for_casts is None:
-            self._made_for_casts = _made_for_casts(node.graph)
-        if node not in self._made_for_casts or not isinstance(value, torch.Tensor):
-            return
-        try:
-            lost = self._lost(node, value, value_of)
-        except _Unknown:
-            return
-        if bool(lost.any()):
-            own = self._undefined.get(node.name)
-            self._undefined[node.name] = lost if own is None else lost | own
-
-    def begin(self, node: Node, value: torch.Tensor, value_of: Callable[[Node], Any]) -> torch.Tensor | None:
+    def marks(self, node: Node, value: torch.Tensor, value_of: ValueOf) -> torch.Tensor | None:
         """Return where those numbers are."""
         if not traits_of(node).casts or value.is_floating_point() or value.dtype is torch.bool:
             return None
         return _beyond(value_of(node.all_input_nodes[0]), value.dtype)
 
-    def _lost(self, node: Node, value: torch.Tensor, value_of: Callable[[Node], Any]) -> torch.Tensor:
+    def drops(self, node: Node, value: torch.Tensor, value_of: ValueOf) -> torch.Tensor | None:
+        """Return what is only made to be cast so, or to be cast and left out again."""
+        if self._made_for_casts is None:
+            self._made_for_casts = _made_for_casts(node.graph)
+        if node not in self._made_for_casts:
+            return None
+        try:
+            return self._lost(node, value, value_of)
+        except _Unknown:
+            return None
+
+    def _lost(self, node: Node, value: torch.Tensor, value_of: ValueOf) -> torch.Tensor:
         """Return which elements end undefined or dropped, for any readers."""
         if node in self._lost_at:
             return self._lost_at[node]
@@ -132,7 +70,7 @@ class UndefinedCasts(Undefined):
         self._lost_at[node] = lost
         return lost
 
-    def _computed(self, node: Node, value_of: Callable[[Node], Any]) -> Any:
+    def _computed(self, node: Node, value_of: ValueOf) -> Any:
         """Return the value of a node that may be still to come."""
         try:
             return value_of(node)
@@ -204,25 +142,3 @@ def _beyond(source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         return None
     limits = torch.iinfo(dtype)
     return ~((source > limits.min - 1.0) & (source < limits.max + 1.0))
-
-
-def far_from(value: torch.Tensor) -> torch.Tensor:
-    """Return other values than these in every element."""
-    if value.dtype is torch.bool:
-        return ~value
-    if value.is_floating_point():
-        return torch.where(value > 0, -1.0, 1.0).to(value.dtype)
-    limits = torch.iinfo(value.dtype)
-    return torch.where(value > 0, limits.min // 2, limits.max // 2).to(value.dtype)
-
-
-def _far_from(value: Any) -> Any:
-    return far_from(value) if isinstance(value, torch.Tensor) else value
-
-
-def _differs(value: Any, other: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return False
-    if not isinstance(other, torch.Tensor) or other.shape != value.shape:
-        return torch.ones_like(value, dtype=torch.bool)
-    return ~agree(other, value)

@@ -18,10 +18,11 @@ from torch.utils import _pytree as pytree
 from glassengine.judge.exclusions.exactness import Exactness, keeps_whole_numbers
 from glassengine.judge.exclusions.hidden_rows import HiddenRows
 from glassengine.judge.exclusions.hidden_values import HiddenValues
-from glassengine.judge.exclusions.tie_propagation import TiesFollowed, settled_sources
-from glassengine.judge.exclusions.undefined_casts import Undefined, UndefinedCasts
+from glassengine.judge.exclusions.in_step import Excluded, Exclusions
+from glassengine.judge.exclusions.other_values import Source
+from glassengine.judge.exclusions.tie_propagation import settled_sources
+from glassengine.judge.exclusions.undefined_casts import UndefinedCasts
 from glassengine.judge.replay.composites import rounded_inside
-from glassengine.numerics.exemptions import PADDING, TIES, UNWRITTEN
 from glassengine.numerics.float64 import double, retarget, target_of, unwritten_nodes
 from glassengine.numerics.known import Known
 from glassengine.numerics.noise import disturbed, noisy, rounded, rounds
@@ -32,7 +33,6 @@ from glassengine.ops.traits import traits_of
 from glassengine.program.onnx.operators.function import Composite
 from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.program import Program
-from glassengine.results import ExemptionReason
 from glassengine.writing.checksums import crc32
 
 NUM_NOISE_RUNS = 2
@@ -106,12 +106,13 @@ class ReferenceRun:
         """
         generators = [_generator(self._seed, self._steps, lane) for lane in self._lanes]
         env: dict[Node, list[Any]] = {}
-        undefined: list[Undefined] = [UndefinedCasts()]
+        sources: list[Source] = [UndefinedCasts()]
         if self._program.layout is None:  # else the masks of the inputs say which rows are padding
-            undefined.append(HiddenRows(self._hidden.places))
+            sources.append(HiddenRows(self._hidden.places))
         self._exactness.begin_step()
         self._hidden.begin_step()
-        ties = TiesFollowed(partial(self._again, env))
+        exclusions = Exclusions(sources, partial(self._again, env), self._unwritten)
+        ties = exclusions.ties
         names = {port.node: port.name for port in self._program.inputs}
         for node in self._program.graph.nodes:
             if node.op == "placeholder":
@@ -128,18 +129,11 @@ class ReferenceRun:
             elif node.op == "call_function" and "_assert" not in str(node.target):
                 env[node] = self._evaluate(node, env, generators)
                 self._hidden.visit(node, env[node][0], env)
-                for one in undefined:
-                    one.visit(node, env[node][1], lambda source: env[source][1])
-                ties.visit(node, env)
+                exclusions.visit(node, env)
                 if is_tensor_node(node):
                     exact = env[node][0]
-                    real = valid(node, exact)
-                    exempt: dict[ExemptionReason, torch.Tensor] = {} if real is None else {PADDING: ~real}
-                    if node.name in self._unwritten and exact.is_floating_point():
-                        exempt[UNWRITTEN] = exact.isnan()
-                    exempt |= {one.kind: mask for one in undefined if (mask := one.of(node.name)) is not None}
-                    tied = ties.of(node, exact, self._dtype(node, exact))
-                    forced = yield node, self._reference(node, env, exempt, tied)
+                    excluded = exclusions.of(node, exact, valid(node, exact), self._dtype(node, exact))
+                    forced = yield node, self._reference(node, env, excluded)
                     if forced is not None:
                         ties.settle(node)
                         self._exactness.forced(node, forced, exact)
@@ -147,7 +141,7 @@ class ReferenceRun:
                         env[node] = [forced.to(own) if lane == 1 else double(forced) for lane in self._lanes]
             for dead in self._last_use.get(node, ()):
                 env.pop(dead, None)
-                ties.settle(dead)
+                exclusions.settle(dead)
                 self._hidden.settle(dead)
         by_name = {node.name: node for node in env}
         presents = {past: by_name[self._program.output_nodes[name]] for past, name in self._program.caches.items()}
@@ -284,27 +278,16 @@ class ReferenceRun:
             return own
         return max((own, self._coarsest), key=lambda dtype: torch.finfo(dtype).eps)
 
-    def _reference(
-        self,
-        node: Node,
-        env: Mapping[Node, list[Any]],
-        exempt: dict[ExemptionReason, torch.Tensor],
-        tied: torch.Tensor | None,
-    ) -> Reference:
+    def _reference(self, node: Node, env: Mapping[Node, list[Any]], excluded: Excluded) -> Reference:
         lanes = env[node]
-        valid: torch.Tensor | None = None
-        for mask in exempt.values():
-            valid = ~mask if valid is None else valid & ~mask
-        if tied is not None:
-            exempt = {**exempt, TIES: tied}
         reference = Reference(
             lanes[0],
             lanes[1],
             lanes[2:],
             dtype=self._dtype(node, lanes[0]),
-            valid=valid,
-            tied=tied,
-            known=Known(exempt, self._hidden.of(node), node in self._exactness, settled_sources(node, env)),
+            valid=excluded.valid,
+            tied=excluded.tied,
+            known=Known(excluded.by_reason, self._hidden.of(node), node in self._exactness, settled_sources(node, env)),
             relative_floor=self.relative_floors.get(node.name, 0.0),
             remember=partial(self.relative_floors.__setitem__, node.name),
         )

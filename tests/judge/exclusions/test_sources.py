@@ -1,0 +1,217 @@
+"""Each source of exclusions on a graph made by hand: what it marks, what depends on that, and what does not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from glassengine.judge.exclusions.hidden_rows import HiddenRows
+from glassengine.judge.exclusions.in_step import Exclusions
+from glassengine.judge.exclusions.other_values import WHOLE, Followed, OtherValues, Source, far_from
+from glassengine.judge.exclusions.undefined_casts import UndefinedCasts
+from glassengine.numerics.exemptions import PADDING, TIES, UNWRITTEN, Ledger
+
+aten = torch.ops.aten
+Values = dict[Node, list[Any]]
+
+
+def run(graph: Graph, given: Mapping[str, Tensor], noise: float = 0.0) -> Values:
+    """Return the values of all nodes in float64, in float32, and of one run with noise in the inputs."""
+    env: Values = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            x = given[node.name]
+            is_float = x.is_floating_point()
+            env[node] = [x.double(), x, x.double() * (1 + noise)] if is_float else [x, x, x]
+        elif node.op == "call_function":
+            each = []
+            for lane in range(3):
+                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n, lane=lane: env[n][lane])
+                each.append(node.target(*args, **kwargs))
+            env[node] = each
+        if node in env:
+            node.meta["val"] = env[node][1]
+    return env
+
+
+def again(env: Values) -> Callable[[Node, Mapping[Node, Any]], Any]:
+    def once_more(node: Node, others: Mapping[Node, Any]) -> Any:
+        args, kwargs = torch.fx.node.map_arg(
+            (node.args, node.kwargs), lambda n: others[n] if n in others else env[n][0]
+        )
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    return once_more
+
+
+def excluded(
+    build: Callable[[Graph, dict[str, Node]], dict[str, Node]],
+    sources: list[Source],
+    *,
+    noise: float = 0.0,
+    unwritten: tuple[str, ...] = (),
+    **given: Tensor,
+) -> dict[str, dict[str, Any]]:
+    """Return what is excluded of the named nodes of a graph, by reason."""
+    graph = Graph()
+    named = build(graph, {name: graph.placeholder(name) for name in given})
+    graph.output(tuple(named.values()))
+    env = run(graph, given, noise)
+    exclusions = Exclusions(sources, again(env), unwritten)
+    found: dict[str, dict[str, Any]] = {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        exclusions.visit(node, env)
+        for name, wanted in named.items():
+            exact = env[node][0]
+            if wanted is node and isinstance(exact, Tensor):
+                masks = exclusions.of(node, exact, None, torch.float32).by_reason
+                found[name] = {reason: mask.expand(exact.shape).tolist() for reason, mask in masks.items()}
+    return found
+
+
+def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
+    return graph.call_function(target, args, kwargs)
+
+
+def test_an_undefined_cast_is_followed_until_it_is_dropped() -> None:
+    def build(graph: Graph, x: dict[str, Node]) -> dict[str, Node]:
+        logarithm = call(graph, aten.log.default, x["x"])
+        cast = call(graph, aten._to_copy.default, logarithm, dtype=torch.int64)
+        plus = call(graph, aten.add.Tensor, cast, 1)
+        small = call(graph, aten.lt.Scalar, x["x"], 1.0)
+        kept = call(graph, aten.where.self, small, x["other"], plus)
+        read = call(graph, aten.where.self, small, plus, x["other"])
+        return {"cast": cast, "plus": plus, "kept": kept, "read": read, "small": small}
+
+    given = {"x": torch.tensor([0.0, 2.0, 9.0]), "other": torch.tensor([7, 7, 7])}
+    found = excluded(build, [UndefinedCasts()], **given)
+    first = {"undefined casts": [True, False, False]}
+    assert found == {"cast": first, "plus": first, "kept": {}, "read": first, "small": {}}
+
+
+@pytest.mark.parametrize("hides", [-1e4, -1e9, -math.inf])
+def test_a_row_that_sees_no_key_is_followed_and_other_rows_are_not(hides: float) -> None:
+    def build(graph: Graph, x: dict[str, Node]) -> dict[str, Node]:
+        scores = call(graph, aten.add.Tensor, x["scores"], x["mask"])
+        shares = call(graph, aten._softmax.default, scores, -1, False)
+        mixed = call(graph, aten.mm.default, shares, x["values"])
+        other = call(graph, aten.mul.Tensor, x["values"], 2.0)
+        return {"scores": scores, "shares": shares, "mixed": mixed, "other": other}
+
+    mask = torch.tensor([[hides, hides, hides], [0.0, hides, hides], [0.0, 0.0, 0.0]])
+    given = {"scores": torch.randn(3, 3), "mask": mask, "values": torch.randn(3, 2)}
+    found = excluded(build, [HiddenRows()], **given)
+    assert found["scores"] == found["other"] == {}
+    assert found["shares"] == {"masked rows": [[True] * 3, [False] * 3, [False] * 3]}
+    assert found["mixed"] == {"masked rows": [[True] * 2, [False] * 2, [False] * 2]}
+
+
+def test_a_tensor_of_which_nothing_would_be_left_is_judged() -> None:
+    def build(graph: Graph, x: dict[str, Node]) -> dict[str, Node]:
+        return {"shares": call(graph, aten._softmax.default, x["mask"], -1, False)}
+
+    assert excluded(build, [HiddenRows()], mask=torch.full((2, 3), -1e9)) == {"shares": {}}
+
+
+@pytest.mark.parametrize(("gap", "is_tie"), [(1e-9, True), (0.5, False)])
+def test_a_tie_is_followed_through_what_it_picks(gap: float, is_tie: bool) -> None:
+    def build(graph: Graph, x: dict[str, Node]) -> dict[str, Node]:
+        place = call(graph, aten.argmax.default, x["scores"], -1)
+        picked = call(graph, aten.index_select.default, x["table"], 0, place)
+        same = call(graph, aten.mul.Tensor, picked, 0.0)
+        return {"place": place, "picked": picked, "same": same}
+
+    scores = torch.tensor([[1.0, 3.0, 0.0], [2.0, 1.0, 2.0 - gap]])
+    given = {"scores": scores.double().float(), "table": torch.tensor([[1.0], [2.0], [3.0]])}
+    graph = Graph()
+    x = {name: graph.placeholder(name) for name in given}
+    named = build(graph, x)
+    graph.output(tuple(named.values()))
+    env = run(graph, given)
+    env[x["scores"]] = [scores.double(), scores, scores.double() + torch.tensor([[0.0] * 3, [1e-7, 0.0, -1e-7]])]
+    exclusions = Exclusions([], again(env))
+    masks: dict[str, list[Any]] = {}
+    for name, node in named.items():
+        exclusions.visit(node, env)
+        tied = exclusions.of(node, env[node][0], None, torch.float32).tied
+        masks[name] = [] if tied is None else tied.flatten().tolist()
+    assert masks["place"] == masks["picked"] == ([False, True] if is_tie else [])
+    assert masks["same"] == [], "what comes to the same is no tie"
+
+
+def test_unwritten_memory_and_padding_are_reasons_of_their_own() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    node = call(graph, aten.clone.default, x)
+    value = torch.tensor([[1.0, math.nan], [2.0, 3.0]])
+    env = run(graph, {"x": value})
+    exclusions = Exclusions([], again(env), unwritten=(node.name,))
+    exclusions.visit(node, env)
+    real = torch.tensor([[True], [False]])
+    found = exclusions.of(node, env[node][0], real, torch.float32)
+    assert found.by_reason.keys() == {PADDING, UNWRITTEN} and found.tied is None
+    assert found.valid is not None and found.valid.tolist() == [[True, False], [False, False]]
+    ledger = Ledger()
+    ledger.add("clone", 4, found.by_reason)
+    assert {one.reason: one.num_elements for one in ledger.exemptions()} == {PADDING: 2, UNWRITTEN: 1}
+
+
+def test_an_element_with_several_reasons_is_counted_once() -> None:
+    ledger = Ledger()
+    ledger.add("x", 3, {PADDING: torch.tensor([True, True, False]), TIES: torch.tensor([False, True, True])})
+    assert sum(one.num_elements for one in ledger.exemptions()) == 3
+
+
+def test_the_lane_forgets_what_is_settled_and_knows_nothing_below_the_whole() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    first, second = call(graph, aten.neg.default, x), call(graph, aten.abs.default, x)
+    lane = OtherValues(lambda node, others: node.target(others[x]))  # type: ignore[operator]
+    value = torch.tensor([1.0, -2.0])
+    assert lane.below(first, value) is value, "it reads nothing else"
+    assert lane.keep(x, torch.tensor([1.0, 2.0]), value) and not lane.keep(second, value.clone(), value)
+    assert lane.below(second, value.abs()).tolist() == [1.0, 2.0]
+    found = lane.of(x, value)
+    assert found is not None and found.tolist() == [False, True]
+    lane.settle(x)
+    assert lane.of(x, value) is None
+    lane.keep(x, WHOLE, value)
+    whole = lane.of(x, value)
+    assert lane.below(first, value) is WHOLE and whole is not None and bool(whole.all())
+
+
+def test_a_node_that_cannot_be_computed_from_other_values_is_other_as_a_whole() -> None:
+    class First(Source):
+        kind, reason = "undefined casts", "planted"
+
+        def marks(self, node: Node, value: Tensor, value_of: Any) -> Tensor | None:
+            return torch.tensor([True, False]) if node.target is aten.abs.default else None
+
+    graph = Graph()
+    x = graph.placeholder("x")
+    place = call(graph, aten.abs.default, x)
+    picked = call(graph, aten.index_select.default, x, 0, place)
+    followed = Followed(First())
+    values = {x: torch.tensor([0, 1])}
+    for node in (place, picked):
+        values[node] = node.target(*(values[a] if isinstance(a, Node) else a for a in node.args))  # type: ignore[operator]
+        followed.visit(node, values[node], values.__getitem__)
+    found = followed.of(picked.name)
+    assert found is not None and found.tolist() == [True, True]
+    followed.settle(picked)
+    assert followed.of(picked.name) is None
+
+
+@pytest.mark.parametrize("given", [[0.0, 1.0, -3.0], [0, 5, -5], [True, False]])
+def test_other_values_are_other_values(given: list[Any]) -> None:
+    value = torch.tensor(given)
+    assert bool((far_from(value) != value).all()) and far_from(value).dtype is value.dtype
+    assert far_from((value, 3))[1] == 3
