@@ -10,7 +10,8 @@ import glassengine
 from glassengine import commands, environment
 from glassengine.cli.main import main
 from glassengine.executable.cache.key import digest, surroundings
-from glassengine.executable.cache.store import Manifest, Store, list_files
+from glassengine.executable.cache.manifest import Manifest
+from glassengine.executable.cache.store import Store, list_files
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from glassengine.judge.sides.protocol import Place, Side
 from glassengine.judge.verdict.conclude import conclude
 from glassengine.judge.verdict.run import run_cases
 from glassengine.judge.verdict.score import Score
-from glassengine.numerics.verdict import SUSPICIOUS
+from glassengine.numerics.judgement import SUSPICIOUS
 from glassengine.program import LoadedModel, Program
 from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.outputs import is_view

@@ -86,9 +86,10 @@ def read_snapshot(here: Path, shared: Path) -> int:
 
 
 def read_engine(here: Path, shared: Path) -> int:
+    from glassengine.engine.store.checked_files import check_files
     from glassengine.engine.store.files import load_weights
-    from glassengine.engine.store.manifest import check_files, read_manifest, require_fit, require_intact
-    from glassengine.program.representation.program import load_names
+    from glassengine.engine.store.manifest import read_manifest, require_fit, require_intact
+    from glassengine.program.representation.stored import load_names
 
     directory = here / "it"
     found = read_manifest(directory)
@@ -103,7 +104,7 @@ def read_engine(here: Path, shared: Path) -> int:
 def read_program(here: Path, shared: Path) -> int:
     from glassengine.backends.protocol.io import read_io
     from glassengine.engine.run.sampling import read_settings
-    from glassengine.program.representation.program import load_names
+    from glassengine.program.representation.stored import load_names
 
     names = load_names(here / "it")
     settings = read_settings(here, None, {}, max_length=64, vocab_size=512)
@@ -158,7 +159,7 @@ def read_inputs(here: Path, shared: Path) -> int:
 
 
 def read_token_ids(here: Path, shared: Path) -> int:
-    from glassengine.engine.prompts.prompts import read_input_ids
+    from glassengine.engine.prompts.files import read_input_ids
 
     path = _alone(here)
     return say(read_input_ids(path))
@@ -178,7 +179,7 @@ def read_checkpoint(here: Path, shared: Path) -> int:
 
 
 def read_prompts(here: Path, shared: Path) -> int:
-    from glassengine.engine.prompts.prompts import read_chat, read_prompt_file
+    from glassengine.engine.prompts.files import read_chat, read_prompt_file
 
     path = _alone(here)
     return say(read_chat(path) if path.name.startswith("c") else read_prompt_file(path))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from glassengine.numerics.verdict import SUSPICIOUS, Reference, relative_from, smallest_precise, unit_roundoff
+from glassengine.numerics.judgement import SUSPICIOUS, relative_from, smallest_precise, unit_roundoff
+from glassengine.numerics.verdict import Reference
 
 
 def make(exact: torch.Tensor, *, noise: float = 1e-6, valid: torch.Tensor | None = None, seed: int = 0) -> Reference:

@@ -14,7 +14,8 @@ from torch import nn
 import glassengine as glass
 from glassengine.errors import UnknownNameError
 from glassengine.program import load_model
-from glassengine.program.representation.program import Program, save_program
+from glassengine.program.representation.program import Program
+from glassengine.program.representation.stored import save_program
 from glassengine.testing import models
 
 Exported = Callable[[str], tuple[nn.Module, Program]]

@@ -19,7 +19,7 @@ from glassengine.backends.onnx import backend as onnx_backend
 from glassengine.backends.protocol.io import read_io
 from glassengine.backends.tensorrt_rtx.network import read_listing as read_network
 from glassengine.compare.matching.maps import load_map
-from glassengine.engine.prompts.prompts import read_chat, read_input_ids, read_prompt_file
+from glassengine.engine.prompts.files import read_chat, read_input_ids, read_prompt_file
 from glassengine.engine.run.sampling import _from_file
 from glassengine.engine.store.files import load_weights
 from glassengine.engine.store.manifest import read_manifest
@@ -32,7 +32,7 @@ from glassengine.program.listing import artifacts
 from glassengine.program.listing.listing import read_listing
 from glassengine.program.loading.adapters import read_adapter
 from glassengine.program.loading.checkpoint_files import read_tensors, weight_files
-from glassengine.program.representation.program import load_graph, load_names
+from glassengine.program.representation.stored import load_graph, load_names
 from glassengine.reading.arrays import MAX_UNFOLDED_BYTES
 from glassengine.reading.tensors import check_unfolded, read_torch
 

@@ -19,7 +19,8 @@ from glassengine.backends.protocol.backend import (
     program_network,
 )
 from glassengine.capture.observers.interpreter import run_program
-from glassengine.program.representation.program import Program, load_program, save_program
+from glassengine.program.representation.program import Program
+from glassengine.program.representation.stored import load_program, save_program
 
 
 class EagerBackend:

@@ -19,11 +19,11 @@ from glassengine.compare.matching.padding import CACHES, Padding
 from glassengine.compare.precision import Precision
 from glassengine.errors import UsageError, nearest
 from glassengine.numerics.exemptions import PADDING, Ledger
+from glassengine.numerics.judgement import SUSPICIOUS, WRONG
 from glassengine.numerics.mask_values import seen_by, without_hidden
 from glassengine.numerics.metrics.measure import measure, summarize, summarize_errors
 from glassengine.numerics.metrics.slices import noise_ratio, slices
 from glassengine.numerics.metrics.tolerance import Tolerance, tolerance
-from glassengine.numerics.verdict import SUSPICIOUS, WRONG
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.layout.noise_floor import NoiseFloor
 from glassengine.recording.layout.values import dtype_name

@@ -24,18 +24,12 @@ from glassengine.backends.registry import get_backend
 from glassengine.compare.matching.maps import load_map
 from glassengine.diagnose.ladder.accumulated import judge_alike
 from glassengine.diagnose.ladder.bisect_release import bisect_release
+from glassengine.diagnose.ladder.climb import Climb
 from glassengine.diagnose.ladder.encoder_decoder import joined
 from glassengine.diagnose.ladder.generations import JUDGED
 from glassengine.diagnose.ladder.op_by_op import explain
 from glassengine.diagnose.ladder.other_model import add_model, start_stage
-from glassengine.diagnose.ladder.rungs import (
-    Climb,
-    add_built,
-    add_engine,
-    add_op_by_op,
-    add_record,
-    arguments_of,
-)
+from glassengine.diagnose.ladder.rungs import add_built, add_engine, add_op_by_op, add_record, arguments_of
 from glassengine.diagnose.ladder.step_by_step import numbered, staged
 from glassengine.diagnose.quantization.check import check_quantized_checkpoint, is_quantized_candidate
 from glassengine.diagnose.quantization.module import check_quantized_module, quantized_in_memory
@@ -61,8 +55,8 @@ from glassengine.judge.verdict.evidence import EvidenceBox
 from glassengine.judge.verdict.run import run_cases
 from glassengine.judge.verdict.score import Score
 from glassengine.judge.verdict.severity import Severity
+from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.ops import ACCUMULATIONS, Accumulation
-from glassengine.numerics.verdict import unit_roundoff
 from glassengine.program import load_model
 from glassengine.program.generation.generation import PLAIN
 from glassengine.program.kinds.image_text import IMAGE_TOKEN, WITHOUT_IMAGES

@@ -24,10 +24,10 @@ from glassengine.capture.intake.intake import Writer
 from glassengine.compare.matching.padding import Padding
 from glassengine.errors import GlassError
 from glassengine.numerics.float64 import retarget
+from glassengine.numerics.judgement import smallest_precise, unit_roundoff
 from glassengine.numerics.mask_values import sentinel
 from glassengine.numerics.metrics.slices import slices
 from glassengine.numerics.noise import disturbed, noisy, rounds
-from glassengine.numerics.verdict import smallest_precise, unit_roundoff
 from glassengine.ops.traits import traits_of
 from glassengine.recording.layout.layout import LeftOut, Sharding
 from glassengine.recording.layout.noise_floor import Floor, Key, write_noise_floor

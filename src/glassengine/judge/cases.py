@@ -20,7 +20,7 @@ from glassengine.engine.prompts.prompts import load_tokenizer
 from glassengine.engine.prompts.tokenizing import encode, token_rows
 from glassengine.errors import UsageError
 from glassengine.program import LoadedModel, load_inputs
-from glassengine.program.export.export import named_inputs
+from glassengine.program.export.examples import named_inputs
 from glassengine.program.kinds.causal_lm import accepted
 from glassengine.program.kinds.image_text import first_constants, following_constants
 from glassengine.program.kinds.steps import MadeUp

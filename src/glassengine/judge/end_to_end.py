@@ -16,9 +16,10 @@ from typing import Literal
 import torch
 
 from glassengine.judge.graphs.by_result import in_order
+from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.metrics.drift import LITTLE_LEFT, LOST, DriftSums
 from glassengine.numerics.metrics.tolerance import is_inexact, tolerance
-from glassengine.numerics.verdict import Judgement, Reference
+from glassengine.numerics.verdict import Reference
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.outputs import PREFIX
 from glassengine.program.representation.program import Program

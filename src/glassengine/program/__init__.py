@@ -14,7 +14,8 @@ from glassengine.program.kinds.example_inputs import example_inputs
 from glassengine.program.listing.listing import OnStage, stage_of
 from glassengine.program.loading.load import LoadedModel, load_model
 from glassengine.program.representation.passes import apply_pass
-from glassengine.program.representation.program import Program, load_names
+from glassengine.program.representation.program import Program
+from glassengine.program.representation.stored import load_names
 from glassengine.program.user_code.raised import forward_errors
 from glassengine.program.user_code.written_modules import uncompiled
 from glassengine.sites import Site, SiteTable

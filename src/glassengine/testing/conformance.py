@@ -32,7 +32,7 @@ from glassengine.ops.traits import named
 from glassengine.program.kinds.image_text import IMAGE_TOKEN, INDEX
 from glassengine.program.representation.outputs import DerivedValues, add_outputs, plan_outputs
 from glassengine.program.representation.program import Program
-from glassengine.results import Result
+from glassengine.results.conformance import ConformanceReport, Finding
 from glassengine.sites import Site
 
 TOLERANCES = {"float64": 1e-12, "float32": 5e-5, "float16": 1e-2, "bfloat16": 1e-1}
@@ -44,29 +44,6 @@ That of the coarsest dtype in a program holds for all of it: a float32 norm of f
 PROMPT_LENGTH = 9
 SOURCE_LENGTH = 6
 CACHE_LENGTH = 16
-
-
-@dataclass(frozen=True)
-class Finding(Result):
-    """Something that a back-end did wrong. `what` is a site, an input or an output."""
-
-    step: int
-    what: str
-    problem: str
-
-
-@dataclass(frozen=True)
-class ConformanceReport(Result):
-    """What was checked, what was not and why, and what was wrong."""
-
-    num_checked: int
-    findings: tuple[Finding, ...]
-    skipped: Mapping[str, str]
-
-    @property
-    def ok(self) -> bool:
-        """Whether something was checked and nothing was wrong."""
-        return self.num_checked > 0 and not self.findings
 
 
 @dataclass(frozen=True)

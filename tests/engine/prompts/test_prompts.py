@@ -10,7 +10,8 @@ import pytest
 
 from glassengine.engine import Engine
 from glassengine.engine.prompts import prompts as prompts_module
-from glassengine.engine.prompts.prompts import pad_left, read_chat, read_input_ids, read_prompt_file
+from glassengine.engine.prompts.files import read_chat, read_input_ids, read_prompt_file
+from glassengine.engine.prompts.prompts import pad_left
 from glassengine.errors import UsageError
 from glassengine.testing.checkpoints import byte_tokenizer
 

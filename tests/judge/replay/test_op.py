@@ -12,8 +12,8 @@ from torch import nn
 from glassengine.capture.observers.interpreter import run_program
 from glassengine.judge.cases import module_cases
 from glassengine.judge.replay.op import Replay
+from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.ops import ACCUMULATIONS
-from glassengine.numerics.verdict import Judgement
 from glassengine.program import export_program, load_model
 from glassengine.program.export.export import export_module
 from glassengine.program.representation.naming import is_tensor_node, op_name

@@ -20,7 +20,8 @@ from glassengine.program.loading.onnx import onnx_model, onnx_program
 from glassengine.program.onnx.operators.fallback import OneNode
 from glassengine.program.onnx.operators.function import OnnxFunction
 from glassengine.program.onnx.stored.file import OnnxFile
-from glassengine.program.representation.program import Program, load_program, save_program
+from glassengine.program.representation.program import Program
+from glassengine.program.representation.stored import load_program, save_program
 from glassengine.testing.onnx_models import onnx_control_flow, onnx_mlp
 
 onnx = pytest.importorskip("onnx")

@@ -15,7 +15,8 @@ from glassengine.capture.observers.interpreter import run_program
 from glassengine.errors import CorruptError
 from glassengine.program.export.export import export_module
 from glassengine.program.representation.outputs import add_outputs
-from glassengine.program.representation.program import SCHEMA_VERSION, Program, load_names, load_program, save_program
+from glassengine.program.representation.program import Program
+from glassengine.program.representation.stored import SCHEMA_VERSION, load_names, load_program, save_program
 
 Exported = Callable[[str], tuple[nn.Module, Program]]
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from glassengine.errors import CorruptError
 from glassengine.program.export.export import export_module
-from glassengine.program.representation.program import load_graph, load_program, save_program
+from glassengine.program.representation.stored import load_graph, load_program, save_program
 from glassengine.program.store import archive, inert
 
 

@@ -181,7 +181,7 @@ def test_s1_what_a_program_names_is_not_reached(
 
 
 def inert_engine(directory: Path) -> Any:
-    from glassengine.program.representation.program import load_graph
+    from glassengine.program.representation.stored import load_graph
 
     return load_graph(directory)
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils._traceback import CapturedTraceback
 
 from glassengine.program.export.export import export_module
-from glassengine.program.representation.program import load_graph, save_program
+from glassengine.program.representation.stored import load_graph, save_program
 from glassengine.program.user_code.tracing import fast_tracing, without_collections
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from glassengine.compare.matching.phases import is_of_activation, is_of_parameter
 from glassengine.compare.ranks.assembly import EXPLAINED, MEAN, SUM, Assembly, error_of
 from glassengine.compare.ranks.ranks import PutTogether
-from glassengine.compare.ranks.spread import Arrangement, Part, sample_of
+from glassengine.compare.ranks.samples import sample_of
+from glassengine.compare.ranks.spread import Arrangement, Part
 from glassengine.numerics.metrics.hints import tensor_hints
 from glassengine.recording.layout.layout import Entry
 from glassengine.results import Hint

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from glassengine.compare.matching.phases import paths_above
-from glassengine.compare.ranks.spread import agreement, share_of_sample
+from glassengine.compare.ranks.samples import agreement, share_of_sample
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource
 

@@ -22,17 +22,9 @@ from glassengine.compare.matching.phases import is_of_activation, is_of_paramete
 from glassengine.compare.ranks.assembly import COPIES, Assembly, error_of, settled
 from glassengine.compare.ranks.data_layout import data_layout
 from glassengine.compare.ranks.local_names import LocalNames, local_names
+from glassengine.compare.ranks.samples import factor_of
 from glassengine.compare.ranks.shards import Local, assembled, is_spread, meshes, owners, why_not_assembled
-from glassengine.compare.ranks.spread import (
-    Arrangement,
-    DataLayout,
-    Part,
-    arrangements,
-    choose,
-    factor_of,
-    shape_of_whole,
-    uneven,
-)
+from glassengine.compare.ranks.spread import Arrangement, DataLayout, Part, arrangements, choose, shape_of_whole, uneven
 from glassengine.recording.layout.layout import Entry
 from glassengine.recording.read.source import TensorSource
 from glassengine.results import Skipped

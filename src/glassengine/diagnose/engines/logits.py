@@ -23,9 +23,9 @@ from glassengine.judge.cases import Case, StepInputs
 from glassengine.judge.exclusions.padding import valid_mask
 from glassengine.judge.replay.reference import ReferenceRun
 from glassengine.judge.sides.step_inputs import empty_caches
+from glassengine.numerics.judgement import WRONG
 from glassengine.numerics.metrics.measure import measure
 from glassengine.numerics.metrics.tolerance import tolerance
-from glassengine.numerics.verdict import WRONG
 from glassengine.program.representation.program import Program
 from glassengine.results.engines import AGREEMENTS, Agreement, StepDifference, TokenDifference
 

@@ -20,7 +20,8 @@ import torch
 from glassengine import environment
 from glassengine.diagnose.engines.logits import judge_logits, measure_floors, token_differences, worst
 from glassengine.diagnose.engines.manifests import options_that_differ, require_one_model, sizes
-from glassengine.engine.prompts.prompts import as_rows, pad_left, read_input_ids
+from glassengine.engine.prompts.files import as_rows, read_input_ids
+from glassengine.engine.prompts.prompts import pad_left
 from glassengine.engine.prompts.tokenizing import encode
 from glassengine.engine.run.engine import Engine, load
 from glassengine.errors import GlassError, UsageError

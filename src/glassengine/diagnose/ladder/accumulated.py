@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from glassengine.diagnose.ladder.rungs import Climb
+from glassengine.diagnose.ladder.climb import Climb
 from glassengine.judge.verdict.score import Score
 from glassengine.numerics.ops import ACCUMULATIONS, FLOAT32_SUMS, Accumulation
 from glassengine.ops.traits import traits_of

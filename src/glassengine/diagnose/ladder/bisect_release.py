@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from glassengine.diagnose.ladder.bisection import bisect, most_builds
-from glassengine.diagnose.ladder.rungs import Climb, engine_nodes, observable, sizes_of
+from glassengine.diagnose.ladder.climb import Climb, engine_nodes, observable, sizes_of
 from glassengine.engine.build.build import build_program
 from glassengine.judge.sides.countable import float_nodes
 from glassengine.judge.sides.engine import EngineSide

@@ -18,7 +18,7 @@ import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from glassengine.diagnose.ladder.rungs import Climb
+from glassengine.diagnose.ladder.climb import Climb
 from glassengine.errors import UsageError
 from glassengine.judge.cases import Case, Inputs, StepInputs, causal_cases
 from glassengine.judge.replay.segment import SegmentReplay

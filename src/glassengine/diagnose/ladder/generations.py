@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from glassengine.diagnose.ladder.climb import Climb
 from glassengine.diagnose.ladder.encoder_decoder import beside_source, start_both
 from glassengine.diagnose.ladder.image_text import start_with_images
-from glassengine.diagnose.ladder.rungs import Climb, start
+from glassengine.diagnose.ladder.rungs import start
 from glassengine.judge.cases import Case, Inputs, beside_tokens
 from glassengine.program import LoadedModel
 from glassengine.program.generation.generation import CAUSAL, PLAIN, RECURRENT, Generation

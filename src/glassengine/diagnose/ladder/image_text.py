@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from glassengine.diagnose.ladder.rungs import Climb, start
+from glassengine.diagnose.ladder.climb import Climb
+from glassengine.diagnose.ladder.rungs import start
 from glassengine.engine.prompts.prompts import pad_left
 from glassengine.errors import UsageError
 from glassengine.judge.cases import Case, Inputs, StepInputs, causal_cases

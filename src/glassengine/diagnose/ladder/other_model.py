@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from glassengine.backends.accuracy.calibration import kernels_of
-from glassengine.diagnose.ladder.rungs import Climb, nodes, replay_of, skip_unpaired, start
+from glassengine.diagnose.ladder.climb import Climb, nodes, skip_unpaired
+from glassengine.diagnose.ladder.rungs import replay_of, start
 from glassengine.diagnose.ladder.step_by_step import Stage, program_of, specialized
 from glassengine.errors import UsageError
 from glassengine.judge.pairing.programs import pair_programs

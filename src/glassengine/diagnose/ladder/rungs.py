@@ -7,7 +7,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,15 @@ import torch
 
 from glassengine.backends import registry
 from glassengine.backends.accuracy.calibration import kernels_of, of_any_runtime
+from glassengine.diagnose.ladder.climb import (
+    Climb,
+    engine_nodes,
+    nodes,
+    observable,
+    result_nodes,
+    sizes_of,
+    skip_unpaired,
+)
 from glassengine.diagnose.ladder.op_by_op import op_by_op
 from glassengine.engine.build.build import build_program
 from glassengine.engine.run.engine import Engine
@@ -24,73 +32,27 @@ from glassengine.judge.graphs.by_name import SitePair
 from glassengine.judge.pairing.programs import pair_programs
 from glassengine.judge.pairing.weights import compare_paired_weights
 from glassengine.judge.replay.op import Replay
-from glassengine.judge.replay.region import RegionReplay, covered
+from glassengine.judge.replay.region import RegionReplay
 from glassengine.judge.replay.segment import SegmentReplay
 from glassengine.judge.sides.arguments import Arguments, without_cache
 from glassengine.judge.sides.arranged import Arranged
 from glassengine.judge.sides.engine import EngineSide
-from glassengine.judge.sides.module import ModuleSide
 from glassengine.judge.sides.program import ProgramSide
-from glassengine.judge.sides.protocol import Guarantee, Place, Side
+from glassengine.judge.sides.protocol import Guarantee, Place
 from glassengine.judge.sides.recorded import RecordedOps, RecordedTensors, module_side
-from glassengine.judge.sides.source import SourceSide, untouched
+from glassengine.judge.sides.source import untouched
 from glassengine.judge.verdict.score import Score
-from glassengine.judge.verdict.severity import Severity
-from glassengine.numerics.kernels import UNMEASURED, Kernels
 from glassengine.numerics.metrics.tolerance import is_inexact
-from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
 from glassengine.program import LoadedModel, Program, example_inputs, export_program, load_inputs
 from glassengine.program.inputs.modules import module_inputs
 from glassengine.program.inputs.programs import stored_inputs
 from glassengine.program.kinds.causal_lm import is_pretrained
 from glassengine.program.kinds.steps import MadeUp
-from glassengine.program.representation.derived import From
-from glassengine.program.representation.outputs import OutputPlan, plan_outputs
 from glassengine.program.representation.passes import apply_pass
 from glassengine.progress import Progress, Work
-from glassengine.results import Skipped, WeightsComparison
+from glassengine.results import Skipped
 
 logger = logging.getLogger("glassengine")
-
-BYTE_BUDGET = 1 << 30
-"""Most bytes of debug outputs in one step of a check."""
-
-
-@dataclass
-class Climb:
-    """Everything one check has; filled rung by rung.
-
-    `built` is what the engines are built from, `pairs` which of its ops are those of the baseline's program, and
-    `candidate` names what is built.
-    """
-
-    baseline: LoadedModel
-    program: Program
-    cases: list[Case]
-    model: ModuleSide | SourceSide
-    scores: list[Score]
-    accumulation: Accumulation = FLOAT32_SUMS
-    kernels: Kernels = UNMEASURED
-    built: Program | None = None
-    pairs: Mapping[str, SitePair] = field(default_factory=dict)
-    candidate: str = ""
-    skipped: list[Skipped] = field(default_factory=list)
-    severity: dict[str, Severity] = field(default_factory=dict)
-    weights: WeightsComparison | None = None
-    stack: ExitStack = field(default_factory=ExitStack)
-
-    def of_runtime(self, kernels: Kernels) -> Accumulation:
-        """Return how a runtime of such kernels computes; the floor of all sides counts them from now on."""
-        self.kernels = self.kernels.joined(kernels)
-        return replace(self.accumulation, kernels=kernels)
-
-    def add(self, side: Side) -> None:
-        """Add a side to judge."""
-        self.scores.append(Score(side, self.program))
-
-    def chooser(self) -> ModuleSide:
-        """Return the untouched model once more, to choose the same tokens for sides that are judged later."""
-        return self.model.chooser()
 
 
 def start(
@@ -220,7 +182,7 @@ def add_engine(climb: Climb, release: Engine, progress: Progress, *, only_releas
 
 def _release_side(climb: Climb, release: Engine) -> EngineSide:
     options: dict[str, Any] = {"place": Place.RELEASE, "guarantee": Guarantee.RESULTS_AND_CACHES}
-    return EngineSide(release, _result_nodes(climb.program, release), program=climb.built or climb.program, **options)
+    return EngineSide(release, result_nodes(climb.program, release), program=climb.built or climb.program, **options)
 
 
 def _add_observable(climb: Climb, engine: Engine, observed: Sequence[str]) -> None:
@@ -266,24 +228,6 @@ def arguments_of(model: LoadedModel, inputs: Inputs) -> Sequence[Mapping[str, An
     return [without_cache(model.module, step) for step in given]
 
 
-def nodes(pairs: Mapping[str, SitePair]) -> dict[str, str]:
-    """Return baseline node -> candidate node."""
-    return {node: pair.candidate.node for node, pair in pairs.items()}
-
-
-def skip_unpaired(climb: Climb, program: Program, pairs: Mapping[str, SitePair], rung: str) -> None:
-    """List the ops of both programs that have no counterpart and are in no region."""
-    taken = {pair.candidate.node for pair in pairs.values()}
-    inside = covered(climb.program, pairs)
-    for site in climb.program.sites:
-        if site.kind == "op" and site.node not in pairs and site.node not in inside:
-            climb.skipped.append(Skipped(site.name, "baseline", "no counterpart in the candidate", rung=rung))
-    reason = "written with other ops: no counterpart in the baseline"
-    for site in program.sites:
-        if site.kind == "op" and site.node not in taken:
-            climb.skipped.append(Skipped(site.name, "candidate", reason, rung=rung))
-
-
 def add_record(climb: Climb, tensors: RecordedTensors) -> torch.dtype | None:
     """A record of another run; returns its dtype: what it says, else that of most of its floating tensors."""
     known = str(tensors.source.metadata.get("dtype"))
@@ -301,58 +245,3 @@ def add_record(climb: Climb, tensors: RecordedTensors) -> torch.dtype | None:
     for item in tensors.source.skipped:
         climb.skipped.append(Skipped(item.site, "candidate", item.reason, step=item.step, rung=Place.RECORD))
     return dtype
-
-
-def observable(climb: Climb, program: Program) -> OutputPlan:
-    """Return which ops of `program` an engine for the cases of a check can have as outputs; the rest is skipped."""
-    nodes = [site.node for site in program.sites if site.kind == "op"]
-    sizes = {"sequence": 1, "cache": 1, "batch": 1}
-    if climb.program.generates:
-        longest = max(climb.cases, key=lambda case: case.batch * case.cache_length)
-        assert longest.input_ids is not None
-        sizes = {"batch": longest.batch, "sequence": longest.input_ids.shape[1], "cache": longest.cache_length}
-    plan = plan_outputs(program, nodes, sizes=sizes, byte_budget=BYTE_BUDGET)
-    for node, reason in plan.left_out.items():
-        climb.skipped.append(Skipped(program.sites.by_node[node][0].name, "candidate", reason, rung=Place.ENGINE))
-    constant = [node for node, derived in plan.derived.items() if derived.source is From.WEIGHTS]
-    for node in constant:
-        name = program.sites.by_node[node][0].name
-        climb.skipped.append(Skipped(name, "both", "depends on weights alone: folded by compilers", rung=Place.ENGINE))
-    kept = {node: derived for node, derived in plan.derived.items() if node not in constant}
-    return OutputPlan(plan.added, kept, plan.left_out, plan.num_bytes)
-
-
-def engine_nodes(climb: Climb, engine: Engine, observed: Sequence[str]) -> dict[str, tuple[str, str, str]]:
-    """Baseline node -> (output name, engine site, method), for the engine's outputs that the baseline's program has.
-
-    Args:
-        climb: With the pairs of the program that `engine` was built from.
-        engine: With debug outputs.
-        observed: Which nodes of its program to look at.
-    """
-    nodes = _result_nodes(climb.program, engine)
-    table = {entry.node: entry for entry in engine.manifest.added_outputs}
-    for node, pair in climb.pairs.items():
-        own = pair.candidate.node
-        if own in table and own in observed:
-            nodes[node] = (table[own].name, pair.candidate.name, pair.method)
-    return nodes
-
-
-def _result_nodes(baseline: Program, engine: Engine) -> dict[str, tuple[str, str, str]]:
-    """Baseline node -> (output name, engine site, method) for results and updated caches."""
-    own = {entry.name: entry.node for entry in engine.manifest.outputs}
-    nodes = {}
-    for name, node in baseline.output_nodes.items():
-        if name in own:
-            sites = engine.sites.by_node.get(own[name])
-            nodes[node] = (name, sites[0].name if sites else name, "name")
-    return nodes
-
-
-def sizes_of(cases: Sequence[Case]) -> dict[str, Any]:
-    """The ranges that an engine for `cases` must be built with."""
-    causal = [case for case in cases if case.input_ids is not None]
-    if not causal:
-        return {}
-    return {"max_batch_size": max(c.batch for c in causal), "max_seq_len": max(c.cache_length for c in causal)}

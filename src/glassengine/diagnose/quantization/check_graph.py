@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from glassengine import environment
-from glassengine.diagnose.quantization.graph import Op, QuantizedFile, QuantizedRun
+from glassengine.diagnose.quantization.file import Op, QuantizedFile
+from glassengine.diagnose.quantization.graph import QuantizedRun
 from glassengine.errors import IncomparableError
 from glassengine.judge.cases import Case
 from glassengine.judge.end_to_end import EndToEnd
@@ -15,7 +16,7 @@ from glassengine.judge.verdict.standing import decide
 from glassengine.numerics.metrics.drift import shared
 from glassengine.numerics.quantization.weight_error import WeightError
 from glassengine.program import LoadedModel
-from glassengine.program.export.export import named_inputs
+from glassengine.program.export.examples import named_inputs
 from glassengine.program.representation.program import Program
 from glassengine.program.representation.signature import named_results
 from glassengine.progress import Progress, Work

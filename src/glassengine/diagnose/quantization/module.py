@@ -21,7 +21,7 @@ from glassengine.diagnose.ladder.rungs import arguments_of
 from glassengine.diagnose.quantization.check import check_quantized
 from glassengine.diagnose.quantization.effects import difference, forwards_of, outcome_of
 from glassengine.diagnose.quantization.result import RUNG
-from glassengine.numerics.verdict import unit_roundoff
+from glassengine.numerics.judgement import unit_roundoff
 from glassengine.program import LoadedModel
 from glassengine.program.quantized.modules import QuantizedModule, quantized_module
 from glassengine.progress import Progress

@@ -17,8 +17,9 @@ from glassengine.judge.graphs.cut import Piece
 from glassengine.judge.graphs.flat import with_values
 from glassengine.judge.replay.reference import NUM_NOISE_RUNS
 from glassengine.numerics.float64 import retarget, target_of
+from glassengine.numerics.judgement import WRONG, Judgement, smallest_precise, unit_roundoff
 from glassengine.numerics.noise import noisy, rounds
-from glassengine.numerics.verdict import WRONG, Judgement, Reference, smallest_precise, unit_roundoff
+from glassengine.numerics.verdict import Reference
 
 
 @dataclass(frozen=True)

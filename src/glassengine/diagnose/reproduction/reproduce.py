@@ -21,7 +21,7 @@ from glassengine.errors import GlassError, UsageError
 from glassengine.judge.graphs.cut import Piece
 from glassengine.judge.verdict.evidence import Evidence
 from glassengine.judge.verdict.score import Score
-from glassengine.numerics.verdict import WRONG
+from glassengine.numerics.judgement import WRONG
 from glassengine.program.kinds.causal_lm import USER_MODULE
 from glassengine.program.representation.naming import source_line
 from glassengine.program.representation.program import Program

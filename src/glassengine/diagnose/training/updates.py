@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from glassengine.diagnose.training.findings import RUNGS, Found
 from glassengine.diagnose.training.run import OptimizerFactory, StepTaken, options_of, repeat_update, split
 from glassengine.numerics.float64 import double
-from glassengine.numerics.verdict import Reference, unit_roundoff
+from glassengine.numerics.judgement import unit_roundoff
+from glassengine.numerics.verdict import Reference
 from glassengine.results import FLAGGED, Divergence, Hint, Pair, Skipped, WrittenDifferently, worst
 
 

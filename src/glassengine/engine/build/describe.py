@@ -11,7 +11,8 @@ from typing import Any
 
 from glassengine import environment
 from glassengine.backends.protocol.backend import Backend
-from glassengine.engine.store.manifest import AddedOutput, Manifest, TensorEntry, instruction_flags, list_files
+from glassengine.engine.store.checked_files import list_files
+from glassengine.engine.store.manifest import AddedOutput, Manifest, TensorEntry, instruction_flags
 from glassengine.program import Program
 from glassengine.program.representation.program import FIXED_INPUTS, GRAPH_LEVEL, SMALLEST
 

@@ -23,7 +23,7 @@ from glassengine.executable.run.executable import compile_executable
 from glassengine.program import LoadedModel, Program
 from glassengine.program.listing.listing import stage_of
 from glassengine.program.representation.outputs import add_outputs
-from glassengine.program.representation.program import save_program
+from glassengine.program.representation.stored import save_program
 from glassengine.progress import Progress, Work, silent
 
 logger = logging.getLogger("glassengine")

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from glassengine.engine.prompts.prompts import Prompts, as_rows
+from glassengine.engine.prompts.files import as_rows
+from glassengine.engine.prompts.prompts import Prompts
 from glassengine.engine.run.forward import one_step, text_inputs
 from glassengine.engine.store.manifest import Manifest
 from glassengine.errors import UsageError

@@ -13,7 +13,8 @@ import torch
 from glassengine import spans
 from glassengine.backends.protocol.backend import NamingKernels
 from glassengine.backends.registry import find_backend
-from glassengine.engine.prompts.prompts import Chat, Images, Request, TokenIds
+from glassengine.engine.prompts.files import Chat
+from glassengine.engine.prompts.prompts import Images, Request, TokenIds
 from glassengine.engine.prompts.stream import TextCallback
 from glassengine.engine.run.forward import forward
 from glassengine.engine.run.generate import StepCallback, generate
@@ -22,19 +23,15 @@ from glassengine.engine.session.images import encode_images
 from glassengine.engine.session.loaded import LoadedEngine
 from glassengine.engine.session.session import Session
 from glassengine.engine.store import files
-from glassengine.engine.store.manifest import (
-    check_files,
-    read_manifest,
-    require_fit,
-    require_intact,
-)
+from glassengine.engine.store.checked_files import check_files
+from glassengine.engine.store.manifest import read_manifest, require_fit, require_intact
 from glassengine.engine.store.trust import require_trust
 from glassengine.errors import UsageError
 from glassengine.executable.graph.graph import captured_program
 from glassengine.executable.run.executable import load_executable
 from glassengine.program.kinds.encoder_decoder import SOURCE_MASK
 from glassengine.program.kinds.image_text import FEATURES
-from glassengine.program.representation.program import load_names
+from glassengine.program.representation.stored import load_names
 from glassengine.results.engines import Forward, Generation
 
 

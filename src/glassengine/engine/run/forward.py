@@ -20,7 +20,7 @@ from glassengine.engine.session.loaded import LoadedEngine
 from glassengine.engine.store.manifest import Manifest
 from glassengine.errors import UsageError
 from glassengine.program import load_inputs
-from glassengine.program.export.export import named_inputs
+from glassengine.program.export.examples import named_inputs
 from glassengine.program.kinds.example_inputs import TEXT_INPUTS
 from glassengine.results.engines import Forward
 

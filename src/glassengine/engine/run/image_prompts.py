@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from glassengine.engine.prompts.prompts import Images, Prompts, Request, as_rows
+from glassengine.engine.prompts.files import as_rows
+from glassengine.engine.prompts.prompts import Images, Prompts, Request
 from glassengine.engine.run.encode import Encode
 from glassengine.engine.run.forward import one_step
 from glassengine.engine.session.loaded import LoadedEngine

@@ -7,12 +7,11 @@ engine was not built for, contradictions with the stored program, edits (checksu
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import platform
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -24,7 +23,7 @@ from glassengine.engine.store.recorded_model import RecordedModel
 from glassengine.engine.store.trust import is_ours, seal
 from glassengine.errors import BackendError, CorruptError
 from glassengine.reading.documents import converted, parsed
-from glassengine.reading.files import open_regular, read_bytes
+from glassengine.reading.files import read_bytes
 from glassengine.results import Result
 
 FILE = "engine.json"
@@ -32,10 +31,8 @@ FORMAT = "glassengine engine"
 SCHEMA_VERSION = 1
 MAX_BYTES = 32 << 20
 
-_REBUILD = "build it again with: glass build MODEL -o DIRECTORY --overwrite"
+REBUILD = "build it again with: glass build MODEL -o DIRECTORY --overwrite"
 
-HASHED_AT_LOAD_BYTES = 16 << 20
-"""Files up to this size are hashed at every load, larger ones only when asked to verify."""
 
 # Instruction sets that a compiler may use; other flags (virtualization, mitigations) do not matter for code.
 _INSTRUCTIONS = re.compile(
@@ -222,7 +219,7 @@ def read_manifest(directory: Path) -> ReadManifest:
         manifest = converted(data, Manifest, path, what=FILE)
         converted(manifest.model, RecordedModel, path, what=FILE)
     except CorruptError as error:
-        raise CorruptError(error.what, got=error.got, expected=error.expected, hint=error.hint or _REBUILD) from error
+        raise CorruptError(error.what, got=error.got, expected=error.expected, hint=error.hint or REBUILD) from error
     found = checksum_of(data)
     return ReadManifest(manifest, checksum == found, is_ours(found, proof))
 
@@ -265,13 +262,13 @@ def require_intact(manifest: Manifest, intact: bool, program: Mapping[str, Any])
             f"{FILE} of the engine {manifest.name!r} contradicts its program",
             got=", ".join(f"{key} {claims[key]}" for key in wrong),
             expected=", ".join(f"{key} {stored[key]}" for key in wrong),
-            hint=_REBUILD,
+            hint=REBUILD,
         )
     if not intact:
         raise CorruptError(
             f"{FILE} of the engine {manifest.name!r} was changed after it was written",
             got="another checksum",
-            hint=_REBUILD,
+            hint=REBUILD,
         )
 
 
@@ -296,60 +293,6 @@ def _refusals(manifest: Manifest, *, portable: bool) -> list[str]:
 def instruction_flags() -> tuple[str, ...]:
     """Return the instruction sets of this processor, sorted."""
     return tuple(sorted(flag for flag in environment.cpu_flags() if _INSTRUCTIONS.match(flag)))
-
-
-def list_files(directory: Path) -> tuple[FileEntry, ...]:
-    """Return every file below `directory` except the manifest, with size and hash, sorted by path."""
-    found = []
-    for path in sorted(directory.rglob("*")):
-        if path.is_file() and path.name != FILE:
-            relative = path.relative_to(directory).as_posix()
-            found.append(FileEntry(relative, path.stat().st_size, hash_file(path)))
-    return tuple(found)
-
-
-def check_files(manifest: Manifest, directory: Path, *, verify: bool, always: Iterable[str] = ()) -> None:
-    """Refuse an engine whose files are missing or changed.
-
-    Args:
-        manifest: Its manifest.
-        directory: Where it is.
-        verify: Hash files of every size, not only small ones.
-        always: Path prefixes of files that are hashed at any size.
-
-    Raises:
-        CorruptError: Names the file and what is wrong with it.
-    """
-    for entry in manifest.files:
-        problem = None
-        try:
-            with open_regular(directory / entry.path, inside=directory) as file:
-                size = os.fstat(file.fileno()).st_size
-                if size != entry.size:
-                    problem = f"{size:,} bytes instead of {entry.size:,}"
-                elif verify or size <= HASHED_AT_LOAD_BYTES or entry.path.startswith(tuple(always)):
-                    problem = None if _hash(file) == entry.sha256 else "another checksum"
-        except CorruptError as error:
-            is_missing = not os.path.lexists(directory / entry.path.replace("\0", ""))
-            problem = "it is missing" if is_missing else error.what
-        except OSError as error:
-            problem = str(error.strerror)
-        if problem:
-            raise CorruptError(
-                f"the engine {manifest.name!r} is damaged",
-                got=f"{entry.path}: {problem}",
-                hint=_REBUILD,
-            )
-
-
-def hash_file(path: Path) -> str:
-    """Return the SHA-256 of a file, read in pieces."""
-    with open_regular(path, inside=path.parent) as file:
-        return _hash(file)
-
-
-def _hash(file: io.BufferedReader) -> str:
-    return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def checksum_of(data: Mapping[str, Any]) -> str:

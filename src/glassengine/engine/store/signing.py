@@ -19,7 +19,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from glassengine.engine.store.manifest import FILE, hash_file
+from glassengine.engine.store.checked_files import hash_file
+from glassengine.engine.store.manifest import FILE
 from glassengine.errors import CorruptError, GlassError, UsageError
 from glassengine.reading.files import is_regular, open_regular, read_bytes, shown
 from glassengine.results.engines import Signature

@@ -25,7 +25,8 @@ from typing import Any, Literal, Protocol
 from glassengine import environment
 from glassengine.errors import CorruptError, UsageError
 from glassengine.executable.cache.key import Parts, digest, explain_miss, key_parts
-from glassengine.executable.cache.store import Manifest, Store, list_files
+from glassengine.executable.cache.manifest import Manifest
+from glassengine.executable.cache.store import Store, list_files
 from glassengine.executable.graph.graph import CapturedGraph
 from glassengine.executable.metrics.metrics import registry
 from glassengine.writing.files import remove_tree

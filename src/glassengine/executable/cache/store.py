@@ -14,61 +14,32 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import json
 import os
 import re
 import shutil
 import stat
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
-
-import msgspec
 
 from glassengine.errors import CorruptError, UsageError
-from glassengine.executable.cache.key import SCHEMA_VERSION, Parts, digest
-from glassengine.reading.documents import Size, parsed
-from glassengine.reading.files import open_regular, read_bytes, shown
+from glassengine.executable.cache.key import digest
+from glassengine.executable.cache.manifest import (
+    Manifest,
+    manifest_text,
+    read_manifest,
+)
+from glassengine.reading.files import open_regular, shown
 from glassengine.writing.files import append, remove_tree
 from glassengine.writing.locations import local
 
 _MANIFEST, _FILES, _USES = "manifest.json", "files", "uses"
-_MAX_MANIFEST_BYTES = 4 << 20
 _CHUNK = 1 << 20
 _ABANDONED_S = 3600.0  # age above which what a killed process was writing is removed
 _KEY = re.compile(r"[0-9a-f]{40}")
 _TRIES = 3  # another process may replace an entry while it is read
 _serial = itertools.count()
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What an entry is.
-
-    Attributes:
-        key: Digest of `parts`.
-        name: Of the executable it was compiled for first.
-        graph_hash: Of the captured graph.
-        parts: Of the key.
-        cause: Why it had to be compiled.
-        compile_s: Seconds that took.
-        files: Relative path -> (bytes, sha256).
-    """
-
-    key: str
-    name: str
-    graph_hash: str
-    parts: Parts
-    cause: str
-    compile_s: float
-    files: Mapping[str, tuple[int, str]] = field(default_factory=dict)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all files."""
-        return sum(size for size, _ in self.files.values())
 
 
 @dataclass(frozen=True)
@@ -78,23 +49,6 @@ class Entry:
     manifest: Manifest
     num_hits: int
     last_used: float
-
-
-class _File(msgspec.Struct):
-    bytes: Size
-    sha256: str
-
-
-class _Document(msgspec.Struct):
-    schema_version: int
-    key: str
-    name: str
-    graph_hash: str
-    cause: str
-    compile_s: float
-    parts: dict[str, dict[str, str]]
-    files: dict[str, _File]
-    checksum: str
 
 
 class Store:
@@ -147,7 +101,7 @@ class Store:
             # What is missing belonged to an entry that another process has removed, unless it goes on missing.
             entry, damage = self.root / key, None
             try:
-                manifest = _read_manifest(entry / _MANIFEST)
+                manifest = read_manifest(entry / _MANIFEST)
             except FileNotFoundError:
                 if not entry.is_dir():
                     return None
@@ -183,7 +137,7 @@ class Store:
                 target = aside / _FILES / name
                 target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 shutil.copyfile(source / name, target)
-            (aside / _MANIFEST).write_text(_manifest_text(manifest), encoding="utf-8")
+            (aside / _MANIFEST).write_text(manifest_text(manifest), encoding="utf-8")
             for _ in range(_TRIES):
                 try:
                     aside.rename(self.root / manifest.key)
@@ -246,7 +200,7 @@ class Store:
         changed = (entry / _MANIFEST).stat().st_mtime_ns
         known = self._manifests.get(entry.name)
         if known is None or known[0] != changed:
-            known = self._manifests[entry.name] = (changed, _read_manifest(entry / _MANIFEST))
+            known = self._manifests[entry.name] = (changed, read_manifest(entry / _MANIFEST))
         return known
 
     def _aside(self) -> Path:
@@ -268,54 +222,6 @@ def list_files(directory: Path) -> dict[str, tuple[int, str]]:
                 checksum = hashlib.file_digest(file, "sha256").hexdigest()
             found[path.relative_to(directory).as_posix()] = (path.stat().st_size, checksum)
     return found
-
-
-def _manifest_text(manifest: Manifest) -> str:
-    content = {
-        "schema_version": SCHEMA_VERSION,
-        "key": manifest.key,
-        "name": manifest.name,
-        "graph_hash": manifest.graph_hash,
-        "cause": manifest.cause,
-        "compile_s": round(manifest.compile_s, 3),
-        "parts": manifest.parts,
-        "files": {name: {"bytes": size, "sha256": checksum} for name, (size, checksum) in manifest.files.items()},
-    }
-    return json.dumps(content | {"checksum": _checksum(content)}, indent=1)
-
-
-def _checksum(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _read_manifest(path: Path) -> Manifest:
-    """Read and check a manifest.
-
-    Raises:
-        CorruptError: It is damaged.
-        FileNotFoundError: There is none.
-    """
-    what = f"the manifest of cache entry {path.parent.name}"
-    path.lstat()
-    try:
-        data = read_bytes(path, most=_MAX_MANIFEST_BYTES, inside=path.parent.parent)
-    except CorruptError:
-        path.lstat()  # another process may have removed the entry meanwhile
-        raise
-    typed = parsed(data, _Document, path, what=what)
-    content = parsed(data, dict[str, Any], path, what=what)
-    found = content.pop("checksum", None)
-    if found != _checksum(content):
-        raise CorruptError(f"{what} is damaged", got="its checksum is wrong")
-    if typed.schema_version != SCHEMA_VERSION:
-        got = f"schema version {typed.schema_version}, this version reads {SCHEMA_VERSION}"
-        raise CorruptError(f"{what} is damaged", got=got)
-    if typed.key != path.parent.name:
-        raise CorruptError(f"cache entry {path.parent.name} is of another key", got=shown(typed.key))
-    if any(not name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts for name in typed.files):
-        raise CorruptError(f"{what} is damaged", got="it names files outside of the entry")
-    files = {name: (file.bytes, file.sha256) for name, file in typed.files.items()}
-    return Manifest(typed.key, typed.name, typed.graph_hash, typed.parts, typed.cause, typed.compile_s, files)
 
 
 def _require_own_directories(entry: Path, manifest: Manifest) -> None:

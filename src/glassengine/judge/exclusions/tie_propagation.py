@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from glassengine.judge.exclusions.other_values import WHOLE, OtherValues, differs
 from glassengine.judge.exclusions.ties import chosen_along, is_comparison, ranking
-from glassengine.numerics.verdict import SUSPICIOUS, unit_roundoff
+from glassengine.numerics.judgement import SUSPICIOUS, unit_roundoff
 from glassengine.ops.arguments import argument
 from glassengine.ops.row import Choice
 from glassengine.ops.traits import traits_of

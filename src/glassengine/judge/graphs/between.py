@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.numerics.verdict import unit_roundoff
+from glassengine.numerics.judgement import unit_roundoff
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import is_tensor_node, op_name
 from glassengine.program.representation.outputs import is_view

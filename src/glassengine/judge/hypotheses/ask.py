@@ -17,7 +17,7 @@ from glassengine.judge.hypotheses.inside import Inside, inside_of
 from glassengine.judge.hypotheses.trials.hypothesis import constants_of
 from glassengine.judge.hypotheses.trials.question import Question, noise_of
 from glassengine.judge.hypotheses.trials.trial import FAILS, Trial
-from glassengine.numerics.verdict import unit_roundoff
+from glassengine.numerics.judgement import unit_roundoff
 from glassengine.program.representation.program import Program
 from glassengine.results import Hint
 

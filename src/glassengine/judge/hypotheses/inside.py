@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from glassengine.errors import BackendError
 from glassengine.judge.replay.replayed import called
 from glassengine.numerics.float64 import retarget, target_of
-from glassengine.numerics.verdict import unit_roundoff
+from glassengine.numerics.judgement import unit_roundoff
 from glassengine.program.onnx.operators.function import Composite
 from glassengine.program.onnx.operators.trace import LABEL, NAME, Step, Tracer
 from glassengine.program.representation.naming import op_name

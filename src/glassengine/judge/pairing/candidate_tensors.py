@@ -12,8 +12,8 @@ from torch.fx import Node
 
 from glassengine.judge.pairing.probe import ProbeStep
 from glassengine.numerics.arrangements import Arrangement, Size, arrangements
+from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.mask_values import sentinel
-from glassengine.numerics.verdict import unit_roundoff
 from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.program import Program
 

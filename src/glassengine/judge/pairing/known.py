@@ -16,7 +16,7 @@ from glassengine.judge.pairing.predictions import Predictions
 from glassengine.judge.pairing.probe import ProbeStep
 from glassengine.judge.pairing.same_weights import SameWeights
 from glassengine.numerics.arrangements import Arrangement
-from glassengine.numerics.verdict import unit_roundoff
+from glassengine.numerics.judgement import unit_roundoff
 from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.program import Program
 from glassengine.sites import Site

@@ -12,7 +12,7 @@ from torch.fx import Node
 from glassengine.capture.observers.interpreter import run_program
 from glassengine.judge.cases import Case, StepInputs
 from glassengine.judge.sides.step_inputs import by_name, empty_caches
-from glassengine.program.export.export import named_inputs
+from glassengine.program.export.examples import named_inputs
 from glassengine.program.kinds.image_text import ROWS
 from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.program import Program

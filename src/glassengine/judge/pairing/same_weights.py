@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from glassengine.judge.graphs.between import origin_of, passes_on
 from glassengine.numerics.arrangements import arrangements
-from glassengine.numerics.verdict import unit_roundoff
+from glassengine.numerics.judgement import unit_roundoff
 from glassengine.program.representation.program import Program
 
 _ROUNDINGS = 8

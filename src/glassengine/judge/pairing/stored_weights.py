@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from glassengine.numerics.verdict import unit_roundoff
+from glassengine.numerics.judgement import unit_roundoff
 from glassengine.program.representation.program import Program
 from glassengine.results import WeightsComparison
 

@@ -16,8 +16,9 @@ from torch.utils import _pytree as pytree
 from glassengine.judge.replay.reference import NUM_NOISE_RUNS
 from glassengine.numerics.bounds import rounding_bound
 from glassengine.numerics.float64 import retarget, target_of
+from glassengine.numerics.judgement import Judgement, unit_roundoff
 from glassengine.numerics.ops import Operation, Roundoff
-from glassengine.numerics.verdict import Judgement, Reference, unit_roundoff
+from glassengine.numerics.verdict import Reference
 from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.outputs import weight_only_nodes
 from glassengine.program.representation.program import Program

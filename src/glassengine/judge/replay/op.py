@@ -30,11 +30,12 @@ from glassengine.judge.replay.reference import NUM_NOISE_RUNS
 from glassengine.judge.replay.replayed import Replayed, Valid, called, part_of
 from glassengine.numerics.bounds import rounding_bound
 from glassengine.numerics.float64 import retarget, target_of, unwritten_nodes
+from glassengine.numerics.judgement import Judgement, smallest_precise, unit_roundoff
 from glassengine.numerics.known import NOTHING, Known
 from glassengine.numerics.noise import disturbed, noisy, other_kernel, reads_memory, rounds
 from glassengine.numerics.nonfinite import is_broken, num_newly_broken
 from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation, Operation, Roundoff
-from glassengine.numerics.verdict import TIE, Judgement, Reference, smallest_precise, unit_roundoff
+from glassengine.numerics.verdict import TIE, Reference
 from glassengine.ops.traits import traits_of
 from glassengine.program.onnx.operators.function import Composite
 from glassengine.program.representation.naming import is_tensor_node, op_name

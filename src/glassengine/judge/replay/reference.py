@@ -24,11 +24,12 @@ from glassengine.judge.exclusions.tie_propagation import settled_sources
 from glassengine.judge.exclusions.undefined_casts import UndefinedCasts
 from glassengine.judge.replay.composites import rounded_inside
 from glassengine.numerics.float64 import double, retarget, target_of, unwritten_nodes
+from glassengine.numerics.judgement import smallest_precise, unit_roundoff
 from glassengine.numerics.known import Known
 from glassengine.numerics.noise import disturbed, noisy, rounded, rounds
 from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
 from glassengine.numerics.product_noise import ExactProduct
-from glassengine.numerics.verdict import Reference, smallest_precise, unit_roundoff
+from glassengine.numerics.verdict import Reference
 from glassengine.ops.traits import traits_of
 from glassengine.program.onnx.operators.function import Composite
 from glassengine.program.representation.naming import is_tensor_node

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from glassengine.numerics.exemptions import Masks
 from glassengine.numerics.float64 import target_of
-from glassengine.numerics.verdict import Judgement
+from glassengine.numerics.judgement import Judgement
 from glassengine.program.representation.outputs import is_view
 
 Valid = Callable[[Node, torch.Tensor], torch.Tensor | None]

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from glassengine.judge.replay.reference import last_uses
 from glassengine.numerics.float64 import target_of
-from glassengine.numerics.verdict import unit_roundoff
+from glassengine.numerics.judgement import unit_roundoff
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.program import Program
 

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from glassengine.errors import IncomparableError
 from glassengine.judge.sides.inputs_alike import alike, is_evidence
 from glassengine.program import LoadedModel
-from glassengine.program.export.export import named_inputs
+from glassengine.program.export.examples import named_inputs
 from glassengine.program.inputs.observe import Use, uses_of
 from glassengine.program.kinds.steps import MadeUp
 from glassengine.program.user_code.module_state import holding

@@ -11,7 +11,7 @@ import torch
 from glassengine.judge.cases import StepInputs
 from glassengine.judge.exclusions.padding import valid_in_step
 from glassengine.judge.replay.op import Replay
-from glassengine.program.export.export import named_inputs
+from glassengine.program.export.examples import named_inputs
 from glassengine.program.representation.program import Program
 
 Given = StepInputs | Mapping[str, Any]

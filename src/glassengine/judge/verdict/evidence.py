@@ -17,7 +17,8 @@ from torch.fx import Node
 
 from glassengine.judge.graphs.cut import Piece, clone, cut
 from glassengine.judge.sides.protocol import Observed, Side
-from glassengine.numerics.verdict import INTRODUCED_WRONG, SUSPICIOUS, Reference, unit_roundoff
+from glassengine.numerics.judgement import INTRODUCED_WRONG, SUSPICIOUS, unit_roundoff
+from glassengine.numerics.verdict import Reference
 from glassengine.program.representation.program import Program
 
 NUM_KEPT = 8

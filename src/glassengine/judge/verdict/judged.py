@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 import torch
 
 from glassengine.numerics.exemptions import PADDING, Masks
+from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.metrics.measure import measure
 from glassengine.numerics.metrics.tolerance import tolerance
-from glassengine.numerics.verdict import Judgement, Reference, is_finite
+from glassengine.numerics.verdict import Reference, is_finite
 from glassengine.results import Figures
 
 _COMPENSATED = 3.0

@@ -24,7 +24,8 @@ from glassengine.judge.verdict.judged import Judged, figures_of, inherited_in, i
 from glassengine.judge.verdict.origins import OriginTracker, Why
 from glassengine.judge.verdict.written_out import ROUNDED_IN_STEPS, is_same_in_float64
 from glassengine.numerics.exemptions import BELOW, DRAWN, PADDING, UNREAD, UNWRITTEN, Ledger
-from glassengine.numerics.verdict import TIED, Judgement, Reference, is_finite
+from glassengine.numerics.judgement import Judgement
+from glassengine.numerics.verdict import TIED, Reference, is_finite
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.program import Program
 from glassengine.results import FLAGGED, VERDICTS, Divergence, ExemptionReason, Pair, Skipped, worst

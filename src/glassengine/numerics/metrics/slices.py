@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from glassengine.blocks import BLOCK_ELEMENTS, agree
+from glassengine.numerics.judgement import smallest_precise, unit_roundoff
 from glassengine.numerics.mask_values import sentinel
-from glassengine.numerics.verdict import smallest_precise, unit_roundoff
 from glassengine.recording.layout.noise_floor import Floor
 
 

@@ -13,6 +13,7 @@ from torch.export.graph_signature import OutputKind
 from torch.utils import _pytree as pytree
 
 from glassengine.errors import UsageError
+from glassengine.program.export.examples import example_of, fixed_inputs, in_one_piece, named_inputs, place
 from glassengine.program.export.functional import decomposed, functional
 from glassengine.program.kinds import causal_lm, encoder_decoder, image_text
 from glassengine.program.listing.listing import OnStage, Stage
@@ -35,7 +36,6 @@ from glassengine.program.user_code.prune import remove_dead_nodes, without_dead_
 from glassengine.program.user_code.raised import source_of
 from glassengine.program.user_code.specialized import real_values, without_assertions
 from glassengine.program.user_code.tracing import fast_tracing
-from glassengine.sites import port_leaves
 
 
 def export_causal_lm(
@@ -117,75 +117,6 @@ def export_module(
     return program
 
 
-def fixed_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Non-tensor arguments: their values become part of the graph."""
-    tensors = {port.removeprefix(":in.").split("[")[0].split(".")[0] for port, _ in port_leaves(":in", dict(inputs))}
-    return {k: v for k, v in inputs.items() if k not in tensors and isinstance(v, (bool, int, float, str, type(None)))}
-
-
-def place(model: nn.Module) -> bool:
-    """Move a model without values off the meta device; return whether it has values.
-
-    Kernels on meta tensors choose other layouts; untouched CPU memory costs nothing and gives the same graph.
-    """
-    if not any(parameter.is_meta for parameter in model.parameters()):
-        return True
-    model.to_empty(device="cpu")
-    model.tie_weights()  # type: ignore[operator]
-    return False
-
-
-def named_inputs(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors of nested keyword arguments by input name: "x", "pair[0]", "options.scale"."""
-    return {port.removeprefix(":in").lstrip("."): leaf for port, leaf in port_leaves(":in", dict(inputs))}
-
-
-def example_of(steps: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], Any]:
-    """Return the step to trace with, and the dimensions that differ between steps."""
-    flat = [pytree.tree_flatten(dict(step)) for step in steps]
-    spec = flat[0][1]
-    if any(other != spec for _, other in flat):
-        raise UsageError("the steps of --inputs have different keys or nesting", expected="the same in every step")
-    leaves = [list(step) for step, _ in flat]
-    names = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(dict(steps[0]))[0]]
-    differing = [_differing(name, column) for name, column in zip(names, zip(*leaves, strict=True), strict=True)]
-    # A size of 1 would be taken for a constant, so a dynamic dimension is traced with another one.
-    usable = [
-        step
-        for step in leaves
-        if all(leaf.shape[i] > 1 for leaf, dims in zip(step, differing, strict=True) for i in dims or ())
-    ]
-    if not usable:
-        raise UsageError(
-            "no step of --inputs can be traced with",
-            got="in each of them a dimension that differs between steps has size 0 or 1",
-            expected="one step in which all of them are at least 2",
-        )
-    dynamic = [None if dims is None else dict.fromkeys(dims, torch.export.Dim.DYNAMIC) for dims in differing]
-    return pytree.tree_unflatten(usable[0], spec), pytree.tree_unflatten(dynamic, spec)
-
-
-def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous() if tensor.layout is torch.strided else tensor
-
-
-def _differing(name: str, leaves: Sequence[Any]) -> list[int] | None:
-    """Return the dimensions of one input that differ between steps; None for what is not a tensor."""
-    first = leaves[0]
-    if not isinstance(first, torch.Tensor):
-        if any(isinstance(leaf, torch.Tensor) or leaf != first for leaf in leaves):
-            raise UsageError(
-                f"input {name} differs between steps and is not a tensor",
-                got=", ".join(sorted({repr(leaf)[:40] for leaf in leaves})),
-                expected="one value, which the program keeps as a constant",
-            )
-        return None
-    kinds = {f"{leaf.dtype}, {leaf.dim()} dimensions" if isinstance(leaf, torch.Tensor) else "other" for leaf in leaves}
-    if len(kinds) > 1:
-        raise UsageError(f"input {name} is of different kinds in the steps of --inputs", got="; ".join(sorted(kinds)))
-    return [i for i, sizes in enumerate(zip(*(leaf.shape for leaf in leaves), strict=True)) if len(set(sizes)) > 1]
-
-
 def traced_program(
     module: nn.Module,
     inputs: dict[str, Any],
@@ -208,7 +139,7 @@ def traced_program(
     exporter see the values of `inputs`, for which the program then holds alone.
     """
     # Compiled code relies on the strides of the example, and back-ends hand their inputs on as contiguous tensors.
-    inputs = pytree.tree_map_only(torch.Tensor, _contiguous, inputs)
+    inputs = pytree.tree_map_only(torch.Tensor, in_one_piece, inputs)
     try:
         marked = marking(getattr(module, prefix) if prefix else module)
         seen = real_values() if with_values else nullcontext()

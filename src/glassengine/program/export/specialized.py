@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from glassengine.errors import UsageError
-from glassengine.program.export.export import example_of, fixed_inputs, named_inputs, traced_program
+from glassengine.program.export.examples import example_of, fixed_inputs, named_inputs
+from glassengine.program.export.export import traced_program
 from glassengine.program.listing.listing import OnStage
 from glassengine.program.representation.program import FIXED_INPUTS, Program
 from glassengine.program.representation.signature import quiet

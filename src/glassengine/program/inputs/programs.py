@@ -11,7 +11,7 @@ from torch.fx import Interpreter, Node
 from torch.utils import _pytree as pytree
 
 from glassengine.errors import UsageError
-from glassengine.program.export.export import named_inputs
+from glassengine.program.export.examples import named_inputs
 from glassengine.program.inputs.observe import Use, Watch, uses_of
 from glassengine.program.inputs.search import Target, Values, made_up
 from glassengine.program.kinds.steps import MadeUp

@@ -15,7 +15,8 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.errors import CorruptError, UsageError, first_line
-from glassengine.program.export.export import named_inputs, named_program
+from glassengine.program.export.examples import named_inputs
+from glassengine.program.export.export import named_program
 from glassengine.program.representation.naming import Paths, is_tensor_node, op_name
 from glassengine.program.representation.program import FIXED_INPUTS, Program
 from glassengine.program.representation.signature import quiet, user_inputs

@@ -11,7 +11,7 @@ import functools
 import json
 import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import NoneType
 from typing import Any, BinaryIO, TypeGuard
 
@@ -23,7 +23,6 @@ from glassengine.recording.layout.layout import (
     ALIGNMENT,
     MAX_FRAME_BYTES,
     MAX_GROUP_TENSORS,
-    MAX_ROWS,
     MAX_SHARD_NUMBER,
     STORED,
     Entry,
@@ -38,9 +37,6 @@ from glassengine.recording.layout.layout import (
 from glassengine.writing.checksums import crc32
 
 _FRAME = struct.Struct("<II")
-_TOKENS_PER_FRAME = 1 << 15
-# Frames of one token each take 40 bytes, and are read a hundred times as fast.
-_MAX_FIXED_ROWS = 8
 
 
 def frame(payload: dict[str, Any]) -> bytes:
@@ -108,9 +104,9 @@ def entry_from(payload: dict[str, Any]) -> Entry:
         raise ValueError("a name is not text")
     if not isinstance(dtype, str) or dtype not in STORED:
         raise ValueError(f"unknown dtype {dtype!r}")
-    if not isinstance(shape, list) or not all(_is_size(size) for size in shape):
+    if not isinstance(shape, list) or not all(is_size(size) for size in shape):
         raise ValueError("a shape is not a list of sizes")
-    if not isinstance(axes, dict) or not all(_is_size(axis) and axis < len(shape) for axis in axes.values()):
+    if not isinstance(axes, dict) or not all(is_size(axis) and axis < len(shape) for axis in axes.values()):
         raise ValueError("axes do not name dimensions")
     step, rank, nbytes = sizes_of(payload, "step", "rank", "nbytes")
     if nbytes != num_bytes(dtype, tuple(shape)):
@@ -135,7 +131,7 @@ def sharding_from(payload: object) -> Sharding | None:
         items = payload.get(field.name, [] if field.name == "ranks" else None)
         is_text = field.name in ("placements", "names")
         if not isinstance(items, list) or not all(
-            isinstance(item, str) if is_text else _is_size(item) for item in items
+            isinstance(item, str) if is_text else is_size(item) for item in items
         ):
             raise ValueError("a sharding is not what it should be")
         found[field.name] = tuple(items)
@@ -178,7 +174,7 @@ def group_from(payload: dict[str, Any]) -> list[Entry]:
     end = 0
     for index, tensor in enumerate(tensors):
         original = tensor.get("same_as")
-        if original is not None and (not _is_size(original) or original not in written):
+        if original is not None and (not is_size(original) or original not in written):
             raise ValueError("a tensor of a group has the bytes of none before it")
         start = aligned(end) if original is None else written[original]
         place = {"step": 0, "rank": rank, "shard": 0, "offset": start, "checksum": 0}
@@ -202,7 +198,7 @@ def sizes_of(payload: dict[str, Any], *keys: str) -> list[int]:
     numbers: list[int] = []
     for key in keys:
         number = payload.get(key)
-        if not _is_size(number):
+        if not is_size(number):
             raise ValueError("a number is missing or negative")
         numbers.append(number)
     return numbers
@@ -235,9 +231,9 @@ def left_out_from(payload: dict[str, Any]) -> LeftOut:
     step, rank, shape, found = (payload.get(key) for key in ("step", "rank", "shape", "statistics"))
     if not isinstance(site, str) or not isinstance(reason, str) or not (dtype is None or isinstance(dtype, str)):
         raise ValueError("a name is not text")
-    if not _is_size(step) or not _is_size(rank):
+    if not is_size(step) or not is_size(rank):
         raise ValueError("a number is missing or negative")
-    if not (shape is None or (isinstance(shape, list) and all(map(_is_size, shape)))):
+    if not (shape is None or (isinstance(shape, list) and all(map(is_size, shape)))):
         raise ValueError("a shape is not a list of sizes")
     statistics = None
     if found is not None:
@@ -322,58 +318,6 @@ def _light_from(found: Mapping[str, object]) -> LightStatistics:
     return LightStatistics(low, high, float(norm), num_nonfinite)
 
 
-def token_frames(step: int, rows: Sequence[Sequence[int]]) -> Iterator[bytes]:
-    """Yield the index frames of a step's token ids: one for each of a few rows that were given one, as in decoding."""
-    if len(rows) <= _MAX_FIXED_ROWS and all(
-        len(ids) == 1 and type(ids[0]) is int and 0 <= ids[0] < 1 << 62 for ids in rows
-    ):
-        yield from (frames.token_frame(row, step, ids[0]) for row, ids in enumerate(rows))
-    else:
-        yield from map(frame, _token_payloads(rows))
-
-
-def _token_payloads(rows: Sequence[Sequence[int]]) -> Iterator[dict[str, Any]]:
-    """Yield the payloads of frames with pieces of rows, each well below `MAX_FRAME_BYTES`."""
-    pieces: list[tuple[int, list[int]]] = []
-    room = _TOKENS_PER_FRAME
-    for row, ids in enumerate(rows):
-        left = list(ids)
-        while left:
-            pieces.append((row, left[:room]))
-            left = left[room:]
-            # One more, for the row's number and brackets.
-            room -= len(pieces[-1][1]) + 1
-            if room <= 0:
-                yield {"kind": "tokens", "rows": pieces}
-                pieces, room = [], _TOKENS_PER_FRAME
-    if pieces:
-        yield {"kind": "tokens", "rows": pieces}
-
-
-def tokens_from(payload: dict[str, Any]) -> list[tuple[int, list[int]]]:
-    """Inverse of one of `_token_payloads`, which trusts nothing.
-
-    Raises:
-        ValueError: It is not a list of rows of token ids.
-    """
-    pieces = payload.get("rows")
-    if not isinstance(pieces, list):
-        raise ValueError("token ids are not rows")
-    for piece in pieces:
-        if not isinstance(piece, list) or len(piece) != 2 or not _is_size(piece[0]) or piece[0] >= MAX_ROWS:
-            raise ValueError("token ids are not in a row")
-        if not isinstance(piece[1], list) or not all(isinstance(token, int) for token in piece[1]):
-            raise ValueError("a token id is not a number")
-    return [(row, ids) for row, ids in pieces]
-
-
-def append_tokens(rows: list[list[int]], pieces: Iterable[tuple[int, Sequence[int]]]) -> None:
-    """Append each piece to its row of `rows`, which grows to hold it."""
-    for row, ids in pieces:
-        while len(rows) <= row:
-            rows.append([])
-        rows[row].extend(ids)
-
-
-def _is_size(value: object) -> TypeGuard[int]:
+def is_size(value: object) -> TypeGuard[int]:
+    """Return whether `value` is a whole number that is not negative."""
     return type(value) is int and 0 <= value < 1 << 63

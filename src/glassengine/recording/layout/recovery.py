@@ -24,7 +24,6 @@ from glassengine.recording.layout.impossible import (
 )
 from glassengine.recording.layout.layout import MAX_ROWS, MAX_SHARD_NUMBER, Entry, LeftOut
 from glassengine.recording.layout.records import (
-    append_tokens,
     decoded,
     entry_from,
     group_from,
@@ -32,8 +31,8 @@ from glassengine.recording.layout.records import (
     location_from,
     measured_from,
     sizes_of,
-    tokens_from,
 )
+from glassengine.recording.layout.tokens import append_tokens, tokens_from
 
 # Entries are made when they are asked for; who asks for all of those of a hostile index must come to an end.
 MAX_ENTRIES = 1 << 28

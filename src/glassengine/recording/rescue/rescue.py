@@ -18,9 +18,9 @@ from pathlib import Path
 from glassengine.errors import GlassError, UsageError
 from glassengine.reading.files import open_regular, read_open
 from glassengine.recording.layout import layout
-from glassengine.recording.layout.records import append_tokens
 from glassengine.recording.layout.recovery import IndexContents, read_index
 from glassengine.recording.layout.shard_files import ShardFiles
+from glassengine.recording.layout.tokens import append_tokens
 from glassengine.recording.rescue.journaled import Journaled, JournaledStep
 from glassengine.recording.rescue.replayed import Replay
 from glassengine.recording.ring.file import LeftRing

@@ -18,6 +18,7 @@ from glassengine.errors import UsageError
 from glassengine.recording.layout import layout, records
 from glassengine.recording.layout.description import Description, Group, Groups
 from glassengine.recording.layout.layout import LeftOut, LightTable, Location, Sharding
+from glassengine.recording.layout.tokens import append_tokens, token_frames
 from glassengine.recording.layout.values import Descriptions, bytes_of, identity
 from glassengine.recording.write.directory import begun, make_directory, manifest_of, reason_of, save_manifest
 from glassengine.recording.write.intact import safe_steps
@@ -268,7 +269,7 @@ class RecordingWriter:
         # A step that is never committed must not be the one that describes a group others use.
         new = {group.number: group for group in opened.groups if group.number not in self._described}
         frames = [group.frame() for group in new.values()]
-        frames += [*opened.frames, *records.token_frames(step, token_ids)]
+        frames += [*opened.frames, *token_frames(step, token_ids)]
         frames.append(records.commit_frame(step, len(opened.names), opened.num_left_out, stopped))
         self._steps.add(step)
         self._described |= new.keys()
@@ -294,7 +295,7 @@ class RecordingWriter:
             if step.stopped is not None and self._incomplete is None:
                 self._incomplete = f"step {step.number} was stopped by {step.stopped}"
             if step.token_ids:
-                records.append_tokens(self.metadata.setdefault("token_ids", []), enumerate(step.token_ids))
+                append_tokens(self.metadata.setdefault("token_ids", []), enumerate(step.token_ids))
 
     def close(self, reason: str | None = None) -> None:
         """Seal the recording; it is complete when every step that was written to was committed.

@@ -11,8 +11,8 @@ from torch.fx import Node
 
 from glassengine.judge.graphs.cut import Piece
 from glassengine.judge.hypotheses.trials.trial import FAILS, Trial
+from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.mask_values import sentinel
-from glassengine.numerics.verdict import unit_roundoff
 
 _ROUNDINGS = 8.0
 """An explanation may leave so many times what rounding leaves of the right op."""
