@@ -111,5 +111,5 @@ class Op:
 
 
 def rank(judgement: Judgement) -> tuple[int, float]:
-    """Return what judgements are sorted by: the verdict, then the noise ratio."""
+    """Return what a tensor is sorted by: its verdict, then its noise ratio."""
     return VERDICTS.index(judgement.verdict), judgement.noise_ratio or 0.0
