@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from glassengine.errors import UsageError
 from glassengine.recording.layout.description import Description, Group
 from glassengine.recording.layout.layout import Location
 
@@ -56,3 +57,46 @@ class EndedStep:
     num_tensors: int
     token_ids: Sequence[Sequence[int]]
     stopped: str | None
+
+
+class Steps:
+    """The steps of a recording: those that are open, and which were committed."""
+
+    def __init__(self) -> None:
+        self.open: dict[int, OpenStep] = {}
+        self.committed: set[int] = set()
+
+    def opened(self, site: str, step: int) -> OpenStep:
+        """Return a step for a tensor of `site`; it is opened if it is not.
+
+        Raises:
+            UsageError: There can be no such step, or it is committed.
+        """
+        what = f"the tensor {site[:200]!r} cannot be recorded"
+        if step < 0:
+            raise UsageError(what, got=f"step {step}", expected="numbers from 0 on")
+        if step in self.committed:
+            raise UsageError(what, got=f"step {step}, which is committed", expected="a step that is still open")
+        return self.open.setdefault(step, OpenStep())
+
+    def begun(self, site: str, step: int, rank: int) -> OpenStep:
+        """Return a step that has no tensor of `site` yet.
+
+        Raises:
+            UsageError: It has one, or as `opened`.
+        """
+        opened = self.open.get(step) or self.opened(site, step)
+        if (site, rank) in opened.names:
+            what = f"the tensor {site[:200]!r} cannot be recorded"
+            raise UsageError(what, got=f"the same site twice in step {step}", hint="give the second call its own name")
+        return opened
+
+    def end(self, step: int) -> OpenStep:
+        """Return what was written of a step that is about to be committed.
+
+        Raises:
+            UsageError: It is already.
+        """
+        if step in self.committed:
+            raise UsageError("a step is committed twice", got=f"step {step}")
+        return self.open.pop(step, None) or OpenStep()

@@ -22,11 +22,9 @@ from glassengine.recording.layout.tokens import append_tokens, token_frames
 from glassengine.recording.layout.values import Descriptions, bytes_of, identity
 from glassengine.recording.write.directory import begun, make_directory, manifest_of, reason_of, save_manifest
 from glassengine.recording.write.intact import safe_steps
-from glassengine.recording.write.open_step import EndedStep, OpenStep
-from glassengine.recording.write.shard import Shard
+from glassengine.recording.write.open_step import EndedStep, OpenStep, Steps
+from glassengine.recording.write.shards import Shards
 from glassengine.writing.checksums import crc32
-
-SHARD_BYTES = 1 << 31
 
 
 class RecordingWriter:
@@ -52,12 +50,9 @@ class RecordingWriter:
         # Files are opened later, too, and the program may change its working directory.
         self.path = Path(path).absolute()
         self.metadata = dict(metadata)
-        self._steps: set[int] = set()
-        self._open: dict[int, OpenStep] = {}
-        self.open_steps: Set[int] = self._open.keys()
-        self._shard: Shard | None = None
-        self._next_shard = first_shard
-        self._header_bytes = layout.HEADER_BYTES
+        self._steps = Steps()
+        self.open_steps: Set[int] = self._steps.open.keys()
+        self._shards = Shards(self.path, first_shard)
         self._groups = Groups()
         self.group = self._groups.of
         self._descriptions = Descriptions()
@@ -65,7 +60,6 @@ class RecordingWriter:
         self._ended: list[EndedStep] = []
         self._num_steps = self._num_tensors = 0
         self.failure: str | None = None
-        self._sealed: list[Shard] = []
         self._incomplete: str | None = None
         self._closed = False
         manifest = self._manifest("writing")
@@ -78,7 +72,7 @@ class RecordingWriter:
     @property
     def place(self) -> tuple[int, int]:
         """Shard that is being written, and the bytes in it so far."""
-        return (-1, 0) if self._shard is None else (self._shard.number, self._shard.size)
+        return self._shards.place
 
     @property
     def num_steps(self) -> int:
@@ -125,7 +119,7 @@ class RecordingWriter:
         tensor = tensor.detach()
         data = bytes_of(tensor)
         checksum = crc32(data)
-        same = self._open[step].identities
+        same = self._steps.open[step].identities
         place = identity(tensor)
         original, location, _ = same.get(place, (None, None, None))
         # The checksum catches a buffer that was refilled in between: kernels do that behind the version counter's back.
@@ -153,7 +147,7 @@ class RecordingWriter:
         """
         self._begin(description, step, rank)
         try:
-            shard = self._shard_for(description)
+            shard = self._shards.for_next(description)
             offset, found = shard.align(), 0
             try:
                 for data in pieces:
@@ -187,12 +181,12 @@ class RecordingWriter:
                 or the file cannot be written: the message says what is safe.
         """
         self._require_open()
-        opened = self._opened(group.descriptions[0].site, step)
+        opened = self._steps.opened(group.descriptions[0].site, step)
         if not opened.is_new(group.names):
             for description in group.descriptions:
                 self._begin(description, step, group.rank)
         try:
-            shard = self._shard_for(group)
+            shard = self._shards.for_next(group)
         except OSError as error:
             raise self._failed(error) from error
         location = Location(shard.number, shard.align(), checksum)
@@ -211,7 +205,7 @@ class RecordingWriter:
         """
         self._begin(description, step, rank)
         try:
-            shard = self._shard_for(description, original)
+            shard = self._shards.for_next(description, original)
         except OSError as error:
             raise self._failed(error) from error
         shard.add_alias(description, original, step, rank, layout.shard_name(location.shard, sealed=True))
@@ -224,7 +218,7 @@ class RecordingWriter:
             UsageError: The step is committed.
         """
         self._require_open()
-        opened = self._opened(item.site, item.step)
+        opened = self._steps.opened(item.site, item.step)
         opened.frames.append(records.left_out_frame(item))
         opened.num_left_out += 1
 
@@ -235,7 +229,7 @@ class RecordingWriter:
             UsageError: The step is committed.
         """
         self._require_open()
-        opened = self._opened(group.descriptions[0].site, step)
+        opened = self._steps.opened(group.descriptions[0].site, step)
         opened.groups.append(group)
         opened.frames.append(records.measured_frame(group.number, step, reason, table))
         opened.num_left_out += len(group.descriptions)
@@ -263,15 +257,13 @@ class RecordingWriter:
             UsageError: The step is committed already.
         """
         self._require_open()
-        if step in self._steps:
-            raise UsageError("a step is committed twice", got=f"step {step}")
-        opened = self._open.pop(step, None) or OpenStep()
+        opened = self._steps.end(step)
         # A step that is never committed must not be the one that describes a group others use.
         new = {group.number: group for group in opened.groups if group.number not in self._described}
         frames = [group.frame() for group in new.values()]
         frames += [*opened.frames, *token_frames(step, token_ids)]
         frames.append(records.commit_frame(step, len(opened.names), opened.num_left_out, stopped))
-        self._steps.add(step)
+        self._steps.committed.add(step)
         self._described |= new.keys()
         self._ended.append(EndedStep(step, b"".join(frames), len(opened.names), token_ids, stopped))
 
@@ -283,8 +275,7 @@ class RecordingWriter:
         """
         ended, self._ended = self._ended, []
         try:
-            if self._shard is not None:
-                self._shard.flush()
+            self._shards.flush()
             if ended:
                 self._index.append([step.frames for step in ended])
         except OSError as error:
@@ -310,22 +301,21 @@ class RecordingWriter:
             return
         self._closed = True
         self._incomplete = self.failure or reason or self._incomplete
-        if self._open and self._incomplete is None:
-            self._incomplete = f"written but not committed: step {', '.join(map(str, sorted(self._open)))}"
-        self._open.clear()
+        if self._steps.open and self._incomplete is None:
+            self._incomplete = f"written but not committed: step {', '.join(map(str, sorted(self._steps.open)))}"
+        self._steps.open.clear()
         try:
             if self.failure is None:
                 self.flush()
-            self._seal_shard()
-            for shard in self._sealed:
-                shard.require()
+            self._shards.seal()
+            self._shards.require()
             self._index.require()
             save_manifest(self.path, self._manifest("incomplete" if self._incomplete else "complete"))
         except OSError as error:
             problem = None if self.failure is not None else self._failed(error)
             self._incomplete = self._incomplete or self.failure
             with contextlib.suppress(OSError):
-                self._seal_shard()
+                self._shards.seal()
             with contextlib.suppress(OSError):
                 save_manifest(self.path, self._manifest("incomplete"))
             if problem is not None:
@@ -337,11 +327,10 @@ class RecordingWriter:
         """Close the files and write nothing: they belong to another process."""
         self._closed = True
         self._index.close()
-        if self._shard is not None:
-            self._shard.close()
+        self._shards.close()
 
     def _note(self, description: Description, step: int, rank: int, location: Location) -> None:
-        opened = self._open[step]
+        opened = self._steps.open[step]
         opened.add_name(description.site, rank)
         if not description.nbytes:
             opened.frames.append(description.frame(step, rank, location))
@@ -352,37 +341,9 @@ class RecordingWriter:
 
     def _begin(self, description: Description, step: int, rank: int) -> OpenStep:
         """Open `step`, unless a tensor of that name cannot be part of it."""
-        opened = self._open.get(step)
-        if opened is None:
+        if step not in self._steps.open:
             self._require_open()
-            opened = self._opened(description.site, step)
-        if (description.site, rank) in opened.names:
-            what = f"the tensor {description.site[:200]!r} cannot be recorded"
-            raise UsageError(what, got=f"the same site twice in step {step}", hint="give the second call its own name")
-        return opened
-
-    def _opened(self, site: str, step: int) -> OpenStep:
-        what = f"the tensor {site[:200]!r} cannot be recorded"
-        if step < 0:
-            raise UsageError(what, got=f"step {step}", expected="numbers from 0 on")
-        if step in self._steps:
-            raise UsageError(what, got=f"step {step}, which is committed", expected="a step that is still open")
-        return self._open.setdefault(step, OpenStep())
-
-    def _shard_for(self, *added: Description | Group) -> Shard:
-        if self._shard is not None and (self._shard.size >= SHARD_BYTES or not self._shard.has_room(*added)):
-            self._seal_shard()
-        if self._shard is None:
-            self._shard = Shard(self.path, self._next_shard, self._header_bytes)
-            self._next_shard += 1
-            self._header_bytes = min(2 * self._header_bytes, layout.MAX_HEADER_BYTES)
-        return self._shard
-
-    def _seal_shard(self) -> None:
-        if self._shard is not None:
-            self._shard.seal()
-            self._sealed.append(self._shard)
-            self._shard = None
+        return self._steps.begun(description.site, step, rank)
 
     def _require_open(self) -> None:
         if self._closed:

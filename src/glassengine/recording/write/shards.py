@@ -1,0 +1,64 @@
+"""The shards of a recording, one after the other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from glassengine.recording.layout import layout
+from glassengine.recording.layout.description import Description, Group
+from glassengine.recording.write.shard import Shard
+
+SHARD_BYTES = 1 << 31
+
+
+class Shards:
+    """Shards of one directory, the last of which may be open.
+
+    Args:
+        path: The directory.
+        first: Number of the first one.
+    """
+
+    def __init__(self, path: Path, first: int) -> None:
+        self._path = path
+        self._next = first
+        self._header_bytes = layout.HEADER_BYTES
+        self._open: Shard | None = None
+        self._sealed: list[Shard] = []
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Shard that is being written, and the bytes in it so far."""
+        return (-1, 0) if self._open is None else (self._open.number, self._open.size)
+
+    def for_next(self, *added: Description | Group) -> Shard:
+        """Return the shard that takes these tensors next; a full one is sealed."""
+        if self._open is not None and (self._open.size >= SHARD_BYTES or not self._open.has_room(*added)):
+            self.seal()
+        if self._open is None:
+            self._open = Shard(self._path, self._next, self._header_bytes)
+            self._next += 1
+            self._header_bytes = min(2 * self._header_bytes, layout.MAX_HEADER_BYTES)
+        return self._open
+
+    def flush(self) -> None:
+        """Write the bytes that were taken."""
+        if self._open is not None:
+            self._open.flush()
+
+    def seal(self) -> None:
+        """End the open shard, if there is one."""
+        if self._open is not None:
+            self._open.seal()
+            self._sealed.append(self._open)
+            self._open = None
+
+    def require(self) -> None:
+        """Wait until all sealed shards are on the disk."""
+        for shard in self._sealed:
+            shard.require()
+
+    def close(self) -> None:
+        """Close the file of the open shard, and write nothing."""
+        if self._open is not None:
+            self._open.close()
