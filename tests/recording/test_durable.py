@@ -22,7 +22,7 @@ from glassengine.recording.layout import layout
 from glassengine.recording.layout.layout import LeftOut
 from glassengine.recording.read.reader import Recording
 from glassengine.recording.ring import file as ring_file
-from glassengine.recording.write import writer
+from glassengine.recording.write import shards
 from tests import children
 
 # Every value says which site and step it belongs to. Each forward that has ended is told by a byte on stdout.
@@ -278,7 +278,7 @@ def test_s15_a_forked_child_that_leaves_leaves_the_recording_alone(tmp_path: Pat
 def test_s15_files_that_go_while_they_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str, what: str
 ) -> None:
-    monkeypatch.setattr(writer, "SHARD_BYTES", 1 if which == "sealed shard" else 1 << 30)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 1 if which == "sealed shard" else 1 << 30)
     recorder = BackgroundWriter(tmp_path / "r", metadata={}, ring_bytes=RING)
 
     def record(step: int) -> None:

@@ -13,7 +13,7 @@ from glassengine.errors import UsageError
 from glassengine.recording.layout.description import PAD_PREFIX
 from glassengine.recording.layout.layout import HEADER_BYTES, STORED
 from glassengine.recording.read.reader import Recording
-from glassengine.recording.write import writer
+from glassengine.recording.write import shards
 from glassengine.recording.write.writer import RecordingWriter
 
 DTYPES = [getattr(torch, name) for name in STORED]
@@ -176,7 +176,7 @@ def test_freed_memory_is_not_taken_for_the_same_tensor(tmp_path: Path) -> None:
 
 
 def test_shards_rotate_by_size_and_by_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "SHARD_BYTES", 1000)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 1000)
     x = torch.arange(100.0)
     with RecordingWriter(tmp_path / "r", metadata={}) as w:
         for i in range(10):

@@ -16,7 +16,7 @@ from glassengine.errors import CorruptError
 from glassengine.recording.layout import shard_files
 from glassengine.recording.layout.shard_files import ShardFiles
 from glassengine.recording.read.reader import Recording
-from glassengine.recording.write import writer
+from glassengine.recording.write import shards, writer
 
 MIN_MAPPED_BYTES = 1 << 20
 COUNT = MIN_MAPPED_BYTES // 4
@@ -29,7 +29,7 @@ def small_ranges_are_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _write(path: Path, count: int, num: int, monkeypatch: pytest.MonkeyPatch, *, shard_bytes: int = 1 << 31) -> None:
-    monkeypatch.setattr(writer, "SHARD_BYTES", shard_bytes)
+    monkeypatch.setattr(shards, "SHARD_BYTES", shard_bytes)
     with writer.RecordingWriter(path, metadata={}) as opened:
         for index in range(num):
             opened.write(f"x{index}", 0, torch.full((count,), float(index)))
