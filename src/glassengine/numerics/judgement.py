@@ -1,4 +1,4 @@
-"""What is said of one tensor, and the limits by which it is said."""
+"""The judgment of one tensor, and the limits between verdicts."""
 
 from __future__ import annotations
 
