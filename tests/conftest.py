@@ -208,7 +208,7 @@ def exporting_once() -> Callable[[], contextlib.AbstractContextManager[None]]:
     @contextlib.contextmanager
     def context() -> Iterator[None]:
         from glassengine.program.generation import generation, kinds
-        from glassengine.program.representation import program as stored
+        from glassengine.program.representation import stored
 
         # One context may lie within another.
         _real.setdefault("save", stored._save_graph)
