@@ -158,7 +158,7 @@ def _router(e: Edit, op: str) -> Op:
     return e.one(e.find(op))
 
 
-def _router_not_renormalised(e: Edit) -> None:
+def _router_not_renormalized(e: Edit) -> None:
     e.replace(node := _router(e, "div"), lambda: e.call(aten.clone.default, node.args[0]))
 
 
@@ -197,7 +197,7 @@ LAYOUT_MISTAKES = tuple(
         ("dropout_active", _dropout_active),
         ("not_a_number", _not_a_number),
         ("overflow", _overflow),
-        ("router_not_renormalised", _router_not_renormalised),
+        ("router_not_renormalized", _router_not_renormalized),
         ("expert_shifted", _expert_shifted),
         ("router_not_normalised", _router_not_normalised),
     )
