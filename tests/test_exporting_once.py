@@ -19,7 +19,8 @@ from glassengine.errors import CorruptError
 from glassengine.program.export import export
 from glassengine.program.export import two as export_two
 from glassengine.program.generation import generation, kinds
-from glassengine.program.representation import program as stored
+from glassengine.program.representation import stored
+from glassengine.program.representation.program import Program
 from glassengine.testing import models
 
 
@@ -155,7 +156,7 @@ class Disk:
     saved: int = 0
     loaded: int = 0
 
-    def save(self, program: stored.Program, name: str) -> Path:
+    def save(self, program: Program, name: str) -> Path:
         path = self.directory / name
         path.mkdir(exist_ok=True)
         stored.save_program(program, path)
@@ -183,15 +184,15 @@ def disk(
         yield found
 
 
-def scaled(factor: float) -> stored.Program:
+def scaled(factor: float) -> Program:
     return export.export_module(Scaled(factor), {"x": torch.ones(3)})
 
 
-def value(program: stored.Program) -> float:
+def value(program: Program) -> float:
     return float(program.exported.module()(x=torch.ones(3))[0])
 
 
-def multiply_by(program: stored.Program, factor: float) -> None:
+def multiply_by(program: Program, factor: float) -> None:
     """Change the graph in place, as a test that plants a mistake may."""
     node = next(node for node in program.exported.graph.nodes if 2.5 in node.args)
     node.args = (node.args[0], factor)

@@ -34,6 +34,7 @@ REASONS: dict[str, dict[str, str]] = {
     "cli/errors.py": {"os.open": "/dev/null"},
     "diagnose/reproduction/bisect_compiler.py": {"json.loads": "what our own child process printed"},
     "diagnose/snapshot/trial.py": {"json.load": "what our own parent process sent"},
+    "schemas/__init__.py": {"json.loads": "the schemas that ship", "read_text": "the schemas that ship"},
     "engine/run/image_prompts.py": {"Image.open": "on a file that the room opened"},
     "engine/prompts/templates.py": {"os.open": "/dev/null"},
     "engine/store/trust.py": {"os.open": "to make the key"},

@@ -33,7 +33,7 @@ def test_f5_kernels_of_a_runtime_are_no_mistakes(tmp_path: Path, operator: str, 
 
 
 WRONG = {
-    "hard": "y = HardSigmoid <alpha = 0.1666667, bound_ratio = 0.5> (x)",
+    "hard": "y = HardSigmoid <alpha = 0.1666667, beta = 0.5> (x)",
     "scaled": "z = Sigmoid (x) factor = Constant <value_float = 1.00001> () y = Mul (z, factor)",
     "steeper": "factor = Constant <value_float = 1.00002> () z = Mul (x, factor) y = Sigmoid (z)",
     "tanh": "half = Constant <value_float = 0.49999> () z = Mul (x, half) t = Tanh (z) one = Constant"

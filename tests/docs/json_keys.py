@@ -19,7 +19,10 @@ for _module in pkgutil.iter_modules(results.__path__, f"{results.__name__}."):
     for _name, _class in vars(importlib.import_module(_module.name)).items():
         if (dataclasses.is_dataclass(_class) or is_typeddict(_class)) and _class not in CLASSES.values():
             CLASSES[f"{_module.name.rpartition('.')[2]}.{_name}" if _name in CLASSES else _name] = _class
-FUNCTIONS_ONLY = {"ErrorHistogram", "LogitsDifference", "PatternMismatches", "SliceMaxima", "UlpDistance"}
+FUNCTIONS_ONLY = {
+    *("ConformanceReport", "ErrorHistogram", "Finding", "LogitsDifference", "PatternMismatches"),
+    *("SliceMaxima", "UlpDistance"),
+}
 """What only functions of Python return."""
 _WORDS = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "None": "null", "Any": "anything"}
 _TABLE = re.compile(r"(<!-- keys: ([\w. ]+) -->\n)(.*?)(<!-- end of keys -->)", re.DOTALL)

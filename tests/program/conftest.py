@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from glassengine import program
+from glassengine.program.generation import generation
 from glassengine.program.representation.program import Program
 from glassengine.testing import models
 from glassengine.testing.checkpoints import save_checkpoint
@@ -27,7 +27,7 @@ def exported(exporting_once: ExportingOnce) -> Callable[[str], tuple[nn.Module, 
         if name not in _made:
             model = models.CAUSAL_LMS[name]()
             with exporting_once():
-                _made[name] = model, program.export_causal_lm(model)
+                _made[name] = model, generation.export_causal_lm(model)
         return _made[name]
 
     return make

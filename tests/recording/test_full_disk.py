@@ -174,7 +174,7 @@ def test_a_ring_that_cannot_be_read_now_is_not_removed(
 
     with monkeypatch.context() as patched:
         patched.setattr(rescue.LeftRing, "read", broken)
-        with pytest.raises(UsageError, match=r"in ring\.part: perhaps some more"):
+        with pytest.raises(UsageError, match=r"in ring\.part: possibly some more"):
             recorder.close()
     disk.free()
     assert steps_of(tmp_path / "r")[: len(ended)] == ended

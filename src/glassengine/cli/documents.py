@@ -16,6 +16,7 @@ from typing import Any
 
 from glassengine.cli.options import settings
 from glassengine.errors import UsageError
+from glassengine.reading.files import open_regular
 from glassengine.results.base import plain
 from glassengine.results.comparison import SCHEMA_VERSION
 from glassengine.writing.files import aside
@@ -56,7 +57,7 @@ def require_place(destination: str) -> None:
     target = local(destination)
     if destination == "-" or not target.is_file():
         return
-    with target.open("rb") as file:
+    with open_regular(target) as file:
         beginning = file.read(max(map(len, _BEGINNINGS)))
     if beginning and not beginning.startswith(_BEGINNINGS):
         raise UsageError(

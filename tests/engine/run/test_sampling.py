@@ -254,7 +254,7 @@ def test_temperature_zero_names_the_flag_of_greedy_decoding(engine: Engine) -> N
 
 @pytest.mark.parametrize("seed", [2**64, -(2**63) - 1])
 def test_seeds_that_do_not_fit(engine: Engine, seed: int) -> None:
-    with pytest.raises(UsageError, match=r"no seed\n.*\n.*64 bits"):
+    with pytest.raises(UsageError, match=r"invalid seed\n.*\n.*64 bits"):
         engine.generate(input_ids=ROWS, max_new_tokens=2, do_sample=True, seed=seed)
 
 

@@ -544,14 +544,14 @@ def test_an_entry_that_is_replaced_while_it_is_read_is_not_damaged(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Compiler(1.0).run()
-    read, failures = cache_store._read_manifest, iter([True])
+    read, failures = cache_store.read_manifest, iter([True])
 
     def vanishing(path: Path) -> Any:
         if next(failures, False):
             raise FileNotFoundError(path)
         return read(path)
 
-    monkeypatch.setattr(cache_store, "_read_manifest", vanishing)
+    monkeypatch.setattr(cache_store, "read_manifest", vanishing)
     before = dict(metrics().counters)
     Compiler(1.0).run()
     found = metrics().counters

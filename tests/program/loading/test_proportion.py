@@ -80,7 +80,7 @@ def test_s4_a_configuration_that_counts_in_millions_is_refused(
 
 
 def test_what_is_in_proportion_is_loaded(checkpoint: Path, tmp_path: Path) -> None:
-    assert load_model(checkpoint).generates
+    assert load_model(checkpoint).generation.generates
     # Only names and shapes: any size of one tensor, as before.
     big = with_config(checkpoint, tmp_path / "big", vocab_size=10**8)
     assert load_model(big, weights=False).metadata["vocab_size"] == 10**8

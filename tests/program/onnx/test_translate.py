@@ -332,8 +332,8 @@ def returned_twice(graph: Any) -> None:
     [
         (twice, "yields a value twice"),
         (nothing, r"reads a value that nothing yields[\s\S]*nobody"),
-        (text_input, "takes 'x', which is no tensor"),
-        (no_rank, "takes 'x', which is no tensor"),
+        (text_input, "takes 'x', which is not a tensor"),
+        (no_rank, "takes 'x', which is not a tensor"),
         (returned_twice, "returns a value twice"),
     ],
 )
