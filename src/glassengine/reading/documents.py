@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -122,6 +123,18 @@ def converted(value: object, schema: type[Document], where: str | Path, *, what:
         return msgspec.convert(value, schema)
     except (ValueError, RecursionError, TypeError) as error:
         raise damaged(what, where, error) from error
+
+
+def objects_within(document: Any) -> Iterator[dict[str, Any]]:
+    """Yield every object of a JSON document, itself too where it is one, however deep it lies."""
+    waiting = [document]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, list):
+            waiting += value
+        elif isinstance(value, dict):
+            waiting += value.values()
+            yield value
 
 
 def damaged(what: str, where: str | Path, error: object) -> CorruptError:

@@ -16,6 +16,7 @@ from torch.nn.modules import module as hooks
 
 from glassengine.errors import CorruptError, GlassError
 from glassengine.program.loading.checkpoint_files import num_tensors
+from glassengine.reading.documents import objects_within
 from glassengine.reading.files import shown
 
 # Of modules without weights, as activations are; one takes 6 KB, so that these are 600 MB.
@@ -35,17 +36,11 @@ def require_countable(config: Any, where: str) -> None:
     Raises:
         CorruptError: It does.
     """
-    waiting = [config]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, list):
-            waiting += value
-        elif isinstance(value, dict):
-            waiting += value.values()
-            for name, number in value.items():
-                if isinstance(number, int) and number > _MAX_COUNT and any(part in name for part in _COUNTED):
-                    got = f"{shown(where)}: {shown(name)} of {number:,}"
-                    raise CorruptError("a configuration is out of proportion", got=got, expected=f"{_MAX_COUNT:,}")
+    for value in objects_within(config):
+        for name, number in value.items():
+            if isinstance(number, int) and number > _MAX_COUNT and any(part in name for part in _COUNTED):
+                got = f"{shown(where)}: {shown(name)} of {number:,}"
+                raise CorruptError("a configuration is out of proportion", got=got, expected=f"{_MAX_COUNT:,}")
 
 
 @contextlib.contextmanager

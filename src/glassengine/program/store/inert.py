@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket, _OpNamespace
 
+from glassengine.reading.documents import objects_within
+
 _OPERATOR = re.compile(r"torch\.ops\.(\w+)\.(\w+)(?:\.(\w+))?", re.ASCII)
 _NUMBERS = re.compile(
     r"torch\.sym_\w+|math\.\w+|_operator\.(getitem|add|mul|sub|truediv|floordiv|mod|pow|neg|pos|abs|ge|le|gt|lt|eq|ne|and_"
@@ -63,14 +65,8 @@ _FACTORIES = ("list", "dict", "set", "tuple", "int", "float", "str", "bool")
 
 def problems(model: Any) -> Iterator[str]:
     """Yield what in the description of a graph is looked up, imported or evaluated, and is not what it should be."""
-    waiting = [model]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, list):
-            waiting += value
-        elif isinstance(value, dict):
-            waiting += value.values()
-            yield from _problems_of(value)
+    for value in objects_within(model):
+        yield from _problems_of(value)
 
 
 def _problems_of(value: dict[str, Any]) -> Iterator[str]:
@@ -128,16 +124,10 @@ def _is_harmless(library: str, name: str, overload: str | None) -> bool:
 
 def _texts(inputs: Any) -> Iterator[str]:
     """Yield the texts among the arguments of an operator."""
-    waiting = [inputs]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, list):
-            waiting += value
-        elif isinstance(value, dict):
-            waiting += value.values()
-            for text in (value.get("as_string"), *(value.get("as_strings") or ())):
-                if isinstance(text, str):
-                    yield text
+    for value in objects_within(inputs):
+        for text in (value.get("as_string"), *(value.get("as_strings") or ())):
+            if isinstance(text, str):
+                yield text
 
 
 def _is_argument(name: Any) -> bool:
