@@ -134,7 +134,17 @@ def test_what_compiled_code_lets_out_is_an_error_and_an_interruption_is_not() ->
         decode(Tokenizer(KeyboardInterrupt()), [1])
 
 
-def test_s4_the_keyboard_stops_a_tokenizer() -> None:
+def test_s4_the_keyboard_stops_a_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    children: list[int] = []
+    fork = os.fork
+
+    def recorded_fork() -> int:
+        child = fork()
+        children.append(child)
+        return child
+
+    monkeypatch.setattr(os, "fork", recorded_fork)
+
     def busy(text: str, **_: Any) -> dict[str, list[int]]:
         time.sleep(30)
         return {"input_ids": [1]}
@@ -146,8 +156,9 @@ def test_s4_the_keyboard_stops_a_tokenizer() -> None:
         encode(busy, ["a"])
     timer.join()
     assert time.monotonic() - began < 3
+    assert len(children) == 1
     with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+        os.waitpid(children[0], os.WNOHANG)
 
 
 @pytest.mark.parametrize(
