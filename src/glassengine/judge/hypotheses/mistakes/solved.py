@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-from glassengine.judge.hypotheses.mistakes.arguments import BASES, becoming, literals
+from glassengine.judge.hypotheses.mistakes.argument_values import BASES
+from glassengine.judge.hypotheses.mistakes.arguments import becoming, literals
 from glassengine.judge.hypotheses.trials.hypothesis import Hypothesis, Literal
 from glassengine.judge.hypotheses.trials.question import Question
 from glassengine.judge.hypotheses.trials.trial import Edit

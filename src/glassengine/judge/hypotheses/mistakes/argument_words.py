@@ -1,0 +1,85 @@
+"""How an argument of an op is named, and a mistake in it worded: an operand of a sum below a root is an epsilon."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Node
+
+from glassengine.judge.hypotheses.trials.hypothesis import Literal, shown
+from glassengine.judge.hypotheses.trials.question import Question
+from glassengine.ops.traits import named, traits_of
+from glassengine.program.representation.naming import op_name
+
+_MASKS = frozenset({"is_causal", "diagonal"})
+
+
+def text_of(question: Question, literal: Literal, value: Any) -> str:
+    """Return how the mistake is reported that this argument has another value."""
+    op, name = op_name(literal.node), name_of(question, literal)
+    if named(op).kind == "factor" and value == 1 and literal.value != 1:
+        verb = "multiplication" if op == "mul" else "division"
+        return f"the {verb} by {shown(literal.value)} is missing"
+    if named(op).kind == "term" and value == 0 and literal.value:
+        return f"{shown(literal.value)} is not {'added' if op == 'add' else 'subtracted'}"
+    if named(op).kind == "term" and isinstance(literal.value, int) and isinstance(value, (int, float)):
+        verb = "added" if op == "add" else "subtracted"
+        return f"{shown(literal.value)} is {verb} here, {shown(value)} in the candidate"
+    if op == "getitem":
+        source = literal.node.args[0]
+        of = f" of {op_name(source)}" if isinstance(source, Node) and source.op == "call_function" else ""
+        return f"item {shown(literal.value)}{of} is taken here, item {shown(value)} in the candidate"
+    if op == "clamp" and value is None:
+        return f"the clamp has no {name}: {shown(literal.value)} here"
+    return f"{op}: {name}: {_shown(literal, literal.value)} here, {_shown(literal, value)} in the candidate"
+
+
+def _shown(literal: Literal, value: Any) -> str:
+    if value is None:
+        return "1 / sqrt(head width)" if literal.name == "scale" else "default"
+    return shown(value)
+
+
+def name_of(question: Question, literal: Literal) -> str:
+    """Return what an argument is to people: the operand of a sum below a root is an epsilon."""
+    if is_epsilon(question, literal):
+        return "eps"
+    if literal.name in ("other", "value", "1") and traits_of(literal.node).kind == "factor":
+        return "factor" if op_name(literal.node) == "mul" else "divisor"
+    if op_name(literal.node) == "pow" and literal.name == "self":
+        return "base"
+    return literal.name
+
+
+def kind_of(question: Question, literal: Literal) -> str:
+    """Return the kind of the mistake that this argument is wrong."""
+    if is_epsilon(question, literal):
+        return "eps"
+    name, op = literal.name, op_name(literal.node)
+    if name == "scale" or (named(op).kind == "factor" and isinstance(literal.value, float)):
+        return "scale"
+    if name in _MASKS:
+        return "mask"
+    if name == "approximate" or op in ("leaky_relu", "elu", "hardtanh", "softplus", "celu"):
+        return "activation"
+    if op in ("permute", "transpose", "view", "reshape"):
+        return "transposed"
+    if op in ("arange", "roll") or (op == "pow" and name == "self"):
+        return "position"
+    if op in ("add", "sub") and isinstance(literal.value, int):
+        return "position"
+    return "other"
+
+
+def is_epsilon(question: Question, literal: Literal) -> bool:
+    """Whether an argument keeps a divisor, a root or a logarithm away from zero."""
+    if literal.name in ("eps", "epsilon"):
+        return True
+    value = literal.value
+    if (
+        not isinstance(value, float)
+        or not 0 < value <= 1e-2
+        or op_name(literal.node) not in ("add", "clamp", "clamp_min")
+    ):
+        return False
+    return literal.name in ("other", "min") and any(traits_of(user).domain for user in question.users(literal.node))
