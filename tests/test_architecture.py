@@ -48,7 +48,9 @@ CLI_MAY_IMPORT = {
     "cli",
 }
 
-MAX_LINES = 400
+MAX_LINES = 350
+LONGER = {"glassengine.judge.replay.op": 382}
+"""Modules that are still longer, and how long they may be."""
 
 
 def modules() -> dict[str, Path]:
@@ -241,7 +243,7 @@ def test_rooms_are_ordered() -> None:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_modules_are_small(module: str) -> None:
-    assert len(text_of(module).splitlines()) <= MAX_LINES
+    assert len(text_of(module).splitlines()) <= LONGER.get(module, MAX_LINES)
 
 
 @pytest.mark.parametrize("module", sorted(MODULES.keys() - {"glassengine.environment"}))

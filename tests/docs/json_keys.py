@@ -10,7 +10,7 @@ import re
 from typing import Any, Literal, get_origin, is_typeddict
 
 from glassengine import results
-from glassengine.engine.build.outputs import BuildPlan
+from glassengine.engine.build.plan import BuildPlan
 from glassengine.engine.store.manifest import Manifest
 
 CLASSES: dict[str, Any] = {"BuildPlan": BuildPlan, "Manifest": Manifest}

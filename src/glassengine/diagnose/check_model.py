@@ -9,9 +9,8 @@ An encoder-decoder is two programs, and climbs twice (see `two_programs`); so do
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Literal
@@ -27,9 +26,9 @@ from glassengine.diagnose.ladder.bisect_release import bisect_release
 from glassengine.diagnose.ladder.climb import Climb
 from glassengine.diagnose.ladder.encoder_decoder import joined
 from glassengine.diagnose.ladder.generations import JUDGED
-from glassengine.diagnose.ladder.op_by_op import explain
+from glassengine.diagnose.ladder.judging import explain_engine, judge, severity_counter
 from glassengine.diagnose.ladder.other_model import add_model, start_stage
-from glassengine.diagnose.ladder.rungs import add_built, add_engine, add_op_by_op, add_record, arguments_of
+from glassengine.diagnose.ladder.rungs import add_built, add_engine, add_record, arguments_of
 from glassengine.diagnose.ladder.step_by_step import numbered, staged
 from glassengine.diagnose.quantization.check import check_quantized_checkpoint, is_quantized_candidate
 from glassengine.diagnose.quantization.module import check_quantized_module, quantized_in_memory
@@ -38,24 +37,13 @@ from glassengine.diagnose.reproduction.files import require_free
 from glassengine.diagnose.reproduction.reproduce import with_reproduction
 from glassengine.engine.run.engine import Engine, load
 from glassengine.errors import IncomparableError, UnknownNameError, UsageError
-from glassengine.judge.cases import (
-    Case,
-    in_one_forward,
-    read_inputs,
-    tokens_in_one_forward,
-)
-from glassengine.judge.sides.module import ModuleSide
+from glassengine.judge.cases import in_one_forward, read_inputs, tokens_in_one_forward
 from glassengine.judge.sides.protocol import Place
 from glassengine.judge.sides.recorded import PARTIAL, RecordedTensors, case_of, recorded_inputs, require_one_rank
-from glassengine.judge.sides.source import SourceSide
 from glassengine.judge.threads import threads_for
 from glassengine.judge.verdict.conclude import conclude
 from glassengine.judge.verdict.drift import Drift, is_less_precise
 from glassengine.judge.verdict.evidence import EvidenceBox
-from glassengine.judge.verdict.run import run_cases
-from glassengine.judge.verdict.score import Score
-from glassengine.judge.verdict.severity import Severity
-from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.ops import ACCUMULATIONS, Accumulation
 from glassengine.program import load_model
 from glassengine.program.generation.generation import PLAIN
@@ -212,15 +200,14 @@ def check(
         results = []
         for climb, part, stage in zip(climbs, parts, of_stages[-len(climbs) :], strict=True):
             climb.accumulation = _accumulation(accumulation)
-            coarsest = None
             if part is not None:
-                coarsest = getattr(torch, part.manifest.dtype)
+                climb.coarsest = getattr(torch, part.manifest.dtype)
                 add_engine(climb, part, progress, only_release=bisect_outputs)
             elif record is not None:
                 tensors = RecordedTensors(record, climb.program, load_map(map) if map else None)
-                coarsest = add_record(climb, tensors)
+                climb.coarsest = add_record(climb, tensors)
             elif other is not None:
-                coarsest = add_model(climb, other, stage, progress)
+                climb.coarsest = add_model(climb, other, stage, progress)
             else:
                 # Passes are those of the last program, as when an engine is built.
                 own_passes = passes if climb is climbs[-1] else ()
@@ -228,17 +215,16 @@ def check(
             if reproduction is not None:
                 for score in climb.scores:
                     score.evidence = EvidenceBox(climb.program)
-            if drift or is_less_precise(coarsest, str(climb.program.metadata.get("dtype"))):
+            if drift or is_less_precise(climb.coarsest, str(climb.program.metadata.get("dtype"))):
                 for score in climb.scores[1:]:
                     score.drift = Drift()
             progress(Work.JUDGING.says(f"judging {len(climb.cases)} case{'s' if len(climb.cases) > 1 else ''}"))
-            _judge(climb, climb.model, climb.scores, coarsest, _severity_counter(climb, progress))
-            alike = judge_alike(climb, partial(_judge_again, climb, coarsest), progress)
+            judge(climb, climb.scores, on_step=severity_counter(climb, progress))
+            alike = judge_alike(climb, progress)
+            built_by = engine.manifest.backend if engine is not None else backend
             if bisect_outputs:
-                built_by = engine.manifest.backend if engine is not None else backend
-                again = partial(_judge, climb, coarsest=coarsest, on_step=lambda *_: None)
-                bisect_release(climb, built_by, again, progress)
-            _explain(climb, engine.manifest.backend if engine is not None else backend, coarsest, progress)
+                bisect_release(climb, built_by, progress)
+            explain_engine(climb, built_by, progress)
             if record is not None:
                 climb.skipped += [
                     Skipped(name, "candidate", PARTIAL, rung=Place.RECORD) for name in sorted(tensors.partial)
@@ -281,84 +267,12 @@ def _parts(engine: Engine | None, number: int) -> list[Engine | None]:
     return parts
 
 
-def _judge(
-    climb: Climb,
-    model: ModuleSide | SourceSide,
-    scores: Sequence[Score],
-    coarsest: torch.dtype | None,
-    on_step: Callable[[Case, int, Mapping[str, float]], None],
-) -> None:
-    run_cases(
-        climb.program,
-        climb.cases,
-        model,
-        scores,
-        coarsest=coarsest,
-        accumulation=replace(climb.accumulation, kernels=climb.kernels),
-        on_step=on_step,
-    )
-
-
-def _judge_again(climb: Climb, coarsest: torch.dtype | None, scores: Sequence[Score]) -> None:
-    _judge(climb, climb.model, scores, coarsest, lambda *_: None)
-
-
-def _explain(climb: Climb, backend: str | None, coarsest: torch.dtype | None, progress: Progress) -> None:
-    """Compile alone what the engine got wrong, unless every op was compiled alone already."""
-    engine = next((score for score in climb.scores if score.side.place is Place.ENGINE), None)
-    if engine is None or not engine.divergences:
-        return
-    alone = next((score for score in climb.scores if score.side.place is Place.OP_BY_OP), None)
-    if alone is None:
-        add_op_by_op(climb, backend, progress)
-        alone = next((score for score in climb.scores if score.side.place is Place.OP_BY_OP), None)
-        if alone is None:
-            return
-        # The tokens are those of the untouched model again.
-        model = climb.chooser()
-        _judge(climb, model, [Score(model, climb.program), alone], coarsest, lambda *_: None)
-    explain(engine, alone)
-
-
 def _accumulation(name: str | None) -> Accumulation:
     if name is None:
         name = {"high": "tf32", "medium": "bfloat16"}.get(torch.get_float32_matmul_precision(), "float32")
     if name not in ACCUMULATIONS:
         raise UnknownNameError("accumulation", name, list(ACCUMULATIONS), hint="--accum tf32")
     return ACCUMULATIONS[name]
-
-
-def _severity_counter(climb: Climb, progress: Progress) -> Callable[[Case, int, Mapping[str, float]], None]:
-    """Compare the last logits of each side with those of the rung before it, and say how many steps are judged."""
-    judged, total = 0, sum(case.num_steps for case in climb.cases)
-
-    def count(case: Case, step: int, floors: Mapping[str, float]) -> None:
-        nonlocal judged
-        judged += 1
-        progress(Work.JUDGING.says(f"judging: {judged} of {total} steps", judged, total))
-        if not climb.program.generates:
-            return
-        assert climb.model.logits is not None
-        node = climb.program.output_nodes["logits"]
-        model = climb.model.logits[:, -1]
-        size = model.double()
-        noise = max(
-            floors.get(node, 0.0) * float(size.square().mean().sqrt()),
-            unit_roundoff(model.dtype) * float(size.abs().max()),
-        )
-        before = model
-        for score in climb.scores[1:]:
-            found = score.side.observed(node)
-            if not found:
-                continue
-            logits = found[-1].tensor[:, -1]
-            against = before if score.side.place is Place.RELEASE else model
-            climb.severity.setdefault(score.side.rung, Severity()).add(
-                against, logits, noise, f"{case.name}, step {step}"
-            )
-            before = logits
-
-    return count
 
 
 def _is_engine(candidate: Any) -> bool:

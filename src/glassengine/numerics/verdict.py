@@ -1,18 +1,12 @@
 """Rounding or mistake: the error of a tensor against a float64 reference, over a measured noise floor.
 
-The floor of a tensor comes from runs that differ from the reference by rounding alone (the same program in its own
-dtype, and Monte-Carlo rounding runs). The test is slice-wise, over every index of every axis, because a mistake in one
-channel or token drowns in a whole-tensor mean:
+The test is slice-wise, over every index of every axis, because a mistake in one channel or token drowns in a
+whole-tensor mean:
 
-    floor_s^2 = max( mean_s(D^2) over the runs, mean(D^2), r^2 mean(P^2), r^2 mean_s(P^2), (u^2 / 3) mean(P^2),
-                     tiny^2 / 3 )
-    noise_ratio  = max over slices of rms_s(candidate - P) / floor_s
+    noise_ratio  = max over slices of rms_s(candidate - P) / floor_s          (floor_s, P and D: see `floor`)
 
-P is the reference, D the error of a noise run, r the largest rms(D) / rms(P) of this site so far, u the unit
-roundoff and tiny the largest error of rounding near zero (`smallest_precise`). The two terms with r keep a short slice
-(one element, in a decode step) from a floor that is small by luck; the one per slice matters where a few large elements
-hold nearly all of the power. Thresholds: 4 and 8 are those of the accumulated test in
-`docs/numerics.md` (4: 0.5 % of legitimate runs exceed it somewhere, 8: none of 336).
+Thresholds: 4 and 8 are those of the accumulated test in `docs/numerics.md` (4: 0.5 % of legitimate runs exceed it
+somewhere, 8: none of 336).
 
 An error that one op introduced is beyond rounding where floor and rounding bound B (`bounds`) agree:
 
@@ -32,6 +26,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from glassengine.blocks import agree
+from glassengine.numerics.floor import Floor, measured_floor
 from glassengine.numerics.judgement import (
     INTRODUCED_SUSPICIOUS,
     INTRODUCED_WRONG,
@@ -39,13 +34,12 @@ from glassengine.numerics.judgement import (
     UNBOUNDED_WRONG,
     WRONG,
     Judgement,
-    relative_from,
     smallest_precise,
     unit_roundoff,
 )
 from glassengine.numerics.known import NOTHING, Known
 from glassengine.numerics.mask_values import HIDDEN, is_below, kind_of, sentinel
-from glassengine.numerics.slice_means import Counted, SliceMeans, slice_means
+from glassengine.numerics.slice_means import slice_means
 from glassengine.results import Verdict
 
 # An error of small elements drowns beside large ones. It counts where it is this far beyond the bound of some element
@@ -100,8 +94,7 @@ class Reference:
         self._dtype = dtype
         self._relative_floor = relative_floor
         self._remember = remember
-        self._floor: list[torch.Tensor] | None = None
-        self._special: torch.Tensor | None = None
+        self._floor: Floor | None = None
         self.unstable: torch.Tensor | None = None
         if not exact.is_floating_point():
             differs = [run != exact for run in (native, *noisy) if run.shape == exact.shape]
@@ -119,37 +112,21 @@ class Reference:
         self.measure_floor()
         return self._relative_floor
 
-    def measure_floor(self) -> None:
-        """Measure the floor; once, and only on demand."""
-        exact = self.exact
-        if self._floor is not None or not exact.is_floating_point():
-            return
-        finite_power = exact.square()
-        (of_power,) = slice_means([finite_power], counted := Counted(self._judged))
-        # No element is larger than the root of the sum of squares, which is NaN where one of them is.
-        self._largest = of_power.total**0.5
-        hidden = self.known.hidden
-        if hidden is not None or (not self._largest < self._limit and not is_below(exact, self._limit)):
-            # Where the reference is a mask sentinel or not finite, values are compared as a class, not by size.
-            self._special = ~exact.isfinite() | (exact.abs() >= self._limit)
-            if hidden is not None:
-                self._special |= hidden
-            finite_power = torch.where(exact.isfinite(), finite_power, 0.0)
-            (of_power,) = slice_means([finite_power], counted := Counted(self._counted()))
-        self._counting = counted
-        of_runs = self._of_runs(counted)
-        power, whole = of_power.mean, max((means.mean for means in of_runs), default=0.0)
-        # Near zero rounding is large, which does not apply to other steps.
-        if power > relative_from(self._dtype) ** 2:
-            self._relative_floor = max(self._relative_floor, (whole / power) ** 0.5)
-        relative = max(self._relative_floor**2, self._u**2 / 3)
-        self._least = max(whole, power * relative, self._tiny**2 / 3)
-        self._floor = []
-        for axis, by_index in enumerate(of_power.by_axis):
-            means = [run.by_axis[axis] for run in of_runs]
-            self._floor.append(torch.stack([*means, relative * by_index]).amax(0).clamp(min=self._least))
-        if self._remember is not None:
-            self._remember(self._relative_floor)
+    def measure_floor(self) -> Floor | None:
+        """Measure the floor; once, and only on demand. An integer or bool tensor has none."""
+        if self._floor is None and self.exact.is_floating_point():
+            self._floor = measured_floor(
+                self.exact,
+                [self.native, *self._noisy],
+                self._judged,
+                hidden=self.known.hidden,
+                dtype=self._dtype,
+                relative=self._relative_floor,
+            )
+            self._relative_floor = self._floor.relative
+            if self._remember is not None:
+                self._remember(self._relative_floor)
+        return self._floor
 
     def with_run(self, run: torch.Tensor) -> Reference:
         """Return the reference with one more run behind its floor: another implementation that only rounds."""
@@ -178,14 +155,6 @@ class Reference:
             return 0.0
         valid = torch.ones_like(self._tied) if self.valid is None else self.valid
         return int((self._tied & valid).sum()) / max(1, int(valid.sum()))
-
-    def _of_runs(self, counted: Counted) -> list[SliceMeans]:
-        squares = [(run.double() - self.exact).square_() for run in (self.native, *self._noisy)]
-        found = slice_means(squares, counted)
-        for i, means in enumerate(found):
-            if not means.total < math.inf:
-                (found[i],) = slice_means([squares[i].nan_to_num_(0.0, 0.0, 0.0)], counted)
-        return found
 
     def judge(self, candidate: torch.Tensor) -> Judgement:
         """Judge one candidate tensor of any dtype on the same device by the floor alone."""
@@ -275,37 +244,36 @@ class Reference:
             return Judgement("wrong", None, None, shapes)
         if not exact.is_floating_point() or not candidate.is_floating_point():
             return self._judge_exact(candidate)
-        self.measure_floor()
-        assert self._floor is not None
+        floor = self.measure_floor()
+        assert floor is not None
         if candidate.dtype is self.native.dtype and _equal(candidate, self.native, self.valid):
             return Judgement("identical", 0.0, _rms(candidate.double() - exact, self._counted()))
         value = candidate.double()
-        (means,) = slice_means([(value - exact).square_()], self._counting)
+        (means,) = slice_means([(value - exact).square_()], floor.counted)
         # No element of `value` is larger than the largest of P and the largest error together.
-        is_large = not self._largest + means.total**0.5 < self._limit
+        is_large = not floor.largest + means.total**0.5 < self._limit
         if is_large or self.known.hidden is not None or (self._tied is not None and not is_finite(value)):
             mismatch = self._special_mismatch(value)
             if mismatch:
                 return Judgement("wrong", None, None, mismatch)
         mean = means.mean
-        ratio = mean / self._least if self._least else float("inf") if mean else 0.0
-        for floor, by_index in zip(self._floor, means.by_axis, strict=True):
-            ratios = torch.where(by_index > 0, by_index / floor, 0.0)
+        ratio = mean / floor.least if floor.least else float("inf") if mean else 0.0
+        for of_axis, by_index in zip(floor.by_axis, means.by_axis, strict=True):
+            ratios = torch.where(by_index > 0, by_index / of_axis, 0.0)
             ratio = max(ratio, float(ratios.max()) if ratios.numel() else 0.0)
         is_empty = self._judged is not None and not bool(self._judged.any())
         return Judgement("rounding", ratio**0.5, mean**0.5, is_empty=is_empty)
 
     def _counted(self) -> torch.Tensor | None:
-        """Elements that enter the statistics: valid, not tied and not special; None means all."""
-        if self._special is None:
-            return self._judged
-        return ~self._special if self._judged is None else self._judged & ~self._special
+        """Elements that enter the statistics: valid, not tied and, by a measured floor, not special; None: all."""
+        return self._judged if self._floor is None else self._floor.counted.mask
 
     def _special_mismatch(self, value: torch.Tensor) -> str | None:
-        if self._special is None and is_below(value, self._limit):
+        known = None if self._floor is None else self._floor.special
+        if known is None and is_below(value, self._limit):
             return None
         odd = ~value.isfinite() | (value.abs() >= self._limit)
-        special = self._special if self._special is not None else torch.zeros_like(odd)
+        special = known if known is not None else torch.zeros_like(odd)
         differs = (odd != special) | (odd & special & (kind_of(value, self._limit) != kind_of(self.exact, self._limit)))
         if self.known.hidden is not None:
             differs = torch.where(self.known.hidden, ~(value <= HIDDEN), differs)

@@ -19,21 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from glassengine.capture.calls.continuations import Continuations, callable_ones
-from glassengine.capture.calls.interruption import is_interruption
-from glassengine.capture.calls.leaves import KV_AXES, NO_TENSOR, CacheSites, tensors_in
 from glassengine.capture.calls.names import Forward, Known, ModuleNames
 from glassengine.capture.calls.observed_call import ObservedCall, num_running, out_of_reach, why_unseen
 from glassengine.capture.calls.recomputed import Recomputed
 from glassengine.capture.calls.rehearsals import is_rehearsal
 from glassengine.capture.calls.token_ids import first_argument, token_ids
-from glassengine.capture.intake.gradients import watch
 from glassengine.capture.intake.intake import Intake
 from glassengine.capture.intake.steps import Steps
+from glassengine.capture.observers.delivery import MAX_REASON, Delivery
 from glassengine.recording.write.policy import Policy
-from glassengine.sites import ROOT, tap_site, with_call
+from glassengine.sites import ROOT
 from glassengine.taps import tap_sink
 
-_MAX_REASON = 300
 _NO_STEP = -1
 
 
@@ -78,11 +75,12 @@ class ModuleHooks:
         self._policy = policy
         self._gradients = gradients
         self._holds_steps = holds_steps
-        self._caches = CacheSites(root, {module: known.paths[0] for module, known in self.names.known.items()})
+        paths = {module: known.paths[0] for module, known in self.names.known.items()}
+        self._delivery = Delivery(root, paths, intake, gradients=gradients)
         self._first_argument = first_argument(root)
         self._root = root
         self._continuations = Continuations(self.names.known.values())
-        self.recomputed = Recomputed(self._watch if gradients else None)
+        self.recomputed = Recomputed(self._delivery.watch_gradient if gradients else None)
         self._local = _Local()
         self._open: dict[int, Forward] = {}
         self._held: dict[int, tuple[Forward, list[list[int]]]] = {}
@@ -175,7 +173,7 @@ class ModuleHooks:
 
     def _observers(self, known: Known) -> tuple[Callable[..., None], Callable[..., None]]:
         # They run thousands of times a second: what does not change is looked up once.
-        local, take, deliver, gradients = self._local, self._intake.take, self._deliver, self._gradients
+        local, take, deliver, gradients = self._local, self._intake.take, self._delivery.deliver, self._gradients
         graph_task, forks, path = torch._C._current_graph_task_id, self._forks, known.paths[0]
         first, first_input = (known, path, False), path + ":in[0]"
         is_usual = not known.is_root and len(known.paths) == 1 and not known.is_wrapped
@@ -249,14 +247,14 @@ class ModuleHooks:
         error = sys.exc_info()[1] if result is None else None
         failed = error is not None and error is not forward.handled
         if forward.records and not passed_on and not failed:
-            self._deliver(forward, where, ":out", result)
+            self._delivery.deliver(forward, where, ":out", result)
         if forward.open:
             return
         forward.leave.close()
         if failed:
-            self._end(forward, [], f"{type(error).__name__}: {error}"[:_MAX_REASON].removesuffix(": "))
+            self._end(forward, [], f"{type(error).__name__}: {error}"[:MAX_REASON].removesuffix(": "))
         else:
-            self._deliver_caches(forward, whole=known.is_root)
+            self._delivery.deliver_caches(forward, whole=known.is_root)
             if known.is_root:
                 self._continuations.note_result(forward.step, result)
                 self._end(forward, token_ids(args, kwargs, self._first_argument), None)
@@ -277,7 +275,7 @@ class ModuleHooks:
         forward.in_call = True
         forward.handled = sys.exc_info()[1]
         current = forward
-        forward.leave.enter_context(tap_sink(lambda name, tensor: self._tap(current, name, tensor)))
+        forward.leave.enter_context(tap_sink(lambda name, tensor: self._delivery.deliver_tap(current, name, tensor)))
         return forward
 
     def _continued(self, known: Known, args: Any, kwargs: Any) -> Forward | None:
@@ -298,62 +296,6 @@ class ModuleHooks:
         records = self._policy.wants_step(step) and torch._C._get_tracing_state() is None
         forward = self._open[step] = Forward(step, records, threading.get_ident())
         return forward
-
-    def _deliver(self, forward: Forward, where: str, port: str, tree: Any) -> None:
-        caches: list[Any] = []
-        try:
-            if type(tree) is dict and not self._gradients:
-                # The short way of keyword arguments.
-                take, step = self._intake.take, forward.step
-                for key, item in tree.items():
-                    kind = type(item)
-                    if kind is Tensor:
-                        take(f"{where}{port}.{key}", step, item)
-                    elif kind not in NO_TENSOR:
-                        for name, tensor in tensors_in(f"{port}.{key}", item, caches=caches):
-                            take(where + name, step, tensor)
-            else:
-                for name, tensor in tensors_in(port, tree, caches=caches):
-                    site = where if name == ":out" else where + name
-                    self._intake.take(site, forward.step, tensor)
-                    if self._gradients and tensor.requires_grad:
-                        side = ":grad_in" if port == ":in" else ":grad_out"
-                        self._watch(tensor, where + side + name[len(port) :], forward)
-        except Exception as error:
-            if is_interruption(error):
-                raise
-            # A container of the user's that cannot be looked into; the model may never do so.
-            self._intake.leave_out(where + port, forward.step, f"{type(error).__name__}: {error}"[:_MAX_REASON])
-        for cache in caches:
-            forward.caches.setdefault(id(cache), (cache, set()))[1].add(where.partition("@")[0])
-
-    def _deliver_caches(self, forward: Forward, *, whole: bool) -> None:
-        try:
-            for cache, where in forward.caches.values():
-                for path, port, tensor in self._caches.tensors(cache, where, whole=whole):
-                    num_calls = forward.num_calls.get(path + port, 0)
-                    forward.num_calls[path + port] = num_calls + 1
-                    site = with_call(path, num_calls) + port
-                    self._intake.take(site, forward.step, tensor, axes=KV_AXES if tensor.dim() == 4 else None)
-        except Exception as error:
-            if is_interruption(error):
-                raise
-            self._intake.leave_out(".:kv", forward.step, f"{type(error).__name__}: {error}"[:_MAX_REASON])
-        forward.caches.clear()
-
-    def _tap(self, forward: Forward, name: str, tensor: Tensor) -> None:
-        if not forward.open or not forward.records or torch.compiler.is_compiling():
-            return
-        site = tap_site(forward.open[-1][1], name)
-        self._intake.take(site, forward.step, tensor)
-        if self._gradients and tensor.requires_grad:
-            self._watch(tensor, f"{site}:grad_out", forward)
-
-    def _watch(self, tensor: Tensor, site: str, forward: Forward) -> None:
-        forward.watched_sites.add(site)
-        handle = watch(tensor, site, forward.step, self._intake)
-        if handle is not None:
-            forward.watched.append(handle)
 
     def _end(self, forward: Forward, token_ids: list[list[int]], stopped: str | None) -> None:
         forward.leave.close()

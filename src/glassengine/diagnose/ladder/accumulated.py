@@ -9,10 +9,10 @@ declared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from glassengine.diagnose.ladder.climb import Climb
+from glassengine.diagnose.ladder.judging import judge
 from glassengine.judge.verdict.score import Score
 from glassengine.numerics.ops import ACCUMULATIONS, FLOAT32_SUMS, Accumulation
 from glassengine.ops.traits import traits_of
@@ -41,12 +41,11 @@ class _Products:
         return len(self.flagged) >= max(_LEAST, _ALIKE * self.num_judged)
 
 
-def judge_alike(climb: Climb, judge: Callable[[Sequence[Score]], None], progress: Progress) -> str | None:
+def judge_alike(climb: Climb, progress: Progress) -> str | None:
     """Judge again where all products of a side are alike; return the note about them, or None.
 
     Args:
         climb: With scores of all sides; they are replaced.
-        judge: Runs the cases on the model and other scores.
         progress: Called with it.
     """
     suspects = [products for score in climb.scores[1:] if (products := _products(climb.program, score)).are_alike]
@@ -57,7 +56,7 @@ def judge_alike(climb: Climb, judge: Callable[[Sequence[Score]], None], progress
         progress(Work.JUDGING.says(f"judging again, as if products were summed in {name}"))
         climb.accumulation = ACCUMULATIONS[name]
         climb.scores = [_again(score, climb.accumulation) for score in first]
-        judge(climb.scores)
+        judge(climb, climb.scores)
         left = {score.side.rung: _products(climb.program, score) for score in climb.scores}
         if not any(left[one.score.side.rung].flagged & one.flagged for one in suspects):
             worst = max(suspects, key=lambda one: len(one.flagged))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +12,22 @@ import torch
 
 from glassengine.diagnose.ladder.bisection import bisect, most_builds
 from glassengine.diagnose.ladder.climb import Climb, engine_nodes, observable, sizes_of
+from glassengine.diagnose.ladder.judging import judge
 from glassengine.engine.build.build import build_program
 from glassengine.judge.sides.countable import float_nodes
 from glassengine.judge.sides.engine import EngineSide
-from glassengine.judge.sides.module import ModuleSide
 from glassengine.judge.sides.protocol import Guarantee, Place
 from glassengine.judge.verdict.score import Score
 from glassengine.progress import Progress, Work
 from glassengine.results import FLAGGED, Hint, Skipped
 
-Judge = Callable[[ModuleSide, Sequence[Score]], None]
 
-
-def bisect_release(climb: Climb, backend: str | None, judge: Judge, progress: Progress) -> None:
+def bisect_release(climb: Climb, backend: str | None, progress: Progress) -> None:
     """Find the op at which the release engine goes wrong; adds the score of the build that showed it.
 
     Args:
         climb: With the score of the release engine.
         backend: Of the engines that are built.
-        judge: Runs the cases on a model (for the tokens) and scores.
         progress: Told how many builds there will be at most, and of each.
     """
     release = next(score for score in climb.scores if score.side.place is Place.RELEASE)
@@ -55,7 +52,7 @@ def bisect_release(climb: Climb, backend: str | None, judge: Judge, progress: Pr
             options: dict[str, Any] = {"place": Place.BISECTION, "guarantee": Guarantee.FEW_OUTPUTS}
             score = Score(EngineSide(engine, table, program=program, **options), climb.program)
             model = climb.chooser()
-            judge(model, [Score(model, climb.program), score])
+            judge(climb, [Score(model, climb.program), score], model=model)
         flagged = {pair.site for pair in score.pairs if pair.verdict in FLAGGED}
         bad = [node for node in asked if own[node] in flagged]
         seen.update(dict.fromkeys(bad, score))

@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from glassengine.engine.run.engine import Engine
 from glassengine.judge.cases import Case
 from glassengine.judge.graphs.by_name import SitePair
@@ -32,7 +34,7 @@ class Climb:
     """Everything one check has; filled rung by rung.
 
     `built` is what the engines are built from, `pairs` which of its ops are those of the baseline's program, and
-    `candidate` names what is built.
+    `candidate` names what is built. `coarsest` is the dtype of the coarsest side, None where that is the baseline's.
     """
 
     baseline: LoadedModel
@@ -41,6 +43,7 @@ class Climb:
     model: ModuleSide | SourceSide
     scores: list[Score]
     accumulation: Accumulation = FLOAT32_SUMS
+    coarsest: torch.dtype | None = None
     kernels: Kernels = UNMEASURED
     built: Program | None = None
     pairs: Mapping[str, SitePair] = field(default_factory=dict)

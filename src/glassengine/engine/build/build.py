@@ -14,22 +14,19 @@ import tempfile
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
-import torch
 from torch import nn
 
 from glassengine import environment
 from glassengine.backends.protocol.backend import Backend
 from glassengine.backends.registry import choose_backend, choose_device
-from glassengine.engine.build import outputs
 from glassengine.engine.build.agreement import require_agreement
 from glassengine.engine.build.artifacts import ArtifactWriter
 from glassengine.engine.build.describe import Settings
 from glassengine.engine.build.limits import DEFAULT_MAX_SEQ_LEN, check_dtype, check_sizes
-from glassengine.engine.build.memory import expected_peaks, weights_bytes
-from glassengine.engine.build.outputs import BuildPlan
-from glassengine.engine.build.write import requested_outputs, write_engine
+from glassengine.engine.build.plan import BuildPlan, plan_build
+from glassengine.engine.build.write import write_engine
 from glassengine.engine.run.engine import Engine, load
 from glassengine.engine.store import files, signing
 from glassengine.engine.store.recorded_model import directory_to_record
@@ -45,57 +42,40 @@ from glassengine.writing.locations import local
 
 logger = logging.getLogger("glassengine")
 
+Model = str | Path | nn.Module
 Inputs = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
+class BuildOptions(TypedDict, total=False):
+    """What `build` takes whether it builds or plans."""
+
+    backend: str | None
+    device: str | None
+    dtype: str
+    add_output: Sequence[str]
+    inputs: Inputs | None
+    passes: Sequence[str]
+    max_batch_size: int
+    max_seq_len: int | None
+    overwrite: bool
+    attn_implementation: str | None
+    trust_remote_code: bool
+    revision: str | None
+    adapter: str | Path | None
+    byte_budget: int | None
+    artifacts: str | Path | None
+    sign: str | Path | None
+    progress: Progress
+
+
 @overload
 def build(
-    model: str | Path | nn.Module,
-    output_dir: str | Path | None = ...,
-    *,
-    dry_run: Literal[False] = ...,
-    backend: str | None = ...,
-    device: str | None = ...,
-    dtype: str = ...,
-    add_output: Sequence[str] = ...,
-    inputs: Inputs | None = ...,
-    passes: Sequence[str] = ...,
-    max_batch_size: int = ...,
-    max_seq_len: int | None = ...,
-    overwrite: bool = ...,
-    attn_implementation: str | None = ...,
-    trust_remote_code: bool = ...,
-    revision: str | None = ...,
-    adapter: str | Path | None = ...,
-    byte_budget: int | None = ...,
-    artifacts: str | Path | None = ...,
-    sign: str | Path | None = ...,
-    progress: Progress = ...,
-) -> Engine: ...
-@overload
-def build(
-    model: str | Path | nn.Module,
-    output_dir: str | Path | None = ...,
-    *,
-    dry_run: Literal[True],
-    backend: str | None = ...,
-    device: str | None = ...,
-    dtype: str = ...,
-    add_output: Sequence[str] = ...,
-    inputs: Inputs | None = ...,
-    passes: Sequence[str] = ...,
-    max_batch_size: int = ...,
-    max_seq_len: int | None = ...,
-    overwrite: bool = ...,
-    attn_implementation: str | None = ...,
-    trust_remote_code: bool = ...,
-    revision: str | None = ...,
-    adapter: str | Path | None = ...,
-    byte_budget: int | None = ...,
-    artifacts: str | Path | None = ...,
-    sign: str | Path | None = ...,
-    progress: Progress = ...,
+    model: Model, output_dir: str | Path | None = ..., *, dry_run: Literal[True], **options: Unpack[BuildOptions]
 ) -> BuildPlan: ...
+@overload
+def build(
+    model: Model, output_dir: str | Path | None = ..., *, dry_run: Literal[False] = ..., **options: Unpack[BuildOptions]
+) -> Engine: ...
 def build(
     model: str | Path | nn.Module,
     output_dir: str | Path | None = None,
@@ -304,34 +284,6 @@ def default_directory(spec: str) -> Path:
     path = Path(spec)
     name = path.resolve().name if path.exists() else re.sub(r"[^\w./-]", "-", spec.replace(".py:", "-")).strip("/.")
     return Path("engines") / name
-
-
-def plan_build(program: Program, target: Path, settings: Settings, *, encoder: Program | None = None) -> BuildPlan:
-    """Return what `build` would make of `program`, and of the encoder that belongs to it."""
-    programs = [program] if encoder is None else [encoder, program]
-    chosen, _ = choose_backend(settings.backend)
-    requested = requested_outputs(program, settings)
-    batch, length = settings.max_batch_size, settings.max_seq_len or 1
-    decided, added, left_out = outputs.plan(
-        program, requested, sizes={"batch": batch, "cache": length}, byte_budget=settings.byte_budget
-    )
-    nodes = decided.added
-    dtype = getattr(torch, str(program.metadata.get("dtype", "float32")))
-    cache = program.layout.allocate(batch, length, dtype, "meta") if program.layout else {}
-    return BuildPlan(
-        output_dir=str(target),
-        backend=chosen.name,
-        kind=program.kind,
-        dtype=str(program.metadata.get("dtype")),
-        weights_bytes=weights_bytes(programs),
-        peak_bytes=expected_peaks(programs, chosen),
-        cache_bytes=sum(tensor.nbytes for tensor in cache.values()),
-        added_outputs=added,
-        left_out=left_out,
-        prefill_output_bytes=outputs.output_bytes(program, nodes, batch=batch, sequence=length, cache=length),
-        decode_output_bytes=outputs.output_bytes(program, nodes, batch=batch, sequence=1, cache=length),
-        notes=settings.notes,
-    )
 
 
 def _build(

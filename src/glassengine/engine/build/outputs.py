@@ -16,7 +16,6 @@ from glassengine.engine.store.requests import Request, find_sites
 from glassengine.errors import UsageError
 from glassengine.program.representation.outputs import OutputPlan, plan_outputs
 from glassengine.program.representation.program import Program
-from glassengine.results import Result
 from glassengine.sites import Site
 
 
@@ -27,40 +26,6 @@ class Requested:
     name: str
     site: Site
     cast: str | None = None
-
-
-@dataclass(frozen=True)
-class BuildPlan(Result):
-    """What a build would make (`--dry-run`).
-
-    Attributes:
-        output_dir: Where the engine would be written.
-        backend: Back-end that would build it.
-        kind: "causal_lm" or "module".
-        dtype: Floating dtype.
-        weights_bytes: Bytes of parameters, buffers and constants.
-        peak_bytes: Most bytes resident in "build", "run" and "check", without caches and outputs; empty where the
-            back-end was never measured.
-        cache_bytes: Bytes of the key/value cache at the largest batch and length.
-        added_outputs: Debug outputs.
-        left_out: Debug output that does not fit the byte budget -> reason.
-        prefill_output_bytes: Bytes of the added outputs in the largest prefill.
-        decode_output_bytes: Bytes of the added outputs in the largest decode step.
-        notes: Warnings of the build.
-    """
-
-    output_dir: str
-    backend: str
-    kind: str
-    dtype: str
-    weights_bytes: int
-    peak_bytes: dict[str, int]
-    cache_bytes: int
-    added_outputs: tuple[AddedOutput, ...]
-    left_out: dict[str, str]
-    prefill_output_bytes: int
-    decode_output_bytes: int
-    notes: tuple[str, ...]
 
 
 def resolve_requests(program: Program, requests: Iterable[Request]) -> list[Requested]:

@@ -12,12 +12,11 @@ import torch
 from glassengine.backends.protocol.backend import LARGEST
 from glassengine.backends.protocol.devices import DEVICE
 from glassengine.backends.registry import choose_backend
-from glassengine.engine.build import outputs
 from glassengine.engine.build.artifacts import ArtifactWriter
 from glassengine.engine.build.describe import Settings, describe_engine
+from glassengine.engine.build.plan import planned_outputs
 from glassengine.engine.store import files
 from glassengine.engine.store.manifest import write_manifest
-from glassengine.engine.store.requests import read_requests, requests_from_environment
 from glassengine.executable.graph.graph import captured_program
 from glassengine.executable.run.executable import compile_executable
 from glassengine.program import LoadedModel, Program
@@ -57,13 +56,13 @@ def write_engine(
         BackendError: The back-end failed.
     """
     backend, _ = choose_backend(settings.backend)
-    requested = requested_outputs(program, settings)
-    sizes = {"batch": settings.max_batch_size, "cache": settings.max_seq_len or 1}
-    decided, added, left_out = outputs.plan(program, requested, sizes=sizes, byte_budget=settings.byte_budget)
+    decided, added, left_out = planned_outputs(program, settings)
     for output, reason in left_out.items():
         logger.warning("output %s is left out: %s", output, reason)
     executed = add_outputs(program, decided.added) if decided.added else program
-    largest = {**sizes, "sequence": sizes["cache"]} if program.layout is not None else {}
+    length = settings.max_seq_len or 1
+    sizes = {"batch": settings.max_batch_size, "cache": length, "sequence": length}
+    largest = sizes if program.layout is not None else {}
     built = dataclasses.replace(executed, metadata={**executed.metadata, LARGEST: largest, DEVICE: settings.device})
     if artifacts is not None:
         artifacts.stage(stage_of(executed, "outputs"))
@@ -113,21 +112,3 @@ def _write_files(
     if model is None:
         return False
     return files.copy_model_files(model.module, model.directory, settings.model.get("revision"), directory)
-
-
-def requested_outputs(program: Program, settings: Settings) -> list[outputs.Requested]:
-    """Return the outputs that a build was asked for, and those that it adds without being asked.
-
-    Raises:
-        UnknownNameError: A name is not a site.
-        UsageError: Two outputs would have one name.
-    """
-    requests = read_requests(settings.add_output)
-    if settings.implicit_outputs:
-        requests += requests_from_environment()
-    if not settings.implicit_outputs or program.generates:
-        return outputs.resolve_requests(program, requests)
-    # A tap that was asked for, in another dtype say, is not added once more as it is.
-    asked = {request.name for request in outputs.resolve_requests(program, requests)}
-    requests += [request for request in outputs.tap_requests(program) if request.pattern not in asked]
-    return outputs.resolve_requests(program, requests)

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
 from glassengine.program.inputs.observe import Use
 
+_GUESS = 20
+"""What speaks against giving an argument something for no reason."""
 
-def is_evidence(one: Use, other: Use) -> bool:
+
+def likeness(pairs: Mapping[str, tuple[Use, Use]], optional: Collection[str]) -> int:
+    """Return how much speaks for an assignment of inputs to arguments.
+
+    Args:
+        pairs: Argument -> what the candidate does with it, and the baseline with the input that it is given.
+        optional: Arguments that the forward can do without: they are given only what both do the same with.
+    """
+    guesses = sum(1 if _is_evidence(*pairs[name]) else -_GUESS for name in pairs if name in optional)
+    return guesses + sum(_alike(one, other) for one, other in pairs.values())
+
+
+def _is_evidence(one: Use, other: Use) -> bool:
     """Whether both forwards do something telling with an input, and the same."""
     return any(a is not None and a == b for a, b in ((one.bound, other.bound), (one.convolved, other.convolved))) or (
         one.is_mask and other.is_mask
     )
 
 
-def alike(one: Use, other: Use) -> int:
+def _alike(one: Use, other: Use) -> int:
     """Return how much speaks for two inputs being one: what reads them weighs most.
 
     Args:

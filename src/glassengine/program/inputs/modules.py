@@ -19,7 +19,7 @@ from glassengine.program.inputs.observe import Use, uses_of
 from glassengine.program.inputs.search import Target, Values, made_up, no_inputs
 from glassengine.program.kinds.steps import MadeUp
 from glassengine.program.representation.program import Port
-from glassengine.program.user_code.module_state import holding
+from glassengine.program.user_code.module_state import run_alone
 from glassengine.program.user_code.written_modules import forward_parameters
 
 _MOST_TRIED = 240
@@ -59,8 +59,7 @@ def module_inputs(module: nn.Module, name: str) -> MadeUp:
 def _made_up(module: nn.Module, name: str, ports: tuple[Port, ...]) -> MadeUp:
     def uses(values: Values) -> dict[str, Use]:
         own = {key: value.clone() for key, value in values.items()}
-        with holding(module, None):
-            return uses_of(lambda: module(**own), own)
+        return uses_of(lambda: run_alone(module, own), own)
 
     known = {"batch": 2, "length": _LENGTH}
     target = Target(name, ports, lambda values: _call(module, values), uses, {}, known, _values(ports))
@@ -147,8 +146,7 @@ def _call(module: nn.Module, values: Values) -> Any:
     Raises:
         UsageError: It returns nothing that can be judged.
     """
-    with torch.no_grad(), holding(module, None):
-        result = module(**values)
+    result = run_alone(module, values)
     if result is None:
         raise UsageError("the forward returns nothing")
     return result

@@ -8,7 +8,6 @@ graph of their own.
 from __future__ import annotations
 
 import inspect
-import logging
 import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,60 +15,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from glassengine.errors import UsageError
+from glassengine.program.onnx.definitions import STANDARD, definition, with_attributes
+from glassengine.program.onnx.fake_values import Fakes
 from glassengine.program.onnx.operators import elementwise, neural, pooling, quantized, recurrent, resize, shapes  # noqa: F401  (they fill the table)
 from glassengine.program.onnx.operators.control import Body, called_function, if_else, loop, scan
 from glassengine.program.onnx.operators.fallback import one_node
 from glassengine.program.onnx.operators.function import OnnxFunction
 from glassengine.program.onnx.operators.table import TRANSLATIONS, Call, OnnxNode
-from glassengine.program.onnx.operators.tabular import definition_of
 from glassengine.program.onnx.operators.trace import LABEL, NAME
 from glassengine.program.onnx.stored.file import constant_of, tensor_of, torch_dtype
-from glassengine.program.onnx.stored.types import UNKNOWN_SIZE, ValueType
+from glassengine.program.onnx.stored.types import ValueType
 
 if TYPE_CHECKING:
     import onnx
 
-logger = logging.getLogger("glassengine")
-
-_STANDARD = ("", "ai.onnx")
 _TUPLES = frozenset({"TopK", "Split", "DynamicQuantizeLinear"})
 """Operators whose translations return a tuple even where the node has one result."""
-_NOT_BY_DEFINITION = frozenset({"Bernoulli", "SequenceMap"})
-"""Operators that are random, or have no tensors."""
 _LITTLE_USED = (torch.uint16, torch.uint32, torch.uint64)
 """Dtypes that torch has, but few kernels for."""
 _MOST_DEPTH = 32
-
-
-class Fakes:
-    """Makes tensors without data, whose dynamic sizes are symbols: one for each name."""
-
-    def __init__(self) -> None:
-        self._environment = ShapeEnv()
-        self._mode = FakeTensorMode(shape_env=self._environment)
-        self._symbols: dict[str, Any] = {}
-
-    def tensor(self, kind: ValueType | None) -> torch.Tensor:
-        """Return a tensor of a type; one of float32 and no dimension where nothing is known."""
-        dtype = (kind.dtype if kind is not None else None) or torch.float32
-        sizes = [self._size(size) for size in (kind.shape if kind is not None else None) or ()]
-        with self._mode:
-            return torch.empty(sizes, dtype=dtype)
-
-    def _size(self, size: int | str) -> Any:
-        if isinstance(size, int):
-            return size
-        if size == UNKNOWN_SIZE or size not in self._symbols:
-            symbol = self._environment.create_unbacked_symint()
-            if size == UNKNOWN_SIZE:
-                return symbol
-            self._symbols[size] = symbol
-        return self._symbols[size]
 
 
 class Translator:
@@ -105,6 +72,7 @@ class Translator:
         self.values: dict[str, Node] = {}
         self._model, self._path, self._types = model, path, types
         self._opsets = dict(opsets)
+        self._opset = self._opsets.get("", self._opsets.get("ai.onnx", 1))
         self._depth = depth
         self._bodies = {} if bodies is None else bodies
         self._fakes = Fakes()
@@ -164,23 +132,23 @@ class Translator:
 
     def _call(self, proto: onnx.NodeProto) -> Call:
         inputs = [self.value(name) if name else None for name in proto.input]
-        if proto.domain in _STANDARD and proto.op_type in ("If", "Loop", "Scan"):
+        if proto.domain in STANDARD and proto.op_type in ("If", "Loop", "Scan"):
             return self._nested(proto, inputs)
         function = self._functions.get((proto.domain, proto.op_type))
         if function is not None:
             return called_function(self._function(function, proto), proto.op_type), tuple(inputs), _PRECISION
         kinds = [self._types[name].element_type if name in self._types else 0 for name in proto.input]
-        is_known = proto.domain in _STANDARD and proto.op_type in TRANSLATIONS
+        is_known = proto.domain in STANDARD and proto.op_type in TRANSLATIONS
         is_little_used = any(torch_dtype(kind) in _LITTLE_USED for kind in kinds)
         if is_known and not is_little_used:
             try:
                 return self._translated(proto, inputs, kinds)
             except (NotImplementedError, TypeError, KeyError):
                 pass  # a form of the operator that has no translation
-        definition = None if is_little_used else self._definition(proto)
-        if definition is not None:
+        defined = None if is_little_used else definition(proto, self._opset, self._types)
+        if defined is not None:
             try:
-                body = self._function(definition, proto)
+                body = self._function(defined, proto)
             except (UsageError, NotImplementedError, TypeError, KeyError, ValueError):
                 pass  # it has sequences, say
             else:
@@ -189,47 +157,12 @@ class Translator:
         fixed = frozenset(name for name in proto.input if name in self._fixed)
         return one_node(proto, opsets, kinds, self._model.ir_version, fixed), tuple(inputs), _PRECISION
 
-    def _definition(self, proto: onnx.NodeProto) -> onnx.FunctionProto | None:
-        """Return what the standard defines an operator by, in terms of others; None where it is no such operator."""
-        import onnx
-
-        if proto.domain not in _STANDARD or proto.op_type in _NOT_BY_DEFINITION:
-            return definition_of(proto)
-        opset = self._opsets.get("", self._opsets.get("ai.onnx", 1))
-        try:
-            schema: Any = onnx.defs.get_schema(proto.op_type, opset)
-            if schema.has_context_dependent_function:
-                types = [self._type_proto(name) for name in proto.input]
-                found = schema.get_context_dependent_function(proto.SerializeToString(), types)
-            elif schema.has_function:
-                found = schema.function_body.SerializeToString()
-            else:
-                return None
-        except Exception as error:  # of a checker that has no types, for a node that it does not take
-            logger.debug("%s is not expanded: %s", proto.op_type, error)
-            return None
-        function = onnx.FunctionProto()
-        function.ParseFromString(found)
-        named = {entry.name for entry in (*function.attribute_proto, *proto.attribute)}
-        defaults = (attribute.default_value for attribute in schema.attributes.values())
-        function.attribute_proto.extend(value for value in defaults if value.name and value.name not in named)
-        return function if function.node else None
-
-    def _type_proto(self, name: str) -> bytes:
-        from onnx import TypeProto, helper
-
-        kind = self._types.get(name)
-        if kind is None:
-            return bytes(TypeProto().SerializeToString())
-        shape = None if kind.shape is None else [None if size == UNKNOWN_SIZE else size for size in kind.shape]
-        return bytes(helper.make_tensor_type_proto(kind.element_type, shape).SerializeToString())
-
     def _translated(self, proto: onnx.NodeProto, inputs: list[Node | None], kinds: list[int]) -> Call:
         node = OnnxNode(
             proto,
             inputs,
             {entry.name: self._attribute(entry) for entry in proto.attribute},
-            self._opsets.get("", self._opsets.get("ai.onnx", 1)),
+            self._opset,
             [self._types[name].shape if name in self._types else None for name in proto.input],
             kinds,
             self._helper,
@@ -290,7 +223,7 @@ class Translator:
         if key in self._bodies:
             return self._bodies[key]
         given = {entry.name: entry for entry in (*function.attribute_proto, *proto.attribute)}
-        nodes = [_with_attributes(node, given) for node in function.node]
+        nodes = [with_attributes(node, given) for node in function.node]
         opsets = {entry.domain: entry.version for entry in function.opset_import}
         inputs = list(function.input)[: len(proto.input)]
         outputs = list(function.output)[: len(proto.output)]
@@ -339,23 +272,6 @@ def free_names(graph: onnx.GraphProto) -> list[str]:
         found |= dict.fromkeys(name for name in read if name and name not in own)
         own.update(node.output)
     return [*found, *(value.name for value in graph.output if value.name not in own and value.name not in found)]
-
-
-def _with_attributes(node: onnx.NodeProto, given: Mapping[str, onnx.AttributeProto]) -> onnx.NodeProto:
-    """Return a node of a function with the attributes of a call in place of the references to them."""
-    import onnx
-
-    copied = onnx.NodeProto()
-    copied.CopyFrom(node)
-    del copied.attribute[:]
-    for entry in node.attribute:
-        if not entry.ref_attr_name:
-            copied.attribute.append(entry)
-        elif entry.ref_attr_name in given:
-            filled = copied.attribute.add()
-            filled.CopyFrom(given[entry.ref_attr_name])
-            filled.name = entry.name
-    return copied
 
 
 def _identifier(name: str) -> str:

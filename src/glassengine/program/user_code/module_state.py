@@ -110,6 +110,12 @@ def run_with(module: nn.Module, state: ModuleState | None, arguments: Mapping[st
         return module(**arguments)
 
 
+def run_alone(module: nn.Module, arguments: Mapping[str, Any]) -> Any:
+    """Return what a forward returns, without gradients; the module remembers nothing of it."""
+    with torch.no_grad(), holding(module, None):
+        return module(**arguments)
+
+
 def states_before(module: nn.Module, steps: Sequence[Mapping[str, Any]]) -> list[ModuleState]:
     """Return what a module remembers before each of several steps that follow each other; itself it is left as it is.
 

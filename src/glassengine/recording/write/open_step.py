@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -46,17 +46,6 @@ class OpenStep:
             self.names, self._owns_names = set(self.names), True
         assert isinstance(self.names, set)
         return self.names
-
-
-@dataclass(slots=True)
-class EndedStep:
-    """A step whose records are to be written once its bytes are."""
-
-    number: int
-    frames: bytes
-    num_tensors: int
-    token_ids: Sequence[Sequence[int]]
-    stopped: str | None
 
 
 class Steps:

@@ -18,11 +18,11 @@ from glassengine.errors import UsageError
 from glassengine.recording.layout import layout, records
 from glassengine.recording.layout.description import Description, Group, Groups
 from glassengine.recording.layout.layout import LeftOut, LightTable, Location, Sharding
-from glassengine.recording.layout.tokens import append_tokens, token_frames
 from glassengine.recording.layout.values import Descriptions, bytes_of, identity
-from glassengine.recording.write.directory import begun, make_directory, manifest_of, reason_of, save_manifest
+from glassengine.recording.write.directory import begun, make_directory, reason_of, save_manifest
+from glassengine.recording.write.ended_steps import EndedSteps
 from glassengine.recording.write.intact import safe_steps
-from glassengine.recording.write.open_step import EndedStep, OpenStep, Steps
+from glassengine.recording.write.open_step import OpenStep, Steps
 from glassengine.recording.write.shards import Shards
 from glassengine.writing.checksums import crc32
 
@@ -56,13 +56,10 @@ class RecordingWriter:
         self._groups = Groups()
         self.group = self._groups.of
         self._descriptions = Descriptions()
-        self._described: set[int] = set()
-        self._ended: list[EndedStep] = []
-        self._num_steps = self._num_tensors = 0
+        self._ended = EndedSteps(self.metadata)
         self.failure: str | None = None
-        self._incomplete: str | None = None
         self._closed = False
-        manifest = self._manifest("writing")
+        manifest = self._ended.manifest("writing")
         make_directory(self.path, overwrite)
         try:
             self._index = begun(self.path, manifest)
@@ -77,7 +74,7 @@ class RecordingWriter:
     @property
     def num_steps(self) -> int:
         """Number of committed steps."""
-        return self._num_steps
+        return self._ended.num_steps
 
     def __enter__(self) -> Self:
         return self
@@ -258,14 +255,8 @@ class RecordingWriter:
         """
         self._require_open()
         opened = self._steps.end(step)
-        # A step that is never committed must not be the one that describes a group others use.
-        new = {group.number: group for group in opened.groups if group.number not in self._described}
-        frames = [group.frame() for group in new.values()]
-        frames += [*opened.frames, *token_frames(step, token_ids)]
-        frames.append(records.commit_frame(step, len(opened.names), opened.num_left_out, stopped))
+        self._ended.add(step, opened, token_ids, stopped)
         self._steps.committed.add(step)
-        self._described |= new.keys()
-        self._ended.append(EndedStep(step, b"".join(frames), len(opened.names), token_ids, stopped))
 
     def flush(self) -> None:
         """Write the bytes that were taken, then the records of the steps that have ended.
@@ -273,20 +264,14 @@ class RecordingWriter:
         Raises:
             UsageError: The file cannot be written; the message says what is safe.
         """
-        ended, self._ended = self._ended, []
+        ended = self._ended.take()
         try:
             self._shards.flush()
             if ended:
                 self._index.append([step.frames for step in ended])
         except OSError as error:
             raise self._failed(error) from error
-        for step in ended:
-            self._num_steps += 1
-            self._num_tensors += step.num_tensors
-            if step.stopped is not None and self._incomplete is None:
-                self._incomplete = f"step {step.number} was stopped by {step.stopped}"
-            if step.token_ids:
-                append_tokens(self.metadata.setdefault("token_ids", []), enumerate(step.token_ids))
+        self._ended.note_written(ended)
 
     def close(self, reason: str | None = None) -> None:
         """Seal the recording; it is complete when every step that was written to was committed.
@@ -300,9 +285,9 @@ class RecordingWriter:
         if self._closed:
             return
         self._closed = True
-        self._incomplete = self.failure or reason or self._incomplete
-        if self._steps.open and self._incomplete is None:
-            self._incomplete = f"written but not committed: step {', '.join(map(str, sorted(self._steps.open)))}"
+        self._ended.incomplete = self.failure or reason or self._ended.incomplete
+        if self._steps.open and self._ended.incomplete is None:
+            self._ended.incomplete = f"written but not committed: step {', '.join(map(str, sorted(self._steps.open)))}"
         self._steps.open.clear()
         try:
             if self.failure is None:
@@ -310,14 +295,14 @@ class RecordingWriter:
             self._shards.seal()
             self._shards.require()
             self._index.require()
-            save_manifest(self.path, self._manifest("incomplete" if self._incomplete else "complete"))
+            save_manifest(self.path, self._ended.manifest("incomplete" if self._ended.incomplete else "complete"))
         except OSError as error:
             problem = None if self.failure is not None else self._failed(error)
-            self._incomplete = self._incomplete or self.failure
+            self._ended.incomplete = self._ended.incomplete or self.failure
             with contextlib.suppress(OSError):
                 self._shards.seal()
             with contextlib.suppress(OSError):
-                save_manifest(self.path, self._manifest("incomplete"))
+                save_manifest(self.path, self._ended.manifest("incomplete"))
             if problem is not None:
                 raise problem from error
         finally:
@@ -353,10 +338,6 @@ class RecordingWriter:
 
     def _failed(self, error: OSError) -> UsageError:
         self.failure = reason_of(error, self.path)
-        safe = safe_steps(self.path, self._num_steps * self._index.has_name)
+        safe = safe_steps(self.path, self._ended.num_steps * self._index.has_name)
         hint = f"{safe}; free some space or record fewer sites or steps"
         return UsageError("the recording cannot be written", got=self.failure, hint=hint)
-
-    def _manifest(self, state: str) -> bytes:
-        counts = {"num_steps": self._num_steps, "num_tensors": self._num_tensors}
-        return manifest_of(state, self._incomplete, **counts, metadata=self.metadata)

@@ -1,0 +1,92 @@
+"""Judge the sides of a climb in one sweep over its cases, and find the ops of what an engine got wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from glassengine.diagnose.ladder.climb import Climb
+from glassengine.diagnose.ladder.op_by_op import explain
+from glassengine.diagnose.ladder.rungs import add_op_by_op
+from glassengine.judge.cases import Case
+from glassengine.judge.sides.module import ModuleSide
+from glassengine.judge.sides.protocol import Place
+from glassengine.judge.verdict.run import run_cases
+from glassengine.judge.verdict.score import Score
+from glassengine.judge.verdict.severity import Severity
+from glassengine.numerics.judgement import unit_roundoff
+from glassengine.progress import Progress, Work
+
+OnStep = Callable[[Case, int, Mapping[str, float]], None]
+
+
+def judge(
+    climb: Climb, scores: Sequence[Score], *, model: ModuleSide | None = None, on_step: OnStep = lambda *_: None
+) -> None:
+    """Run the cases of a climb, and judge every tensor of every step.
+
+    Args:
+        climb: With the cases.
+        scores: Of the sides to judge.
+        model: Chooses the tokens; None takes the model of the climb.
+        on_step: Called after each step, as by `run_cases`.
+    """
+    run_cases(
+        climb.program,
+        climb.cases,
+        climb.model if model is None else model,
+        scores,
+        coarsest=climb.coarsest,
+        accumulation=replace(climb.accumulation, kernels=climb.kernels),
+        on_step=on_step,
+    )
+
+
+def explain_engine(climb: Climb, backend: str | None, progress: Progress) -> None:
+    """Compile alone what the engine got wrong, unless every op was compiled alone already."""
+    engine = next((score for score in climb.scores if score.side.place is Place.ENGINE), None)
+    if engine is None or not engine.divergences:
+        return
+    alone = next((score for score in climb.scores if score.side.place is Place.OP_BY_OP), None)
+    if alone is None:
+        add_op_by_op(climb, backend, progress)
+        alone = next((score for score in climb.scores if score.side.place is Place.OP_BY_OP), None)
+        if alone is None:
+            return
+        # The tokens are those of the untouched model again.
+        model = climb.chooser()
+        judge(climb, [Score(model, climb.program), alone], model=model)
+    explain(engine, alone)
+
+
+def severity_counter(climb: Climb, progress: Progress) -> OnStep:
+    """Compare the last logits of each side with those of the rung before it, and say how many steps are judged."""
+    judged, total = 0, sum(case.num_steps for case in climb.cases)
+
+    def count(case: Case, step: int, floors: Mapping[str, float]) -> None:
+        nonlocal judged
+        judged += 1
+        progress(Work.JUDGING.says(f"judging: {judged} of {total} steps", judged, total))
+        if not climb.program.generates:
+            return
+        assert climb.model.logits is not None
+        node = climb.program.output_nodes["logits"]
+        model = climb.model.logits[:, -1]
+        size = model.double()
+        noise = max(
+            floors.get(node, 0.0) * float(size.square().mean().sqrt()),
+            unit_roundoff(model.dtype) * float(size.abs().max()),
+        )
+        before = model
+        for score in climb.scores[1:]:
+            found = score.side.observed(node)
+            if not found:
+                continue
+            logits = found[-1].tensor[:, -1]
+            against = before if score.side.place is Place.RELEASE else model
+            climb.severity.setdefault(score.side.rung, Severity()).add(
+                against, logits, noise, f"{case.name}, step {step}"
+            )
+            before = logits
+
+    return count

@@ -1,0 +1,151 @@
+"""Models of transformers, from a directory or the hub: what is no such model is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from glassengine.errors import CorruptError, GlassError, UnknownNameError, UsageError, nearest
+from glassengine.program.loading.checkpoint_files import require_plain_files
+from glassengine.program.loading.model_class import model_class_of, without_weights
+from glassengine.program.loading.proportion import in_proportion, require_countable
+from glassengine.program.quantized import load_quantized, take_settings
+from glassengine.program.user_code.raised import described
+from glassengine.reading.documents import read_document
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+FORMS = "a Hugging Face directory or id, file.py:factory, package.module:factory, an ONNX file, a .pt2 program"
+CONFIG = "config.json"
+_HUB_SECONDS = 5.0
+_MAX_CONFIG_BYTES = 10_000_000
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def from_transformers(
+    spec: str, dtype: str, attention: str | None, remote: bool, revision: str | None, weights: bool
+) -> tuple[nn.Module, dict[str, Any] | None]:
+    """Return the model, and what to say of the quantization of its checkpoint."""
+    from transformers import AutoConfig
+
+    path = Path(spec).expanduser()
+    options: dict[str, Any] = {"trust_remote_code": remote, "revision": revision or "main"}
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UsageError(f"{spec} is not a model directory", got="no config.json in it", expected=FORMS)
+        _check_config(spec, path)
+        require_plain_files(path)
+    elif path.is_file():
+        raise UsageError(f"a {path.suffix or 'plain'} file cannot be a MODEL", got=spec, expected=FORMS)
+    elif not _HUB_ID.fullmatch(spec) or ("/" in spec and path.parent.is_dir()):
+        here = [str(p) for p in path.parent.glob("*") if p.is_dir()] if path.parent.is_dir() else []
+        raise UnknownNameError("model directory", spec, here, hint=f"MODEL is {FORMS}")
+    else:
+        _require_hub(spec, options["revision"])
+    try:
+        config = AutoConfig.from_pretrained(spec, **options)
+        with in_proportion(path, weights=weights):
+            model_class = model_class_of(config, is_sentence_encoder=(path / "modules.json").is_file())
+            if attention:
+                options["attn_implementation"] = attention
+            target = DTYPES.get(dtype) or config.dtype or torch.float32
+            quantized, described = take_settings(config), None
+            if weights and quantized is not None:
+                loaded, report, described = load_quantized(model_class, config, quantized, spec, target, **options)
+                _require_all_weights(spec, report["missing_keys"])
+            elif weights:
+                options["dtype"] = DTYPES.get(dtype, "auto")
+                loaded, report = model_class.from_pretrained(spec, output_loading_info=True, **options)
+                _require_all_weights(spec, report["missing_keys"])
+            else:
+                options.pop("revision")
+                loaded = without_weights(model_class, config, target, **options)
+    except GlassError:
+        raise
+    except Exception as error:
+        raise _loading_error(spec, error) from error
+    module: nn.Module = loaded
+    return module, described
+
+
+def _require_all_weights(spec: str, missing: Iterable[str]) -> None:
+    """Refuse a checkpoint with holes: transformers fills them with random numbers, other ones in each process."""
+    names = sorted(missing)
+    if names:
+        raise UsageError(
+            f"{spec} lacks weights of the model that its configuration describes",
+            got=f"{len(names)} missing: {', '.join(names[:3])}",
+            expected="a complete checkpoint, or file.py:factory for anything else",
+        )
+
+
+def _loading_error(spec: str, error: Exception) -> UsageError:
+    """Return what to tell about an error of transformers, in one line of its own and none of its advice."""
+    text = str(error).strip()
+    if "trust_remote_code" in text:
+        return UsageError(
+            f"{spec} comes with its own code, which is not run unless you allow it",
+            got="an auto_map in its configuration",
+            hint="read that code, then add --trust-remote-code (trust_remote_code=True)",
+        )
+    if Path(spec).expanduser().is_dir():
+        return UsageError(f"{spec} cannot be loaded", got=described(error, installed=False))
+    return _unknown(spec, f"{type(error).__name__}: {text.splitlines()[0] if text else ''}")
+
+
+def _unknown(spec: str, got: str) -> UsageError:
+    here = [str(p.parent) for pattern in ("*", "*/*") for p in Path().glob(f"{pattern}/config.json")]
+    near = nearest(spec, here)
+    return UsageError(
+        f"unknown model {spec!r}", got=got, expected=FORMS + (f"; nearest: {', '.join(near)}" if near else "")
+    )
+
+
+def _check_config(spec: str, path: Path) -> None:
+    """Refuse what TensorRT-LLM's tools write: it has a config.json, too, that transformers takes for its own.
+
+    Raises:
+        UsageError: It is a checkpoint or an engine of theirs.
+        CorruptError: It is out of proportion.
+    """
+    file = path / CONFIG
+    try:
+        config = read_document(file, dict[str, Any], most=_MAX_CONFIG_BYTES, nonfinite=True)
+    except CorruptError:
+        return  # which transformers tells about
+    require_countable(config, str(file))
+    hint = "give the directory of Hugging Face that it was converted from"
+    if "pretrained_config" in config and "build_config" in config:
+        raise UsageError(
+            f"{spec} is an engine of TensorRT-LLM",
+            expected=FORMS,
+            hint=f"{hint}; what the engine prints with --debug_mode is compared: glass compare",
+        )
+    if isinstance(config.get("architecture"), str) and "model_type" not in config:
+        raise UsageError(
+            f"{spec} is a checkpoint of TensorRT-LLM", got=f"architecture {config['architecture']!r}", hint=hint
+        )
+
+
+def _require_hub(spec: str, revision: str) -> None:
+    """Refuse an id that is in no cache while the hub cannot be reached: transformers tries for a minute.
+
+    Raises:
+        UsageError: It names nothing here, and the hub is not reachable.
+    """
+    import huggingface_hub as hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if hub.constants.HF_HUB_OFFLINE or isinstance(hub.try_to_load_from_cache(spec, CONFIG, revision=revision), str):
+        return
+    try:
+        hub.get_hf_file_metadata(hub.hf_hub_url(spec, CONFIG, revision=revision), timeout=_HUB_SECONDS)
+    except HfHubHTTPError:
+        return  # it answers, and transformers tells what
+    except Exception as error:
+        reason = str(error).strip() or type(error).__name__
+        raise _unknown(spec, f"no directory of this name, and the hub cannot be reached: {reason}") from error
