@@ -19,8 +19,7 @@ from glassengine.errors import GlassError
 from glassengine.judge.cases import Case, StepInputs
 from glassengine.judge.graphs.by_name import difference
 from glassengine.judge.pairing.programs import pair_programs
-from glassengine.judge.replay.op import Replay
-from glassengine.judge.replay.region import RegionReplay
+from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.arranged import Arranged
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.judge.sides.program import ProgramSide
@@ -135,8 +134,7 @@ def interpreted(bench: Bench, program: Program) -> ProgramSide:
     """Return the side of a candidate program, paired and replayed as `check` does."""
     pairs = pair_programs(bench.program, program, [bench.case])
     is_whole = all(site.node in pairs for site in bench.program.sites if site.kind == "op")
-    replay = (Replay if is_whole else RegionReplay)(bench.program)
-    replay.worth_a_bound = 0.0
+    replay = Replay(bench.program, cut=Cut.OP if is_whole else Cut.REGION, worth_a_bound=0.0)
     return ProgramSide(program, pairs, place=Place.CANDIDATE, replay=replay, arranged=Arranged(bench.program, pairs))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from glassengine.judge.cases import module_cases
-from glassengine.judge.replay.op import Replay
+from glassengine.judge.replay.replay import Replay
 from glassengine.program import export_program, load_model
 from glassengine.program.representation.naming import op_name
 from glassengine.results import Comparison

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from glassengine.judge.cases import Case, StepInputs, module_cases
 from glassengine.judge.sides.protocol import Observed, Side
-from glassengine.judge.sides.step_inputs import Given, by_name
+from glassengine.judge.step_inputs import Given, by_name
 from glassengine.judge.verdict.conclude import conclude
 from glassengine.judge.verdict.run import run_cases
 from glassengine.judge.verdict.score import Score
@@ -82,7 +82,7 @@ class Numbers(Side):
         seen = OPS if self.seen is None else self.seen
         self._values = {name: self.dumped.get(name, lambda same: same)(values[name]) for name in seen}
         if self.replay is not None:
-            self.replay.begin_step(named, self._values)  # type: ignore[call-arg, arg-type]
+            self.replay.begin_step(inputs, self._values)
 
     def observed(self, node: str) -> list[Observed]:
         """Return the number that stands for `node`."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from glassengine.capture.observers.interpreter import run_program
-from glassengine.judge.replay.op import Replay
+from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.judge.sides.program import ProgramSide
 from glassengine.judge.sides.protocol import Place

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from glassengine.judge.replay.op import Replay
+from glassengine.judge.replay.replay import Replay
 from glassengine.numerics.composite_bounds import attention_parts
 from glassengine.numerics.float64 import target_of
 from glassengine.ops.row import Rounding

@@ -9,7 +9,7 @@ from torch import nn
 from glassengine.judge.cases import module_cases
 from glassengine.judge.exclusions.walled_off import walled_off
 from glassengine.judge.graphs.by_name import SitePair, pair_sites
-from glassengine.judge.replay.op import Replay
+from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.program import ProgramSide
 from glassengine.judge.sides.protocol import Place
 from glassengine.program import export_program, load_model

@@ -11,7 +11,7 @@ from torch import nn
 
 from glassengine.capture.observers.interpreter import run_program
 from glassengine.judge.cases import module_cases
-from glassengine.judge.replay.op import Replay
+from glassengine.judge.replay.replay import Replay
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.ops import ACCUMULATIONS
 from glassengine.program import export_program, load_model

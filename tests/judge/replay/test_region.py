@@ -11,7 +11,7 @@ from torch import nn
 from glassengine.diagnose import check
 from glassengine.judge.cases import module_cases
 from glassengine.judge.pairing.programs import pair_programs
-from glassengine.judge.replay.region import covered
+from glassengine.judge.replay.replay import covered
 from glassengine.program import Program, export_program, load_model
 
 

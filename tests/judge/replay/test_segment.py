@@ -10,7 +10,8 @@ from torch import nn
 
 import glassengine as glass
 from glassengine.judge.cases import Case
-from glassengine.judge.replay.segment import SegmentReplay
+from glassengine.judge.replay import replay
+from glassengine.judge.replay.stretch import Stretches
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.program.export.export import export_module
 from glassengine.results import Comparison
@@ -95,12 +96,11 @@ def _walked(observed: dict[str, torch.Tensor]) -> dict[str, str | None]:
     program = export_module(model, {"x": x})
     nodes = {node.name: node for node in program.graph.nodes}
     layers = {site.name: nodes[site.node] for site in program.sites if site.kind == "module" and site.name != "."}
-    replay = SegmentReplay(program)
-    by_node = {layers[name].name: value for name, value in observed.items()}
-    replay.begin_step({"x": x}, by_node.get, lambda node, value: None)
+    side = replay.Replay(program, cut=replay.Cut.SEGMENT)
+    side.begin_step({"x": x}, {layers[name].name: value for name, value in observed.items()})
     found = {}
     for name in ("first", "second", "third"):
-        judged = replay.judge(layers[name], observed[name], None) if name in observed else None
+        judged = side.judge(layers[name], observed[name], None) if name in observed else None
         found[name] = None if judged is None else judged.judgement.verdict
     return found
 
@@ -124,20 +124,21 @@ def test_f42_no_segment_stands_on_a_tensor_that_has_another_shape() -> None:
     }
 
 
-def test_f42_what_is_left_of_a_step_stands_on_its_own_tensors() -> None:
+def test_f42_what_is_left_of_a_step_stands_on_its_own_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """A side forgets the tensors of a step when the next one runs; what nobody asked for is run only then."""
     model = models.drawn(Remembers)
     program = export_module(model, {"x": torch.zeros(4, 8)})
     asked: list[torch.Tensor | None] = []
 
-    class Remembered(SegmentReplay):
+    class Remembered(Stretches):
         def _finish(self) -> None:
             if self._walk is not None:
                 asked.append(self._observed(node))
             super()._finish()
 
+    monkeypatch.setattr(replay, "Stretches", Remembered)
     node = next(site.node for site in program.sites if site.name == "second")
-    side = ModuleSide(model, program, replay=Remembered(program))
+    side = ModuleSide(model, program, replay=replay.Replay(program, cut=replay.Cut.SEGMENT))
     side.begin(Case("inputs", 2))
     for value in (1.0, 2.0):
         side.step({"x": torch.full((4, 8), value)})

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from glassengine.judge.graphs.by_name import SitePair
-from glassengine.judge.replay.op import Replay
-from glassengine.judge.replay.region import RegionReplay
+from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.judge.sides.program import ProgramSide
 from glassengine.judge.sides.protocol import Guarantee, Level, Place
@@ -46,13 +45,13 @@ def test_what_a_module_is_judged_at_is_not_what_a_program_is() -> None:
 def test_a_program_without_the_counterpart_of_an_op_is_judged_in_regions() -> None:
     program = chain()
     found = {}
-    for make in (Replay, RegionReplay):
-        side = ProgramSide(program, pairs_of(program, "mul"), place=Place.CANDIDATE, replay=make(program))
+    for how in (Cut.OP, Cut.REGION):
+        side = ProgramSide(program, pairs_of(program, "mul"), place=Place.CANDIDATE, replay=Replay(program, cut=how))
         (score,) = scored(program, [side])
-        found[make] = (region_nodes(score, program), coverage(score, program, results_agree=False))
+        found[how] = (region_nodes(score, program), coverage(score, program, results_agree=False))
         assert "mul" not in side.counterparts and side.observed("mul") == [] and not score.divergences
-    assert found[Replay] == ({}, pytest.approx(4 / 5))
-    assert found[RegionReplay] == ({"mul": {"exp"}}, 1.0)
+    assert found[Cut.OP] == ({}, pytest.approx(4 / 5))
+    assert found[Cut.REGION] == ({"mul": {"exp"}}, 1.0)
 
 
 def test_a_side_of_any_kind_has_its_regions_credited() -> None:
@@ -66,7 +65,7 @@ def test_a_side_of_any_kind_has_its_regions_credited() -> None:
         place=Place.ENGINE,
         program=own,
         pairs=pairs_of(own, "mul"),
-        replay=RegionReplay(program),
+        replay=Replay(program, cut=Cut.REGION),
     )
     score = Score(side, program)
     score.judged_nodes |= {"sin", "exp", "add", "tanh"}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from glassengine.errors import IncomparableError
-from glassengine.judge.replay.op import Replay
+from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.protocol import Guarantee, Place
 from glassengine.judge.verdict.conclude import main_of
 from glassengine.judge.verdict.score import Score

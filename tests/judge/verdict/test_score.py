@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from glassengine.judge.replay.op import Replay
+from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.protocol import Guarantee, Place
 from glassengine.judge.verdict.score import Score
 from glassengine.results import FLAGGED

@@ -22,7 +22,7 @@ import torch
 from glassengine.judge.cases import Case, StepInputs
 from glassengine.judge.exclusions.padding import valid_mask
 from glassengine.judge.replay.reference import ReferenceRun
-from glassengine.judge.sides.step_inputs import empty_caches
+from glassengine.judge.step_inputs import empty_caches
 from glassengine.numerics.judgement import WRONG
 from glassengine.numerics.metrics.measure import measure
 from glassengine.numerics.metrics.tolerance import tolerance

@@ -12,7 +12,7 @@ import torch
 from glassengine.engine.run.engine import Engine
 from glassengine.judge.cases import Case
 from glassengine.judge.graphs.by_name import SitePair
-from glassengine.judge.replay.region import covered
+from glassengine.judge.replay.replay import covered
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.judge.sides.protocol import Place, Side
 from glassengine.judge.sides.source import SourceSide

@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from glassengine.diagnose.ladder.climb import Climb
 from glassengine.errors import UsageError
 from glassengine.judge.cases import Case, Inputs, StepInputs, causal_cases
-from glassengine.judge.replay.segment import SegmentReplay
+from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.numerics.exemptions import together
 from glassengine.program import LoadedModel, export_programs
@@ -105,8 +105,8 @@ def start_both(
         of_both: dict[str, Any] = {"constants": constants, "source": source, **made}
         of_decoder.append(Case(name, steps + 1, input_ids=ids, attention_mask=mask, **of_both))
     sides = (
-        EncoderSide(model.module, encoder, replay=SegmentReplay(encoder)),
-        DecoderSide(model.module, decoder, replay=SegmentReplay(decoder)),
+        EncoderSide(model.module, encoder, replay=Replay(encoder, cut=Cut.SEGMENT)),
+        DecoderSide(model.module, decoder, replay=Replay(decoder, cut=Cut.SEGMENT)),
     )
     both = (
         Climb(model, encoder, of_encoder, sides[0], [], stack=stack),

@@ -22,7 +22,7 @@ from glassengine.diagnose.ladder.rungs import start
 from glassengine.engine.prompts.prompts import pad_left
 from glassengine.errors import UsageError
 from glassengine.judge.cases import Case, Inputs, StepInputs, causal_cases
-from glassengine.judge.replay.segment import SegmentReplay
+from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.program import LoadedModel, export_programs
 from glassengine.program.kinds.image_text import (
@@ -147,8 +147,8 @@ def start_with_images(
     of_vision = [Case("images", len(images), steps=tuple({PIXELS: one} for one in images), origin=origin)]
     is_list = makes_list(model.module, image)
     sides = (
-        VisionSide(model.module, vision, replay=SegmentReplay(vision)),
-        ImageTextSide(model.module, decoder, replay=SegmentReplay(decoder), is_list=is_list),
+        VisionSide(model.module, vision, replay=Replay(vision, cut=Cut.SEGMENT)),
+        ImageTextSide(model.module, decoder, replay=Replay(decoder, cut=Cut.SEGMENT), is_list=is_list),
     )
     both = (
         Climb(model, vision, of_vision, sides[0], [], stack=stack),

@@ -18,7 +18,7 @@ from glassengine.backends.registry import choose_graph_backend
 from glassengine.errors import UsageError
 from glassengine.frontends.eager_ops import OpRunner, op_runner
 from glassengine.judge.graphs.by_name import SitePair
-from glassengine.judge.replay.op import Replay
+from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.program import ProgramSide
 from glassengine.judge.sides.protocol import Guarantee, Place
 from glassengine.judge.verdict.score import Score

@@ -16,7 +16,7 @@ from glassengine.errors import UsageError
 from glassengine.judge.pairing.programs import pair_programs
 from glassengine.judge.pairing.stored_weights import compare_weights, weights_of
 from glassengine.judge.pairing.weights import compare_paired_weights
-from glassengine.judge.replay.segment import SegmentReplay
+from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.arranged import Arranged
 from glassengine.judge.sides.program import ProgramSide
 from glassengine.judge.sides.protocol import RUNTIME, Place
@@ -79,7 +79,7 @@ def add_model(
     coarsest: torch.dtype = getattr(torch, candidate.dtype)
     runs_onnx = candidate.stored is not None and candidate.stored.onnx is not None
     accumulation = climb.of_runtime(kernels_of(RUNTIME)) if runs_onnx else climb.accumulation
-    segments = SegmentReplay(climb.program, coarsest=coarsest, accumulation=accumulation)
+    segments = Replay(climb.program, cut=Cut.SEGMENT, dtype=coarsest, accumulation=accumulation)
     untouched_side = UntouchedCandidate(
         candidate.module,
         climb.program,

@@ -31,9 +31,7 @@ from glassengine.judge.cases import Case, Inputs, causal_cases, module_cases
 from glassengine.judge.graphs.by_name import SitePair
 from glassengine.judge.pairing.programs import pair_programs
 from glassengine.judge.pairing.weights import compare_paired_weights
-from glassengine.judge.replay.op import Replay
-from glassengine.judge.replay.region import RegionReplay
-from glassengine.judge.replay.segment import SegmentReplay
+from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.arguments import Arguments, without_cache
 from glassengine.judge.sides.arranged import Arranged
 from glassengine.judge.sides.engine import EngineSide
@@ -210,8 +208,8 @@ def _add_observable(climb: Climb, engine: Engine, observed: Sequence[str]) -> No
 def replay_of(climb: Climb, pairs: Mapping[str, SitePair], **options: Any) -> Replay:
     """Return the replay of a side whose program has counterparts `pairs`: with regions where an op has none."""
     is_whole = all(site.node in pairs for site in climb.program.sites if site.kind == "op")
-    make = Replay if is_whole else RegionReplay
-    return make(climb.program, **{"accumulation": climb.accumulation, **options})
+    options = {"cut": Cut.OP if is_whole else Cut.REGION, "accumulation": climb.accumulation, **options}
+    return Replay(climb.program, **options)
 
 
 def arguments_of(model: LoadedModel, inputs: Inputs) -> Sequence[Mapping[str, Any]]:
@@ -240,7 +238,7 @@ def add_record(climb: Climb, tensors: RecordedTensors) -> torch.dtype | None:
         replay = Replay(climb.program, compiled=True, dtype=dtype, accumulation=accumulation)
         climb.add(RecordedOps(tensors, climb.program, replay=replay))
     else:
-        segments = SegmentReplay(climb.program, coarsest=dtype, accumulation=accumulation)
+        segments = Replay(climb.program, cut=Cut.SEGMENT, dtype=dtype, accumulation=accumulation)
         climb.add(module_side(tensors, climb.program, replay=segments))
     for item in tensors.source.skipped:
         climb.skipped.append(Skipped(item.site, "candidate", item.reason, step=item.step, rung=Place.RECORD))

@@ -10,7 +10,7 @@ from glassengine.diagnose.quantization.graph import QuantizedRun
 from glassengine.errors import IncomparableError
 from glassengine.judge.cases import Case
 from glassengine.judge.end_to_end import EndToEnd
-from glassengine.judge.replay.region import covered
+from glassengine.judge.replay.replay import covered
 from glassengine.judge.verdict.fineness import fineness_of
 from glassengine.judge.verdict.standing import decide
 from glassengine.numerics.metrics.drift import shared

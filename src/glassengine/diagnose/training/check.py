@@ -42,11 +42,11 @@ from glassengine.judge.cases import Case
 from glassengine.judge.graphs.by_name import SitePair, pair_sites
 from glassengine.judge.pairing.programs import pair_programs
 from glassengine.judge.pairing.stored_weights import compare_weights
-from glassengine.judge.replay.op import Replay
+from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.countable import float_nodes
 from glassengine.judge.sides.program import ProgramSide
 from glassengine.judge.sides.protocol import Guarantee, Observed, Place, Side
-from glassengine.judge.sides.step_inputs import Given
+from glassengine.judge.step_inputs import Given
 from glassengine.judge.verdict.conclude import as_written
 from glassengine.judge.verdict.run import run_cases
 from glassengine.judge.verdict.score import Score

@@ -10,7 +10,7 @@ from torch.fx import Node
 from glassengine.judge.hypotheses.of_sides import asked_of
 from glassengine.judge.hypotheses.probed_trees import trees_differ
 from glassengine.judge.hypotheses.product_errors import is_summed_coarsely
-from glassengine.judge.replay.replayed import called
+from glassengine.judge.replay.values import called
 from glassengine.judge.sides.protocol import Side
 from glassengine.numerics.metrics.hints import tensor_hints
 from glassengine.numerics.verdict import Reference

@@ -19,7 +19,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.errors import BackendError
-from glassengine.judge.replay.replayed import called
+from glassengine.judge.replay.values import called
 from glassengine.numerics.float64 import retarget, target_of
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.program.onnx.operators.function import Composite

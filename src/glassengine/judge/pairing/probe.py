@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from glassengine.capture.observers.interpreter import run_program
 from glassengine.judge.cases import Case, StepInputs
-from glassengine.judge.sides.step_inputs import by_name, empty_caches
+from glassengine.judge.step_inputs import by_name, empty_caches
 from glassengine.program.export.examples import named_inputs
 from glassengine.program.kinds.image_text import ROWS
 from glassengine.program.representation.naming import is_tensor_node

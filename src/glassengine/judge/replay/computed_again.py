@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.errors import BackendError
+from glassengine.judge.replay.values import DOES_NOT_FIT, Values
 from glassengine.numerics.bounds import rounding_bound
 from glassengine.numerics.float64 import retarget, target_of
 from glassengine.numerics.ops import U_ACCUMULATE, Operation, Roundoff
@@ -30,30 +30,17 @@ _TYPICAL = 1 / 8
 """Of the bound of a sum, whose terms kernels add in several lanes."""
 
 
-class NoCounterpart(Exception):
-    """An input of the op was not observed on the candidate's side."""
-
-
 class ComputedAgain:
     """Computes ops on the candidate's values with inputs of theirs computed again.
 
     Args:
-        observed: The candidate's values by baseline node.
-        value_of: Returns the value that the candidate has for a node; raises `NoCounterpart` where it has none.
-        roundoff: Of an op and the candidate's result of it.
+        values: Of the candidate.
     """
 
-    def __init__(
-        self,
-        observed: Mapping[str, Any],
-        value_of: Callable[[Node], Any],
-        roundoff: Callable[[Node, torch.Tensor], Roundoff],
-    ) -> None:
-        self._observed = observed
-        self._value_of = value_of
-        self._roundoff = roundoff
+    def __init__(self, values: Values) -> None:
+        self._values = values
 
-    def operation(self, op: Node, call: Callable[..., Any], depth: int) -> tuple[Operation, torch.Tensor] | None:
+    def read(self, op: Node, call: Callable[..., Any], depth: int) -> tuple[Operation, torch.Tensor] | None:
         """Return the op on inputs computed again, and how far from it their rounding may lead.
 
         Args:
@@ -70,7 +57,7 @@ class ComputedAgain:
                 effects = [(part.exact - made.exact).abs() for part in moved]
                 carried = carried + torch.stack(effects).amax(0).nan_to_num(0.0, 0.0, 0.0)
             own = rounding_bound(made, Roundoff(U_ACCUMULATE)) if inner else None
-        except (NoCounterpart, BackendError, RuntimeError, IndexError, ValueError):
+        except DOES_NOT_FIT:
             return None  # what the candidate made an input of does not fit the input
         if own is None:
             return None
@@ -101,16 +88,16 @@ class ComputedAgain:
             inner: Filled with the rounding bound of each value that a kernel may have rounded otherwise.
             moved: Node -> what to add to its value.
         """
-        value = self._value_of(node)
+        value = self._values.of(node)
         is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-        if node.name not in self._observed or not is_float or node.op != "call_function":
+        if node.name not in self._values.observed or not is_float or node.op != "call_function":
             return value
         traits = traits_of(node)
         moves = traits.moves
         is_cheap = traits.casts or traits.rounding is Rounding.POINTWISE or op_name(node) in _AVERAGES
         if not moves and not (depth > 0 and is_cheap):
             if inner is not None and not traits.casts:
-                self._note(node, self._called(node, self._value_of), inner)
+                self._note(node, self._called(node, self._values.of), inner)
             return value.double() + moved[node.name] if node.name in moved else value
         made = self._called(node, lambda source: self._read(source, depth - (not moves), inner, moved))
         if made is None or made.exact.shape != value.shape:
@@ -125,16 +112,16 @@ class ComputedAgain:
             args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), read)
             args, kwargs = pytree.tree_map(retarget, (args, kwargs))
             exact = target_of(node)(*args, **kwargs)
-        except (NoCounterpart, BackendError, RuntimeError, IndexError, ValueError):
+        except DOES_NOT_FIT:
             return None
         is_float = isinstance(exact, torch.Tensor) and exact.is_floating_point()
         return Operation(op_name(node), target_of(node), args, kwargs, exact) if is_float else None
 
     def _note(self, node: Node, operation: Operation | None, inner: dict[str, torch.Tensor]) -> None:
         """Note how far a kernel may have rounded a value otherwise, in registers: it is not stored in between."""
-        if operation is None or operation.exact.shape != self._observed[node.name].shape:
+        if operation is None or operation.exact.shape != self._values.observed[node.name].shape:
             return
-        stored = self._roundoff(node, self._observed[node.name])
+        stored = self._values.roundoff(node, self._values.observed[node.name])
         u, u_sums = min(stored.u, U_ACCUMULATE), stored.u_sums
         bound = rounding_bound(operation, Roundoff(u, tiny=stored.tiny, u_sums=u_sums, kernel=stored.kernel))
         if bound is not None:

@@ -6,20 +6,19 @@ another kernel and differs from it by rounding, which a copy, say, hands on and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from glassengine.judge.replay.piece import OneOp
 from glassengine.judge.replay.reference import NUM_NOISE_RUNS
-from glassengine.numerics.bounds import rounding_bound
+from glassengine.judge.replay.values import Values
 from glassengine.numerics.float64 import retarget, target_of
-from glassengine.numerics.judgement import Judgement, unit_roundoff
-from glassengine.numerics.ops import Operation, Roundoff
-from glassengine.numerics.verdict import Reference
-from glassengine.program.representation.naming import op_name
+from glassengine.numerics.judgement import unit_roundoff
+from glassengine.numerics.ops import Operation
 from glassengine.program.representation.outputs import weight_only_nodes
 from glassengine.program.representation.program import Program
 
@@ -32,44 +31,24 @@ class Folded:
 
     Args:
         program: With weights.
+        values: Of the candidate: what it has as an input, or what the program makes in its own dtype.
         generator: Of the noise.
     """
 
-    def __init__(self, program: Program, generator: torch.Generator) -> None:
+    def __init__(self, program: Program, values: Values, generator: torch.Generator) -> None:
         self._nodes = {node.name for node in weight_only_nodes(program)}
-        self._values: dict[str, Any] = dict(program.weights())
+        self._in_float64: dict[str, Any] = dict(program.weights())
+        self._values = values
         self._generator = generator
 
-    def judge(
-        self,
-        op: Node,
-        call: Callable[..., Any],
-        value: Callable[[Node], Any],
-        candidate: torch.Tensor,
-        native: torch.Tensor,
-        valid: torch.Tensor | None,
-        roundoff: Roundoff,
-    ) -> tuple[Judgement, torch.Tensor] | None:
-        """Return the judgement of an op on such inputs, and its float64 result on them; None where it has none.
-
-        Args:
-            op: The op.
-            call: What computes it.
-            value: Returns an input, as the candidate has it or as the program makes it in its own dtype.
-            candidate: What the candidate made.
-            native: What the op makes in the candidate's dtype.
-            valid: Elements that count; None for all.
-            roundoff: Of the op.
-        """
-        own = {source.name: value(source) for source in op.all_input_nodes}
-        exact = self._rounded(op, own)
+    def read(self, one: OneOp) -> tuple[Operation, list[torch.Tensor]] | None:
+        """Return an op on such inputs in float64, and its results on others as legal; None where it has none."""
+        own = {source.name: self._values.of(source) for source in one.op.all_input_nodes}
+        exact = self._rounded(one.op, own)
         if not exact:
             return None
-        right = _operation(op, call, own, exact)
         others = _made_otherwise(exact, own, self._generator)
-        runs = [_operation(op, call, own, other).exact for other in others]
-        reference = Reference(right.exact, native, runs, dtype=candidate.dtype, valid=valid)
-        return reference.judge_introduced(candidate, rounding_bound(right, roundoff)), right.exact
+        return _operation(one, own, exact), [_operation(one, own, other).exact for other in others]
 
     def _rounded(self, op: Node, native: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return those inputs of `op` that were rounded while they were made, in float64."""
@@ -84,21 +63,19 @@ class Folded:
 
     def _exact(self, node: Node) -> Any:
         """Return a value in float64; a weight as it is."""
-        if node.name not in self._values:
+        if node.name not in self._in_float64:
             args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), self._exact)
             args, kwargs = pytree.tree_map(retarget, (args, kwargs))
-            self._values[node.name] = target_of(node)(*args, **kwargs)
-        return self._values[node.name]
+            self._in_float64[node.name] = target_of(node)(*args, **kwargs)
+        return self._in_float64[node.name]
 
 
-def _operation(
-    op: Node, call: Callable[..., Any], native: Mapping[str, Any], inputs: Mapping[str, torch.Tensor]
-) -> Operation:
+def _operation(one: OneOp, native: Mapping[str, Any], inputs: Mapping[str, torch.Tensor]) -> Operation:
     args, kwargs = torch.fx.node.map_arg(
-        (op.args, dict(op.kwargs)), lambda source: inputs.get(source.name, native[source.name])
+        (one.op.args, dict(one.op.kwargs)), lambda source: inputs.get(source.name, native[source.name])
     )
     args, kwargs = pytree.tree_map(retarget, (args, kwargs))
-    return Operation(op_name(op), call, args, kwargs, call(*args, **kwargs))
+    return Operation(one.operation.name, one.call, args, kwargs, one.call(*args, **kwargs))
 
 
 def _made_otherwise(

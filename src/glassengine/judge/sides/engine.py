@@ -10,9 +10,9 @@ import torch
 from glassengine.engine.run.engine import Engine
 from glassengine.engine.session.session import Session
 from glassengine.judge.cases import Case, StepInputs
-from glassengine.judge.replay.op import Replay
+from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.protocol import Observed, Side
-from glassengine.judge.sides.step_inputs import Given, begin_regions, by_name
+from glassengine.judge.step_inputs import Given, by_name
 from glassengine.program.representation.program import Program
 
 
@@ -77,8 +77,7 @@ class EngineSide(Side):
         self.arranged.begin_step(named)
         if self.replay is not None:
             values = {node: self.arranged(node, self._values[name]) for node, (name, _, _) in self.nodes.items()}
-            self.replay.begin_step({**named, **caches}, values)
-            begin_regions(self.replay, inputs, named)
+            self.replay.begin_step(inputs, values, caches)
 
     def observed(self, node: str) -> list[Observed]:
         """Return the engine's tensor for `node`."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -14,13 +13,12 @@ from torch import nn
 from glassengine.capture.observers.hooks import observing
 from glassengine.errors import GlassError, IncomparableError
 from glassengine.judge.cases import Case, StepInputs, taken_by
-from glassengine.judge.exclusions.padding import valid_in_step
-from glassengine.judge.replay.segment import SegmentReplay
+from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.arguments import Arguments
 from glassengine.judge.sides.countable import float_nodes
 from glassengine.judge.sides.protocol import Baseline, Guarantee, Observed, Place, Side
-from glassengine.judge.sides.step_inputs import Given, by_name, empty_caches
 from glassengine.judge.sides.until_here import until_here
+from glassengine.judge.step_inputs import Given
 from glassengine.program.kinds.causal_lm import accepted, cache_argument, expert_modules
 from glassengine.program.kinds.states import cache_tensors, forget
 from glassengine.program.representation.program import Program
@@ -46,7 +44,7 @@ class ModuleSide(Side):
     baseline: Program
     place: Place = field(default=Place.PROGRAM, kw_only=True)
     guarantee: Guarantee = field(default=Guarantee.SEGMENTS, kw_only=True)
-    replay: SegmentReplay | None = field(default=None, kw_only=True)
+    replay: Replay | None = field(default=None, kw_only=True)
     beside: Baseline | None = field(default=None, kw_only=True)
     arguments: Arguments | None = field(default=None, kw_only=True)
     state: ModuleState | None = field(default=None, kw_only=True)
@@ -77,11 +75,8 @@ class ModuleSide(Side):
         except Exception as error:
             self._raise(error)
         if self.replay is not None:
-            named = by_name(inputs)
-            if self._steps == 0:
-                named |= empty_caches(self.baseline, named)
-            # What is left of this step is run when the next one begins, and stands on tensors of this one.
-            self.replay.begin_step(named, copy.copy(self)._last, partial(valid_in_step, self.baseline, inputs))
+            made = {node: self.observed(node) for node in self.baseline.sites.by_node}
+            self.replay.begin_step(inputs, {node: found[-1].tensor for node, found in made.items() if found})
         self._steps += 1
 
     def _raise(self, error: Exception) -> NoReturn:
@@ -100,10 +95,6 @@ class ModuleSide(Side):
         if not self.baseline.generates:
             return f"step {self._steps}"
         return f"decode step {self._steps}" if self._steps else "step 0 (prefill)"
-
-    def _last(self, node: str) -> torch.Tensor | None:
-        found = self.observed(node)
-        return found[-1].tensor if found else None
 
     def _run(self, inputs: Given) -> None:
         with torch.no_grad(), observing(self.module, self._keep, called_as=self.baseline.called_as):

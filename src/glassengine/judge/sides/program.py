@@ -12,9 +12,9 @@ from glassengine.capture.observers.interpreter import run_program
 from glassengine.judge.cases import Case
 from glassengine.judge.end_to_end import results_of
 from glassengine.judge.graphs.by_name import SitePair
-from glassengine.judge.replay.op import Replay
+from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.protocol import Observed, Side
-from glassengine.judge.sides.step_inputs import Given, begin_regions, by_name, empty_caches
+from glassengine.judge.step_inputs import Given, by_name, empty_caches
 from glassengine.program.representation.program import Program
 
 
@@ -57,8 +57,8 @@ class ProgramSide(Side):
         self.arranged.begin_step(fed)
         if self.replay is not None:
             made = ((ours, own) for ours, own in self.counterparts.items() if own in self._values)
-            self.replay.begin_step(fed, {ours: self.arranged(ours, self._values[own]) for ours, own in made})
-            begin_regions(self.replay, inputs, named)
+            values = {ours: self.arranged(ours, self._values[own]) for ours, own in made}
+            self.replay.begin_step(inputs, values, self._caches)
         self._caches = {past: outputs[present] for past, present in self.program.caches.items()}
         self._results = {name: outputs[name] for name in results_of(self.program)}
 

@@ -14,16 +14,20 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import torch
+from torch.fx import Node
 
 from glassengine.judge.cases import Case, StepInputs
 from glassengine.judge.end_to_end import results_of
 from glassengine.judge.graphs.by_name import SitePair
-from glassengine.judge.replay.op import Replay
-from glassengine.judge.replay.segment import SegmentReplay
+from glassengine.judge.graphs.cut import Piece, clone, cut
+from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.arranged import Arranged
 from glassengine.judge.sides.countable import float_nodes
 from glassengine.numerics.kernels import UNMEASURED, Kernels
 from glassengine.program.representation.program import Program
+
+_DEPTH = 8
+"""Ops before one whose values are kept, for a region that is wrong only when it is compiled as one."""
 
 RUNTIME = "onnxruntime"
 """Back-end whose kernels run an ONNX file as it is (see `program.onnx.stored.session`)."""
@@ -117,7 +121,7 @@ class Side(ABC):
     detail: str = field(default="", kw_only=True)
     program: Program | None = field(default=None, kw_only=True)
     pairs: Mapping[str, SitePair] = field(default_factory=dict, kw_only=True)
-    replay: Replay | SegmentReplay | None = field(default=None, kw_only=True)
+    replay: Replay | None = field(default=None, kw_only=True)
     arranged: Arranged = field(default_factory=Arranged, kw_only=True)
     logits: torch.Tensor | None = field(default=None, kw_only=True)
 
@@ -179,3 +183,43 @@ class Side(ABC):
         """Return the results of a side that is observed by the names of the baseline's own nodes."""
         found = {name: self.observed(baseline.output_nodes[name]) for name in results_of(baseline)}
         return {name: several[-1].tensor for name, several in found.items() if several}
+
+    def around(self, baseline: Program, node: Node) -> tuple[Node | None, dict[str, Any]]:
+        """Return the counterpart of `node` in this side's program, and the values around that by the nodes there.
+
+        Args:
+            baseline: The baseline's program.
+            node: Of it.
+        """
+        own, values = self.program, {} if self.replay is None else self.replay.values
+        if own is None:
+            return None, {}
+        ours = {port.name: port.node for port in baseline.inputs}
+        counterparts = {**self.counterparts, **{ours[port.name]: port.node for port in own.inputs if port.name in ours}}
+        target = {other.name: other for other in own.graph.nodes}.get(counterparts.get(node.name, ""))
+        if target is None or self.arranged.is_arranged(node.name):
+            return None, {}
+        near = {other.name for other in ancestors(target, _DEPTH)}
+        kept = {
+            counterparts[name]: clone(value)
+            for name, value in values.items()
+            if counterparts.get(name) in near
+            and isinstance(value, torch.Tensor)
+            and not self.arranged.is_arranged(name)
+        }
+        return target, {**own.weights(), **kept}
+
+    def computes(self, baseline: Program, node: Node) -> Piece | None:
+        """Return what this side's program computes for a `node` of the baseline's, from tensors that both have."""
+        target, values = self.around(baseline, node)
+        return None if target is None else cut([target], values, values.keys() - {target.name})
+
+
+def ancestors(node: Node, depth: int) -> set[Node]:
+    """Return the nodes up to `depth` steps above `node`."""
+    found: set[Node] = set()
+    layer = {node}
+    for _ in range(depth):
+        layer = {source for other in layer for source in other.all_input_nodes} - found
+        found |= layer
+    return found

@@ -20,10 +20,10 @@ from glassengine.compare.matching.maps import Rule, TensorMap
 from glassengine.compare.matching.rules import pair_names
 from glassengine.errors import IncomparableError, UsageError
 from glassengine.judge.cases import Case, StepInputs
-from glassengine.judge.replay.op import Replay
+from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.judge.sides.protocol import Observed, Place, Side
-from glassengine.judge.sides.step_inputs import Given, by_name, empty_caches
+from glassengine.judge.step_inputs import Given, by_name, empty_caches
 from glassengine.program import LoadedModel
 from glassengine.program.generation.generation import Generation
 from glassengine.program.representation.program import Program
@@ -201,7 +201,7 @@ class RecordedOps(Side):
             found = self.tensors.read(site, self._step, inputs)
             if found is not None:
                 self._values[site.node] = found
-        self.replay.begin_step({**named, **self._caches}, {n: found.tensor for n, found in self._values.items()})
+        self.replay.begin_step(inputs, {n: found.tensor for n, found in self._values.items()}, self._caches)
         presents = {past: self.baseline.output_nodes[present] for past, present in self.baseline.caches.items()}
         self._caches = {past: self._values[node].tensor for past, node in presents.items() if node in self._values}
 

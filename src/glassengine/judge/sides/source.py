@@ -11,12 +11,11 @@ import torch
 
 from glassengine.backends.accuracy.calibration import kernels_of
 from glassengine.judge.cases import Case, StepInputs
-from glassengine.judge.replay.op import Replay
-from glassengine.judge.replay.segment import SegmentReplay
+from glassengine.judge.replay.replay import Cut, Replay
 from glassengine.judge.sides.arguments import Arguments
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.judge.sides.protocol import RUNTIME, Guarantee, Observed, Place, Side
-from glassengine.judge.sides.step_inputs import Given, by_name
+from glassengine.judge.step_inputs import Given
 from glassengine.numerics.ops import Accumulation
 from glassengine.program import LoadedModel, Program
 
@@ -60,7 +59,7 @@ class SourceSide(Side):
             found = self.module.values(inputs)
         sites = self.program.sites
         self._values = {site.node: found[site.name] for site in sites if site.kind == "op" and site.name in found}
-        self.replay.begin_step(by_name(inputs), self._values)
+        self.replay.begin_step(inputs, self._values)
 
     def observed(self, node: str) -> list[Observed]:
         """Return the value of `node`."""
@@ -82,7 +81,7 @@ def untouched(model: LoadedModel, program: Program, arguments: Arguments | None 
         arguments: How inputs become arguments of a module's forward.
     """
     if model.stored is None:
-        segments = SegmentReplay(program)
+        segments = Replay(program, cut=Cut.SEGMENT)
         return ModuleSide(model.module, program, replay=segments, state=model.state, arguments=arguments)
     if program.onnx is not None:  # run by kernels of its own
         accumulation = Accumulation(kernels=kernels_of(RUNTIME))

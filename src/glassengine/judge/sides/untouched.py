@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from glassengine.judge.graphs.by_name import SitePair
 from glassengine.judge.sides.module import ModuleSide
 from glassengine.judge.sides.protocol import Observed, Place
-from glassengine.judge.sides.step_inputs import Given, by_name
+from glassengine.judge.step_inputs import Given, by_name
 from glassengine.program.representation.program import Program
 
 _NAMED = ("module", "tap")

@@ -11,7 +11,7 @@ from torch.fx import Node
 from glassengine.errors import IncomparableError
 from glassengine.judge.cases import Case
 from glassengine.judge.graphs.between import origin_of
-from glassengine.judge.replay.region import covered
+from glassengine.judge.replay.replay import covered
 from glassengine.judge.sides.countable import float_nodes
 from glassengine.judge.sides.protocol import Level, Place
 from glassengine.judge.verdict.drift import table

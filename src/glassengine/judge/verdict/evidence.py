@@ -16,16 +16,13 @@ import torch
 from torch.fx import Node
 
 from glassengine.judge.graphs.cut import Piece, clone, cut
-from glassengine.judge.sides.protocol import Observed, Side
+from glassengine.judge.sides.protocol import Observed, Side, ancestors
 from glassengine.numerics.judgement import INTRODUCED_WRONG, SUSPICIOUS, unit_roundoff
 from glassengine.numerics.verdict import Reference
 from glassengine.program.representation.program import Program
 
 NUM_KEPT = 8
 """Divergences of one side whose tensors are kept, the earliest ones; a model with a wrong input has hundreds."""
-
-_DEPTH = 8
-"""Ops before the guilty one whose values are kept, for a region that is wrong only when it is compiled as one."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class Evidence:
         """Return what the candidate computes: from values observed `depth` ops before the guilty one or earlier."""
         if self.target is None or self.values is None or self.program is None:
             return None
-        near = {node.name for node in _ancestors(self.target, depth - 1)}
+        near = {node.name for node in ancestors(self.target, depth - 1)}
         return cut([self.target], self.values, self.values.keys() - near)
 
 
@@ -116,7 +113,7 @@ def _gather(program: Program, side: Side, node: Node, observed: Observed, refere
     allowed = _allowed(exact, expected, actual, side.replay.allowed(node, observed.tensor))
     if reference.valid is not None:
         allowed = torch.where(reference.valid, allowed, math.inf)
-    target, theirs = counterpart_of(program, side, side.program, node, side.replay.values)
+    target, theirs = side.around(program, node)
     return Evidence(node.name, step, exact, actual, expected, allowed, side.program, target, theirs, side.backend)
 
 
@@ -131,42 +128,6 @@ def _of_result_alone(node: Node, actual: torch.Tensor, reference: Reference, ste
     if reference.valid is not None and allowed.shape == reference.valid.shape:
         allowed = torch.where(reference.valid, allowed, math.inf)
     return Evidence(node.name, step, None, actual, expected.clone(), allowed)
-
-
-def counterpart_of(
-    program: Program, side: Side, own: Program, node: Node, values: Mapping[str, Any]
-) -> tuple[Node | None, dict[str, Any]]:
-    """Return the counterpart of `node` in a side's own program, and the values around that by the nodes there.
-
-    Args:
-        program: The baseline's.
-        side: Which has an own program.
-        own: That program.
-        node: Of the baseline.
-        values: What the side was given and made, by node of the baseline.
-    """
-    ours = {port.name: port.node for port in program.inputs}
-    counterparts = {**side.counterparts, **{ours[port.name]: port.node for port in own.inputs if port.name in ours}}
-    target = {other.name: other for other in own.graph.nodes}.get(counterparts.get(node.name, ""))
-    if target is None or side.arranged.is_arranged(node.name):
-        return None, {}
-    near = {other.name for other in _ancestors(target, _DEPTH)}
-    kept = {
-        counterparts[name]: clone(value)
-        for name, value in values.items()
-        if counterparts.get(name) in near and isinstance(value, torch.Tensor) and not side.arranged.is_arranged(name)
-    }
-    return target, {**own.weights(), **kept}
-
-
-def _ancestors(node: Node, depth: int) -> set[Node]:
-    """Return the nodes up to `depth` steps above `node`."""
-    found: set[Node] = set()
-    layer = {node}
-    for _ in range(depth):
-        layer = {source for other in layer for source in other.all_input_nodes} - found
-        found |= layer
-    return found
 
 
 def _copied(piece: Piece, weights: Mapping[str, torch.Tensor]) -> Piece:

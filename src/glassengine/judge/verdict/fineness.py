@@ -14,8 +14,7 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-from glassengine.judge.replay.region import covered
-from glassengine.judge.replay.replayed import called
+from glassengine.judge.replay.values import called
 from glassengine.judge.sides.countable import float_nodes
 from glassengine.judge.sides.protocol import Level
 from glassengine.judge.verdict.score import Score
@@ -76,10 +75,8 @@ def fineness_of(program: Program, rung: str, judged: Collection[str], inside: Ma
 def region_nodes(score: Score, program: Program) -> dict[str, set[str]]:
     """Return the ops inside of regions that were judged at their ends: node -> ends."""
     replay = score.side.replay
-    if replay is None or not replay.has_regions:
-        return {}
     # A region ends where the candidate has a tensor, though none of its elements counts.
-    inside = covered(program, score.judged_nodes | score.empty_nodes)
+    inside = {} if replay is None else replay.inside(score.judged_nodes | score.empty_nodes)
     return {node: ends for node, ends in inside.items() if ends <= score.judged_nodes}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from glassengine.judge.replay.replayed import called
+from glassengine.judge.replay.values import called
 from glassengine.judge.sides.countable import float_nodes
 from glassengine.judge.verdict.fineness import region_nodes
 from glassengine.judge.verdict.score import Score

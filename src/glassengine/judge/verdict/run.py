@@ -13,7 +13,7 @@ from glassengine.judge.end_to_end import results_of, with_model
 from glassengine.judge.exclusions.padding import valid_mask
 from glassengine.judge.replay.reference import ReferenceRun
 from glassengine.judge.sides.protocol import Side
-from glassengine.judge.sides.step_inputs import by_name, empty_caches
+from glassengine.judge.step_inputs import by_name, empty_caches
 from glassengine.judge.verdict.score import Score
 from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
 from glassengine.numerics.verdict import Reference

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch.fx import Node
@@ -22,7 +22,6 @@ from glassengine.judge.verdict.drift import Drift
 from glassengine.judge.verdict.evidence import EvidenceBox
 from glassengine.judge.verdict.judged import Judged, figures_of, inherited_in, is_compensated, padding_differs
 from glassengine.judge.verdict.origins import OriginTracker, Why
-from glassengine.judge.verdict.written_out import ROUNDED_IN_STEPS, is_same_in_float64
 from glassengine.numerics.exemptions import BELOW, DRAWN, PADDING, UNREAD, UNWRITTEN, Ledger
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.verdict import TIED, Reference, is_finite
@@ -178,7 +177,10 @@ class Score:
         accumulated = reference.judge(tensor)
         is_clean = accumulated.verdict not in FLAGGED
         replay = self.side.replay
-        replayed = None if replay is None else replay.judge(node, observed.tensor, reference.valid, reference.known)
+        own = partial(self.side.computes, self.program)
+        replayed = (
+            None if replay is None else replay.judge(node, observed.tensor, reference.valid, reference.known, own)
+        )
         if self.drift is not None:
             predicted = None if replayed is None else replayed.predicted
             self.drift.add(node.name, observed.site, reference, tensor, predicted)
@@ -192,8 +194,6 @@ class Score:
             return Judged(tensor, accumulated, None, is_clean=is_clean, contradicts=is_clean, exempt=exempt)
         exempt = exempt_by_replay(replayed.exempt, exempt, local.is_tie, tensor, replayed.predicted)
         inherited = inherited_in(replayed.predicted, reference)
-        if local.verdict in FLAGGED and is_same_in_float64(self.program, self.side, node, replayed.predicted):
-            local = dataclasses.replace(local, verdict="rounding", reason=ROUNDED_IN_STEPS)
         other = self._guesses.not_reached(node) if local.verdict not in FLAGGED else None
         if other is not None:
             local = Judgement("wrong", None, None, other)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
 
 from glassengine.judge.cases import StepInputs
-from glassengine.judge.exclusions.padding import valid_in_step
-from glassengine.judge.replay.op import Replay
 from glassengine.program.export.examples import named_inputs
 from glassengine.program.representation.program import Program
 
@@ -30,16 +27,3 @@ def empty_caches(program: Program, named: Mapping[str, torch.Tensor]) -> dict[st
     dtype = next(getattr(torch, port.dtype) for port in program.inputs if port.name in program.caches)
     batch, length = named["attention_mask"].shape
     return program.layout.allocate(batch, length, dtype)
-
-
-def begin_regions(replay: Replay, given: Given, named: Mapping[str, torch.Tensor]) -> None:
-    """Let a replay that has regions take over a step, after `Replay.begin_step`.
-
-    Args:
-        replay: Of a side.
-        given: The inputs of the step.
-        named: The same by name.
-    """
-    if replay.has_regions:
-        inputs = {**named, **empty_caches(replay.program, named)}
-        replay.begin_region_step(inputs, partial(valid_in_step, replay.program, given))

@@ -1,74 +1,65 @@
-"""Segments: of a side that is observed at module outputs only, what did the ops between two of them introduce?
+"""Pieces of several ops: what did the ops between tensors that were observed introduce?
+
+A segment lies between two module outputs, for a side that is observed at these only. A region is a part of the
+baseline that a candidate has no tensors of, as two programs may write the same with other ops (a root and a division,
+one product for three); it is judged where both sides have a tensor again.
 
 The reference (float64, the program's own dtype, Monte-Carlo rounding) runs once more for the side alone, teacher
 forced: wherever the side was observed, its value is judged, and then takes the place of the reference's. So an error
-counts once, in the segment that made it, and the floor is that of one segment instead of all depth so far.
+counts once, in the piece that made it, and the floor is that of one piece instead of all depth so far.
 
-Where a choice inside a segment is a tie (two experts that differ by less than rounding), all below is excluded, as
-everywhere (`ties_followed`); all else is judged. Random numbers inside of it leave the segment unjudged, and so does a
-tensor that the side has in another shape, in this step or in the one that filled a cache: what it made of that is not
+Where a choice inside a piece is a tie (two experts that differ by less than rounding), all below is excluded, as
+everywhere (`ties_followed`); all else is judged. Random numbers inside of it leave it unjudged, and so does a tensor
+that the side has in another shape, in this step or in the one that filled a cache: what it made of that is not
 known. There the accumulated floor decides.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Generator, Mapping
 
 import torch
 from torch.fx import Node
 
+from glassengine.judge.replay.piece import Piece, Valid
 from glassengine.judge.replay.reference import ReferenceRun
-from glassengine.judge.replay.replayed import Replayed, Valid
-from glassengine.numerics.known import NOTHING, Known
-from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
+from glassengine.numerics.ops import Accumulation
 from glassengine.numerics.verdict import Reference
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.program import Program
 
 
-class SegmentReplay:
-    """Judges one side, step by step and node by node in the order of the graph.
+class Stretches:
+    """Cuts pieces for one side, step by step and node by node in the order of the graph.
 
     Args:
         program: The baseline program, with weights.
         coarsest: Dtype of the side, where it is coarser than the program's.
-        accumulation: How the side's products are summed.
 
     Attributes:
+        has_run: Whether a step of the case has begun.
         values: What the side was given and, up to the present node, made in this step, by node of `program`.
     """
 
-    method = "segment"
-    has_regions = True
-
-    def __init__(
-        self, program: Program, *, coarsest: torch.dtype | None = None, accumulation: Accumulation = FLOAT32_SUMS
-    ) -> None:
+    def __init__(self, program: Program, *, coarsest: torch.dtype | None) -> None:
         self._program = program
-        self._coarsest, self.accumulation = coarsest, accumulation
+        self._coarsest = coarsest
         self._floors: dict[str, float] = {}
         nodes = {node.name: node for node in program.graph.nodes}
-        inputs = {port.name: port.node for port in program.inputs}
-        self._presents = [
-            (inputs[past], nodes[program.output_nodes[present]]) for past, present in program.caches.items()
-        ]
         self._ports = {port.name: port.node for port in program.inputs}
+        self._presents = [
+            (self._ports[past], nodes[program.output_nodes[present]]) for past, present in program.caches.items()
+        ]
         self.values: dict[str, torch.Tensor] = {}
-        self.begin()
 
-    def accumulate(self, how: Accumulation) -> None:
-        """Take products to be summed so from the next case on; kernels stay those of the side's runtime."""
-        self.accumulation = dataclasses.replace(how, kernels=self.accumulation.kernels)
-
-    def begin(self) -> None:
-        """Start a case, with an empty cache."""
+    def begin(self, accumulation: Accumulation) -> None:
+        """Start a case, with an empty cache, of a side whose products are summed so."""
         self._run = ReferenceRun(
-            self._program, coarsest=self._coarsest, accumulation=self.accumulation, relative_floors=self._floors
+            self._program, coarsest=self._coarsest, accumulation=accumulation, relative_floors=self._floors
         )
         self._walk: Generator[tuple[Node, Reference], torch.Tensor | None, None] | None = None
         self._unknown: dict[str, bool] = {}
-        self._has_run = False
+        self.has_run = False
 
     def begin_step(
         self, inputs: Mapping[str, torch.Tensor], observed: Callable[[str], torch.Tensor | None], valid: Valid
@@ -81,21 +72,16 @@ class SegmentReplay:
             valid: As for `ReferenceRun.step`.
         """
         self._finish()
-        self._unknown = {past: self._is_unknown(node) for past, node in self._presents if self._has_run}
-        self._has_run = True
+        self._unknown = {past: self._is_unknown(node) for past, node in self._presents if self.has_run}
+        self.has_run = True
         self._walk = self._run.walk(inputs, valid)
         self.values = {self._ports[name]: tensor for name, tensor in inputs.items() if name in self._ports}
         self._observed = observed
         self._current: tuple[Node, Reference] | None = None
 
     @torch.no_grad()
-    def judge(
-        self, node: Node, candidate: torch.Tensor, valid: torch.Tensor | None, known: Known = NOTHING
-    ) -> Replayed | None:
-        """Judge what the segment that ends in `node` introduced; None if it depends on unknown values.
-
-        `valid` and `known` are those of the accumulated reference; the segment's own say the same.
-        """
+    def piece(self, node: Node, candidate: torch.Tensor) -> Piece | None:
+        """Return the piece that ends in `node`; None if it depends on unknown values, or the tensor does not fit it."""
         while self._current is None or self._current[0] is not node:
             if not self._advance():
                 return None
@@ -103,11 +89,7 @@ class SegmentReplay:
         value = _completed(candidate, reference)
         if value is None or self._is_unknown(node):
             return None
-        return Replayed(reference.judge(value), reference.exact, reference.known.exempt)
-
-    def allowed(self, node: Node, candidate: torch.Tensor) -> torch.Tensor | None:
-        """Return None: the rounding of a whole segment has no bound but its noise."""
-        return None
+        return Piece(reference.exact, lambda _: reference, exempt=reference.known.exempt, seen=lambda _: value)
 
     def _advance(self) -> bool:
         """Go on to the next tensor; the side's value of the present one takes the place of the reference's."""

@@ -1,0 +1,173 @@
+"""A replay: what did the ops of the baseline between a candidate's tensors make of the candidate's own values?
+
+A candidate runs a step, and hands over what it was given and made. Then each of its tensors is judged by the piece of
+the baseline that ends there (`Piece`), and what exceeds that by the `EXPLANATIONS`. Replays differ only in where their
+pieces begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from glassengine.judge.exclusions.padding import valid_in_step
+from glassengine.judge.graphs import cut
+from glassengine.judge.replay.explanations import Asked, explained
+from glassengine.judge.replay.op import Ops
+from glassengine.judge.replay.piece import Claim, Replayed
+from glassengine.judge.replay.stretch import Stretches
+from glassengine.judge.replay.unread import unread_nodes
+from glassengine.judge.replay.values import Values
+from glassengine.judge.step_inputs import Given, by_name, empty_caches
+from glassengine.numerics.known import NOTHING, Known
+from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
+from glassengine.program.representation.program import Program
+
+
+class Cut(Enum):
+    """Where pieces begin.
+
+    OP: at the inputs of each op; what reads a tensor that was not observed is not replayed.
+    REGION: the same, and where a tensor was not observed at those from which the ops above it go out.
+    SEGMENT: at the tensors that were observed above, for sides that have few of them.
+    """
+
+    OP = "op"
+    REGION = "region"
+    SEGMENT = "segment"
+
+
+class Replay:
+    """Replays pieces of the baseline program on a candidate's values.
+
+    Args:
+        program: The baseline program, with weights.
+        cut: Where pieces begin.
+        compiled: Whether the candidate has kernels of its own, or another dtype than the baseline.
+        dtype: Floating dtype of the candidate's weights; None for the baseline's own.
+        wide_operands: Whether the candidate's products may read unrounded registers, as its other ops may.
+        accumulation: How the candidate's products are summed.
+        seed: Of the noise.
+        worth_a_bound: See `Piece`.
+
+    Attributes:
+        ops: Cuts pieces of one op.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        cut: Cut = Cut.OP,
+        compiled: bool = False,
+        dtype: torch.dtype | None = None,
+        wide_operands: bool = False,
+        accumulation: Accumulation = FLOAT32_SUMS,
+        seed: int = 0,
+        worth_a_bound: float = 1.6,
+    ) -> None:
+        self.program = program
+        self._cut = cut
+        self._values = Values(
+            program, compiled=compiled, dtype=dtype, wide_operands=wide_operands, accumulation=accumulation
+        )
+        self.ops = Ops(program, self._values, seed=seed, worth_a_bound=worth_a_bound)
+        self._stretches = None if cut is Cut.OP else Stretches(program, coarsest=dtype)
+        self.begin()
+
+    @property
+    def method(self) -> str:
+        """What judges, in words."""
+        return "segment" if self._cut is Cut.SEGMENT else "reverse replay"
+
+    @property
+    def accumulation(self) -> Accumulation:
+        """How the candidate's products are summed."""
+        return self._values.accumulation
+
+    def accumulate(self, how: Accumulation) -> None:
+        """Take products to be summed so from the next case on; kernels stay those of the side's runtime."""
+        self._values.accumulate(how)
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """What the candidate was given and made in this step, by baseline node; of segments up to the present one."""
+        if self._stretches is not None and self._cut is Cut.SEGMENT:
+            return self._stretches.values
+        return self._values.observed
+
+    def begin(self) -> None:
+        """Start a case, with an empty cache; a piece of one op knows nothing of earlier steps."""
+        if self._stretches is not None:
+            self._stretches.begin(self.accumulation)
+
+    def begin_step(
+        self, given: Given, made: Mapping[str, torch.Tensor], caches: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        """Take over a step of the candidate.
+
+        Args:
+            given: Its inputs.
+            made: Its tensors, by baseline node.
+            caches: Its own, as they were before the step, by the name of the input; None where nobody saw them.
+        """
+        named = by_name(given)
+        if self._cut is not Cut.SEGMENT:
+            self._values.begin_step({**named, **(caches or {})}, made)
+        if self._stretches is not None:
+            valid = partial(valid_in_step, self.program, given)
+            # Caches are the baseline's, for any candidate: empty before the first step, and kept by the run from there.
+            empty = {} if self._stretches.has_run else empty_caches(self.program, named)
+            self._stretches.begin_step({**named, **empty}, made.get, valid)
+
+    @torch.no_grad()
+    def judge(
+        self,
+        node: Node,
+        candidate: torch.Tensor,
+        valid: torch.Tensor | None,
+        known: Known = NOTHING,
+        own: Callable[[Node], cut.Piece | None] | None = None,
+    ) -> Replayed | None:
+        """Judge what the piece that ends in `node` introduced; None where its inputs are not known. See `Claim`."""
+        claim = Claim(node, candidate, valid, known, own)
+        if self._stretches is not None and (self._cut is Cut.SEGMENT or self._values.lacks_inputs(node)):
+            piece = self._stretches.piece(node, candidate)
+        else:
+            piece = self.ops.piece(claim)
+        return None if piece is None else explained(Asked(claim, piece, self.ops, self.values))
+
+    @torch.no_grad()
+    def allowed(self, node: Node, candidate: torch.Tensor) -> torch.Tensor | None:
+        """Return the bound that the candidate's result of `node` is judged by; None where noise alone judges it."""
+        return None if self._cut is Cut.SEGMENT else self.ops.allowed(node, candidate)
+
+    def inside(self, judged: Collection[str]) -> dict[str, set[str]]:
+        """Return the nodes within pieces that were judged at their ends: node -> ends, of these `judged` nodes."""
+        return {} if self._cut is Cut.OP else covered(self.program, judged)
+
+
+def covered(program: Program, judged: Collection[str]) -> dict[str, set[str]]:
+    """Return the nodes inside of regions: node -> judged nodes at which the region ends.
+
+    A node is inside when everything that it flows into, on a way to a result, is judged or inside of a region itself.
+    """
+    ends: dict[str, set[str] | None] = {}
+    unread = unread_nodes(program)
+    for node in reversed(program.graph.nodes):
+        if node.op != "call_function" or node.name in judged or not node.users:
+            continue
+        found: set[str] | None = set()
+        for user in node.users:
+            if user.name in judged:
+                found = None if found is None else found | {user.name}
+            elif "_assert" not in str(user.target) and user.name not in unread:
+                own = ends.get(user.name)
+                found = None if found is None or own is None else found | own
+        ends[node.name] = found
+    return {name: found for name, found in ends.items() if found}

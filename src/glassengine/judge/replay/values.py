@@ -1,0 +1,179 @@
+"""What a candidate was given and made in a step, by node of the baseline, and how it may have rounded that."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from glassengine.errors import BackendError
+from glassengine.numerics.float64 import target_of
+from glassengine.numerics.judgement import smallest_precise, unit_roundoff
+from glassengine.numerics.noise import reads_memory
+from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation, Roundoff
+from glassengine.ops.traits import traits_of
+from glassengine.program.representation.naming import is_tensor_node, op_name
+from glassengine.program.representation.outputs import is_view, weight_only_nodes
+from glassengine.program.representation.program import Program
+
+
+class NoCounterpart(Exception):
+    """An input of the op was not observed on the candidate's side."""
+
+
+DOES_NOT_FIT = (NoCounterpart, BackendError, RuntimeError, IndexError, ValueError)
+"""Raised where an op of the baseline cannot be computed on what the candidate has."""
+
+
+def called(node: Node) -> tuple[Node, Callable[..., Any]]:
+    """Return the op to replay for `node`, and what computes its value; one of several results is taken from its op."""
+    source = node.args[0] if node.args else None
+    if node.target is operator.getitem and isinstance(source, Node) and not is_view(source):
+        target, part = target_of(source), part_of(node, source)
+        return source, lambda *args, **kwargs: part(target(*args, **kwargs))
+    return node, target_of(node)
+
+
+def part_of(node: Node, op: Node) -> Callable[[Any], Any]:
+    """Return what takes the value of `node` from the result of its op."""
+    return (lambda result: result) if node is op else operator.itemgetter(node.args[1])
+
+
+class Values:
+    """The values of one candidate.
+
+    Args:
+        program: The baseline program, with weights.
+        compiled: Whether the candidate has kernels of its own, or another dtype than the baseline.
+        dtype: Floating dtype of the candidate's weights; None for the baseline's own.
+        wide_operands: Whether the candidate's products may read unrounded registers, as its other ops may.
+        accumulation: How the candidate's products are summed.
+
+    Attributes:
+        observed: What the candidate was given and made in this step, by node; sizes and lists join when asked for.
+        constant: Names of the nodes that depend on weights alone.
+        dtype: As given.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        compiled: bool,
+        dtype: torch.dtype | None,
+        wide_operands: bool,
+        accumulation: Accumulation,
+    ) -> None:
+        self.compiled = compiled
+        self.accumulation = accumulation
+        self.observed: dict[str, Any] = {}
+        self.constant = {node.name for node in weight_only_nodes(program)}
+        self.dtype = dtype
+        self._wide_operands = wide_operands
+        self._weights = program.weights()
+        self._made_of_weights: dict[str, Any] = {}
+        self._inputs = {port.name: port.node for port in program.inputs}
+
+    def begin_step(self, inputs: Mapping[str, torch.Tensor], made: Mapping[str, torch.Tensor]) -> None:
+        """Take over a step: inputs by name, caches among them, and what was made by node."""
+        self.observed = {self._inputs[name]: tensor for name, tensor in inputs.items() if name in self._inputs}
+        self.observed |= made
+
+    def accumulate(self, how: Accumulation) -> None:
+        """Take products to be summed so from now on; kernels stay those of the candidate's runtime."""
+        self.accumulation = dataclasses.replace(how, kernels=self.accumulation.kernels)
+
+    def of(self, node: Node) -> Any:
+        """Return the candidate's value of a node, or a weight as the program has it.
+
+        Raises:
+            NoCounterpart: It has none.
+        """
+        for known in (self.observed, self._weights, self._made_of_weights):
+            if node.name in known:
+                return known[node.name]
+        is_constant = node.name in self.constant
+        if node.op != "call_function" or (is_tensor_node(node) and not is_constant):
+            raise NoCounterpart(node.name)
+        # Sizes, the lists that a split returns, and what is made of weights alone.
+        args, kwargs = self.arguments(node)
+        value = target_of(node)(*args, **kwargs)
+        (self._made_of_weights if is_constant else self.observed)[node.name] = value
+        return value
+
+    def arguments(self, op: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return what the candidate fed to its op.
+
+        Raises:
+            NoCounterpart: Part of it was not observed.
+        """
+        found: tuple[tuple[Any, ...], dict[str, Any]] = torch.fx.node.map_arg((op.args, dict(op.kwargs)), self.of)
+        return found
+
+    def narrowed(self, op: Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return what the candidate fed to its op, weights in its own dtype."""
+        found: tuple[tuple[Any, ...], dict[str, Any]] = torch.fx.node.map_arg((op.args, dict(op.kwargs)), self._narrow)
+        return found
+
+    def _narrow(self, node: Node) -> Any:
+        value = self.of(node)
+        is_weight = isinstance(value, torch.Tensor) and value.is_floating_point() and node.name in self.constant
+        return value.to(self.dtype) if is_weight else value
+
+    def lacks_inputs(self, node: Node) -> bool:
+        """Whether a tensor that the op reads was not observed; lists and sizes are what they are made of."""
+        for source in node.all_input_nodes:
+            if source.op != "call_function" or source.name in self.constant or source.name in self.observed:
+                continue
+            if is_tensor_node(source) or self.lacks_inputs(source):
+                return True
+        return False
+
+    def roundoff(self, op: Node, result: torch.Tensor) -> Roundoff:
+        """Return how the candidate may have rounded the inputs and the result of an op."""
+        of_inputs: set[torch.dtype] = set()
+        of_weights: set[torch.dtype] = set()
+        for source in op.all_input_nodes:
+            value = self.observed.get(source.name)
+            if source.name in self.constant or source.op == "placeholder":
+                weight = self._weights.get(source.name)
+                if weight is not None and self.dtype is not None and _is_finer(weight.dtype, self.dtype):
+                    of_weights.add(self.dtype)
+            elif isinstance(value, torch.Tensor) and value.is_floating_point():
+                of_inputs.add(value.dtype)
+        if not self.compiled or (reads_memory(op, result.shape) and not self._wide_operands):
+            of_inputs = set()
+        of_inputs |= {dtype for source in op.all_input_nodes for dtype in self._to_come(source)}
+        how = self.accumulation if traits_of(op).reads_memory else FLOAT32_SUMS
+        return Roundoff(
+            unit_roundoff(result.dtype),
+            max([how.u_operands, *map(unit_roundoff, of_inputs)]),
+            max(map(unit_roundoff, of_weights), default=0.0),
+            smallest_precise(result.dtype),
+            how.u_sums,
+            max(map(smallest_precise, of_inputs | of_weights), default=0.0),
+            self.accumulation.kernels.error(op_name(op), result.dtype),
+        )
+
+    def _to_come(self, source: Node) -> set[torch.dtype]:
+        """Dtype of an input that the baseline rounds and the candidate keeps finer: it may round it later."""
+        value = self.observed.get(source.name)
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or not is_tensor_node(source):
+            return set()
+        own: torch.dtype = source.meta["val"].dtype
+        is_of_a_finer_model = self.dtype is not None and _is_finer(self.dtype, own)
+        return {own} if _is_finer(value.dtype, own) and not is_of_a_finer_model else set()
+
+    def roundoff_of_inputs(self, op: Node) -> float:
+        """Return the unit roundoff of the coarsest tensor that the candidate fed to an op; 0 for none."""
+        values = [self.observed.get(source.name) for source in op.all_input_nodes]
+        floats = [v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()]
+        return max((unit_roundoff(value.dtype) for value in floats), default=0.0)
+
+
+def _is_finer(dtype: torch.dtype, other: torch.dtype) -> bool:
+    return dtype.is_floating_point and unit_roundoff(dtype) < unit_roundoff(other)
