@@ -114,7 +114,7 @@ class Replay:
         Args:
             given: Its inputs.
             made: Its tensors, by baseline node.
-            caches: Its own, as they were before the step, by the name of the input; None where nobody saw them.
+            caches: Its own, as they were before the step, by the name of the input; None where they are not known.
         """
         named = by_name(given)
         if self._cut is not Cut.SEGMENT:
