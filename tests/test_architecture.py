@@ -48,7 +48,7 @@ CLI_MAY_IMPORT = {
     "cli",
 }
 
-MAX_LINES = 350
+MIN_LINES, MAX_LINES = 30, 350
 LONGER = {"glassengine.judge.replay.op": 382}
 """Modules that are still longer, and how long they may be."""
 
@@ -244,6 +244,12 @@ def test_rooms_are_ordered() -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_modules_are_small(module: str) -> None:
     assert len(text_of(module).splitlines()) <= LONGER.get(module, MAX_LINES)
+
+
+def test_few_modules_are_tiny() -> None:
+    """A room of many tiny files is cut wrongly."""
+    tiny = [module for module in MODULES if not is_package(module) and len(text_of(module).splitlines()) < MIN_LINES]
+    assert len(tiny) < 10, tiny
 
 
 @pytest.mark.parametrize("module", sorted(MODULES.keys() - {"glassengine.environment"}))

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from glassengine.numerics.ops import U_ACCUMULATE
-from glassengine.numerics.product_noise import ExactProduct
-from glassengine.numerics.random_bytes import uniform
+from glassengine.numerics.product_noise import ExactProduct, uniform
 
 aten = torch.ops.aten
 U = 2.0**-24

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.text import Text
 
-from glassengine.cli.console import SafeConsole
+from glassengine.cli.options import SafeConsole
 from glassengine.report import table
 from glassengine.report.table import new_table
 

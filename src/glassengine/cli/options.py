@@ -7,16 +7,32 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated
 
 import typer
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
-from glassengine.cli.console import SafeConsole
 from glassengine.environment import in_ci, is_dumb_terminal
 from glassengine.progress import Event, Work, silent
+from glassengine.reading.printable import printable
+
+
+class SafeConsole(Console):
+    """Prints escapes instead of control characters; line ends and tabs stay.
+
+    Names in dumps and messages of models, which others wrote, reach the terminal as text only.
+    """
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Yield the segments of something; those that rich itself controls the terminal with stay as they are."""
+        for segment in super().render(renderable, options):
+            text = segment.text if segment.control else printable(segment.text, also="\n\t")
+            yield segment if text == segment.text else Segment(text, segment.style)
+
 
 # Site names and tensors are full of square brackets: nothing printed is markup, and no long line is folded.
 out = SafeConsole(markup=False, highlight=False, emoji=False, soft_wrap=True)

@@ -13,12 +13,12 @@ import typer
 import glassengine as glass
 from glassengine import environment
 from glassengine.cli import foreign, run_forward
-from glassengine.cli.console import printable
 from glassengine.cli.documents import answer
 from glassengine.cli.options import err, out, settings
 from glassengine.cli.run_options import Debugging, Sampling
 from glassengine.cli.shared import Overwrite, TrustEngine
 from glassengine.errors import UsageError
+from glassengine.reading.printable import printable
 
 CONTEXT_SETTINGS = foreign.CONTEXT_SETTINGS
 

@@ -10,11 +10,11 @@ from typing import Annotated, Any
 import typer
 
 import glassengine as glass
-from glassengine.cli.console import printable
 from glassengine.cli.documents import answer
 from glassengine.cli.options import err, out, progress, settings
 from glassengine.cli.shared import Overwrite
 from glassengine.errors import UsageError
+from glassengine.reading.printable import printable
 
 
 def command(

@@ -38,9 +38,9 @@ from glassengine.diagnose.reproduction.reproduce import with_reproduction
 from glassengine.engine.run.engine import Engine, load
 from glassengine.errors import IncomparableError, UnknownNameError, UsageError
 from glassengine.judge.cases import in_one_forward, read_inputs, tokens_in_one_forward
+from glassengine.judge.sides.module import threads_for
 from glassengine.judge.sides.protocol import Place
 from glassengine.judge.sides.recorded import PARTIAL, RecordedTensors, case_of, recorded_inputs, require_one_rank
-from glassengine.judge.threads import threads_for
 from glassengine.judge.verdict.conclude import conclude
 from glassengine.judge.verdict.drift import Drift, is_less_precise
 from glassengine.judge.verdict.evidence import EvidenceBox

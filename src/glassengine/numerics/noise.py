@@ -21,8 +21,7 @@ from glassengine.numerics.composite_bounds import attention_parts
 from glassengine.numerics.float64 import target_of
 from glassengine.numerics.kernels import assumed
 from glassengine.numerics.ops import FLOAT32_SUMS, U_ACCUMULATE, Accumulation
-from glassengine.numerics.product_noise import ExactProduct
-from glassengine.numerics.random_bytes import uniform
+from glassengine.numerics.product_noise import ExactProduct, uniform
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name

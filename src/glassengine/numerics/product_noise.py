@@ -16,7 +16,7 @@ next to nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -27,9 +27,10 @@ from torch.utils import _pytree as pytree
 
 from glassengine.numerics.float64 import target_of
 from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
-from glassengine.numerics.random_bytes import uniform
 from glassengine.ops.traits import traits_of
 
+_PER_DRAW = 8
+_LOWEST = -(2**63)
 _MEAN_SIZE = math.sqrt(2 / math.pi)
 """Of a normal variable in units of its standard deviation."""
 
@@ -146,3 +147,14 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
     if one.data_ptr() != other.data_ptr() or one.dtype != other.dtype:
         return False
     return one.shape == other.shape and one.stride() == other.stride()
+
+
+def uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Return float32 numbers in (-1, 1), 256 levels of one probability, mean 0 and variance 1/3 (to 2^-16).
+
+    A byte each is as good for the size of rounding, and six times as fast as `torch.rand`.
+    """
+    number = math.prod(shape)
+    drawn = torch.empty(-(-number // _PER_DRAW), dtype=torch.int64).random_(_LOWEST, None, generator=generator)
+    levels = drawn.view(torch.int8)[:number].view(tuple(shape))
+    return levels.float().add_(0.5).div_(128)

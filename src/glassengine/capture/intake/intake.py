@@ -7,6 +7,7 @@ the reason.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -221,3 +222,17 @@ class Intake:
 def _is_plain(tensor: Tensor) -> bool:
     strided = tensor.layout is torch.strided
     return type(tensor) in _PLAIN and strided and not (tensor.is_quantized or tensor.is_nested)
+
+
+class Steps:
+    """Numbers what happens in all threads, from 0 on."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.num_begun = 0
+
+    def next(self) -> int:
+        """Return the number of a step that begins."""
+        with self._lock:
+            self.num_begun += 1
+            return self.num_begun - 1

@@ -24,8 +24,7 @@ from glassengine.capture.calls.observed_call import ObservedCall, num_running, o
 from glassengine.capture.calls.recomputed import Recomputed
 from glassengine.capture.calls.rehearsals import is_rehearsal
 from glassengine.capture.calls.token_ids import first_argument, token_ids
-from glassengine.capture.intake.intake import Intake
-from glassengine.capture.intake.steps import Steps
+from glassengine.capture.intake.intake import Intake, Steps
 from glassengine.capture.observers.delivery import MAX_REASON, Delivery
 from glassengine.recording.write.policy import Policy
 from glassengine.sites import ROOT

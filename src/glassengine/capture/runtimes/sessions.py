@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from glassengine import environment
-from glassengine.capture.intake.intake import Intake
-from glassengine.capture.intake.steps import Steps
+from glassengine.capture.intake.intake import Intake, Steps
 from glassengine.recording.background import BackgroundWriter
 from glassengine.recording.write.policy import Policy
 

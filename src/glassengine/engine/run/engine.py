@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from glassengine.engine.prompts.prompts import Images, Request, TokenIds
 from glassengine.engine.prompts.stream import TextCallback
 from glassengine.engine.run.forward import forward
 from glassengine.engine.run.generate import StepCallback, generate
-from glassengine.engine.run.kernels import kernel_sites
 from glassengine.engine.session.images import encode_images
 from glassengine.engine.session.loaded import LoadedEngine
 from glassengine.engine.session.session import Session
@@ -33,6 +32,7 @@ from glassengine.program.kinds.encoder_decoder import SOURCE_MASK
 from glassengine.program.kinds.image_text import FEATURES
 from glassengine.program.representation.stored import load_names
 from glassengine.results.engines import Forward, Generation
+from glassengine.sites import SiteTable
 
 
 class Engine(LoadedEngine):
@@ -250,5 +250,19 @@ def load(
     if isinstance(backend, NamingKernels):
         kernels = backend.kernels
         sites = names["sites"]
-        spans.name_kernels(executable.name, lambda: kernel_sites(kernels, path / files.MAIN, sites))
+        spans.name_kernels(executable.name, lambda: _kernel_sites(kernels, path / files.MAIN, sites))
     return engine
+
+
+def _kernel_sites(
+    kernels: Callable[[Path], Iterable[tuple[str, tuple[str, ...]]]], directory: Path, sites: SiteTable
+) -> list[tuple[str, str]]:
+    """Return (kernel, site of the last node that it computes), for a profile; none where the engine is gone by then."""
+    if not directory.exists():
+        return []
+    order = {node: number for number, node in enumerate(sites.by_node)}
+    named = []
+    for kernel, nodes in kernels(directory):
+        last = max((node for node in nodes if node in order), key=order.__getitem__, default=None)
+        named.append((kernel, kernel if last is None else sites.by_node[last][0].name))
+    return named

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch.fx import Node
 
-from glassengine.judge.hypotheses.of_sides import asked_of
+from glassengine.judge.hypotheses.ask import Asked
 from glassengine.judge.hypotheses.probed_trees import trees_differ
 from glassengine.judge.hypotheses.product_errors import is_summed_coarsely
 from glassengine.judge.replay.values import called
@@ -52,7 +52,7 @@ class Guesses:
             reference: Of the node.
             flagged: Nodes that were flagged before in this step.
         """
-        asked = asked_of(self._program, self._side, flagged)
+        asked = self._asked(flagged)
         self.place = None
         found: list[Hint] = []
         if asked is not None and self._num_asked < _MOST_ASKED:
@@ -72,7 +72,7 @@ class Guesses:
         if node.name in self._looked or not (has_trees or never_run(op.target)):
             return None
         self._looked.add(node.name)
-        asked = asked_of(self._program, self._side, ())
+        asked = self._asked()
         if has_trees:
             there = None if asked is None else asked.counterpart(node)
             return None if there is None else trees_differ(op, called(there)[0])
@@ -81,7 +81,7 @@ class Guesses:
 
     def is_summed_coarsely(self, node: Node, tensor: torch.Tensor) -> bool | None:
         """Return whether the error of a product is that of coarse sums; None if unknown."""
-        asked = asked_of(self._program, self._side, ())
+        asked = self._asked()
         if asked is None or self._num_products == _MOST_PRODUCTS:
             return None
         self._num_products += 1
@@ -89,5 +89,13 @@ class Guesses:
 
     def differences(self, node: Node, tensor: torch.Tensor, reference: Reference) -> list[Hint]:
         """Return what of the side's own op is not the baseline's, and changes the result: arguments, weights."""
-        asked = asked_of(self._program, self._side, ())
+        asked = self._asked()
         return [] if asked is None else asked.differences(node, tensor, reference.valid)
+
+    def _asked(self, flagged: Collection[str] = ()) -> Asked | None:
+        """Return what is known of the side in its present step; None where its tensors are not replayed."""
+        side = self._side
+        if side.replay is None:
+            return None
+        own = side.program if side.counterparts else None
+        return Asked(self._program, side.replay.values, own, side.counterparts, flagged)

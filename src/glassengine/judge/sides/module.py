@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NoReturn
@@ -174,3 +175,19 @@ class ModuleSide(Side):
             if site.kind != "op" and key in self._values:
                 found.append(Observed(self._values[key], site.name, "name"))
         return found
+
+
+SMALL_BYTES = 64 << 20
+"""Weights up to this size make a small model."""
+
+
+@contextmanager
+def threads_for(module: nn.Module) -> Iterator[None]:
+    """Judge small models on one thread: their short ops would wait for a second one longer than they run."""
+    before = torch.get_num_threads()
+    if sum(parameter.nbytes for parameter in module.parameters()) <= SMALL_BYTES:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
