@@ -26,6 +26,33 @@ PRIVATE = re.compile(
 )
 
 
+# Tests lie where the module lies that they test: `src/glassengine/a/b.py` is tested by `tests/a/test_b.py`. Others ask
+# a question of a whole, and lie in a folder of one of these names.
+TOPICS = {
+    "end_to_end": "in the folder of a unit: its commands and classes on whole models, whole recordings, whole runs",
+    "benchmarks": "beside src in the repository",
+    "docs": "beside src in the repository: its examples, its pages as a site, the exercise for newcomers",
+    "examples": "beside src in the repository",
+    "faults": "system calls that fail, one after the other",
+    "foreign": "models of other packages, in an environment of their own",
+    "foreign_onnx": "ONNX files of other tools, in an environment of their own",
+    "fuzz": "changed files of every kind",
+    "trust": "files that an attacker wrote",
+}
+# What holds for the whole repository, and what helps all tests, is tested beside these folders.
+OF_THE_HOUSE = {
+    "architecture",
+    "children",
+    "compatibility",
+    "docker",
+    "exporting_once",
+    "house",
+    "import",
+    "readme",
+    "wheel",
+}
+
+
 def private_lines(text: str) -> list[str]:
     """Return the lines of `text` that name somebody's machine or a package index host."""
     return [line for line in text.splitlines() if PRIVATE.search(line)]
@@ -176,6 +203,29 @@ def test_every_folder_of_the_package_is_a_package(root: Path) -> None:
     # A folder without __init__.py works in an editable installation and is missing from the wheel.
     folders = {path.parent for path in (root / "src/glassengine").rglob("*.py")}
     assert [folder for folder in folders if not (folder / "__init__.py").is_file()] == []
+
+
+def homeless(root: Path) -> list[str]:
+    """Return the test files that belong to no module or room of the package, and to none of the topics."""
+    found = []
+    for path in (root / "tests").rglob("test_*.py"):
+        place = path.relative_to(root / "tests").parent
+        name = path.stem.removeprefix("test_")
+        module = root / "src/glassengine" / place / name
+        is_of_a_topic = bool(TOPICS.keys() & set(place.parts)) or (not place.parts and name in OF_THE_HOUSE)
+        if not (is_of_a_topic or module.with_suffix(".py").is_file() or module.is_dir()):
+            found.append(str(path.relative_to(root)))
+    return found
+
+
+def test_tests_lie_where_their_modules_lie(root: Path, tmp_path: Path) -> None:
+    assert homeless(root) == []
+    folders = {path.name for path in (root / "tests").rglob("*") if any(path.glob("test_*.py"))}
+    assert TOPICS.keys() <= folders
+    # Planted: a test whose module has moved away.
+    (tmp_path / "tests/numerics").mkdir(parents=True)
+    (tmp_path / "tests/numerics/test_noise.py").touch()
+    assert homeless(tmp_path) == ["tests/numerics/test_noise.py"]
 
 
 def test_readme_has_the_two_commands(root: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.diagnose.hidden_mistakes.entry import HERE, Entry
+from tests.diagnose.end_to_end.hidden_mistakes.entry import HERE, Entry
 
 
 def of_experts(w: Any, x: Tensor, shares: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def run(code: str, *arguments: object) -> subprocess.Popen[str]:
     source = "import sys, torch\nfrom glassengine.recording.write.writer import RecordingWriter\n" + textwrap.dedent(
         code
     )
-    root = Path(__file__).parents[2] / "src"
+    root = Path(__file__).parents[3] / "src"
     return children.Popen(
         [sys.executable, "-c", source, *map(str, arguments)],
         stdout=subprocess.PIPE,

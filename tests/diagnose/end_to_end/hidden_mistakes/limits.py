@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.diagnose.hidden_mistakes.entry import Entry
+from tests.diagnose.end_to_end.hidden_mistakes.entry import Entry
 
 
 def no_number(w: Any, x: Tensor, ids: Tensor) -> Tensor:

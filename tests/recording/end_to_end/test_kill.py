@@ -66,7 +66,7 @@ for number, moment in enumerate(moments):
 
 
 def start(code: str, *arguments: object) -> subprocess.Popen[str]:
-    root = Path(__file__).parents[2] / "src"
+    root = Path(__file__).parents[3] / "src"
     return children.Popen(
         [sys.executable, "-c", MODEL + textwrap.dedent(code), *map(str, arguments)],
         stdout=subprocess.PIPE,

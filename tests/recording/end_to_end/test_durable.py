@@ -107,7 +107,7 @@ for kind, moment, path in zip(*[iter(sys.argv[1:])] * 3):
 
 
 def start(code: str, *arguments: object, ring: int = RING) -> subprocess.Popen[str]:
-    root = Path(__file__).parents[2] / "src"
+    root = Path(__file__).parents[3] / "src"
     return children.Popen(
         [sys.executable, "-c", PRELUDE + textwrap.dedent(code), *map(str, arguments)],
         stdout=subprocess.PIPE,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.diagnose.hidden_mistakes.entry import HERE, LEAST, Entry, attended
+from tests.diagnose.end_to_end.hidden_mistakes.entry import HERE, LEAST, Entry, attended
 
 
 def windows(shift: int, size: int = 4) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from glassengine.diagnose import check
 from glassengine.results import Comparison
-from tests.diagnose.hidden_mistakes import CORPUS, Entry, Written, inputs
+from tests.diagnose.end_to_end.hidden_mistakes import CORPUS, Entry, Written, inputs
 
 _QUICK = 7  # of every so many entries one runs always
 

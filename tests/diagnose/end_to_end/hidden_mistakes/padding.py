@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.diagnose.hidden_mistakes.entry import HERE, Entry
+from tests.diagnose.end_to_end.hidden_mistakes.entry import HERE, Entry
 
 
 def without_a_row(w: Any, x: Tensor, ids: Tensor) -> Tensor:
