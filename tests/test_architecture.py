@@ -6,6 +6,7 @@ Every import statement counts, also those inside functions, except those under `
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -237,6 +238,20 @@ def test_rooms_are_ordered() -> None:
     # Planted: what is low imports from what is high.
     found["glassengine.judge.graphs.cut"] = {*found["glassengine.judge.graphs.cut"], "glassengine.judge.sides.protocol"}
     assert cycles(rooms(found)) != []
+
+
+def test_documents_show_the_floors_and_rooms_of_today() -> None:
+    root = SOURCE.parent.parent
+    told = re.search(r"\n\n((?:      .+\n)+)", (root / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    assert told and [set(floor.split()) for floor in told[1].split(" |")] == list(FLOORS)
+    page = (root / "docs/decisions/021-rooms.md").read_text(encoding="utf-8")
+    table = {
+        unit: re.findall(r"`(\w+)`", cells) for unit, cells in re.findall(r"(?m)^\| `(\w+)` \|.*\| (.*) \|$", page)
+    }
+    units = {path.name: {door.parent.name for door in path.glob("*/__init__.py")} for path in SOURCE.iterdir()}
+    assert {unit: set(found) for unit, found in table.items()} == {
+        unit: found for unit, found in units.items() if found
+    }
 
 
 @pytest.mark.parametrize("module", MODULES)
