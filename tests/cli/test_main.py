@@ -386,7 +386,7 @@ def test_s10_a_document_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytes
     assert target.read_text() == before and sorted(tmp_path.iterdir()) == [link, target]
     documents.write_json({"x": 1}, str(link))
     assert json.loads(target.read_bytes())["x"] == 1 and link.is_symlink()
-    with pytest.raises(FileNotFoundError, match="nowhere"):
+    with pytest.raises(UsageError, match="nowhere does not exist"):
         documents.write_json({"x": 1}, str(tmp_path / "nowhere" / "x.json"))
     documents.write_json({"x": 1}, "/dev/null")
 
@@ -551,6 +551,38 @@ def test_json_never_takes_the_place_of_what_somebody_else_wrote(
         assert dump.read_text() == '{"module_path": "model"}' and not ran
     assert cli.main(["planted", "--json", str(tmp_path / "new.txt")]) == 0, "an argument of the command"
     assert ran == [[str(tmp_path / "new.txt")]]
+
+
+COMMAND_LINES = {
+    "build": "model",
+    "sites": "model",
+    "run": "engine",
+    "record": "-o out model",
+    "show": "recording",
+    "compare": "one other",
+    "check": "model",
+    "check-training": "model --candidate other",
+    "profile": "trace",
+    "snapshot": "snapshot",
+    "replay": "snapshot",
+    "verify": "engine --signers file",
+    "schema": "check",
+    "doctor": "",
+}
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_a_document_that_cannot_be_written_is_refused_before_anything_is_done(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = [command, *COMMAND_LINES[command].split()]
+    for place, why in ((tmp_path / "none/x.json", f"the directory {tmp_path / 'none'} does not exist"), (tmp_path, "")):
+        assert cli.main([*line, f"--json={place}"]) == 2
+        shown = capsys.readouterr()
+        # Nothing that the line names exists, and nothing was looked for.
+        assert f"the JSON document cannot be written\n      got: {place}: {why}" in shown.err and shown.out == ""
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_group_of_options_is_one_parameter(plant: Plant, capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,10 +52,23 @@ def require_place(destination: str) -> None:
     """Refuse, before any work is done, a file that is no place for the document.
 
     Raises:
-        UsageError: It is on another machine, or it exists and something else wrote it.
+        UsageError: It is on another machine, in a directory that is missing or cannot be written, a directory itself, or
+            it exists and something else wrote it.
     """
     target = local(destination)
-    if destination == "-" or not target.is_file():
+    if destination == "-":
+        return
+    folder = target.resolve().parent
+    if target.is_dir() or not (target.exists() or os.access(folder, os.W_OK)):
+        missing = "cannot be written" if folder.is_dir() else "does not exist"
+        why = "a directory" if target.is_dir() else f"the directory {folder} {missing}"
+        raise UsageError(
+            "the JSON document cannot be written",
+            got=f"{destination}: {why}",
+            expected="a file in a directory that exists",
+            hint="--json=FILE for another file, --json=- for stdout",
+        )
+    if not target.is_file():
         return
     with open_regular(target) as file:
         beginning = file.read(max(map(len, _BEGINNINGS)))
