@@ -563,7 +563,7 @@ COMMAND_LINES = {
     "check": "model",
     "check-training": "model --candidate other",
     "profile": "trace",
-    "snapshot": "snapshot",
+    "snapshot": "show snapshot",
     "replay": "snapshot",
     "verify": "engine --signers file",
     "schema": "check",

@@ -52,8 +52,8 @@ def require_place(destination: str) -> None:
     """Refuse, before any work is done, a file that is no place for the document.
 
     Raises:
-        UsageError: It is on another machine, in a directory that is missing or cannot be written, a directory itself, or
-            it exists and something else wrote it.
+        UsageError: It is on another machine, in a directory that is missing or cannot be written, a directory itself,
+            or it exists and something else wrote it.
     """
     target = local(destination)
     if destination == "-":
