@@ -25,12 +25,12 @@ import torch
 
 from glassengine.backends.inductor.compiler_flags import read_flags
 from glassengine.backends.protocol.backend import Backend
-from glassengine.diagnose.reproduction.judge_piece import expected_of
 from glassengine.errors import GlassError, UsageError
 from glassengine.executable.graph.graph import CapturedGraph, InputSpec, input_spec
 from glassengine.judge.graphs.cut import Piece, Recorder, clone, piece_of, smallest_failing
 from glassengine.judge.graphs.flat import module_path
 from glassengine.judge.graphs.run import compile_run
+from glassengine.judge.replay.expected import expected_of, judged
 from glassengine.program.representation.naming import source_line
 from glassengine.progress import Progress, Work
 from glassengine.results.replay import Bisection, Failure, MinimalOp
@@ -73,7 +73,7 @@ class Trials:
                 results = run(piece.arguments())
             except Exception as error:
                 return "runtime_error", _line(error)
-        for name, found in zip(piece.outputs, expected.judge(results), strict=True):
+        for name, found in zip(piece.outputs, judged(expected, results), strict=True):
             if found.verdict == "wrong":
                 size = (
                     f"{found.noise_ratio:.3g} times what rounding explains"
@@ -195,7 +195,7 @@ def _part_of_compiler(piece: Piece) -> str | None:
                 results = torch.compile(piece.module, fullgraph=True, dynamic=False)(*piece.arguments())
         except Exception:
             return False
-        return all(found.verdict != "wrong" for found in expected.judge(results))
+        return all(found.verdict != "wrong" for found in judged(expected, results))
 
     try:
         # It tells its progress on stdout, which is for results. It stays switched on until its frame is gone, which

@@ -14,14 +14,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from glassengine.diagnose.reproduction.bisect_compiler import compiler_settings
 from glassengine.diagnose.reproduction.files import Reproduction, run_reproduction, write_reproduction
-from glassengine.diagnose.reproduction.judge_piece import expected_of
 from glassengine.errors import GlassError, UsageError
 from glassengine.judge.graphs.cut import Piece
+from glassengine.judge.replay.expected import expected_of
 from glassengine.judge.verdict.evidence import Evidence
 from glassengine.judge.verdict.score import Score
-from glassengine.numerics.judgement import WRONG
+from glassengine.numerics.judgement import WRONG, unit_roundoff
+from glassengine.numerics.verdict import Reference
 from glassengine.program.kinds.causal_lm import USER_MODULE
 from glassengine.program.representation.naming import source_line
 from glassengine.program.representation.program import Program
@@ -191,6 +194,7 @@ def reproduce_bisection(directory: Path, bisection: Bisection, piece: Piece) -> 
         piece: The piece.
     """
     expected = expected_of(piece)
+    exact, allowed = [one.reference.exact for one in expected], [_allowed(one.reference) for one in expected]
     about = {
         "failure": f"{bisection.failure}: {bisection.message}",
         "backend": bisection.backend,
@@ -201,9 +205,7 @@ def reproduce_bisection(directory: Path, bisection: Bisection, piece: Piece) -> 
     told = {label: text for label, text in about.items() if text is not None}
     for runner, settings in _RUNNERS.get(bisection.backend, ()):
         settings = {**settings, **(compiler_settings() if bisection.backend == "inductor" else {})}
-        found = Reproduction(
-            told, runner, piece, piece, expected.exact, expected.allowed, (), weights={}, settings=settings
-        )
+        found = Reproduction(told, runner, piece, piece, exact, allowed, (), weights={}, settings=settings)
         try:
             # What kills its process is written without being tried in this one.
             if bisection.failure == "crash" or _shows(found, raising=bisection.failure != "accuracy"):
@@ -214,6 +216,15 @@ def reproduce_bisection(directory: Path, bisection: Bisection, piece: Piece) -> 
             return bisection
     logger.error("no reproduction: nothing but Glass Engine shows this failure of %s", bisection.backend)
     return bisection
+
+
+def _allowed(reference: Reference) -> torch.Tensor:
+    """Return how far from P rounding may lead by the floor, the same for every element."""
+    exact, dtype, size = reference.exact, reference.native.dtype, 0.0
+    if dtype.is_floating_point:
+        floor = max(reference.relative_floor, unit_roundoff(dtype))
+        size = WRONG * floor * float(exact.nan_to_num(0.0, 0.0, 0.0).square().mean().sqrt()) if exact.numel() else 0.0
+    return torch.full(exact.shape, size, dtype=torch.float64)
 
 
 def _about(divergence: Divergence) -> dict[str, Any]:

@@ -12,16 +12,17 @@ What is no number (`noise_ratio` is None) was not rounded: only the explanations
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from glassengine.judge.exclusions.ties import chosen_along, is_unordered, tied_choices
 from glassengine.judge.replay.computed_again import MOST_DEPTH
-from glassengine.judge.replay.op import Ops
-from glassengine.judge.replay.piece import Claim, OneOp, Piece, Replayed
+from glassengine.judge.replay.expected import Claim, Expected, Replayed
+from glassengine.judge.replay.op import OneOp
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.verdict import TIE
 from glassengine.ops.traits import traits_of
@@ -34,48 +35,15 @@ _EQUAL = 2.0**-20
 """Of constants that are written with some ten digits."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A claim, and what it may be explained with.
-
-    Attributes:
-        claim: About a tensor of the candidate.
-        piece: As it was cut.
-        ops: Of the candidate.
-        observed: What the candidate was given and made in this step, by node.
-        first: What the first explanation found.
-    """
-
-    claim: Claim
-    piece: Piece
-    ops: Ops
-    observed: Mapping[str, Any]
-    first: Replayed | None = None
-
-    @property
-    def is_unordered(self) -> bool:
-        """Whether kernels may give the result in any order."""
-        one = self.piece.one
-        return one is not None and self.piece.bound is not None and self.ops.values.compiled and is_unordered(one.op)
-
-    @property
-    def rounded(self) -> OneOp | None:
-        """The op, where another kernel may have rounded otherwise: what is no number was not rounded."""
-        first = self.first
-        if first is None or first.judgement.noise_ratio is None or self.piece.bound is None or self.is_unordered:
-            return None
-        return self.piece.one if self.ops.values.compiled else None
+def as_read(claim: Claim, expected: Expected, one: OneOp | None, first: Replayed | None) -> Iterator[Replayed]:
+    """The tensor is within floor and bound of what the piece makes of what was observed; integers are equal."""
+    if one is None or not _may_be_in_any_order(one):
+        yield Replayed(expected.judge(claim.candidate), expected.reference.exact, expected.exempt)
 
 
-def _as_read(asked: Asked) -> Iterator[Replayed]:
-    if not asked.is_unordered:
-        piece = asked.piece
-        yield Replayed(piece.judge(asked.claim.candidate, asked.claim.known), piece.exact, piece.exempt)
-
-
-def _in_any_order(asked: Asked) -> Iterator[Replayed]:
-    one, claim = asked.piece.one, asked.claim
-    if one is None or not asked.is_unordered:
+def in_any_order(claim: Claim, expected: Expected, one: OneOp | None, first: Replayed | None) -> Iterator[Replayed]:
+    """The op promises no order of the values that it chooses, and sorted they are within floor and bound."""
+    if one is None or not _may_be_in_any_order(one):
         return
     dim, operation = chosen_along(one.op), one.operation
 
@@ -84,19 +52,18 @@ def _in_any_order(asked: Asked) -> Iterator[Replayed]:
         return value.sort(dim).values
 
     ordered = dataclasses.replace(operation, target=in_order, exact=operation.exact.sort(dim).values)
-    ours, theirs = (side.sort(dim) for side in (one.native, claim.candidate))
-    piece = asked.ops.of(claim, dataclasses.replace(one, operation=ordered, native=ours.values))
-    found = piece.judge(theirs.values, claim.known)
+    ours, theirs = (side.sort(dim) for side in (one.reference.native, claim.candidate))
+    found = one.read(ordered, ours.values).judge(theirs.values)
     if found.verdict not in FLAGGED and not torch.equal(ours.indices, theirs.indices):
         found = dataclasses.replace(found, verdict="rounding", reason=TIE, is_tie=True)
     yield Replayed(found, operation.exact)
 
 
-def _another_choice(asked: Asked) -> Iterator[Replayed]:
-    one, claim, values = asked.piece.one, asked.claim, asked.ops.values
-    if one is None or asked.piece.bound is not None or not values.compiled:
+def another_choice(claim: Claim, expected: Expected, one: OneOp | None, first: Replayed | None) -> Iterator[Replayed]:
+    """Wherever integers differ, what the op compared is within the rounding of the inputs, and no value is settled."""
+    if one is None or one.is_float or not one.ops.values.compiled:
         return
-    exact, u_in = one.operation.exact, values.roundoff_of_inputs(one.op)
+    exact, u_in = one.operation.exact, one.ops.values.roundoff_of_inputs(one.op)
     tied = tied_choices(one.op, one.operation.args, exact, claim.candidate, u_in, claim.known.settled)
     if tied is None:
         return
@@ -105,44 +72,73 @@ def _another_choice(asked: Asked) -> Iterator[Replayed]:
         yield Replayed(Judgement("rounding", None, None, TIE, is_tie=True), exact)
 
 
-def _computed_again(asked: Asked) -> Iterator[Replayed]:
-    one, claim = asked.rounded, asked.claim
-    for depth in range(MOST_DEPTH + 1) if one is not None else ():
-        assert one is not None
-        read = asked.ops.computed_again.read(one.op, one.call, depth)
+def computed_again(claim: Claim, expected: Expected, one: OneOp | None, first: Replayed | None) -> Iterator[Replayed]:
+    """The tensor is within floor and bound of the op on inputs that were not rounded, or are computed again.
+
+    Fused code computes a sum once for its readers and once more for the dump, rounded in other places; where terms
+    cancel the two are far apart. So an op is right if it is right on what its inputs were made of, up to three cheap
+    ops back; what these may round is added to the bound, where it exceeds that.
+    """
+    if one is None or not _may_be_rounded_otherwise(one, first):
+        return
+    for depth in range(MOST_DEPTH + 1):
+        read = one.ops.computed_again.read(one.op, one.operation.target, depth)
         if read is None or read[0].exact.shape != claim.candidate.shape:
             return
         made, carried = read
-        other = OneOp(one.op, one.call, made.args, made.kwargs, made, made.exact.to(claim.candidate.dtype))
-        yield Replayed(asked.ops.of(claim, other, carried=carried).judge(claim.candidate, claim.known), made.exact)
+        again = one.read(made, made.exact.to(claim.candidate.dtype), carried)
+        again = dataclasses.replace(again, args=made.args, kwargs=made.kwargs)
+        yield Replayed(again.judge(claim.candidate), made.exact)
 
 
-def _weights_folded(asked: Asked) -> Iterator[Replayed]:
-    one, claim = asked.rounded, asked.claim
-    read = None if one is None else asked.ops.folded.read(one)
-    if one is not None and read is not None:
-        operation, runs = read
-        piece = asked.ops.of(claim, dataclasses.replace(one, operation=operation), runs=runs)
-        yield Replayed(piece.judge(claim.candidate, claim.known), operation.exact)
-
-
-def _written_out(asked: Asked) -> Iterator[Replayed]:
-    node, first = asked.claim.node, asked.first
-    traits = traits_of(node)
-    # What is periodic is not among them: a coarse argument of a sine is a mistake, not a rounding.
-    if first is None or asked.claim.own is None or not traits.relative_to_argument or traits.is_periodic:
+def weights_folded(claim: Claim, expected: Expected, one: OneOp | None, first: Replayed | None) -> Iterator[Replayed]:
+    """An input was rounded while it was made of weights alone, and the tensor is within floor and bound of the op on
+    what other kernels make of these weights.
+    """
+    if one is None or not _may_be_rounded_otherwise(one, first):
         return
-    given, own = asked.observed.get(node.all_input_nodes[0].name), asked.claim.own(node)
-    if own is None or op_name(own.ops[-1]) == op_name(node) or not isinstance(given, torch.Tensor):
+    read = one.ops.folded.read(one.op, one.operation.target)
+    if read is not None:
+        operation, runs = read
+        folded = one.read(operation, one.reference.native, runs=runs)
+        yield Replayed(folded.judge(claim.candidate), operation.exact)
+
+
+def written_out(claim: Claim, expected: Expected, one: OneOp | None, first: Replayed | None) -> Iterator[Replayed]:
+    """The op is an activation, the candidate's program computes it by other ops, and these make the same in float64.
+
+    1 + erf(x) and 1 + tanh(x) cancel, so that gelu by hand in a half precision is far from gelu in one op where x is
+    small or negative: by more than the rounding of one op explains, and still by rounding alone.
+    """
+    # What is periodic is not among them: a coarse argument of a sine is a mistake, not a rounding.
+    if one is None or first is None or claim.own is None or not _is_activation(claim.node):
+        return
+    own, given, right = claim.own(claim.node), one.operation.args[0], one.operation.exact
+    if own is None or op_name(own.ops[-1]) == op_name(claim.node) or not isinstance(given, torch.Tensor):
         return
     try:
         (found,) = own.exact()
     except (RuntimeError, IndexError, ValueError):
         return  # it holds what float64 does not have
-    size = torch.maximum(first.predicted.abs(), given.double().abs())
-    if found.shape == first.predicted.shape and bool(((found - first.predicted).abs() <= _EQUAL * size).all()):
+    size = torch.maximum(right.abs(), given.abs())
+    if found.shape == right.shape and bool(((found - right).abs() <= _EQUAL * size).all()):
         judgement = dataclasses.replace(first.judgement, verdict="rounding", reason=ROUNDED_IN_STEPS)
         yield dataclasses.replace(first, judgement=judgement)
+
+
+def _may_be_in_any_order(one: OneOp) -> bool:
+    return one.is_float and one.ops.values.compiled and is_unordered(one.op)
+
+
+def _may_be_rounded_otherwise(one: OneOp, first: Replayed | None) -> bool:
+    """Whether another kernel may have rounded inputs otherwise: what is no number was not rounded."""
+    is_number = first is not None and first.judgement.noise_ratio is not None
+    return is_number and one.is_float and one.ops.values.compiled and not is_unordered(one.op)
+
+
+def _is_activation(node: Node) -> bool:
+    traits = traits_of(node)
+    return bool(traits.relative_to_argument and not traits.is_periodic)
 
 
 @dataclass(frozen=True)
@@ -151,63 +147,37 @@ class Explanation:
 
     Attributes:
         name: In a few words.
-        proof: What it needs to hold.
-        replays: Yields what it finds, the mildest first; nothing where it does not apply.
-        is_exemption: Whether what it explains is left out and counted, rather than right.
+        replays: Yields what it finds; nothing where it does not apply. Its docstring says what proof it needs.
+        is_exemption: Whether what it explains is excluded and counted, rather than right.
     """
 
     name: str
-    proof: str
-    replays: Callable[[Asked], Iterator[Replayed]]
+    replays: Callable[[Claim, Expected, OneOp | None, Replayed | None], Iterator[Replayed]]
     is_exemption: bool = False
 
 
 EXPLANATIONS = (
-    Explanation(
-        "as read",
-        "The tensor is within floor and bound of what the piece makes of what was observed; integers are equal.",
-        _as_read,
-    ),
-    Explanation(
-        "in any order",
-        "The op promises no order of what it chooses, and sorted the values are within floor and bound.",
-        _in_any_order,
-        is_exemption=True,
-    ),
-    Explanation(
-        "another choice",
-        "Wherever it differs, what the op compared is within the rounding of the inputs, and no value is settled.",
-        _another_choice,
-        is_exemption=True,
-    ),
-    Explanation(
-        "computed again",
-        "The tensor is within floor and bound of the op on inputs that were not rounded, or are computed again from "
-        "what they were made of, up to three cheap ops back. Fused code computes a sum once for its readers and once "
-        "for the dump; where terms cancel the two are far apart, by as much as the ops in between round.",
-        _computed_again,
-    ),
-    Explanation(
-        "weights folded",
-        "An input is made of weights alone and was rounded on the way, and the tensor is within floor and bound of the "
-        "op on what other kernels make of these weights.",
-        _weights_folded,
-    ),
-    Explanation(
-        "written out",
-        "The op is an activation, the candidate's own program computes it by other ops, and these make the same in "
-        "float64. 1 + erf(x) and 1 + tanh(x) cancel, so that each rounding shows where x is small or negative.",
-        _written_out,
-    ),
+    Explanation("as read", as_read),
+    Explanation("in any order", in_any_order, is_exemption=True),
+    Explanation("another choice", another_choice, is_exemption=True),
+    Explanation("computed again", computed_again),
+    Explanation("weights folded", weights_folded),
+    Explanation("written out", written_out),
 )
 
 
-def explained(asked: Asked) -> Replayed | None:
-    """Return the first explanation that holds; the first of all where none does."""
+def explained(claim: Claim, expected: Expected, one: OneOp | None) -> Replayed | None:
+    """Return the first explanation that holds; the first of all where none does.
+
+    Args:
+        claim: About a tensor of the candidate.
+        expected: What the piece that ends there should give.
+        one: The same, of a piece of one op: several ops are explained as read only.
+    """
+    first = None
     for explanation in EXPLANATIONS:
-        for found in explanation.replays(asked):
+        for found in explanation.replays(claim, expected, one, first):
             if found.judgement.verdict not in FLAGGED:
                 return dataclasses.replace(found, explanation=explanation.name)
-            if asked.first is None:
-                asked = dataclasses.replace(asked, first=found)
-    return asked.first
+            first = first or found
+    return first

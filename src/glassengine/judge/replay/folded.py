@@ -6,20 +6,19 @@ another kernel and differs from it by rounding, which a copy, say, hands on and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.judge.replay.piece import OneOp
 from glassengine.judge.replay.reference import NUM_NOISE_RUNS
 from glassengine.judge.replay.values import Values
 from glassengine.numerics.float64 import retarget, target_of
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.ops import Operation
-from glassengine.program.representation.outputs import weight_only_nodes
+from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.program import Program
 
 _SPREAD = 2.0
@@ -36,29 +35,35 @@ class Folded:
     """
 
     def __init__(self, program: Program, values: Values, generator: torch.Generator) -> None:
-        self._nodes = {node.name for node in weight_only_nodes(program)}
         self._in_float64: dict[str, Any] = dict(program.weights())
         self._values = values
         self._generator = generator
 
-    def read(self, one: OneOp) -> tuple[Operation, list[torch.Tensor]] | None:
-        """Return an op on such inputs in float64, and its results on others as legal; None where it has none."""
-        own = {source.name: self._values.of(source) for source in one.op.all_input_nodes}
-        exact = self._rounded(one.op, own)
+    def read(self, op: Node, call: Callable[..., Any]) -> tuple[Operation, list[torch.Tensor]] | None:
+        """Return an op on such inputs in float64, and its results on others as legal; None where it has none.
+
+        Args:
+            op: The op.
+            call: What computes its result.
+        """
+        own = {source.name: self._values.of(source) for source in op.all_input_nodes}
+        exact = self._rounded(op, own)
         if not exact:
             return None
         others = _made_otherwise(exact, own, self._generator)
-        return _operation(one, own, exact), [_operation(one, own, other).exact for other in others]
+        return _operation(op, call, own, exact), [_operation(op, call, own, other).exact for other in others]
 
     def _rounded(self, op: Node, native: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return those inputs of `op` that were rounded while they were made, in float64."""
+        made = [source for source in op.all_input_nodes if source.op == "call_function"]
         found = {}
-        for source in op.all_input_nodes:
+        for source in made:
             value = native[source.name]
-            if source.op != "call_function" or source.name not in self._nodes or not isinstance(value, torch.Tensor):
-                continue
-            if value.is_floating_point() and not torch.equal(exact := self._exact(source), value.double()):
-                found[source.name] = exact
+            is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+            if source.name in self._values.constant and is_float:
+                exact = self._exact(source)
+                if not torch.equal(exact, value.double()):
+                    found[source.name] = exact
         return found
 
     def _exact(self, node: Node) -> Any:
@@ -70,12 +75,14 @@ class Folded:
         return self._in_float64[node.name]
 
 
-def _operation(one: OneOp, native: Mapping[str, Any], inputs: Mapping[str, torch.Tensor]) -> Operation:
+def _operation(
+    op: Node, call: Callable[..., Any], native: Mapping[str, Any], inputs: Mapping[str, torch.Tensor]
+) -> Operation:
     args, kwargs = torch.fx.node.map_arg(
-        (one.op.args, dict(one.op.kwargs)), lambda source: inputs.get(source.name, native[source.name])
+        (op.args, dict(op.kwargs)), lambda source: inputs.get(source.name, native[source.name])
     )
     args, kwargs = pytree.tree_map(retarget, (args, kwargs))
-    return Operation(one.operation.name, one.call, args, kwargs, one.call(*args, **kwargs))
+    return Operation(op_name(op), call, args, kwargs, call(*args, **kwargs))
 
 
 def _made_otherwise(

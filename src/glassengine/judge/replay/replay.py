@@ -1,13 +1,14 @@
 """A replay: what did the ops of the baseline between a candidate's tensors make of the candidate's own values?
 
-A candidate runs a step, and hands over what it was given and made. Then each of its tensors is judged by the piece of
-the baseline that ends there (`Piece`), and what exceeds that by the `EXPLANATIONS`. Replays differ only in where their
-pieces begin.
+A candidate runs a step, and hands over what it was given and made. Then each of its tensors is judged by what the piece
+of the baseline that ends there should give (`Expected`), and what exceeds that by the `EXPLANATIONS`. Replays differ
+only in where their pieces begin.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -16,10 +17,10 @@ import torch
 from torch.fx import Node
 
 from glassengine.judge.exclusions.padding import valid_in_step
-from glassengine.judge.graphs import cut
-from glassengine.judge.replay.explanations import Asked, explained
+from glassengine.judge.graphs.cut import Piece
+from glassengine.judge.replay.expected import Claim, Replayed
+from glassengine.judge.replay.explanations import explained
 from glassengine.judge.replay.op import Ops
-from glassengine.judge.replay.piece import Claim, Replayed
 from glassengine.judge.replay.stretch import Stretches
 from glassengine.judge.replay.unread import unread_nodes
 from glassengine.judge.replay.values import Values
@@ -53,10 +54,10 @@ class Replay:
         wide_operands: Whether the candidate's products may read unrounded registers, as its other ops may.
         accumulation: How the candidate's products are summed.
         seed: Of the noise.
-        worth_a_bound: See `Piece`.
+        worth_a_bound: See `Ops`.
 
     Attributes:
-        ops: Cuts pieces of one op.
+        ops: Pieces of one op.
     """
 
     def __init__(
@@ -132,20 +133,21 @@ class Replay:
         candidate: torch.Tensor,
         valid: torch.Tensor | None,
         known: Known = NOTHING,
-        own: Callable[[Node], cut.Piece | None] | None = None,
+        own: Callable[[Node], Piece | None] | None = None,
     ) -> Replayed | None:
         """Judge what the piece that ends in `node` introduced; None where its inputs are not known. See `Claim`."""
         claim = Claim(node, candidate, valid, known, own)
         if self._stretches is not None and (self._cut is Cut.SEGMENT or self._values.lacks_inputs(node)):
-            piece = self._stretches.piece(node, candidate)
-        else:
-            piece = self.ops.piece(claim)
-        return None if piece is None else explained(Asked(claim, piece, self.ops, self.values))
+            found = self._stretches.expected(node, candidate)
+            return None if found is None else explained(replace(claim, candidate=found[1]), found[0], None)
+        one = self.ops.expected(claim)
+        return None if one is None else explained(claim, one, one)
 
     @torch.no_grad()
     def allowed(self, node: Node, candidate: torch.Tensor) -> torch.Tensor | None:
         """Return the bound that the candidate's result of `node` is judged by; None where noise alone judges it."""
-        return None if self._cut is Cut.SEGMENT else self.ops.allowed(node, candidate)
+        one = self.ops.expected(Claim(node, candidate))
+        return None if one is None else one.allowed()
 
     def inside(self, judged: Collection[str]) -> dict[str, set[str]]:
         """Return the nodes within pieces that were judged at their ends: node -> ends, of these `judged` nodes."""

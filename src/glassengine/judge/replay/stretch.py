@@ -21,7 +21,7 @@ from collections.abc import Callable, Generator, Mapping
 import torch
 from torch.fx import Node
 
-from glassengine.judge.replay.piece import Piece, Valid
+from glassengine.judge.replay.expected import Expected, Valid
 from glassengine.judge.replay.reference import ReferenceRun
 from glassengine.numerics.ops import Accumulation
 from glassengine.numerics.verdict import Reference
@@ -80,8 +80,11 @@ class Stretches:
         self._current: tuple[Node, Reference] | None = None
 
     @torch.no_grad()
-    def piece(self, node: Node, candidate: torch.Tensor) -> Piece | None:
-        """Return the piece that ends in `node`; None if it depends on unknown values, or the tensor does not fit it."""
+    def expected(self, node: Node, candidate: torch.Tensor) -> tuple[Expected, torch.Tensor] | None:
+        """Return what the piece that ends in `node` should give, and the candidate's tensor in the shape of that.
+
+        None if it depends on unknown values, or the tensor does not fit.
+        """
         while self._current is None or self._current[0] is not node:
             if not self._advance():
                 return None
@@ -89,7 +92,7 @@ class Stretches:
         value = _completed(candidate, reference)
         if value is None or self._is_unknown(node):
             return None
-        return Piece(reference.exact, lambda _: reference, exempt=reference.known.exempt, seen=lambda _: value)
+        return Expected(reference, reference.known.exempt), value
 
     def _advance(self) -> bool:
         """Go on to the next tensor; the side's value of the present one takes the place of the reference's."""

@@ -1,0 +1,133 @@
+"""What a piece of the baseline should give on a candidate's own tensors, and how a candidate's result is judged by it.
+
+A piece is the ops between tensors that the candidate has and one that is judged (`graphs.cut.Piece`): one op, a region,
+a segment, a part of a snapshot's graph. It is run on what the candidate fed to its own ops, so that what these tensors
+carried in is gone. However it is cut, it gives the float64 prediction P, one native result, and results with
+Monte-Carlo rounding. One op has a rounding bound as well (`OneOp`), and an error counts only where floor and bound
+agree. Several ops have none: the noise of all of them decides alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Interpreter, Node
+from torch.utils import _pytree as pytree
+
+from glassengine.judge.graphs.cut import Piece
+from glassengine.judge.graphs.flat import with_values
+from glassengine.judge.replay.reference import NUM_NOISE_RUNS
+from glassengine.numerics.exemptions import Masks
+from glassengine.numerics.float64 import retarget, target_of
+from glassengine.numerics.judgement import Judgement, smallest_precise, unit_roundoff
+from glassengine.numerics.known import NOTHING, Known
+from glassengine.numerics.noise import noisy, rounds
+from glassengine.numerics.verdict import Reference
+
+Valid = Callable[[Node, Tensor], Tensor | None]
+"""Which elements of the value of a node count; None where all do."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """That a tensor of a candidate is what the baseline makes of the candidate's own tensors, up to rounding.
+
+    Attributes:
+        node: Of the baseline.
+        candidate: The candidate's tensor.
+        valid: Bool mask of the elements that count; None where all do.
+        known: What the graph says of the baseline's tensor.
+        own: Gives what the candidate's program computes there, from tensors that both sides have.
+    """
+
+    node: Node
+    candidate: Tensor
+    valid: Tensor | None = None
+    known: Known = NOTHING
+    own: Callable[[Node], Piece | None] | None = None
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a replay found: the judgement, P, and the name of the explanation that it rests on.
+
+    `exempt` are the elements that it left out, see `Expected`.
+    """
+
+    judgement: Judgement
+    predicted: Tensor
+    exempt: Masks | None = None
+    explanation: str = ""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a piece should give.
+
+    Attributes:
+        reference: P, with the noise behind its floor; of one op with its native result alone, at first.
+        exempt: Elements that are left out, by reason, where they are not those of the accumulated reference.
+    """
+
+    reference: Reference
+    exempt: Masks | None = None
+
+    def judge(self, result: Tensor) -> Judgement:
+        """Judge what a candidate made of the same tensors."""
+        return self.reference.judge(result)
+
+
+def judged(expected: Sequence[Expected], results: Sequence[Tensor]) -> list[Judgement]:
+    """Judge what a back-end made of a piece, output by output."""
+    return [one.judge(result) for one, result in zip(expected, results, strict=True)]
+
+
+@torch.no_grad()
+def expected_of(piece: Piece) -> list[Expected]:
+    """Run a piece that stands by itself in every way that is legal, and return what each of its outputs should be."""
+    with_values(piece.module, piece.arguments())
+    exact, native = piece.exact(), piece.run()
+    runs = [_Noisy(piece, torch.Generator().manual_seed(seed)).results() for seed in range(NUM_NOISE_RUNS)]
+    return [
+        Expected(Reference(exact[index], value, [run[index] for run in runs], dtype=_float(value), valid=None))
+        for index, value in enumerate(native)
+    ]
+
+
+class _Noisy(Interpreter):
+    """The piece in float64 with the rounding of each op."""
+
+    def __init__(self, piece: Piece, generator: torch.Generator) -> None:
+        super().__init__(piece.module)
+        self._piece = piece
+        self._generator = generator
+
+    def results(self) -> tuple[torch.Tensor, ...]:
+        doubles = [retarget(tensor) for tensor in self._piece.arguments()]
+        found: tuple[torch.Tensor, ...] = self.run(*doubles)
+        return found
+
+    def run_node(self, n: Node) -> Any:
+        if n.op != "call_function":
+            return super().run_node(n)
+        args, kwargs = pytree.tree_map(retarget, self.fetch_args_kwargs_from_env(n))
+        value = target_of(n)(*args, **kwargs)
+        if not rounds(n):
+            return value
+        kept = pytree.tree_leaves(n.meta["val"])
+        return pytree.tree_map(partial(self._rounded, n, args, kwargs, kept[0]), value)
+
+    def _rounded(self, node: Node, args: Any, kwargs: Mapping[str, Any], kept: Any, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return value
+        u, tiny = unit_roundoff(_float(kept)), smallest_precise(_float(kept))
+        return noisy(node, value, args, dict(kwargs), u, self._generator, tiny=tiny)
+
+
+def _float(value: torch.Tensor) -> torch.dtype:
+    return value.dtype if value.is_floating_point() else torch.float32
