@@ -81,6 +81,10 @@ class Expected:
         """Judge what a candidate made of the same tensors."""
         return self.reference.judge(result)
 
+    def replayed(self, result: Tensor) -> Replayed:
+        """Return what the replay found of a result as it was read."""
+        return Replayed(self.judge(result), self.reference.exact, self.exempt)
+
 
 def judged(expected: Sequence[Expected], results: Sequence[Tensor]) -> list[Judgement]:
     """Judge what a back-end made of a piece, output by output."""

@@ -2,8 +2,9 @@
 
 `EXPLANATIONS` is the one list, in the order in which they are tried: what assumes the least comes first. Each cuts the
 piece in another way, or looks at its result in another way, and the first that holds decides. Where none holds, the
-verdict is that of the first. Each needs a proof from the candidate's own values: none is granted for the name of an op,
-and a mistake beside what is explained exceeds floor and bound of the other piece as well.
+verdict is that of the first. Each needs a proof from the candidate's own values: none is granted for the name of an
+op, and a mistake beside what is explained exceeds floor and bound of the other piece as well. Pieces of several ops are
+judged as read only: the noise of all of them has room for any of this.
 
 Two of them are exemptions: the candidate chose otherwise, legally; what depends on the choice is excluded and counted.
 What is no number (`noise_ratio` is None) was not rounded: only the explanations of choices apply, and the last one.
@@ -17,11 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Node
 
 from glassengine.judge.exclusions.ties import chosen_along, is_unordered, tied_choices
 from glassengine.judge.replay.computed_again import MOST_DEPTH
-from glassengine.judge.replay.expected import Claim, Expected, Replayed
+from glassengine.judge.replay.expected import Replayed
 from glassengine.judge.replay.op import OneOp
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.verdict import TIE
@@ -35,15 +35,15 @@ _EQUAL = 2.0**-20
 """Of constants that are written with some ten digits."""
 
 
-def as_read(claim: Claim, expected: Expected, one: OneOp | None, first: Replayed | None) -> Iterator[Replayed]:
+def as_read(one: OneOp, first: Replayed | None) -> Iterator[Replayed]:
     """The tensor is within floor and bound of what the piece makes of what was observed; integers are equal."""
-    if one is None or not _may_be_in_any_order(one):
-        yield Replayed(expected.judge(claim.candidate), expected.reference.exact, expected.exempt)
+    if not _may_be_in_any_order(one):
+        yield one.replayed(one.claim.candidate)
 
 
-def in_any_order(claim: Claim, expected: Expected, one: OneOp | None, first: Replayed | None) -> Iterator[Replayed]:
+def in_any_order(one: OneOp, first: Replayed | None) -> Iterator[Replayed]:
     """The op promises no order of the values that it chooses, and sorted they are within floor and bound."""
-    if one is None or not _may_be_in_any_order(one):
+    if not _may_be_in_any_order(one):
         return
     dim, operation = chosen_along(one.op), one.operation
 
@@ -52,18 +52,18 @@ def in_any_order(claim: Claim, expected: Expected, one: OneOp | None, first: Rep
         return value.sort(dim).values
 
     ordered = dataclasses.replace(operation, target=in_order, exact=operation.exact.sort(dim).values)
-    ours, theirs = (side.sort(dim) for side in (one.reference.native, claim.candidate))
+    ours, theirs = (side.sort(dim) for side in (one.reference.native, one.claim.candidate))
     found = one.read(ordered, ours.values).judge(theirs.values)
     if found.verdict not in FLAGGED and not torch.equal(ours.indices, theirs.indices):
         found = dataclasses.replace(found, verdict="rounding", reason=TIE, is_tie=True)
     yield Replayed(found, operation.exact)
 
 
-def another_choice(claim: Claim, expected: Expected, one: OneOp | None, first: Replayed | None) -> Iterator[Replayed]:
+def another_choice(one: OneOp, first: Replayed | None) -> Iterator[Replayed]:
     """Wherever integers differ, what the op compared is within the rounding of the inputs, and no value is settled."""
-    if one is None or one.is_float or not one.ops.values.compiled:
+    if one.is_float or not one.ops.values.compiled:
         return
-    exact, u_in = one.operation.exact, one.ops.values.roundoff_of_inputs(one.op)
+    claim, exact, u_in = one.claim, one.operation.exact, one.ops.values.roundoff_of_inputs(one.op)
     tied = tied_choices(one.op, one.operation.args, exact, claim.candidate, u_in, claim.known.settled)
     if tied is None:
         return
@@ -72,46 +72,47 @@ def another_choice(claim: Claim, expected: Expected, one: OneOp | None, first: R
         yield Replayed(Judgement("rounding", None, None, TIE, is_tie=True), exact)
 
 
-def computed_again(claim: Claim, expected: Expected, one: OneOp | None, first: Replayed | None) -> Iterator[Replayed]:
+def computed_again(one: OneOp, first: Replayed | None) -> Iterator[Replayed]:
     """The tensor is within floor and bound of the op on inputs that were not rounded, or are computed again.
 
     Fused code computes a sum once for its readers and once more for the dump, rounded in other places; where terms
     cancel the two are far apart. So an op is right if it is right on what its inputs were made of, up to three cheap
     ops back; what these may round is added to the bound, where it exceeds that.
     """
-    if one is None or not _may_be_rounded_otherwise(one, first):
+    if not _may_be_rounded_otherwise(one, first):
         return
     for depth in range(MOST_DEPTH + 1):
         read = one.ops.computed_again.read(one.op, one.operation.target, depth)
-        if read is None or read[0].exact.shape != claim.candidate.shape:
+        if read is None or read[0].exact.shape != one.operation.exact.shape:
             return
         made, carried = read
-        again = one.read(made, made.exact.to(claim.candidate.dtype), carried)
+        again = one.read(made, made.exact.to(one.claim.candidate.dtype), carried)
         again = dataclasses.replace(again, args=made.args, kwargs=made.kwargs)
-        yield Replayed(again.judge(claim.candidate), made.exact)
+        yield again.replayed(one.claim.candidate)
 
 
-def weights_folded(claim: Claim, expected: Expected, one: OneOp | None, first: Replayed | None) -> Iterator[Replayed]:
+def weights_folded(one: OneOp, first: Replayed | None) -> Iterator[Replayed]:
     """An input was rounded while it was made of weights alone, and the tensor is within floor and bound of the op on
     what other kernels make of these weights.
     """
-    if one is None or not _may_be_rounded_otherwise(one, first):
+    if not _may_be_rounded_otherwise(one, first):
         return
     read = one.ops.folded.read(one.op, one.operation.target)
     if read is not None:
         operation, runs = read
         folded = one.read(operation, one.reference.native, runs=runs)
-        yield Replayed(folded.judge(claim.candidate), operation.exact)
+        yield folded.replayed(one.claim.candidate)
 
 
-def written_out(claim: Claim, expected: Expected, one: OneOp | None, first: Replayed | None) -> Iterator[Replayed]:
+def written_out(one: OneOp, first: Replayed | None) -> Iterator[Replayed]:
     """The op is an activation, the candidate's program computes it by other ops, and these make the same in float64.
 
     1 + erf(x) and 1 + tanh(x) cancel, so that gelu by hand in a half precision is far from gelu in one op where x is
     small or negative: by more than the rounding of one op explains, and still by rounding alone.
     """
     # What is periodic is not among them: a coarse argument of a sine is a mistake, not a rounding.
-    if one is None or first is None or claim.own is None or not _is_activation(claim.node):
+    claim, traits = one.claim, traits_of(one.claim.node)
+    if first is None or claim.own is None or not traits.relative_to_argument or traits.is_periodic:
         return
     own, given, right = claim.own(claim.node), one.operation.args[0], one.operation.exact
     if own is None or op_name(own.ops[-1]) == op_name(claim.node) or not isinstance(given, torch.Tensor):
@@ -136,11 +137,6 @@ def _may_be_rounded_otherwise(one: OneOp, first: Replayed | None) -> bool:
     return is_number and one.is_float and one.ops.values.compiled and not is_unordered(one.op)
 
 
-def _is_activation(node: Node) -> bool:
-    traits = traits_of(node)
-    return bool(traits.relative_to_argument and not traits.is_periodic)
-
-
 @dataclass(frozen=True)
 class Explanation:
     """One of the list.
@@ -152,7 +148,7 @@ class Explanation:
     """
 
     name: str
-    replays: Callable[[Claim, Expected, OneOp | None, Replayed | None], Iterator[Replayed]]
+    replays: Callable[[OneOp, Replayed | None], Iterator[Replayed]]
     is_exemption: bool = False
 
 
@@ -166,17 +162,11 @@ EXPLANATIONS = (
 )
 
 
-def explained(claim: Claim, expected: Expected, one: OneOp | None) -> Replayed | None:
-    """Return the first explanation that holds; the first of all where none does.
-
-    Args:
-        claim: About a tensor of the candidate.
-        expected: What the piece that ends there should give.
-        one: The same, of a piece of one op: several ops are explained as read only.
-    """
+def explained(one: OneOp) -> Replayed | None:
+    """Return the first explanation of the candidate's tensor that holds; the first of all where none does."""
     first = None
     for explanation in EXPLANATIONS:
-        for found in explanation.replays(claim, expected, one, first):
+        for found in explanation.replays(one, first):
             if found.judgement.verdict not in FLAGGED:
                 return dataclasses.replace(found, explanation=explanation.name)
             first = first or found

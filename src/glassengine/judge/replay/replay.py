@@ -8,7 +8,6 @@ only in where their pieces begin.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -136,12 +135,11 @@ class Replay:
         own: Callable[[Node], Piece | None] | None = None,
     ) -> Replayed | None:
         """Judge what the piece that ends in `node` introduced; None where its inputs are not known. See `Claim`."""
-        claim = Claim(node, candidate, valid, known, own)
         if self._stretches is not None and (self._cut is Cut.SEGMENT or self._values.lacks_inputs(node)):
             found = self._stretches.expected(node, candidate)
-            return None if found is None else explained(replace(claim, candidate=found[1]), found[0], None)
-        one = self.ops.expected(claim)
-        return None if one is None else explained(claim, one, one)
+            return None if found is None else found[0].replayed(found[1])
+        one = self.ops.expected(Claim(node, candidate, valid, known, own))
+        return None if one is None else explained(one)
 
     @torch.no_grad()
     def allowed(self, node: Node, candidate: torch.Tensor) -> torch.Tensor | None:
