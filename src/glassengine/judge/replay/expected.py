@@ -62,7 +62,7 @@ class Replayed:
     judgement: Judgement
     predicted: Tensor
     exempt: Masks | None = None
-    explanation: str = ""
+    explanation: str = "as read"
 
 
 @dataclass(frozen=True)

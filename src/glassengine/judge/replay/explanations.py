@@ -21,7 +21,7 @@ import torch
 
 from glassengine.judge.exclusions.ties import chosen_along, is_unordered, tied_choices
 from glassengine.judge.replay.computed_again import MOST_DEPTH
-from glassengine.judge.replay.expected import Replayed
+from glassengine.judge.replay.expected import Replayed, expected_of
 from glassengine.judge.replay.op import OneOp
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.verdict import TIE
@@ -108,7 +108,8 @@ def written_out(one: OneOp, first: Replayed | None) -> Iterator[Replayed]:
     """The op is an activation, the candidate's program computes it by other ops, and these make the same in float64.
 
     1 + erf(x) and 1 + tanh(x) cancel, so that gelu by hand in a half precision is far from gelu in one op where x is
-    small or negative: by more than the rounding of one op explains, and still by rounding alone.
+    small or negative: by more than the rounding of one op explains, and still by rounding alone. The tensor must be
+    what the candidate's own ops make, with a rounding after each of them.
     """
     # What is periodic is not among them: a coarse argument of a sine is a mistake, not a rounding.
     claim, traits = one.claim, traits_of(one.claim.node)
@@ -118,11 +119,12 @@ def written_out(one: OneOp, first: Replayed | None) -> Iterator[Replayed]:
     if own is None or op_name(own.ops[-1]) == op_name(claim.node) or not isinstance(given, torch.Tensor):
         return
     try:
-        (found,) = own.exact()
+        (expected,) = expected_of(own)
     except (RuntimeError, IndexError, ValueError):
         return  # it holds what float64 does not have
-    size = torch.maximum(right.abs(), given.abs())
-    if found.shape == right.shape and bool(((found - right).abs() <= _EQUAL * size).all()):
+    found, size = expected.reference.exact, torch.maximum(right.abs(), given.abs())
+    is_same = found.shape == right.shape and bool(((found - right).abs() <= _EQUAL * size).all())
+    if is_same and expected.judge(claim.candidate).verdict != "wrong":
         judgement = dataclasses.replace(first.judgement, verdict="rounding", reason=ROUNDED_IN_STEPS)
         yield dataclasses.replace(first, judgement=judgement)
 
@@ -169,5 +171,5 @@ def explained(one: OneOp) -> Replayed | None:
         for found in explanation.replays(one, first):
             if found.judgement.verdict not in FLAGGED:
                 return dataclasses.replace(found, explanation=explanation.name)
-            first = first or found
+            first = first or dataclasses.replace(found, explanation=explanation.name)
     return first
