@@ -27,6 +27,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import TensorArgument
 
+from glassengine.backends.onnx.conversion import fast_conversion
 from glassengine.backends.onnx.network import mark_nodes, name_layers
 from glassengine.backends.protocol.backend import Capabilities
 from glassengine.errors import BackendError, first_line
@@ -67,7 +68,7 @@ def export_onnx(program: Program, directory: Path) -> None:
     # A state that is written in place has one name as input and as result; ONNX has one name space.
     updated = {name: f"updated:{name}" if name in inputs else name for name in result_names(functional)}
     outputs = list(updated.values())
-    with torch.no_grad(), _quiet(), _one_reason():
+    with torch.no_grad(), _quiet(), _one_reason(), fast_conversion():
         converted = torch.onnx.export(
             _without_parts(functional.exported),
             dynamo=True,

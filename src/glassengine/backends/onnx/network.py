@@ -7,6 +7,7 @@ called `<node>/<operation>_<n>`.
 
 from __future__ import annotations
 
+import operator
 import re
 import tempfile
 from collections import Counter
@@ -28,17 +29,20 @@ OPTIMIZE_LIMIT_BYTES = 1 << 30
 """Above this size of the weights the graph is not optimized once more to be listed: that writes them all."""
 
 _STANDARD = ("", "ai.onnx")
+_SIZES = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
 _HANDLE = re.compile(r"glass node (\w+)\n")
 
 
 def mark_nodes(graph: torch.fx.Graph) -> None:
     """Give every node a handle that survives the converter, which traces the graph again and renumbers it.
 
-    Of all that a node carries the stack trace is what the converter copies and never looks into.
+    Of all that a node carries the stack trace is what the converter copies and never looks into. Sizes have no handle,
+    since all nodes share them; one of several results has that of the op.
     """
     for node in graph.nodes:
-        if node.op == "call_function":
-            node.meta["stack_trace"] = f"glass node {node.name}\n{node.meta.get('stack_trace') or ''}"
+        if node.op == "call_function" and not isinstance(node.meta.get("val"), _SIZES):
+            op = node.args[0] if node.target is operator.getitem else node
+            node.meta["stack_trace"] = f"glass node {op.name}\n{node.meta.get('stack_trace') or ''}"
 
 
 def name_layers(graph: Any, converted: torch.fx.Graph, program: Program) -> None:
