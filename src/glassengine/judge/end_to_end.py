@@ -16,18 +16,18 @@ from typing import Literal
 import torch
 
 from glassengine.judge.graphs.by_result import in_order
+from glassengine.numerics.exemptions import DRAWN
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.metrics.drift import LITTLE_LEFT, LOST, DriftSums
 from glassengine.numerics.metrics.tolerance import is_inexact, tolerance
 from glassengine.numerics.verdict import Reference
-from glassengine.ops.traits import traits_of
 from glassengine.program.representation.outputs import PREFIX
 from glassengine.program.representation.program import Program
 from glassengine.program.user_code.module_state import STATE
 from glassengine.results import FLAGGED, VERDICTS, DriftRow, ResultComparison, Verdict
 
 _CHOSEN_ALIKE = "both sides chose alike where rounding might have chosen: no tie explains the difference"
-_DRAWN = "every run draws new random numbers"
+_RANDOM = "every run draws new random numbers"
 _MISSING = "the candidate returns no such result"
 
 
@@ -46,7 +46,6 @@ class EndToEnd:
     not_compared: dict[str, str] = field(default_factory=dict)
     _sums: dict[str, DriftSums] = field(default_factory=dict)
     _found: dict[str, ResultComparison] = field(default_factory=dict)
-    _drawn: frozenset[str] | None = None
     _seen: set[str] = field(default_factory=set)
 
     @property
@@ -85,8 +84,8 @@ class EndToEnd:
             own, method = self._counterpart(name, theirs, ours)
             if own is None:
                 self.not_compared[name] = _MISSING
-            elif node in self._random():
-                self.not_compared[name] = _DRAWN
+            elif DRAWN in reference.known.exempt:
+                self.not_compared[name] = _RANDOM
             else:
                 baseline = ours.get(name, reference.native)
                 if baseline.shape != reference.native.shape:
@@ -141,16 +140,6 @@ class EndToEnd:
     def _fake(self, name: str) -> object:
         """The result of the baseline as its program knows it."""
         return self.program.node(self.program.output_nodes[name]).meta.get("val")
-
-    def _random(self) -> frozenset[str]:
-        """Nodes that depend on random numbers."""
-        if self._drawn is None:
-            found: set[str] = set()
-            for node in self.program.graph.nodes:
-                if traits_of(node).is_random or any(source.name in found for source in node.all_input_nodes):
-                    found.add(node.name)
-            self._drawn = frozenset(found)
-        return self._drawn
 
     def _add(
         self,

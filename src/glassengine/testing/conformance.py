@@ -166,7 +166,7 @@ class _Check:
         self._held: list[tuple[int, str, torch.Tensor, torch.Tensor]] = []
         self._num_checked = 0
         self._step = -1
-        self._casts = Followed(UndefinedCasts())
+        self._undefined: dict[str, torch.Tensor | None] = {}
 
     def report(self) -> ConformanceReport:
         for step, name, tensor, copy in self._held:
@@ -186,13 +186,16 @@ class _Check:
         program = self._subject.program
         values: dict[str, torch.Tensor] = {}
         given = {**inputs, **expected_kv}
-        known: dict[str, Any] = {port.node: given[port.name] for port in program.inputs} | program.weights()
-        self._casts = Followed(UndefinedCasts())
+        held = {port.node: given[port.name] for port in program.inputs} | program.weights()
+        placeholders = program.graph.find_nodes(op="placeholder")
+        known: dict[torch.fx.Node, tuple[Any, Any]] = {node: (held.get(node.name),) * 2 for node in placeholders}
+        casts = Followed(UndefinedCasts())
 
         def observe(node: torch.fx.Node, value: object) -> None:
-            known[node.name] = value
-            self._casts.visit(node, value, lambda source: known[source.name])
+            known[node] = (value, value)
+            casts.visit(node, known)
             if isinstance(value, torch.Tensor):
+                self._undefined[node.name] = casts.of(node, known)
                 values[node.name] = value.clone()
 
         expected = run_program(program, given, observe)
@@ -267,7 +270,7 @@ class _Check:
                 self._skipped[site.name] = "tokens of all rows in one dimension: not compared in padded batches"
                 return
             rows = _valid_positions(site, expected.shape, valid, inputs["cache_position"])
-        undefined = self._casts.of(site.node)
+        undefined = self._undefined.get(site.node)
         if undefined is not None:
             rows &= ~undefined
         self._require(site.name, *self._close(actual[rows], expected[rows], expected))

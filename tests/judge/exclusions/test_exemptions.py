@@ -54,3 +54,27 @@ def test_a_check_counts_what_it_left_out(tmp_path: Path) -> None:
     assert counted["random"].num_elements == 4 and counted["random"].largest_site == "./rand.0"
     assert all(0 < one.share < 1 for one in found.exemptions) and found.num_elements
     assert json.loads(json.dumps(found.to_dict()))["exemptions"][0]["num_elements"] > 0
+
+
+class Buffer(nn.Module):
+    """Doubles a buffer of which it has written the first half, and returns that half, or one element more."""
+
+    def __init__(self, *, factor: float = 2.0, ends: int = 2) -> None:
+        super().__init__()
+        self.factor, self.ends = factor, ends
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = torch.empty(4)
+        memory[:2] = x
+        return (memory * self.factor)[: self.ends]
+
+
+def test_arithmetic_on_unwritten_memory_is_no_mistake_and_hides_none(tmp_path: Path) -> None:
+    torch.save({"x": torch.tensor([1.0, 2.0])}, tmp_path / "x.pt")
+    inputs = str(tmp_path / "x.pt")
+    right = check(Buffer().eval(), candidate=Buffer().eval(), inputs=inputs)
+    assert right.ok and {one.reason for one in right.exemptions} == {"unwritten memory"}
+    assert not check(Buffer().eval(), candidate=Buffer(factor=2.1).eval(), inputs=inputs).ok
+    whole = check(Buffer(ends=3).eval(), candidate=Buffer(ends=3).eval(), inputs=inputs)
+    assert not any(pair.verdict == "wrong" for pair in whole.pairs)
+    assert not check(Buffer(ends=3).eval(), candidate=Buffer(factor=2.1, ends=3).eval(), inputs=inputs).ok

@@ -22,16 +22,19 @@ HIDDEN = torch.finfo(torch.float32).min
 def left_out(module: nn.Module, **inputs: torch.Tensor) -> dict[str, Any]:
     """Return the elements that do not count by the op of their node."""
     program = export_module(module, inputs)
-    known: dict[str, Any] = {port.node: inputs[port.name] for port in program.inputs}
+    known = {program.node(port.node): (inputs[port.name],) * 2 for port in program.inputs}
     rows = Followed(HiddenRows())
+    masks: dict[str, torch.Tensor | None] = {}
 
     def observe(node: torch.fx.Node, value: Any) -> None:
-        known[node.name] = value
-        rows.visit(node, value, lambda source: known[source.name])
+        known[node] = (value, value)
+        rows.visit(node, known)
+        if isinstance(value, torch.Tensor):
+            masks[node.name] = rows.of(node, known)
 
     run_program(program, inputs, observe)
     sites = {site.node: site.name.rpartition("/")[2] for site in program.sites if site.kind == "op"}
-    found = {name: rows.of(node) for node, name in sites.items()}
+    found = {name: masks.get(node) for node, name in sites.items()}
     return {name: mask for name, mask in found.items() if mask is not None}
 
 

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from glassengine.judge.exclusions.arbitrary import Draws, Unwritten
 from glassengine.judge.exclusions.hidden_rows import HiddenRows
 from glassengine.judge.exclusions.in_step import Exclusions
 from glassengine.judge.exclusions.other_values import WHOLE, Followed, OtherValues, Source, far_from
+from glassengine.judge.exclusions.tie_propagation import Ties
 from glassengine.judge.exclusions.undefined_casts import UndefinedCasts
-from glassengine.numerics.exemptions import PADDING, TIES, UNWRITTEN, Ledger
+from glassengine.numerics.exemptions import DRAWN, PADDING, TIES, UNWRITTEN, Ledger
 
 aten = torch.ops.aten
 Values = dict[Node, list[Any]]
@@ -55,7 +57,6 @@ def excluded(
     sources: list[Source],
     *,
     noise: float = 0.0,
-    unwritten: tuple[str, ...] = (),
     **given: Tensor,
 ) -> dict[str, dict[str, Any]]:
     """Return what is excluded of the named nodes of a graph, by reason."""
@@ -63,7 +64,7 @@ def excluded(
     named = build(graph, {name: graph.placeholder(name) for name in given})
     graph.output(tuple(named.values()))
     env = run(graph, given, noise)
-    exclusions = Exclusions(sources, again(env), unwritten)
+    exclusions = Exclusions(sources, again(env))
     found: dict[str, dict[str, Any]] = {}
     for node in graph.nodes:
         if node.op != "call_function":
@@ -72,7 +73,7 @@ def excluded(
         for name, wanted in named.items():
             exact = env[node][0]
             if wanted is node and isinstance(exact, Tensor):
-                masks = exclusions.of(node, exact, None, torch.float32).by_reason
+                masks = exclusions.of(node, env, None, torch.float32).by_reason
                 found[name] = {reason: mask.expand(exact.shape).tolist() for reason, mask in masks.items()}
     return found
 
@@ -137,30 +138,82 @@ def test_a_tie_is_followed_through_what_it_picks(gap: float, is_tie: bool) -> No
     graph.output(tuple(named.values()))
     env = run(graph, given)
     env[x["scores"]] = [scores.double(), scores, scores.double() + torch.tensor([[0.0] * 3, [1e-7, 0.0, -1e-7]])]
-    exclusions = Exclusions([], again(env))
+    exclusions = Exclusions([Ties()], again(env))
     masks: dict[str, list[Any]] = {}
     for name, node in named.items():
         exclusions.visit(node, env)
-        tied = exclusions.of(node, env[node][0], None, torch.float32).tied
+        tied = exclusions.of(node, env, None, torch.float32).tied
         masks[name] = [] if tied is None else tied.flatten().tolist()
     assert masks["place"] == masks["picked"] == ([False, True] if is_tie else [])
     assert masks["same"] == [], "what comes to the same is no tie"
 
 
+def test_unwritten_memory_counts_again_where_it_is_overwritten() -> None:
+    def build(graph: Graph, x: dict[str, Node]) -> dict[str, Node]:
+        memory = call(graph, aten.empty.memory_format, [3])
+        written = call(graph, aten.slice_scatter.default, memory, x["x"], 0, 0, 2)
+        doubled = call(graph, aten.mul.Tensor, written, 2.0)
+        above = call(graph, aten.gt.Scalar, doubled, 0.0)
+        taken = call(graph, aten.slice.Tensor, doubled, 0, 0, 2)
+        like = call(graph, aten.zeros_like.default, memory)
+        return {"memory": memory, "doubled": doubled, "above": above, "taken": taken, "like": like}
+
+    found = excluded(build, [Unwritten()], x=torch.tensor([1.0, -2.0]))
+    last = {UNWRITTEN: [False, False, True]}
+    everything = {UNWRITTEN: [True] * 3}
+    assert found == {"memory": everything, "doubled": last, "above": last, "taken": {}, "like": {}}
+
+
+def test_all_that_reads_a_draw_depends_on_it_as_a_whole() -> None:
+    """Two draws may fall on one side of a threshold: no other value tells that nothing depends on them."""
+
+    def build(graph: Graph, x: dict[str, Node]) -> dict[str, Node]:
+        drawn = call(graph, aten.rand.default, [2])
+        kept = call(graph, aten.gt.Scalar, drawn, -1.0)
+        dropped = call(graph, aten.where.ScalarOther, kept, x["x"], 0.0)
+        size = call(graph, aten.ones_like.default, drawn)
+        beside = call(graph, aten.mul.Tensor, x["x"], size)
+        return {"drawn": drawn, "dropped": dropped, "beside": beside}
+
+    whole = {DRAWN: [True, True]}
+    found = excluded(build, [Draws()], x=torch.tensor([1.0, -2.0]))
+    assert found == {"drawn": whole, "dropped": whole, "beside": {}}
+
+
+def test_a_value_that_a_candidate_chose_settles_choices_and_nothing_else() -> None:
+    graph = Graph()
+    drawn, memory = call(graph, aten.rand.default, [2]), call(graph, aten.empty.memory_format, [2])
+    both = call(graph, aten.add.Tensor, drawn, memory)
+    env = run(graph, {})
+    exclusions = Exclusions([Unwritten(), Draws()], again(env))
+    for node in (drawn, memory):
+        exclusions.visit(node, env)
+        exclusions.of(node, env, None, torch.float32)
+        exclusions.force(node)
+    exclusions.visit(both, env)
+    assert exclusions.of(both, env, None, torch.float32).by_reason.keys() == {UNWRITTEN}
+    carried = exclusions.carried(both)
+    assert carried.keys() == {UNWRITTEN}
+    following = Exclusions([Unwritten(), Draws()], again(env))
+    following.carry(both, carried)
+    assert following.of(both, env, None, torch.float32).by_reason.keys() == {UNWRITTEN}
+
+
 def test_unwritten_memory_and_padding_are_reasons_of_their_own() -> None:
     graph = Graph()
     x = graph.placeholder("x")
-    node = call(graph, aten.clone.default, x)
-    value = torch.tensor([[1.0, math.nan], [2.0, 3.0]])
-    env = run(graph, {"x": value})
-    exclusions = Exclusions([], again(env), unwritten=(node.name,))
-    exclusions.visit(node, env)
+    memory = call(graph, aten.empty.memory_format, [2, 2])
+    node = call(graph, aten.where.ScalarOther, x, memory, 1.0)
+    env = run(graph, {"x": torch.tensor([[False, True], [False, False]])})
+    exclusions = Exclusions([Unwritten()], again(env))
+    for one in (memory, node):
+        exclusions.visit(one, env)
     real = torch.tensor([[True], [False]])
-    found = exclusions.of(node, env[node][0], real, torch.float32)
+    found = exclusions.of(node, env, real, torch.float32)
     assert found.by_reason.keys() == {PADDING, UNWRITTEN} and found.tied is None
     assert found.valid is not None and found.valid.tolist() == [[True, False], [False, False]]
     ledger = Ledger()
-    ledger.add("clone", 4, found.by_reason)
+    ledger.add("where", 4, found.by_reason)
     assert {one.reason: one.num_elements for one in ledger.exemptions()} == {PADDING: 2, UNWRITTEN: 1}
 
 
@@ -192,7 +245,7 @@ def test_a_node_that_cannot_be_computed_from_other_values_is_other_as_a_whole() 
     class First(Source):
         kind, reason = "undefined casts", "planted"
 
-        def marks(self, node: Node, value: Tensor, value_of: Any) -> Tensor | None:
+        def marks(self, node: Node, value: Tensor, values: Any) -> Tensor | None:
             return torch.tensor([True, False]) if node.target is aten.abs.default else None
 
     graph = Graph()
@@ -200,14 +253,13 @@ def test_a_node_that_cannot_be_computed_from_other_values_is_other_as_a_whole() 
     place = call(graph, aten.abs.default, x)
     picked = call(graph, aten.index_select.default, x, 0, place)
     followed = Followed(First())
-    values = {x: torch.tensor([0, 1])}
+    env = run(graph, {"x": torch.tensor([0, 1])})
     for node in (place, picked):
-        values[node] = node.target(*(values[a] if isinstance(a, Node) else a for a in node.args))  # type: ignore[operator]
-        followed.visit(node, values[node], values.__getitem__)
-    found = followed.of(picked.name)
+        followed.visit(node, env)
+    found = followed.of(picked, env)
     assert found is not None and found.tolist() == [True, True]
     followed.settle(picked)
-    assert followed.of(picked.name) is None
+    assert followed.of(picked, env) is None
 
 
 @pytest.mark.parametrize("given", [[0.0, 1.0, -3.0], [0, 5, -5], [True, False]])

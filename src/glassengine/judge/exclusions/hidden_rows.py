@@ -13,10 +13,10 @@ from collections.abc import Callable
 import torch
 from torch.fx import Node
 
-from glassengine.judge.exclusions.other_values import Source, ValueOf
+from glassengine.judge.exclusions.other_values import NATIVE, Source, Values
 from glassengine.numerics.mask_values import HIDDEN
 from glassengine.ops.arguments import argument
-from glassengine.ops.row import Rounding
+from glassengine.ops.row import OpTraits, Rounding
 from glassengine.ops.traits import traits_of
 from glassengine.results import ExemptionReason
 
@@ -34,21 +34,25 @@ class HiddenRows(Source):
     def __init__(self, hidden: Callable[[Node], torch.Tensor | None] | None = None) -> None:
         self._hidden = hidden
 
-    def marks(self, node: Node, value: torch.Tensor, value_of: ValueOf) -> torch.Tensor | None:
-        """Return the rows that see no key."""
+    def concerns(self, traits: OpTraits) -> bool:
+        """Return whether an op makes shares of scores."""
+        return traits.hidden == "ignored" or traits.rounding is Rounding.ATTENTION
+
+    def marks(self, node: Node, value: torch.Tensor, values: Values) -> torch.Tensor | None:
+        """Return the rows that see no key, of the result of a softmax or an attention."""
         traits = traits_of(node)
         if traits.hidden == "ignored":
             source, dims = node.all_input_nodes[0], argument(node, "dim")
-            scores = value_of(source)
+            scores = values[source][NATIVE]
             along = list(range(scores.dim())) if dims is None or dims == [] else dims
             return self._sees_nothing(source, scores, along, keep=value.dim() == scores.dim())
         if traits.rounding is Rounding.ATTENTION:
             own = argument(node, "attn_mask")
-            return self._sees_nothing(own, value_of(own), -1) if isinstance(own, Node) else None
+            return self._sees_nothing(own, values[own][NATIVE], -1) if isinstance(own, Node) else None
         return None
 
     def excludes(self, mask: torch.Tensor) -> bool:
-        """Whether anything is left that counts."""
+        """Return whether any element of the tensor is left."""
         return not bool(mask.all())
 
     def _sees_nothing(

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from glassengine.judge.exclusions.other_values import Followed, Source
-from glassengine.judge.exclusions.tie_propagation import TiesFollowed
-from glassengine.numerics.exemptions import PADDING, TIES, UNWRITTEN
+from glassengine.judge.exclusions.arbitrary import Draws, Unwritten
+from glassengine.judge.exclusions.hidden_rows import HiddenRows
+from glassengine.judge.exclusions.other_values import EXACT, Again, Followed, Source, Values
+from glassengine.judge.exclusions.tie_propagation import Ties
+from glassengine.judge.exclusions.undefined_casts import UndefinedCasts
+from glassengine.numerics.exemptions import PADDING, TIES
 from glassengine.results import ExemptionReason
+
+_SOURCES: tuple[type[Source], ...] = (Unwritten, UndefinedCasts, HiddenRows, Ties, Draws)
+"""In the order in which an element with several reasons is counted."""
+TEXTS = {source.kind: source.reason for source in _SOURCES if source.reason}
+"""Reasons in the list of skipped tensors; of other reasons only elements are counted."""
+CHOICES = frozenset(source.kind for source in _SOURCES if source.is_choice)
+"""Reasons that do not count for a candidate's op that is replayed on the candidate's own values."""
+
+
+def sources_of(hidden: Callable[[Node], Tensor | None] | None) -> list[Source]:
+    """Return the sources of one step.
+
+    Args:
+        hidden: Gives where the scores of a softmax hold numbers that hide a key (see `HiddenRows`); None if the inputs
+            of the program say which rows are padding.
+    """
+    kinds = [kind for kind in _SOURCES if kind is not HiddenRows or hidden is not None]
+    return [HiddenRows(hidden) if kind is HiddenRows else kind() for kind in kinds]
 
 
 class Excluded(NamedTuple):
@@ -20,8 +41,8 @@ class Excluded(NamedTuple):
 
     Attributes:
         by_reason: Reason -> bool mask that broadcasts against it.
-        valid: Elements that count, ties aside; None where all do.
-        tied: Elements of which another value is legal below a tie; None where there are none.
+        valid: Elements that count, choices aside; None if all do.
+        tied: Elements of which another value is legal below a tie; None if there are none.
     """
 
     by_reason: dict[ExemptionReason, Tensor]
@@ -34,54 +55,56 @@ class Exclusions:
 
     Args:
         sources: What leaves elements undefined.
-        again: Computes a node once more in float64: takes it, and the other values of nodes that it reads.
-        unwritten: Names of nodes with elements that nothing has written, which are NaN in float64.
+        again: Computes a node once more in float64; for the sources that are followed there.
     """
 
-    def __init__(
-        self,
-        sources: Sequence[Source],
-        again: Callable[[Node, Mapping[Node, Any]], Any],
-        unwritten: Collection[str] = (),
-    ) -> None:
-        self._followed = [Followed(source) for source in sources]
-        self._unwritten = unwritten
-        self.ties = TiesFollowed(again)
+    def __init__(self, sources: Sequence[Source], again: Again) -> None:
+        self._followed = [Followed(source, again if source.lane == EXACT else None) for source in sources]
 
-    def visit(self, node: Node, env: Mapping[Node, Sequence[Any]]) -> None:
-        """Take note of a computed node.
+    def carry(self, node: Node, others: Mapping[ExemptionReason, Any]) -> None:
+        """Take over, for an input that is a cache, what `carried` returned in the step before."""
+        for one in self._followed:
+            if one.source.kind in others:
+                one.others[node] = others[one.source.kind]
+
+    def carried(self, node: Node) -> dict[ExemptionReason, Any]:
+        """Return the other values of a node, by reason."""
+        return {one.source.kind: one.others[node] for one in self._followed if node in one.others}
+
+    def visit(self, node: Node, values: Values) -> None:
+        """Follow all sources through a computed node.
 
         Args:
-            node: It.
-            env: Values of the nodes computed so far, this one among them: exact, in the program's dtype, and noisy.
+            node: The node.
+            values: Of the nodes computed so far, this one among them: exact, in the program's dtype, and noisy.
         """
         for one in self._followed:
-            one.visit(node, env[node][1], lambda source: env[source][1])
-        self.ties.visit(node, env)
+            one.visit(node, values)
 
-    def of(self, node: Node, exact: Tensor, real: Tensor | None, dtype: torch.dtype) -> Excluded:
+    def of(self, node: Node, values: Values, real: Tensor | None, dtype: torch.dtype) -> Excluded:
         """Return what is excluded of a tensor.
 
         Args:
-            node: Its node.
-            exact: Its float64 value.
-            real: Elements other than padding; None where all are.
+            node: Its node, visited last.
+            values: As for `visit`.
+            real: Bool mask of the elements other than padding; None if all are.
             dtype: In which it is rounded.
         """
         found: dict[ExemptionReason, Tensor] = {} if real is None else {PADDING: ~real}
-        if node.name in self._unwritten and exact.is_floating_point():
-            found[UNWRITTEN] = exact.isnan()
-        found |= {one.source.kind: mask for one in self._followed if (mask := one.of(node.name)) is not None}
+        found |= {one.source.kind: mask for one in self._followed if (mask := one.of(node, values, dtype)) is not None}
         valid: Tensor | None = None
-        for mask in found.values():
-            valid = ~mask if valid is None else valid & ~mask
-        tied = self.ties.of(node, exact, dtype)
-        if tied is not None:
-            found[TIES] = tied
-        return Excluded(found, valid, tied)
+        for reason, mask in found.items():
+            if reason not in CHOICES:
+                valid = ~mask if valid is None else valid & ~mask
+        return Excluded(found, valid, found.get(TIES))
+
+    def force(self, node: Node) -> None:
+        """Take note that the value of a node is now the one that a candidate chose."""
+        for one in self._followed:
+            if one.source.is_choice:
+                one.settle(node)
 
     def settle(self, node: Node) -> None:
         """Take note that nothing reads `node` any more."""
         for one in self._followed:
             one.settle(node)
-        self.ties.settle(node)

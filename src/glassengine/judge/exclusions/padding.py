@@ -1,4 +1,8 @@
-"""Which elements of a tensor count: real tokens, and cache slots that hold one."""
+"""Padding: which elements of a tensor belong to real tokens, and to cache slots that hold one.
+
+The inputs of a step say which positions are padding, and the axes of a site which dimensions are positions. No value is
+followed (see `other_values`): a position of padding is left out whatever is computed there.
+"""
 
 from __future__ import annotations
 
@@ -56,3 +60,26 @@ def valid_in_step(
     if not isinstance(inputs, StepInputs):
         return None
     return valid_mask(program.sites.by_node[node.name][0], value, inputs)
+
+
+def completed(tensor: torch.Tensor, native: torch.Tensor, cache_axis: int | None, num_seen: int) -> torch.Tensor:
+    """Return a candidate's cache in the length of the baseline's, with the baseline's values in slots that it lacks.
+
+    A cache that grows is shorter than the static one, and one that slides holds the newest slots only. Only slots that
+    both have are compared: in the others the result equals the baseline. A tensor of another shape is returned as is.
+
+    Args:
+        tensor: The candidate's.
+        native: The baseline's, in its own dtype.
+        cache_axis: Axis of the slots; None for what is no cache.
+        num_seen: Slots of the baseline's cache that hold a token.
+    """
+    axis = cache_axis
+    if axis is None or tensor.dim() != native.dim() or tensor.shape[axis] >= native.shape[axis]:
+        return tensor
+    if any(tensor.shape[i] != native.shape[i] for i in range(native.dim()) if i != axis):
+        return tensor
+    start = max(0, num_seen - tensor.shape[axis])
+    whole = native.to(tensor.dtype, copy=True)
+    whole.narrow(axis, start, tensor.shape[axis]).copy_(tensor)
+    return whole

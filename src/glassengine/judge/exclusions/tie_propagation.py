@@ -1,18 +1,21 @@
-"""What depends on a tie: elements that may legally differ because an op chooses among close values.
+"""Ties: elements that may legally differ because an op above chooses among values that rounding cannot tell apart.
 
-A choice (of experts, of the larger of two values, of a bucket) is made once more, otherwise wherever rounding could
-flip it; the result of the other choice is computed beside the reference. Elements that differ depend on the tie, and
-are excluded: of a mixture of experts one token, and later what attends to it. Where the other choice is
-dropped again, or comes to the same (two experts in another order), nothing depends on it any more. Two values are close
-that errors could bring together which, as errors of values, would be called rounding.
+A choice (of experts, of the larger of two values, of a bucket) is made once more in float64, otherwise wherever
+rounding could flip it; what reads it is computed from the other choice (see `other_values`). Elements that come out
+different depend on the tie and are excluded: of a mixture of experts one token, and later what attends to it. Nothing
+depends on a tie any more where the other choice is dropped, or comes to the same (two experts in another order). Two
+values are close if errors could bring them together that, as errors of values, would be called rounding.
 
 What two flips may undo (how many tokens an expert gets, and where they are when sorted by expert) is not known from
 one other choice: it depends on the tie as a whole, and so does all below it.
+
+Here the choice of a candidate is not known, so every legal one counts. Whether the choice that a candidate did make is
+a legal one is another question, which `ties` answers from the values that the candidate itself chose among.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,88 +23,64 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.judge.exclusions.other_values import WHOLE, OtherValues, differs
+from glassengine.judge.exclusions.other_values import EXACT, WHOLE, Source, Values, differs
 from glassengine.judge.exclusions.ties import chosen_along, is_comparison, ranking
 from glassengine.numerics.judgement import SUSPICIOUS, unit_roundoff
 from glassengine.ops.arguments import argument
 from glassengine.ops.row import Choice
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
+from glassengine.results import ExemptionReason
 
 _SAME = 2.0**-10
 """Of a unit roundoff: a negligible difference."""
 
-_WHOLE = object()
-"""Instead of another value: unknown."""
 
+class Ties(Source):
+    """What depends on a choice among values that rounding cannot tell apart."""
 
-class TiesFollowed:
-    """The ties of one step, followed in graph order through the float64 lane.
+    kind: ExemptionReason = "ties"
+    lane = EXACT
+    is_choice = True
 
-    Args:
-        again: Computes a node once more in float64: takes it, and the other values of nodes that it reads.
-    """
+    def other(self, node: Node, below: Any, values: Values, others: Mapping[Node, Any]) -> Any:
+        """Return what a node makes of the other choices above it, with other choices of its own."""
+        exact, *runs = values[node]
+        is_float = isinstance(exact, Tensor) and exact.is_floating_point()
+        if below is WHOLE or traits_of(node).is_arbitrary or (below is exact and is_float):
+            return below
+        other = _chosen_otherwise(node, values, below, others)
+        return pytree.tree_map(_unstable, other, exact, *runs) if _is_alike(other, exact, *runs) else WHOLE
 
-    def __init__(self, again: Callable[[Node, Mapping[Node, Any]], Any]) -> None:
-        self._lane = OtherValues(again)
-        self.others = self._lane.others
-
-    def visit(self, node: Node, env: Mapping[Node, Sequence[Any]]) -> None:
-        """Follow the ties through a computed node.
-
-        Args:
-            node: It.
-            env: Values of the nodes computed so far, this one among them: exact, in the program's dtype, and noisy.
-        """
-        if traits_of(node).is_arbitrary:
-            return
-        exact, *runs = env[node]
-        other = WHOLE if self._is_moved_about(node) else self._lane.below(node, exact)
-        if other is exact and isinstance(exact, Tensor) and exact.is_floating_point():
-            return
-        if other is not WHOLE:
-            other = _chosen_otherwise(node, env, other, self.others)
-            other = pytree.tree_map(_unstable, other, exact, *runs) if _is_alike(other, exact, *runs) else WHOLE
-        self._lane.keep(node, other, exact)
-
-    def of(self, node: Node, exact: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return a bool mask of the elements of `exact`, a node's value, that depend on a tie; None where none does.
-
-        Args:
-            node: It.
-            exact: Its value.
-            dtype: In which it is rounded.
-        """
-        found = self._lane.of(node, exact, _SAME * unit_roundoff(dtype) if exact.is_floating_point() else 0.0)
-        if found is None:
-            self._lane.settle(node)
-        return found
-
-    def settle(self, node: Node) -> None:
-        """Take note that nothing depends on `node`: its value is known, or nothing reads it any more."""
-        self._lane.settle(node)
-
-    def _is_moved_about(self, node: Node) -> bool:
-        """Whether a node reads integers that a tie turns over, and several of them decide together where things are."""
+    def loses(self, node: Node, others: Mapping[Node, Any]) -> bool:
+        """Return whether a node reads integers that a tie turns over, and several of them decide together."""
         if _is_of_places(node):
             return False
-        leaves = [leaf for source in node.all_input_nodes for leaf in pytree.tree_leaves(self.others.get(source))]
+        leaves = [leaf for source in node.all_input_nodes for leaf in pytree.tree_leaves(others.get(source))]
         return any(isinstance(leaf, Tensor) and not leaf.is_floating_point() for leaf in leaves)
 
+    def lost(self, value: Any) -> Any:
+        """Return an unknown value."""
+        return WHOLE
 
-def settled_sources(node: Node, env: Mapping[Node, Sequence[Any]]) -> dict[str, Tensor]:
+    def negligible(self, dtype: torch.dtype) -> float:
+        """Return a small part of what rounding to `dtype` does."""
+        return _SAME * unit_roundoff(dtype)
+
+
+def settled_sources(node: Node, values: Values) -> dict[str, Tensor]:
     """Return, of the floating values that a choice compares, those in which rounding has no part; NaN for others."""
     if ranking(node) is None and not is_comparison(node) and op_name(node) != "quantize":
         return {}
     found = {}
     for source in node.all_input_nodes:
-        values = env[source]
-        if _is_float(values[0]):
-            found[source.name] = torch.where(_spread(values) == 0, values[0].double(), torch.nan)
+        runs = values[source]
+        if _is_float(runs[0]):
+            found[source.name] = torch.where(_spread(runs) == 0, runs[0].double(), torch.nan)
     return found
 
 
-def _chosen_otherwise(node: Node, env: Mapping[Node, Sequence[Any]], other: Any, others: Mapping[Node, Any]) -> Any:
+def _chosen_otherwise(node: Node, env: Values, other: Any, others: Mapping[Node, Any]) -> Any:
     """Return `other`, the result of `node`, with other choices wherever rounding could turn them over."""
     sources = [arg for arg in node.args if isinstance(arg, Node)]
     if not sources or not isinstance(env[sources[0]][0], Tensor):

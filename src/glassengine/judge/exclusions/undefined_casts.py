@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from glassengine.judge.exclusions.other_values import Source, ValueOf
+from glassengine.judge.exclusions.other_values import NATIVE, Source, Values, call_with
+from glassengine.ops.row import OpTraits
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 from glassengine.results import ExemptionReason
@@ -32,24 +33,28 @@ class UndefinedCasts(Source):
         self._ahead: dict[Node, Any] = {}
         self._lost_at: dict[Node, torch.Tensor] = {}
 
-    def marks(self, node: Node, value: torch.Tensor, value_of: ValueOf) -> torch.Tensor | None:
+    def concerns(self, traits: OpTraits) -> bool:
+        """Return whether an op casts."""
+        return traits.casts
+
+    def marks(self, node: Node, value: torch.Tensor, values: Values) -> torch.Tensor | None:
         """Return where those numbers are."""
         if not traits_of(node).casts or value.is_floating_point() or value.dtype is torch.bool:
             return None
-        return _beyond(value_of(node.all_input_nodes[0]), value.dtype)
+        return _beyond(values[node.all_input_nodes[0]][NATIVE], value.dtype)
 
-    def drops(self, node: Node, value: torch.Tensor, value_of: ValueOf) -> torch.Tensor | None:
+    def drops(self, node: Node, value: torch.Tensor, values: Values) -> torch.Tensor | None:
         """Return what is only made to be cast so, or to be cast and left out again."""
         if self._made_for_casts is None:
             self._made_for_casts = _made_for_casts(node.graph)
         if node not in self._made_for_casts:
             return None
         try:
-            return self._lost(node, value, value_of)
+            return self._lost(node, value, values)
         except _Unknown:
             return None
 
-    def _lost(self, node: Node, value: torch.Tensor, value_of: ValueOf) -> torch.Tensor:
+    def _lost(self, node: Node, value: torch.Tensor, values: Values) -> torch.Tensor:
         """Return which elements end undefined or dropped, for any readers."""
         if node in self._lost_at:
             return self._lost_at[node]
@@ -58,32 +63,28 @@ class UndefinedCasts(Source):
             if _sizes(user) != _sizes(node):
                 raise _Unknown
             if _may_drop(user, node):
-                condition = self._computed(user.args[0], value_of)  # type: ignore[arg-type]
+                condition = self._computed(user.args[0], values)  # type: ignore[arg-type]
                 lost = lost & (~condition if user.args[1] is node else condition)
                 continue
             of_user = torch.zeros_like(lost)
             if user in (self._made_for_casts or ()):
                 with contextlib.suppress(_Unknown):
-                    of_user = self._lost(user, self._computed(user, value_of), value_of)
+                    of_user = self._lost(user, self._computed(user, values), values)
             beyond = _beyond(value, user.meta["val"].dtype) if _makes_integers(user) else None
             lost = lost & (of_user if beyond is None else of_user | beyond)
         self._lost_at[node] = lost
         return lost
 
-    def _computed(self, node: Node, value_of: ValueOf) -> Any:
+    def _computed(self, node: Node, values: Values) -> Any:
         """Return the value of a node that may be still to come."""
         try:
-            return value_of(node)
+            return values[node][NATIVE]
         except KeyError:
             if node not in self._ahead:
                 # In place, or numbers that a program makes to compute with.
                 if not traits_of(node).in_place and not traits_of(node).moves:
                     raise _Unknown from None
-                args, kwargs = torch.fx.node.map_arg(
-                    (node.args, node.kwargs), lambda source: self._computed(source, value_of)
-                )
-                target: Any = node.target
-                self._ahead[node] = target(*args, **kwargs)
+                self._ahead[node] = call_with(node, lambda source: self._computed(source, values))
             return self._ahead[node]
 
 

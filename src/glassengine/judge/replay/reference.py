@@ -16,14 +16,11 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from glassengine.judge.exclusions.exactness import Exactness, keeps_whole_numbers
-from glassengine.judge.exclusions.hidden_rows import HiddenRows
 from glassengine.judge.exclusions.hidden_values import HiddenValues
-from glassengine.judge.exclusions.in_step import Excluded, Exclusions
-from glassengine.judge.exclusions.other_values import Source
+from glassengine.judge.exclusions.in_step import Excluded, Exclusions, sources_of
 from glassengine.judge.exclusions.tie_propagation import settled_sources
-from glassengine.judge.exclusions.undefined_casts import UndefinedCasts
 from glassengine.judge.replay.composites import rounded_inside
-from glassengine.numerics.float64 import double, retarget, target_of, unwritten_nodes
+from glassengine.numerics.float64 import double, retarget, target_of
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
 from glassengine.numerics.known import Known
 from glassengine.numerics.noise import disturbed, noisy, rounded, rounds
@@ -33,6 +30,7 @@ from glassengine.numerics.verdict import Reference
 from glassengine.ops.traits import traits_of
 from glassengine.program.onnx.operators.function import Composite
 from glassengine.program.representation.naming import is_tensor_node
+from glassengine.program.representation.outputs import last_uses
 from glassengine.program.representation.program import Program
 from glassengine.writing.checksums import crc32
 
@@ -74,13 +72,12 @@ class ReferenceRun:
             node: pytree.tree_map(retarget, (tuple(node.args), dict(node.kwargs))) for node in program.graph.nodes
         }
         self._last_use = last_uses(program)
-        self._unwritten = unwritten_nodes(program.graph)
         self._exactness = Exactness(self._weights, coarsest, accumulation)
         self._hidden = HiddenValues(program.graph, self._exactness)
         self._outputs = set(program.graph.output_node().all_input_nodes)
         # Lane 0 is exact, lane 1 the program's own dtype, the rest are noisy.
         self._caches: list[dict[str, torch.Tensor]] = [{} for _ in range(2 + NUM_NOISE_RUNS)]
-        self._tied_caches: dict[str, Any] = {}
+        self._excluded_caches: dict[str, Any] = {}
 
     def step(
         self,
@@ -107,19 +104,16 @@ class ReferenceRun:
         """
         generators = [_generator(self._seed, self._steps, lane) for lane in self._lanes]
         env: dict[Node, list[Any]] = {}
-        sources: list[Source] = [UndefinedCasts()]
-        if self._program.layout is None:  # else the masks of the inputs say which rows are padding
-            sources.append(HiddenRows(self._hidden.places))
+        # With a layout, the masks of the inputs say which rows are padding.
+        sources = sources_of(self._hidden.places if self._program.layout is None else None)
         self._exactness.begin_step()
         self._hidden.begin_step()
-        exclusions = Exclusions(sources, partial(self._again, env), self._unwritten)
-        ties = exclusions.ties
+        exclusions = Exclusions(sources, partial(self._again, env))
         names = {port.node: port.name for port in self._program.inputs}
         for node in self._program.graph.nodes:
             if node.op == "placeholder":
                 env[node] = self._placeholder(node, names, inputs)
-                if names.get(node.name) in self._tied_caches:
-                    ties.others[node] = self._tied_caches[names[node.name]]
+                exclusions.carry(node, self._excluded_caches.get(names.get(node.name, ""), {}))
                 if not self._steps or names.get(node.name) not in self._program.caches:
                     self._exactness.take(node, env[node][1])
                 self._hidden.visit(node, env[node][0], env)
@@ -133,10 +127,10 @@ class ReferenceRun:
                 exclusions.visit(node, env)
                 if is_tensor_node(node):
                     exact = env[node][0]
-                    excluded = exclusions.of(node, exact, valid(node, exact), self._dtype(node, exact))
+                    excluded = exclusions.of(node, env, valid(node, exact), self._dtype(node, exact))
                     forced = yield node, self._reference(node, env, excluded)
                     if forced is not None:
-                        ties.settle(node)
+                        exclusions.force(node)
                         self._exactness.forced(node, forced, exact)
                         own = env[node][1].dtype
                         env[node] = [forced.to(own) if lane == 1 else double(forced) for lane in self._lanes]
@@ -149,7 +143,7 @@ class ReferenceRun:
         for past, node in presents.items():
             for lane in self._lanes:
                 self._caches[lane][past] = env[node][lane]
-        self._tied_caches = {past: ties.others[node] for past, node in presents.items() if node in ties.others}
+        self._excluded_caches = {past: exclusions.carried(node) for past, node in presents.items()}
         self._steps += 1
 
     @property
@@ -300,15 +294,3 @@ class ReferenceRun:
 def _generator(*key: object) -> torch.Generator:
     """Noise of one place; the same in every process, unlike `hash` of a string."""
     return torch.Generator().manual_seed(crc32(repr(key).encode()))
-
-
-def last_uses(program: Program) -> dict[Node, list[Node]]:
-    """Map each node to the values that are not needed after it; outputs live to the end."""
-    table: dict[Node, list[Node]] = {}
-    seen: set[Node] = set(program.graph.output_node().all_input_nodes)
-    for node in reversed(program.graph.nodes):
-        for source in node.all_input_nodes:
-            if source not in seen:
-                seen.add(source)
-                table.setdefault(node, []).append(source)
-    return table

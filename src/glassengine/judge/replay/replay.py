@@ -16,12 +16,12 @@ import torch
 from torch.fx import Node
 
 from glassengine.judge.exclusions.padding import valid_in_step
+from glassengine.judge.exclusions.unread import unread_nodes
 from glassengine.judge.graphs.cut import Piece
 from glassengine.judge.replay.expected import Claim, Replayed
 from glassengine.judge.replay.explanations import explained
 from glassengine.judge.replay.op import Ops
 from glassengine.judge.replay.stretch import Stretches
-from glassengine.judge.replay.unread import unread_nodes
 from glassengine.judge.replay.values import Values
 from glassengine.judge.step_inputs import Given, by_name, empty_caches
 from glassengine.numerics.known import NOTHING, Known

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from glassengine.judge.replay.unread import unread_nodes
+from glassengine.judge.exclusions.unread import unread_nodes
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import is_tensor_node
 from glassengine.program.representation.outputs import weight_only_nodes

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from glassengine.numerics.exemptions import PADDING, Masks
+from glassengine.judge.exclusions.in_step import CHOICES
+from glassengine.numerics.exemptions import PADDING, TIES, Masks
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.metrics.measure import measure
 from glassengine.numerics.metrics.tolerance import tolerance
@@ -73,3 +74,25 @@ def inherited_in(predicted: torch.Tensor, reference: Reference) -> float | None:
     if not is_finite(square):
         square.nan_to_num_(0.0, 0.0, 0.0)
     return float(square.mean().sqrt()) if square.numel() else 0.0
+
+
+def exempt_by_replay(
+    own: Masks | None, accumulated: Masks, is_tie: bool, tensor: torch.Tensor, predicted: torch.Tensor
+) -> Masks:
+    """Return, by reason, the elements that do not count of a tensor whose op was replayed.
+
+    The replay starts from what the candidate chose and drew, so choices above the op leave nothing out.
+
+    Args:
+        own: What the replay left out, if it has masks of its own.
+        accumulated: What the reference leaves out.
+        is_tie: Whether the op itself chose otherwise among values that rounding cannot tell apart.
+        tensor: The candidate's.
+        predicted: What the op makes of the candidate's own values.
+    """
+    if own is not None:
+        return own
+    found = {reason: mask for reason, mask in accumulated.items() if reason not in CHOICES}
+    if is_tie and tensor.shape == predicted.shape:
+        found[TIES] = tensor != predicted
+    return found

@@ -12,22 +12,29 @@ from torch.fx import Node
 
 from glassengine.judge.cases import Case
 from glassengine.judge.end_to_end import EndToEnd
-from glassengine.judge.exclusions.completed import completed
-from glassengine.judge.exclusions.exemptions import TEXTS, exempt_by_replay
-from glassengine.judge.exclusions.walled_off import walled_off
+from glassengine.judge.exclusions.in_step import TEXTS
+from glassengine.judge.exclusions.padding import completed
+from glassengine.judge.exclusions.unread import differing, unread
 from glassengine.judge.hypotheses.guesses import Guesses
-from glassengine.judge.replay.unread import differing, unread
+from glassengine.judge.pairing.mispaired import walled_off
 from glassengine.judge.sides.protocol import Observed, Side
 from glassengine.judge.verdict.drift import Drift
 from glassengine.judge.verdict.evidence import EvidenceBox
-from glassengine.judge.verdict.judged import Judged, figures_of, inherited_in, is_compensated, padding_differs
+from glassengine.judge.verdict.judged import (
+    Judged,
+    exempt_by_replay,
+    figures_of,
+    inherited_in,
+    is_compensated,
+    padding_differs,
+)
 from glassengine.judge.verdict.origins import OriginTracker, Why
 from glassengine.numerics.exemptions import BELOW, DRAWN, PADDING, UNREAD, UNWRITTEN, Ledger
 from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.verdict import TIED, Reference, is_finite
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.program import Program
-from glassengine.results import FLAGGED, VERDICTS, Divergence, ExemptionReason, Pair, Skipped, worst
+from glassengine.results import FLAGGED, VERDICTS, Divergence, Pair, Skipped, worst
 
 UNREAD_ELEMENTS = "elements differ that no result reads"
 
@@ -90,19 +97,19 @@ class Score:
             Whether there is a tie here.
         """
         assert self._tracker is not None
-        if traits_of(node).is_random:
-            # Random in every side, and unknown to the reference from there on: only replay counts.
-            self._tracker.visit(node, step, None, tied=True)
-            self._exempt_whole(node, reference, DRAWN)
-            return True
-        if traits_of(node).is_unwritten:
-            self._tracker.visit(node, step, None)
-            self._exempt_whole(node, reference, UNWRITTEN)
+        # Random in every side, and unknown to the reference from there on: only replay counts.
+        is_drawn = DRAWN in reference.known.exempt
+        if traits_of(node).is_arbitrary:
+            self._tracker.visit(node, step, None, tied=is_drawn)
+            if self.side.observed(node.name):
+                reason = DRAWN if is_drawn else UNWRITTEN
+                site = self.program.sites.by_node[node.name][0].name
+                self.ledger.add(site, reference.exact.numel(), {}, whole=reason)
             return tied
         found = [(observed, self._judge(node, observed, reference)) for observed in self.side.observed(node.name)]
         if not found:
             self.may_tie |= reference.unstable is not None
-            self._tracker.visit(node, step, None, tied=tied)
+            self._tracker.visit(node, step, None, tied=tied or is_drawn)
             return tied
         observed, judged = max(found, key=lambda item: VERDICTS.index(item[1].judgement.verdict))
         judgement = judged.judgement
@@ -118,7 +125,7 @@ class Score:
             step,
             judgement.verdict,
             introduced=judged.introduced,
-            tied=is_tied,
+            tied=is_tied or is_drawn,
             # Between exact values there is nothing to choose.
             is_choice=not judged.tensor.is_floating_point() and not reference.known.is_exact,
             is_broken=judged.tensor.is_floating_point() and not is_finite(judged.tensor),
@@ -166,14 +173,10 @@ class Score:
                 self.sums[node.name] = self._guesses.is_summed_coarsely(node, judged.tensor)
         return is_tied or visited.why is Why.TIE
 
-    def _exempt_whole(self, node: Node, reference: Reference, reason: ExemptionReason) -> None:
-        """Count a tensor without evidence, if this side has it."""
-        if self.side.observed(node.name):
-            self.ledger.add(self.program.sites.by_node[node.name][0].name, reference.exact.numel(), {}, whole=reason)
-
     def _judge(self, node: Node, observed: Observed, reference: Reference) -> Judged:
         """Judge one observed value: by replay where the op's inputs were observed, else by the accumulated floor."""
-        tensor = completed(observed.tensor, reference, self.program, node, self._num_seen)
+        cache_axis = self.program.sites.by_node[node.name][0].axes.get("cache")
+        tensor = completed(observed.tensor, reference.native, cache_axis, self._num_seen)
         accumulated = reference.judge(tensor)
         is_clean = accumulated.verdict not in FLAGGED
         replay = self.side.replay

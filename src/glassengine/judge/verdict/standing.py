@@ -18,7 +18,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from glassengine.judge.replay.unread import unread_nodes
+from glassengine.judge.exclusions.unread import unread_nodes
 from glassengine.judge.sides.protocol import Level, Place
 from glassengine.judge.verdict.score import Score
 from glassengine.judge.verdict.severity import Severity

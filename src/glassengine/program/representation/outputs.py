@@ -54,6 +54,18 @@ def is_view(node: Node) -> bool:
     return len(returns) == 1 and returns[0].alias_info is not None and not returns[0].alias_info.is_write
 
 
+def last_uses(program: Program) -> dict[Node, list[Node]]:
+    """Map each node to the values that are not needed after it; outputs live to the end."""
+    table: dict[Node, list[Node]] = {}
+    seen: set[Node] = set(program.graph.output_node().all_input_nodes)
+    for node in reversed(program.graph.nodes):
+        for source in node.all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                table.setdefault(node, []).append(source)
+    return table
+
+
 def plan_outputs(
     program: Program,
     nodes: Iterable[str],

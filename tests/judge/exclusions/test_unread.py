@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from glassengine.diagnose import check
-from glassengine.judge.replay.unread import differing, unread, unread_nodes
+from glassengine.judge.exclusions.unread import differing, unread, unread_nodes
 from glassengine.judge.sides.countable import float_nodes
 from glassengine.program import export_program, load_model
 

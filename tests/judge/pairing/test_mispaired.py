@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from glassengine.judge.cases import module_cases
-from glassengine.judge.exclusions.walled_off import walled_off
 from glassengine.judge.graphs.by_name import SitePair, pair_sites
+from glassengine.judge.pairing.mispaired import walled_off
 from glassengine.judge.replay.replay import Replay
 from glassengine.judge.sides.program import ProgramSide
 from glassengine.judge.sides.protocol import Place
