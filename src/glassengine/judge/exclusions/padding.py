@@ -71,7 +71,7 @@ def completed(tensor: torch.Tensor, native: torch.Tensor, cache_axis: int | None
     Args:
         tensor: The candidate's.
         native: The baseline's, in its own dtype.
-        cache_axis: Axis of the slots; None for what is no cache.
+        cache_axis: Axis of the slots; None for other tensors.
         num_seen: Slots of the baseline's cache that hold a token.
     """
     axis = cache_axis
