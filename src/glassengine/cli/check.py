@@ -9,7 +9,17 @@ import typer
 import glassengine as glass
 from glassengine.cli.documents import answer
 from glassengine.cli.options import out, stages
-from glassengine.cli.shared import AdaptedCheckpoint, Dtype, Map, MinSnr, Passes, TrustEngine, Verdicts, decibels
+from glassengine.cli.shared import (
+    AdaptedCheckpoint,
+    Baseline,
+    Dtype,
+    Map,
+    MinSnr,
+    Passes,
+    TrustEngine,
+    Verdicts,
+    decibels,
+)
 from glassengine.progress import Work
 from glassengine.results import Comparison
 
@@ -25,13 +35,7 @@ _SHARES = (
 
 
 def command(
-    baseline: Annotated[
-        str,
-        typer.Argument(
-            help="Reference: Hugging Face directory or id, file.py:factory, package.module:factory.",
-            show_default=False,
-        ),
-    ],
+    baseline: Baseline,
     candidate: Annotated[
         str | None,
         typer.Option(

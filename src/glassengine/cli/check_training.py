@@ -9,18 +9,12 @@ import typer
 import glassengine as glass
 from glassengine.cli.check import answered
 from glassengine.cli.options import stages
-from glassengine.cli.shared import Checkpoint, Dtype, Verdicts
+from glassengine.cli.shared import Baseline, Checkpoint, Dtype, Verdicts
 from glassengine.progress import Work
 
 
 def command(
-    baseline: Annotated[
-        str,
-        typer.Argument(
-            help="Reference: Hugging Face directory or id, file.py:factory, package.module:factory.",
-            show_default=False,
-        ),
-    ],
+    baseline: Baseline,
     candidate: Annotated[
         str | None,
         typer.Option(metavar="TARGET", help="Judge this port; default: a copy, for --candidate-optimizer."),

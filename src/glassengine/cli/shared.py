@@ -16,6 +16,12 @@ import typer
 
 from glassengine.errors import UsageError
 
+Baseline = Annotated[
+    str,
+    typer.Argument(
+        help="Reference: Hugging Face directory or id, file.py:factory, package.module:factory.", show_default=False
+    ),
+]
 Dtype = Annotated[
     str, typer.Option(metavar="DTYPE", help="auto (that of the checkpoint), float32, bfloat16, float16 or float64.")
 ]

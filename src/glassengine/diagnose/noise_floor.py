@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -29,7 +29,8 @@ from glassengine.numerics.mask_values import sentinel
 from glassengine.numerics.metrics.slices import slices
 from glassengine.numerics.noise import disturbed, noisy, rounds
 from glassengine.ops.traits import traits_of
-from glassengine.recording.layout.layout import LeftOut, Sharding
+from glassengine.recording.layout.description import Facts
+from glassengine.recording.layout.layout import LeftOut
 from glassengine.recording.layout.noise_floor import Floor, Key, write_noise_floor
 from glassengine.recording.read.reader import Recording
 
@@ -151,17 +152,7 @@ class _Collector:
         self._entries = {(entry.site, entry.step, entry.rank): entry for entry in recording.entries}
         self._floors = floors
 
-    def write(
-        self,
-        site: str,
-        step: int,
-        tensor: Tensor,
-        *,
-        rank: int = 0,
-        axes: Mapping[str, int] | None = None,
-        node: str | None = None,
-        sharding: Sharding | None = None,
-    ) -> None:
+    def write(self, site: str, step: int, tensor: Tensor, *, rank: int = 0, **facts: Unpack[Facts]) -> None:
         """Compare one tensor, or the recorded rank's shard of one, with the recorded one."""
         entry = self._entries.get((site, step, rank))
         if entry is None or entry.shape != tuple(tensor.shape):

@@ -14,14 +14,15 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor
 
 from glassengine import blocks
 from glassengine.errors import GlassError
 from glassengine.recording.layout import layout
-from glassengine.recording.layout.layout import LeftOut, Sharding
+from glassengine.recording.layout.description import Facts
+from glassengine.recording.layout.layout import LeftOut
 from glassengine.recording.rescue.rescue import num_left, with_left
 from glassengine.recording.ring.file import ring_file
 from glassengine.recording.ring.flag import Flag
@@ -139,23 +140,13 @@ class BackgroundWriter:
             repetition = self._producer.repetition
             return repetition is not None and repetition.take(site, step, tensor, rank)
 
-    def write(
-        self,
-        site: str,
-        step: int,
-        tensor: Tensor,
-        *,
-        rank: int = 0,
-        axes: Mapping[str, int] | None = None,
-        node: str | None = None,
-        sharding: Sharding | None = None,
-    ) -> None:
+    def write(self, site: str, step: int, tensor: Tensor, *, rank: int = 0, **facts: Unpack[Facts]) -> None:
         """Take the values of `tensor` as they are now; the arguments are those of `RecordingWriter.write`.
 
         Raises:
             UsageError: The tensor or its name cannot be recorded.
         """
-        seen, is_new = self._seen.look(site, tensor, axes, node, sharding)
+        seen, is_new = self._seen.look(site, tensor, **facts)
         if self._consumer.failure is None:
             self._take(seen, step, tensor, rank, is_new, None)
 

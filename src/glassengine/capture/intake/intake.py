@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from glassengine.capture.calls.interruption import is_interruption
 from glassengine.capture.intake.parts import parts_of, port_of_part, sharding_of, untransformed, waited
+from glassengine.recording.layout.description import Facts
 from glassengine.recording.layout.layout import LeftOut, Sharding
 from glassengine.recording.layout.statistics import light
 from glassengine.recording.layout.values import dtype_name, why_not
@@ -34,17 +35,7 @@ class Writer(Protocol):
     def again(self, site: str, step: int, tensor: Tensor, rank: int) -> bool:
         """Take a tensor that comes as it did in an earlier step, if the writer remembers that."""
 
-    def write(
-        self,
-        site: str,
-        step: int,
-        tensor: Tensor,
-        *,
-        rank: int = 0,
-        axes: Mapping[str, int] | None = None,
-        node: str | None = None,
-        sharding: Sharding | None = None,
-    ) -> None:
+    def write(self, site: str, step: int, tensor: Tensor, *, rank: int = 0, **facts: Unpack[Facts]) -> None:
         """Take values."""
 
     def measure(self, site: str, step: int, tensor: Tensor, *, rank: int, reason: str) -> bool:

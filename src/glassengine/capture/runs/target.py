@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -24,7 +24,8 @@ from glassengine.program.inputs.given import load_inputs
 from glassengine.program.inputs.programs import stored_inputs
 from glassengine.program.loading.load import LoadedModel, load_model
 from glassengine.program.user_code.raised import forward_errors
-from glassengine.recording.layout.layout import LeftOut, Sharding
+from glassengine.recording.layout.description import Facts
+from glassengine.recording.layout.layout import LeftOut
 from glassengine.recording.write.policy import Policy
 from glassengine.results.recorded import RecordedTarget
 
@@ -236,17 +237,7 @@ class _Counter:
     def again(self, site: str, step: int, tensor: Tensor, rank: int) -> bool:
         return False
 
-    def write(
-        self,
-        site: str,
-        step: int,
-        tensor: Tensor,
-        *,
-        rank: int = 0,
-        axes: Mapping[str, int] | None = None,
-        node: str | None = None,
-        sharding: Sharding | None = None,
-    ) -> None:
+    def write(self, site: str, step: int, tensor: Tensor, *, rank: int = 0, **facts: Unpack[Facts]) -> None:
         self._num["tensors"] += 1
         self._num["bytes"] += tensor.nbytes
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ import torch
 from glassengine import environment
 from glassengine.capture.intake.intake import Intake, Steps
 from glassengine.recording.background import BackgroundWriter
-from glassengine.recording.write.policy import Policy
+from glassengine.recording.write.policy import Policy, Wanted
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,9 @@ class SessionRecording:
     Args:
         source: What is known of it.
         path: Directory of the recording.
-        sites: As for `record`.
-        values: As for `record`.
-        steps: As for `record`.
-        byte_budget: As for `record`.
         overwrite: Replace an existing recording.
         durable: As for `record`.
+        wanted: As for `record`.
 
     Attributes:
         path: Directory of the recording.
@@ -71,12 +68,9 @@ class SessionRecording:
         source: RunSource,
         path: Path,
         *,
-        sites: Sequence[str] | None,
-        values: bool | Sequence[str],
-        steps: Collection[int] | None,
-        byte_budget: int | None,
-        overwrite: bool,
-        durable: bool,
+        overwrite: bool = False,
+        durable: bool = True,
+        **wanted: Unpack[Wanted],
     ) -> None:
         self.path = path
         metadata = {
@@ -85,7 +79,7 @@ class SessionRecording:
             "environment": environment.describe(),
             "command_line": environment.without_secrets(sys.argv),
         }
-        self._policy = Policy(sites=sites, values=values, steps=steps, byte_budget=byte_budget)
+        self._policy = Policy(**wanted)
         self._writer = BackgroundWriter(path, metadata=metadata, overwrite=overwrite, durable=durable)
         self._intake = Intake(self._writer, self._policy, 0)
         self._steps = Steps()

@@ -13,9 +13,9 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from glassengine.capture.runs.record import Recorder, own_directory, record
 from glassengine.capture.runtimes.runtimes import Runtimes, unseen_runtimes
 from glassengine.capture.runtimes.sessions import Run, SessionRecording
 from glassengine.errors import GlassError, IncomparableError, UsageError
+from glassengine.recording.write.policy import RecordOptions
 from glassengine.writing.locations import local
 
 MAX_MODELS = 8
@@ -37,12 +38,7 @@ class ScriptRecorder:
 
     Args:
         directory: Holds one directory per model; new or empty.
-        sites: As for `record`.
-        values: As for `record`.
-        steps: As for `record`; counted for each model.
-        byte_budget: As for `record`; for each model.
-        overwrite: Replace recordings that exist.
-        durable: As for `record`.
+        options: As for `record`; steps are counted, and bytes budgeted, for each model.
 
     Attributes:
         directory: Where the recordings are.
@@ -52,28 +48,11 @@ class ScriptRecorder:
         UsageError: (On entering) the directory exists and is not empty, and `overwrite` is false.
     """
 
-    def __init__(
-        self,
-        directory: str | Path,
-        *,
-        sites: Sequence[str] | None = None,
-        values: bool | Sequence[str] = True,
-        steps: Collection[int] | None = None,
-        byte_budget: int | None = None,
-        overwrite: bool = False,
-        durable: bool = True,
-    ) -> None:
+    def __init__(self, directory: str | Path, **options: Unpack[RecordOptions]) -> None:
         # Scripts change the working directory.
         self.directory = local(directory).absolute()
-        self.options: dict[str, Any] = {
-            "sites": sites,
-            "values": values,
-            "steps": steps,
-            "byte_budget": byte_budget,
-            "overwrite": overwrite,
-            "durable": durable,
-        }
-        self._overwrite = overwrite
+        self.options = options
+        self._overwrite = options.get("overwrite", False)
         self._lock = threading.RLock()
         self._process = os.getpid()
         # Of what is recorded, and of what is not: whether that lives on is the script's business.

@@ -10,15 +10,17 @@ import os
 import runpy
 import sys
 import traceback
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
+from typing import Unpack
 
 from glassengine.capture.scripts.ending import script_ended
 from glassengine.capture.scripts.recorder import ScriptRecorder
 from glassengine.capture.scripts.spawned import SpawnedRecordings
 from glassengine.errors import UsageError
+from glassengine.recording.write.policy import RecordOptions
 from glassengine.results.recorded import RecordedScript
 
 
@@ -28,13 +30,8 @@ def record_script(
     *,
     path: str | Path,
     is_module: bool = False,
-    sites: Sequence[str] | None = None,
-    values: bool | Sequence[str] = True,
-    steps: Collection[int] | None = None,
-    byte_budget: int | None = None,
-    overwrite: bool = False,
-    durable: bool = True,
     ends_process: bool = False,
+    **options: Unpack[RecordOptions],
 ) -> RecordedScript:
     """Run a script in this process and record every model that it, or a process that it spawns, calls.
 
@@ -43,14 +40,9 @@ def record_script(
         arguments: Its command line.
         path: Directory that gets one recording per model, and one directory per spawned process; new or empty.
         is_module: Look for `script` where Python looks for modules, the current directory first.
-        sites: As for `record`.
-        values: As for `record`.
-        steps: As for `record`; counted for each model.
-        byte_budget: As for `record`; for each model.
-        overwrite: Replace recordings that exist.
-        durable: As for `record`.
         ends_process: This process ends with the script, as that of the command line does: what watches its main thread
             sees it end. Threads cannot use pools of threads from then on.
+        options: As for `record`; steps are counted, and bytes budgeted, for each model.
 
     Raises:
         UsageError: There is no such script, or the directory is not empty.
@@ -61,15 +53,7 @@ def record_script(
         file = _file_of(str(script)) if is_module else str(Path(script).absolute())
         if not Path(file).is_file():
             raise UsageError("no such script", got=str(script), hint="glass record -o DIR -- script.py ARGS")
-        recorder = ScriptRecorder(
-            path,
-            sites=sites,
-            values=values,
-            steps=steps,
-            byte_budget=byte_budget,
-            overwrite=overwrite,
-            durable=durable,
-        )
+        recorder = ScriptRecorder(path, **options)
         spawned = SpawnedRecordings(recorder)
         try:
             main = _as_main(file if is_module else str(script), arguments)

@@ -113,12 +113,7 @@ def _reproduce(directory: Path, divergence: Divergence, evidence: Evidence, base
 def _reproduce_onnx(directory: Path, recorded: Reproduction, evidence: Evidence) -> None:
     """Write the nodes of the candidate's ONNX graph, as few as show the mistake, or those of the op as recorded."""
     last: Reproduction | None = None
-    seen: set[tuple[str, ...]] = set()
-    for depth in _DEPTHS:
-        region = evidence.candidate(depth)
-        if region is None or (key := tuple(node.name for node in region.ops)) in seen:
-            continue
-        seen.add(key)
+    for depth, region in _regions(evidence):
         runner = evidence.backend if evidence.backend in ("onnxruntime", "openvino") else "onnxruntime"
         own = {**recorded.about, "shown by": f"{runner} alone"}
         found = replace(recorded, about=own, runner=runner, candidate=region, graph=evidence.program)
@@ -143,16 +138,21 @@ def _attempts(recorded: Reproduction, evidence: Evidence) -> Iterator[Reproducti
         return
     own = {**recorded.about, "shown by": "the candidate's graph in eager mode"}
     yield replace(recorded, about=own, runner="eager", candidate=piece)
-    seen: set[tuple[str, ...]] = set()
-    for depth in _DEPTHS:
-        region = evidence.candidate(depth)
-        if region is None or (key := tuple(node.name for node in region.ops)) in seen:
-            continue
-        seen.add(key)
+    for depth, region in _regions(evidence):
         for runner, settings in _RUNNERS.get(evidence.backend or "", ()):
             own = {**recorded.about, "shown by": f"{len(region.ops)} ops compiled by {runner}"}
             found = replace(recorded, about=own, runner=runner, settings=settings, candidate=region)
             yield found if depth == 1 else _of_region(found, region)
+
+
+def _regions(evidence: Evidence) -> Iterator[tuple[int, Piece]]:
+    """Yield the ops of the candidate that lead to the one that differs, more and more of them, with their depth."""
+    seen: set[tuple[str, ...]] = set()
+    for depth in _DEPTHS:
+        region = evidence.candidate(depth)
+        if region is not None and (key := tuple(node.name for node in region.ops)) not in seen:
+            seen.add(key)
+            yield depth, region
 
 
 def _of_region(found: Reproduction, region: Piece) -> Reproduction:

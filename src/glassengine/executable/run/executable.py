@@ -6,9 +6,10 @@ functions and `Executable.run` keep counts and times; metrics, causes, snapshots
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -159,15 +160,8 @@ def compile_executable(
         BackendError: The compiler failed; chains the original error.
     """
     start = time.perf_counter_ns()
-    try:
-        with spans.span("compile", name):
-            compiler(directory)
-    except (GlassError, OSError):
-        raise
-    except Exception as error:
-        raise BackendError(
-            f"compiling {name!r} failed", got=f"{type(error).__name__}: {error}", hint="try another one with --backend"
-        ) from error
+    with _named(f"compiling {name!r} failed", "try another one with --backend"), spans.span("compile", name):
+        compiler(directory)
     note_compilation(name, graph, _BUILD, time.perf_counter_ns() - start)
 
 
@@ -192,17 +186,9 @@ def compile_graph(
         BackendError: The compiler failed; chains the original error.
     """
     start = time.perf_counter_ns()
-    try:
-        with spans.span("compile", name):
-            made = compiled(name, graph, compiler, cache)
-    except GlassError:
-        raise
-    except Exception as error:
-        raise BackendError(
-            f"compiling {name!r} failed",
-            got=f"{type(error).__name__}: {error}",
-            hint='another back-end: options={"backend": "eager"}',
-        ) from error
+    hint = 'another back-end: options={"backend": "eager"}'
+    with _named(f"compiling {name!r} failed", hint, own=(GlassError,)), spans.span("compile", name):
+        made = compiled(name, graph, compiler, cache)
     elapsed = time.perf_counter_ns() - start
     note_compilation(name, graph, occasion, elapsed, from_cache=made.outcome == "hit")
     input_names = tuple(spec.name for spec in graph.inputs)
@@ -215,11 +201,20 @@ def load_executable(name: str, loader: Callable[[Path], Function], directory: Pa
     Raises:
         BackendError: The loader failed; chains the original error.
     """
-    try:
+    with _named(f"loading {name!r} failed", "build it again on this machine"):
         return Executable(name, loader(directory))
-    except (GlassError, OSError):
+
+
+@contextlib.contextmanager
+def _named(what: str, hint: str, *, own: tuple[type[Exception], ...] = (GlassError, OSError)) -> Iterator[None]:
+    """Turn any error of a back-end in the block, except of the kinds `own`, into one that says what failed.
+
+    Raises:
+        BackendError: It failed; chains the original error.
+    """
+    try:
+        yield
+    except own:
         raise
     except Exception as error:
-        raise BackendError(
-            f"loading {name!r} failed", got=f"{type(error).__name__}: {error}", hint="build it again on this machine"
-        ) from error
+        raise BackendError(what, got=f"{type(error).__name__}: {error}", hint=hint) from error

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -24,6 +24,20 @@ _STEP, _FILE, _OFFSET = "\u00a7", "\u00b6", "\u00a4"
 def pad_entry(start: int | str, end: int | str, size: int) -> str:
     """Return the entry, in the header of a shard, of `size` bytes that belong to no tensor."""
     return f'"{PAD_PREFIX}{start}":{{"dtype":"U8","shape":[{size}],"data_offsets":[{start},{end}]}}'
+
+
+class Facts(TypedDict, total=False):
+    """What a recording says of a tensor beside its name and its values.
+
+    Attributes:
+        axes: Position of the "batch", "sequence" and "cache" dimensions.
+        node: Name of the graph node that made it.
+        sharding: What the whole is, where it is one process's part of a distributed tensor.
+    """
+
+    axes: Mapping[str, int] | None
+    node: str | None
+    sharding: Sharding | None
 
 
 class Description:
@@ -48,8 +62,8 @@ class Description:
         site: str,
         dtype: str,
         shape: tuple[int, ...],
-        axes: Mapping[str, int] | None,
-        node: str | None,
+        axes: Mapping[str, int] | None = None,
+        node: str | None = None,
         sharding: Sharding | None = None,
     ) -> None:
         self.site = site

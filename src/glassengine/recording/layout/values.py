@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -13,27 +12,19 @@ from torch import Tensor
 from glassengine import blocks
 from glassengine.errors import UsageError
 from glassengine.recording.layout import layout
-from glassengine.recording.layout.description import Description
-from glassengine.recording.layout.layout import Sharding
+from glassengine.recording.layout.description import Description, Facts
 
 _MAX_DESCRIPTIONS = 1 << 14
 
 
-def describe(
-    site: str,
-    tensor: Tensor,
-    *,
-    axes: Mapping[str, int] | None = None,
-    node: str | None = None,
-    sharding: Sharding | None = None,
-) -> Description:
+def describe(site: str, tensor: Tensor, **facts: Unpack[Facts]) -> Description:
     """Return what the records of `tensor` say in every step.
 
     Raises:
         UsageError: The name is too long, or a recording cannot hold such a tensor.
     """
     _check(site, tensor)
-    return Description(site, dtype_name(tensor.dtype), tuple(tensor.shape), axes, node, sharding)
+    return Description(site, dtype_name(tensor.dtype), tuple(tensor.shape), **facts)
 
 
 class Descriptions:
@@ -42,27 +33,20 @@ class Descriptions:
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], Description] = {}
 
-    def of(
-        self,
-        site: str,
-        tensor: Tensor,
-        *,
-        axes: Mapping[str, int] | None = None,
-        node: str | None = None,
-        sharding: Sharding | None = None,
-    ) -> Description:
+    def of(self, site: str, tensor: Tensor, **facts: Unpack[Facts]) -> Description:
         """Return what `describe` does, the same object for the same arguments.
 
         Raises:
             UsageError: As `describe`.
         """
         _check(site, tensor)
-        key = (site, tensor.dtype, tensor.shape, tuple(axes.items()) if axes else (), node, sharding)
+        axes = facts.get("axes") or {}
+        key = (site, tensor.dtype, tensor.shape, tuple(axes.items()), facts.get("node"), facts.get("sharding"))
         found = self._known.get(key)
         if found is None:
             if len(self._known) >= _MAX_DESCRIPTIONS:
                 self._known.clear()
-            found = self._known[key] = describe(site, tensor, axes=axes, node=node, sharding=sharding)
+            found = self._known[key] = describe(site, tensor, **facts)
         return found
 
 

@@ -7,11 +7,12 @@ known already, or compared with the one that it was equal to.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
+from glassengine.recording.layout.description import Facts
 from glassengine.recording.layout.layout import Sharding, aligned
 from glassengine.recording.layout.statistics import MEASURED
 from glassengine.recording.layout.values import describe
@@ -33,20 +34,13 @@ class SeenTensors:
         # Of each site the last one.
         self.last: dict[str, Seen] = {}
 
-    def look(
-        self,
-        site: str,
-        tensor: Tensor,
-        axes: Mapping[str, int] | None = None,
-        node: str | None = None,
-        sharding: Sharding | None = None,
-    ) -> tuple[Seen, bool]:
+    def look(self, site: str, tensor: Tensor, **facts: Unpack[Facts]) -> tuple[Seen, bool]:
         """Return what is known of such a tensor, and whether nothing was.
 
         Raises:
             UsageError: The tensor or its name cannot be recorded.
         """
-        seen = self.last.get(site)
+        seen, sharding = self.last.get(site), facts.get("sharding")
         strided = tensor.layout is torch.strided
         if (
             seen is not None
@@ -60,7 +54,7 @@ class SeenTensors:
         seen = self.all.get(key)
         is_new = seen is None
         if seen is None or not strided:
-            description = describe(site, tensor, axes=axes, node=node, sharding=sharding)
+            description = describe(site, tensor, **facts)
             if len(self.all) >= _MAX_SEEN:
                 self.all.clear()  # a cache that grows has another shape in every step
                 self.last.clear()

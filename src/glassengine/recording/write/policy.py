@@ -5,12 +5,29 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Collection, Sequence
+from typing import TypedDict
 
 from glassengine.errors import UsageError
 from glassengine.sites import matches, patterns_of
 
 NO_VALUES = "values were not asked for"
 OVER_BUDGET = "the byte budget was used up"
+
+
+class Wanted(TypedDict, total=False):
+    """What of a run is recorded, as `Policy` takes it."""
+
+    sites: Sequence[str] | None
+    values: bool | Sequence[str]
+    steps: Collection[int] | None
+    byte_budget: int | None
+
+
+class RecordOptions(Wanted, total=False):
+    """What of a run is recorded, and how, as `record` takes it."""
+
+    overwrite: bool
+    durable: bool
 
 
 class Policy:

@@ -10,14 +10,14 @@ import contextlib
 from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from torch import Tensor
 
 from glassengine.errors import UsageError
 from glassengine.recording.layout import layout, records
-from glassengine.recording.layout.description import Description, Group, Groups
-from glassengine.recording.layout.layout import LeftOut, LightTable, Location, Sharding
+from glassengine.recording.layout.description import Description, Facts, Group, Groups
+from glassengine.recording.layout.layout import LeftOut, LightTable, Location
 from glassengine.recording.layout.values import Descriptions, bytes_of, identity
 from glassengine.recording.write.directory import begun, make_directory, reason_of, save_manifest
 from glassengine.recording.write.ended_steps import EndedSteps
@@ -84,17 +84,7 @@ class RecordingWriter:
     ) -> None:
         self.close(None if error is None else f"stopped by {type(error).__name__}")
 
-    def write(
-        self,
-        site: str,
-        step: int,
-        tensor: Tensor,
-        *,
-        rank: int = 0,
-        axes: Mapping[str, int] | None = None,
-        node: str | None = None,
-        sharding: Sharding | None = None,
-    ) -> None:
+    def write(self, site: str, step: int, tensor: Tensor, *, rank: int = 0, **facts: Unpack[Facts]) -> None:
         """Store the values of `tensor` as they are now.
 
         Args:
@@ -102,15 +92,13 @@ class RecordingWriter:
             step: 0 is the prefill; not yet committed.
             tensor: Dense; any strides, device and dtype of `layout.STORED`.
             rank: Process that has the tensor.
-            axes: Position of the "batch", "sequence" and "cache" dimensions.
-            node: Name of the graph node that made it.
-            sharding: What the whole is, where `tensor` is one process's part of a distributed tensor.
+            facts: What else is known of it.
 
         Raises:
             UsageError: The name, step or tensor cannot be recorded;
                 or the file cannot be written: the message says what is safe.
         """
-        description = self._descriptions.of(site, tensor, axes=axes, node=node, sharding=sharding)
+        description = self._descriptions.of(site, tensor, **facts)
         self._require_open()
         self._begin(description, step, rank)
         tensor = tensor.detach()
