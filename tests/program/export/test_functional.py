@@ -83,6 +83,13 @@ def conversions(_: nn.Module, x: torch.Tensor) -> Any:
     return flat.to(torch.int64, copy=True), y.transpose(1, 2).reshape(y.shape[0], 24), z.type_as(y), y.half().float()
 
 
+def constants(_: nn.Module, x: torch.Tensor, state: torch.Tensor) -> Any:
+    """Constants of the code, and a state that is replaced."""
+    empty, weights = torch.tensor([]), torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    state.copy_(x * weights)
+    return torch.cat((empty, weights)) + x, state.sum(1)
+
+
 def convolution(inner: nn.Module, x: torch.Tensor) -> Any:
     """A norm by stored statistics, a dropout that drops nothing, an image laid flat."""
     return inner(x[:1].contiguous()), inner(x).sum(0).flatten()
@@ -92,6 +99,7 @@ SMALL: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], Callable
     "written": (written_cache, ((2, 4, 6), (2, 4, 6)), None),
     "parts": (parts, ((2, 4, 6),), None),
     "conversions": (conversions, ((2, 4, 6),), None),
+    "constants": (constants, ((2, 4, 6), (2, 4, 6)), None),
     "convolution": (
         convolution,
         ((2, 3, 4, 4),),

@@ -36,7 +36,8 @@ PARTS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.unbind
 CONVERSIONS = frozenset({aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.contiguous.default})
 NUMBERS = frozenset({operator.add, operator.sub, operator.mul, operator.floordiv, operator.neg, aten.sym_size.int})
 IN_PLACE = frozenset(
-    {"add_", "sub_", "mul_", "div_", "index_copy_", "scatter_", "masked_fill_", "index_fill_", "relu_", "clamp_"}
+    {"add_", "sub_", "mul_", "div_", "copy_", "index_copy_", "scatter_"}
+    | {"masked_fill_", "index_fill_", "relu_", "clamp_"}
 )
 
 

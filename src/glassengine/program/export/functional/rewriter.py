@@ -113,6 +113,10 @@ class Rewriter:
             return self._perhaps_itself(node)
         if target is aten.dropout.default:
             return self._dropout(node)
+        if target is aten.lift_fresh_copy.default:
+            return self._copied(node, aten.clone.default, {})
+        if target is aten.detach_.default:
+            return self._first(node)
         if target is aten.batch_norm.default:
             return self._batch_norm(node)
         if target._schema.is_mutable:
