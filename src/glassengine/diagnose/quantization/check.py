@@ -26,7 +26,7 @@ from glassengine.judge.sides.module import threads_for
 from glassengine.numerics.quantization import rescaling
 from glassengine.numerics.quantization.weight_error import WeightError, judge_weight
 from glassengine.program import LoadedModel, load_model
-from glassengine.program.quantized import is_quantized, quantization_steps
+from glassengine.program.loading.quantized import is_quantized, quantization_steps
 from glassengine.progress import Progress, Work, silent
 from glassengine.results import CaseInputs, Comparison, DriftRow, Quantization, Skipped
 from glassengine.results.inputs_used import Origin, input_used

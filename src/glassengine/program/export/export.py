@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from glassengine.errors import UsageError
 from glassengine.program.export.examples import example_of, fixed_inputs, in_one_piece, named_inputs, place
-from glassengine.program.export.functional import decomposed, functional
+from glassengine.program.export.functional.conversion import decomposed, functional
 from glassengine.program.kinds import causal_lm, encoder_decoder, image_text
 from glassengine.program.listing.listing import OnStage, Stage
 from glassengine.program.representation.naming import Paths, build_sites, describe_shape

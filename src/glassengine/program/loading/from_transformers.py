@@ -14,7 +14,7 @@ from glassengine.errors import CorruptError, GlassError, UnknownNameError, Usage
 from glassengine.program.loading.checkpoint_files import require_plain_files
 from glassengine.program.loading.model_class import model_class_of, without_weights
 from glassengine.program.loading.proportion import in_proportion, require_countable
-from glassengine.program.quantized import load_quantized, take_settings
+from glassengine.program.loading.quantized import load_quantized, take_settings
 from glassengine.program.user_code.raised import described
 from glassengine.reading.documents import read_document
 
