@@ -182,6 +182,50 @@ def test_moves_make_no_new_numbers(target: Any, args: tuple[Any, ...]) -> None:
             assert bool(torch.isin(result, known).all())
 
 
+@of_each_call(*named_with(holds=True))
+def test_what_holds_values_makes_no_others_of_numbers_that_are_not_negative(target: Any, args: tuple[Any, ...]) -> None:
+    """A sign, or the place of a value, is no value: planted below."""
+    assert holds(target, changed(args, lambda x: x.abs().float().to(x.dtype)))
+
+
+def holds(target: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether each result is an element of what is read, or a number that the program writes."""
+    own = [leaf.double().flatten() for leaf in leaves(args) if leaf.is_floating_point()]
+    written = [v for v in pytree.tree_leaves(args) if isinstance(v, (int, float))]
+    known = torch.cat([*own, torch.tensor([0.0, 1.0, *written]).double()])
+    made = [leaf.double() for leaf in leaves(target(*args)) if leaf.is_floating_point()]  # not the bits of a number
+    return all(bool(torch.isin(leaf, known).all()) for leaf in made)
+
+
+@pytest.mark.parametrize("name", ["neg", "sqrt", "square"])
+def test_others_hold_none(name: str) -> None:
+    assert not TABLE[name].holds and not holds(getattr(aten, name).default, (X.abs() + 2,))
+
+
+@pytest.mark.parametrize("name", [name for name, row in TABLE.items() if row.condition is not None])
+def test_conditions_are_bools_that_decide(name: str) -> None:
+    """Other bools make another result of the same numbers."""
+    condition, tried = TABLE[name].condition, 0
+    given = {"where": (SOME, X, Y), "masked_fill": (X, SOME, 0.5), "masked_scatter": (X, SOME, Y)}
+    args: list[Any] = list(given.get(name, (SOME,) if condition == 0 else (X, SOME)))
+    for overload in getattr(aten, name).overloads():
+        if overload in ("default", "self", "Scalar"):
+            target = getattr(getattr(aten, name), overload)
+            if name == "where" and overload != "self":
+                continue
+            before = target(*args)
+            after = target(*[~arg if i == condition else arg for i, arg in enumerate(args)])
+            assert before.shape != after.shape or not torch.equal(before, after)
+            tried += 1
+    assert tried
+
+
+@pytest.mark.parametrize("name", named_with(kind="sum"))
+def test_a_sum_adds_up_all_of_an_axis(name: str) -> None:
+    made = getattr(torch, name)(X, 1)
+    assert torch.allclose(made * (X.shape[1] if name == "mean" else 1), X[:, 0] + X[:, 1] + X[:, 2] + X[:, 3])
+
+
 @of_each_call(*named_with(in_place=True))
 def test_in_place_is_in_place(target: Any, args: tuple[Any, ...]) -> None:
     own = next(i for i, arg in enumerate(args) if isinstance(arg, Tensor))

@@ -32,6 +32,7 @@ class EagerBackend:
         dtypes=("float32", "bfloat16", "float16", "float64"),
         kv="functional",
         portable=True,
+        wide_operands="none",
         native_code=False,
         memory={False: MemoryUse(mapped=1.0)},
     )

@@ -48,7 +48,7 @@ class OnnxRuntimeBackend(OnnxBackend):
         dtypes=("float32", "float16"),
         kv="mutated",
         portable=True,
-        wide_operands=True,
+        wide_operands="products",
         devices=("cpu", "cuda"),
         own_kernels=True,
         native_code=False,

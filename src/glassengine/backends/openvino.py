@@ -41,7 +41,7 @@ class OpenVinoBackend(OnnxBackend):
         dtypes=("float32", "float16"),
         kv="mutated",
         portable=True,
-        wide_operands=True,
+        wide_operands="products",
         own_kernels=True,
         native_code=False,
         memory={True: MemoryUse(packed=1.0, loaded=1.0)},

@@ -10,7 +10,7 @@ and added in float64.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from glassengine.numerics.kernels import assumed
 from glassengine.numerics.ops import FLOAT32_SUMS, U_ACCUMULATE, Accumulation
 from glassengine.numerics.product_noise import ExactProduct, uniform
 from glassengine.ops.row import Rounding
-from glassengine.ops.traits import traits_of
+from glassengine.ops.traits import named, traits_of
 from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.outputs import is_view
 
@@ -143,7 +143,7 @@ def one_after_another(
     Roundings of terms that are alike (padding, a constant) go in one direction, and do not cancel as the probabilistic
     bound has it.
     """
-    if op not in ("sum", "mean") or not args or not isinstance(args[0], torch.Tensor):
+    if named(op).kind != "sum" or not args or not isinstance(args[0], torch.Tensor):
         return None
     x = args[0]
     given = next((part for part in (*args[1:2], kwargs.get("dim"), kwargs.get("axes")) if part is not None), None)
@@ -189,18 +189,26 @@ def _attention(args: tuple[Any, ...], kwargs: dict[str, Any], u: float, u_sums: 
     return noise
 
 
-def reads_memory(op: Node, shape: torch.Size) -> bool:
-    """Whether a compiler has the operands in memory: it fuses batched products of one row or column, as sums.
+WideOperands = Literal["none", "thin products", "products"]
+"""Which products may read operands that are not rounded yet, where the output of the op before them is."""
+
+
+def reads_memory(op: Node, shape: torch.Size, wide: WideOperands) -> bool:
+    """Return whether an op reads its operands from memory, so that what was dumped is what was used.
 
     Args:
         op: The op.
         shape: Of its result as it was run: in the graph sizes may be symbols.
+        wide: Products of the runtime that read registers. A thin product is a batched one of one row or column, which a
+            compiler may fuse with other ops, as a sum.
     """
-    if not traits_of(op).reads_memory:
+    traits = traits_of(op)
+    if not traits.reads_memory or wide == "products":
         return False
     values = [op.meta["val"], *(source.meta.get("val") for source in op.all_input_nodes)]
-    is_batched = op_name(op) in ("bmm", "matmul") and all(isinstance(v, torch.Tensor) and v.dim() > 2 for v in values)
-    return not (is_batched and 1 in shape[-2:])
+    is_batched = all(isinstance(v, torch.Tensor) and v.dim() > 2 for v in values)
+    is_thin = traits.kind == "matrix product" and traits.addend is None and is_batched and 1 in shape[-2:]
+    return wide == "none" or not is_thin
 
 
 def other_kernel(op: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

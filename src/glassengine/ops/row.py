@@ -37,9 +37,9 @@ class Rounding(Enum):
 
 Kind = Literal[
     "", "activation", "comparison", "constant", "copy", "factor", "log_softmax", "logic", "matrix product", "norm",
-    "reshape", "softmax", "term"
+    "reshape", "softmax", "sum", "term"
 ]  # fmt: skip
-"""What people call an op; a term is added or subtracted, a factor multiplies or divides."""
+"""What people call an op. A term is added or subtracted, a factor multiplies or divides; a sum or a mean is a "sum"."""
 
 Terms = Callable[[tuple[Any, ...], Tensor], int]
 """Arguments and result of an op -> number of terms of one of its sums."""
@@ -94,6 +94,9 @@ class OpTraits:
             where its bounds do.
         reorders: Whether integers say where elements go, so that two of them may undo each other.
         table: Positions of what it reads by index and of the indices, and the axis where it is always the same.
+        condition: Position of the bools that choose.
+        holds: Whether its results hold elements of the tensors that it reads (of its table alone; of all but a first
+            condition) as they are, if these are not negative, and else numbers that the program writes.
         hidden: What becomes of a number that hides a place from a softmax: "stays" where any operand hides, "moves"
             along with the values, "ignored" where something else is chosen or shared, "lost" otherwise.
     """
@@ -118,6 +121,8 @@ class OpTraits:
     selects: Literal["", "indices", "part"] = ""
     reorders: bool = False
     table: tuple[int, int, int | None] | None = None
+    condition: int | None = None
+    holds: bool = False
     hidden: Literal["stays", "moves", "ignored", "lost"] = "lost"
 
     @property

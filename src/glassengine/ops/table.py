@@ -8,7 +8,8 @@ from functools import partial
 from glassengine.ops import terms
 from glassengine.ops.row import Choice, OpTraits, Rounding
 
-_moves = partial(OpTraits, Rounding.MOVES, hidden="moves")
+_moves = partial(OpTraits, Rounding.MOVES, hidden="moves", holds=True)
+_makes = partial(OpTraits, Rounding.MOVES, hidden="moves")
 _changes = partial(OpTraits, Rounding.MOVES)
 _pointwise = partial(OpTraits, Rounding.POINTWISE, in_place=True)
 _fitted = partial(_pointwise, absolute_error=True)
@@ -27,45 +28,45 @@ _both = partial(Choice, values=True, places=True)
 
 def _rows() -> Iterator[tuple[str, OpTraits]]:
     # Ops that move or select values.
-    yield (
-        "adaptive_max_pool2d arange broadcast_to diagonal expand_as expand_copy getitem max_pool1d max_pool2d",
-        _moves(),
-    )
-    yield "max_pool2d_with_indices max_pool3d pad pixel_shuffle pixel_unshuffle reflection_pad1d", _moves()
-    yield "reflection_pad2d replication_pad1d replication_pad2d scalar_tensor select_scatter slice_scatter", _moves()
-    yield "swapaxes tril triu unsafe_split view_as alias cat constant_pad_nd contiguous copy detach", _moves()
+    yield "adaptive_max_pool2d max_pool1d max_pool2d max_pool2d_with_indices max_pool3d", _makes()
+    yield "arange expand_as getitem scalar_tensor view_as", _makes()
+    yield "broadcast_to diagonal expand_copy pad pixel_shuffle pixel_unshuffle reflection_pad1d", _moves()
+    yield "reflection_pad2d replication_pad1d replication_pad2d select_scatter slice_scatter", _moves()
+    yield "swapaxes tril triu unsafe_split alias cat constant_pad_nd contiguous copy detach", _moves()
     yield "expand flip lift lift_fresh lift_fresh_copy movedim permute repeat roll squeeze stack t tile", _moves()
     yield "transpose unbind unsqueeze _reshape_alias", _moves()
     yield "clone", _moves(kind="copy")
     yield "_unsafe_view flatten reshape unflatten view", _moves(kind="reshape")
     yield "as_strided chunk narrow select slice split split_with_sizes unfold", _moves(selects="part")
-    yield "full ones zeros", _moves(kind="constant")
-    yield "new_full new_ones new_zeros", _moves(kind="constant", reads_sizes=True)
-    yield "full_like ones_like zeros_like", _moves(reads_sizes=True)
-    yield "masked_fill masked_scatter where", _moves(selects="indices")
+    yield "full ones zeros", _makes(kind="constant")
+    yield "new_full new_ones new_zeros", _makes(kind="constant", reads_sizes=True)
+    yield "full_like ones_like zeros_like", _makes(reads_sizes=True)
+    yield "masked_fill masked_scatter", _moves(selects="indices", condition=1)
+    yield "where", _moves(selects="indices", condition=0)
     yield "gather index_select", _moves(selects="indices", table=(0, 2, None))
     yield "index", _moves(selects="indices", table=(0, 1, None))
     yield "scatter", _moves(selects="indices", table=(0, 2, None))
     yield "embedding", _changes(selects="indices", table=(0, 1, 0))
     yield "index_put", _moves(selects="indices", table=(0, 1, None), reorders=True)
-    yield "index_copy", _moves(selects="indices", reorders=True)
-    yield "repeat_interleave", _moves(reorders=True)
+    yield "index_copy", _makes(selects="indices", reorders=True)
+    yield "repeat_interleave", _makes(reorders=True)
     yield "clamp_max", _moves(in_place=True)
     yield "clamp clamp_min", _moves(in_place=True, hidden="stays")
     yield "maximum", _moves(in_place=True, hidden="stays", commutes=True)
-    yield "minimum", _changes(in_place=True, commutes=True)
-    yield "relu relu6 hardtanh", _changes(kind="activation", in_place=True)
+    yield "minimum", _changes(in_place=True, commutes=True, holds=True)
+    yield "relu relu6 hardtanh", _changes(kind="activation", in_place=True, holds=True)
     yield "sign threshold", _changes(in_place=True)
-    yield "abs neg", _changes(in_place=True, keeps_whole=True)
+    yield "abs", _changes(in_place=True, keeps_whole=True, holds=True)
+    yield "neg", _changes(in_place=True, keeps_whole=True)
     yield "amax", _changes(choice=_values(descending=True), hidden="ignored")
     yield "amin", _changes(choice=_values(descending=False))
-    yield "max", _moves(choice=_both(descending=True), selects="indices", hidden="stays")
+    yield "max", _makes(choice=_both(descending=True), selects="indices", hidden="stays")
     yield "min", _changes(choice=_both(descending=False), selects="indices")
     yield "topk", _changes(choice=_both(descending=True, flag="largest"), selects="indices")
     yield "sort", _changes(choice=_both(descending=False, flag="descending"), selects="indices")
     yield "cummax", _changes(choice=_both(descending=True, running=True), selects="indices")
     yield "cummin", _changes(choice=_both(descending=False, running=True), selects="indices")
-    yield "_to_copy convert_element_type to", OpTraits(Rounding.CASTS, in_place=True, hidden="stays")
+    yield "_to_copy convert_element_type to", OpTraits(Rounding.CASTS, in_place=True, hidden="stays", holds=True)
     yield "type_as", OpTraits(Rounding.CASTS, hidden="stays")
 
     # Pointwise ops.
@@ -100,9 +101,11 @@ def _rows() -> Iterator[tuple[str, OpTraits]]:
 
     # Sums and products.
     yield "_adaptive_avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d", _sums()
-    yield "avg_pool1d avg_pool2d avg_pool3d mean upsample_bicubic2d upsample_bilinear2d upsample_nearest2d", _sums()
+    yield "avg_pool1d avg_pool2d avg_pool3d upsample_bicubic2d upsample_bilinear2d upsample_nearest2d", _sums()
     yield "_upsample_bicubic2d_aa _upsample_bilinear2d_aa", _sums(terms=terms.of_filter)
-    yield "diff sum trace", _sums(keeps_whole=True)
+    yield "mean", _sums(kind="sum")
+    yield "sum", _sums(kind="sum", keeps_whole=True)
+    yield "diff trace", _sums(keeps_whole=True)
     yield "cumsum", _sums(keeps_whole=True, terms=terms.of_all)
     yield "index_add scatter_add", _sums(keeps_whole=True, selects="indices", table=(0, 2, None))
     yield "bmm matmul mm", _product(kind="matrix product", terms=terms.last_axis(0))
@@ -142,7 +145,8 @@ def _rows() -> Iterator[tuple[str, OpTraits]]:
     yield "argsort", _exact(choice=_places(descending=False, flag="descending"), selects="indices")
     yield "all any", _exact()
     yield "sym_numel sym_size", _exact(reads_sizes=True)
-    yield "bucketize nonzero searchsorted", _exact(selects="indices")
+    yield "bucketize searchsorted", _exact(selects="indices")
+    yield "nonzero", _exact(selects="indices", condition=0)
     yield "histc", OpTraits(Rounding.COUNTS, selects="indices")
 
     # What no replay says anything of.
@@ -152,7 +156,8 @@ def _rows() -> Iterator[tuple[str, OpTraits]]:
     yield "empty_like new_empty", OpTraits(is_unwritten=True, reads_sizes=True)
 
     # Known by what they select only.
-    yield "index_fill index_reduce masked_select take_along_dim", OpTraits(selects="indices")
+    yield "index_fill index_reduce take_along_dim", OpTraits(selects="indices")
+    yield "masked_select", OpTraits(selects="indices", condition=1)
     yield "scatter_reduce", OpTraits(selects="indices", table=(0, 2, None))
     yield "take", OpTraits(selects="indices", table=(0, 1, None))
     yield "_embedding_bag _embedding_bag_forward_only", OpTraits(table=(0, 1, 0))

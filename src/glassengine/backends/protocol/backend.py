@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from glassengine.executable.cache.cache import CompilerCache
+from glassengine.numerics.noise import WideOperands
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of
 from glassengine.program.listing.listing import list_nodes, stage_of
@@ -58,8 +59,8 @@ class Capabilities:
         dtypes: Floating dtypes of models it can build, torch names.
         kv: "mutated" when it writes the cache inputs in place, "functional" when it returns `present_*` outputs.
         portable: Whether the built files run on another CPU.
-        wide_operands: Whether products of half-precision models may read float32 registers where the output of the op
-            before them is rounded.
+        wide_operands: Which products of half-precision models may read float32 registers where the output of the op
+            before them is rounded: "none", "thin products" (batched, of one row or column), or all "products".
         devices: What it can build for. The first is the default; any other must be available.
         own_kernels: Whether its elementwise kernels may be less accurate than rounding, so that they are measured
             (see `calibration`).
@@ -72,7 +73,7 @@ class Capabilities:
     dtypes: tuple[str, ...]
     kv: str
     portable: bool
-    wide_operands: bool = False
+    wide_operands: WideOperands = "thin products"
     devices: tuple[str, ...] = ("cpu",)
     own_kernels: bool = False
     native_code: bool = True

@@ -42,7 +42,7 @@ def expected_peaks(programs: Sequence[Program], backend: Backend) -> dict[str, i
     weights, packed = weights_bytes(programs), _packed_bytes(programs)
     num_ops = sum(node.op == "call_function" for program in programs for node in program.graph.nodes)
     largest = max((tensor.numel() for _, tensor in _stored(programs)), default=0)
-    is_wide = backend.capabilities.wide_operands
+    is_wide = backend.capabilities.wide_operands == "products"
     held = LIBRARIES_BYTES + weights
     compiling = costs.packed * packed + costs.fixed_bytes + costs.bytes_per_op * num_ops
     loaded = costs.mapped * weights + costs.loaded * packed

@@ -29,7 +29,8 @@ def is_comparison(op: Node) -> bool:
 
 def is_unordered(op: Node) -> bool:
     """Whether the op chooses the largest values in any order that it likes."""
-    return op_name(op) == "topk" and not argument(op, "sorted")
+    in_order = argument(op, "sorted")
+    return ranking(op) is not None and in_order is not None and not in_order
 
 
 def _leaves_equals_in_any_order(op: Node) -> bool:

@@ -18,7 +18,6 @@ from torch.fx import Graph, Node
 from glassengine.judge.exclusions.other_values import NATIVE, Source, Values, call_with
 from glassengine.ops.row import OpTraits
 from glassengine.ops.traits import traits_of
-from glassengine.program.representation.naming import op_name
 from glassengine.results import ExemptionReason
 
 
@@ -112,7 +111,7 @@ def _leads_on(user: Node, node: Node, found: set[Node]) -> bool:
 
 def _may_drop(user: Node, node: Node) -> bool:
     """Whether `user` takes integers from `node` where it does not take them from elsewhere."""
-    is_branch = op_name(user) == "where" and len(user.args) == 3 and user.args.count(node) == 1
+    is_branch = traits_of(user).condition == 0 and len(user.args) == 3 and user.args.count(node) == 1
     return is_branch and user.args[0] is not node and not _is_float(node)
 
 

@@ -21,8 +21,6 @@ from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import op_name
 
-_AVERAGES = frozenset({"mean", "sum"})
-"""Of a normalization that is written out, which runtimes fuse."""
 MOST_DEPTH = 3
 _CANCELLED = 4.0
 """From so many times the rounding bound of the op on, what its inputs were off by is more than its own rounding."""
@@ -94,7 +92,7 @@ class ComputedAgain:
             return value
         traits = traits_of(node)
         moves = traits.moves
-        is_cheap = traits.casts or traits.rounding is Rounding.POINTWISE or op_name(node) in _AVERAGES
+        is_cheap = traits.casts or traits.rounding is Rounding.POINTWISE or traits.kind == "sum"
         if not moves and not (depth > 0 and is_cheap):
             if inner is not None and not traits.casts:
                 self._note(node, self._called(node, self._values.of), inner)

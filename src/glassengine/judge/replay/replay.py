@@ -25,6 +25,7 @@ from glassengine.judge.replay.stretch import Stretches
 from glassengine.judge.replay.values import Values
 from glassengine.judge.step_inputs import Given, by_name, empty_caches
 from glassengine.numerics.known import NOTHING, Known
+from glassengine.numerics.noise import WideOperands
 from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
 from glassengine.program.representation.program import Program
 
@@ -50,7 +51,7 @@ class Replay:
         cut: Where pieces begin.
         compiled: Whether the candidate has kernels of its own, or another dtype than the baseline.
         dtype: Floating dtype of the candidate's weights; None for the baseline's own.
-        wide_operands: Whether the candidate's products may read unrounded registers, as its other ops may.
+        wide_operands: Which of the candidate's products may read unrounded registers, as its other ops may.
         accumulation: How the candidate's products are summed.
         seed: Of the noise.
         worth_a_bound: See `Ops`.
@@ -66,7 +67,7 @@ class Replay:
         cut: Cut = Cut.OP,
         compiled: bool = False,
         dtype: torch.dtype | None = None,
-        wide_operands: bool = False,
+        wide_operands: WideOperands = "thin products",
         accumulation: Accumulation = FLOAT32_SUMS,
         seed: int = 0,
         worth_a_bound: float = 1.6,

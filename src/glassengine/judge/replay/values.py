@@ -13,7 +13,7 @@ from torch.fx import Node
 from glassengine.errors import BackendError
 from glassengine.numerics.float64 import target_of
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
-from glassengine.numerics.noise import reads_memory
+from glassengine.numerics.noise import WideOperands, reads_memory
 from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation, Roundoff
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import is_tensor_node, op_name
@@ -50,7 +50,7 @@ class Values:
         program: The baseline program, with weights.
         compiled: Whether the candidate has kernels of its own, or another dtype than the baseline.
         dtype: Floating dtype of the candidate's weights; None for the baseline's own.
-        wide_operands: Whether the candidate's products may read unrounded registers, as its other ops may.
+        wide_operands: Which of the candidate's products may read unrounded registers, as its other ops may.
         accumulation: How the candidate's products are summed.
 
     Attributes:
@@ -65,7 +65,7 @@ class Values:
         *,
         compiled: bool,
         dtype: torch.dtype | None,
-        wide_operands: bool,
+        wide_operands: WideOperands,
         accumulation: Accumulation,
     ) -> None:
         self.compiled = compiled
@@ -145,7 +145,7 @@ class Values:
                     of_weights.add(self.dtype)
             elif isinstance(value, torch.Tensor) and value.is_floating_point():
                 of_inputs.add(value.dtype)
-        if not self.compiled or (reads_memory(op, result.shape) and not self._wide_operands):
+        if not self.compiled or reads_memory(op, result.shape, self._wide_operands):
             of_inputs = set()
         of_inputs |= {dtype for source in op.all_input_nodes for dtype in self._to_come(source)}
         how = self.accumulation if traits_of(op).reads_memory else FLOAT32_SUMS

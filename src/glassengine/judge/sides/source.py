@@ -85,6 +85,6 @@ def untouched(model: LoadedModel, program: Program, arguments: Arguments | None 
         return ModuleSide(model.module, program, replay=segments, state=model.state, arguments=arguments)
     if program.onnx is not None:  # run by kernels of its own
         accumulation = Accumulation(kernels=kernels_of(RUNTIME))
-        replay = Replay(program, compiled=True, wide_operands=True, accumulation=accumulation)
+        replay = Replay(program, compiled=True, wide_operands="products", accumulation=accumulation)
         return SourceSide(model.module, program=program, replay=replay)
     return SourceSide(model.module, program=program, replay=Replay(program), guarantee=Guarantee.STORED_OPS)

@@ -20,13 +20,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import named
 
-_MOVES = frozenset(
-    """view _unsafe_view reshape _reshape_alias _to_copy clone slice select expand permute transpose t unsqueeze squeeze
-    index_select gather cat stack split split_with_sizes unbind repeat flip roll contiguous alias detach where clamp
-    clamp_min clamp_max masked_fill constant_pad_nd lift_fresh lift copy narrow unfold as_strided flatten
-    lift_fresh_copy abs maximum minimum tile relu chunk index movedim""".split()  # noqa: SIM905
-)
-"""Ops whose results hold values of their first arguments."""
 _FEW = 8
 """Numbers of a scale for each channel."""
 LARGE = 1e3
@@ -143,17 +136,16 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._see_table(op, args)
         if named(op).kind == "comparison":
             self._see_comparison(op, args)
-        elif op in ("add", "sub", "rsub", "mul", "div") and self._is_affine(args):
+        elif named(op).kind in ("term", "factor") and self._is_affine(args):
             self._hold(result, self._affine(op, args, kwargs))
             return
         self._see_choice(op, args, kwargs)
         self._see_reading(op, args)
-        if op in _MOVES:
-            places = args[1:] if op == "where" else args
-            own = [one for leaf in pytree.tree_leaves(places) for one in self._of(leaf)]
+        traits = named(op)
+        if traits.holds:
             # What an index picks is data of the table.
-            own = list(self._of(args[0])) if op in ("index_select", "gather", "index") else own
-            self._hold(result, own)
+            read = args[traits.table[0]] if traits.table else args[1:] if traits.condition == 0 else args
+            self._hold(result, [one for leaf in pytree.tree_leaves(read) for one in self._of(leaf)])
 
     def _hold(self, result: Any, held: Any) -> None:
         unique = tuple(dict.fromkeys(held))[:4]
@@ -207,7 +199,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if number is not None and not self._is_influenced(other):
                     constant = (number - one.low) / (one.factor or 1.0)
                     self.uses[one.name].constants.add(constant)
-                    if op in ("eq", "ne"):
+                    if named(op).commutes:
                         self.uses[one.name].equal_to.add(constant)
                 elif isinstance(other, torch.Tensor) and not self._is_influenced(other) and not _is_float(other):
                     self.uses[one.name].ranges.append(int(other.max()))
@@ -251,13 +243,13 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def _see_choice(self, op: str, args: Any, kwargs: Any) -> None:
-        chooses = {"where": 0, "masked_fill": 1, "masked_select": 1, "nonzero": 0}
-        if op in chooses:
-            self._each(self._of(args[chooses[op]]), is_mask=True)
-        if named(op).kind == "logic" or op == "any":
+        traits = named(op)
+        if traits.condition is not None:
+            self._each(self._of(args[traits.condition]), is_mask=True)
+        if traits.kind == "logic" or op == "any":
             for arg in args[:2]:
                 self._each(self._of(arg), is_mask=True)
-        if op in ("sum", "cumsum", "mean", "all"):
+        if traits.kind == "sum" or op in ("cumsum", "all"):
             self._each(self._of(args[0]), is_summed=True)
         if op.startswith("_scaled_dot_product") or op == "scaled_dot_product_attention":
             masks = [kwargs.get("attn_mask"), kwargs.get("attn_bias")]
@@ -272,11 +264,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 use.is_data = True
         if named(op).domain == "positive":
             self._each(self._of(args[0]), is_positive=True)
-        if named(op).rounding is Rounding.PRODUCT or op in ("mul", "div"):
+        is_factor = named(op).kind == "factor"
+        if named(op).rounding is Rounding.PRODUCT or is_factor:
             tensors = [arg for arg in pytree.tree_leaves(args) if isinstance(arg, torch.Tensor)]
             for tensor in tensors:
                 others = [other for other in tensors if other is not tensor]
-                if op in ("mul", "div") and any(map(self._is_influenced, others)):
+                if is_factor and any(map(self._is_influenced, others)):
                     self._each(self._of(tensor), is_mask=True)
                 elif others:
                     self._each(self._of(tensor), is_number=True, is_data=True)
