@@ -11,15 +11,13 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
-from glassengine.judge.replay.values import DOES_NOT_FIT, Values
+from glassengine.judge.replay.values import DOES_NOT_FIT, Values, in_float64
 from glassengine.numerics.bounds import rounding_bound
-from glassengine.numerics.float64 import retarget, target_of
+from glassengine.numerics.float64 import target_of
 from glassengine.numerics.ops import U_ACCUMULATE, Operation, Roundoff
 from glassengine.ops.row import Rounding
 from glassengine.ops.traits import traits_of
-from glassengine.program.representation.naming import op_name
 
 MOST_DEPTH = 3
 _CANCELLED = 4.0
@@ -71,9 +69,7 @@ class ComputedAgain:
         moved: Mapping[str, torch.Tensor],
     ) -> Operation:
         read = {source: self._read(source, depth, inner, moved) for source in op.all_input_nodes}
-        args, kwargs = torch.fx.node.map_arg((op.args, dict(op.kwargs)), read.__getitem__)
-        args, kwargs = pytree.tree_map(retarget, (args, kwargs))
-        return Operation(op_name(op), call, args, kwargs, call(*args, **kwargs))
+        return in_float64(op, call, read.__getitem__)
 
     def _read(
         self, node: Node, depth: int, inner: dict[str, torch.Tensor] | None, moved: Mapping[str, torch.Tensor]
@@ -107,13 +103,10 @@ class ComputedAgain:
     def _called(self, node: Node, read: Callable[[Node], Any]) -> Operation | None:
         """Return the op of a node on what `read` gives; None where it cannot be computed."""
         try:
-            args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), read)
-            args, kwargs = pytree.tree_map(retarget, (args, kwargs))
-            exact = target_of(node)(*args, **kwargs)
+            made = in_float64(node, target_of(node), read)
         except DOES_NOT_FIT:
             return None
-        is_float = isinstance(exact, torch.Tensor) and exact.is_floating_point()
-        return Operation(op_name(node), target_of(node), args, kwargs, exact) if is_float else None
+        return made if isinstance(made.exact, torch.Tensor) and made.exact.is_floating_point() else None
 
     def _note(self, node: Node, operation: Operation | None, inner: dict[str, torch.Tensor]) -> None:
         """Note how far a kernel may have rounded a value otherwise, in registers: it is not stored in between."""

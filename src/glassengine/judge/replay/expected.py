@@ -9,9 +9,8 @@ agree. Several ops have none: the noise of all of them decides alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,11 +21,11 @@ from torch.utils import _pytree as pytree
 from glassengine.judge.graphs.cut import Piece
 from glassengine.judge.graphs.flat import with_values
 from glassengine.judge.replay.reference import NUM_NOISE_RUNS
+from glassengine.judge.replay.sampling import sampled
 from glassengine.numerics.exemptions import Masks
 from glassengine.numerics.float64 import retarget, target_of
-from glassengine.numerics.judgement import Judgement, smallest_precise, unit_roundoff
+from glassengine.numerics.judgement import Judgement
 from glassengine.numerics.known import NOTHING, Known
-from glassengine.numerics.noise import noisy, rounds
 from glassengine.numerics.verdict import Reference
 
 Valid = Callable[[Node, Tensor], Tensor | None]
@@ -96,7 +95,8 @@ def expected_of(piece: Piece) -> list[Expected]:
     """Run a piece that stands by itself in every way that is legal, and return what each of its outputs should be."""
     with_values(piece.module, piece.arguments())
     exact, native = piece.exact(), piece.run()
-    runs = [_Noisy(piece, torch.Generator().manual_seed(seed)).results() for seed in range(NUM_NOISE_RUNS)]
+    doubles = [retarget(tensor) for tensor in piece.arguments()]
+    runs = [_Noisy(piece, torch.Generator().manual_seed(seed)).run(*doubles) for seed in range(NUM_NOISE_RUNS)]
     return [
         Expected(Reference(exact[index], value, [run[index] for run in runs], dtype=_float(value), valid=None))
         for index, value in enumerate(native)
@@ -108,30 +108,14 @@ class _Noisy(Interpreter):
 
     def __init__(self, piece: Piece, generator: torch.Generator) -> None:
         super().__init__(piece.module)
-        self._piece = piece
-        self._generator = generator
-
-    def results(self) -> tuple[torch.Tensor, ...]:
-        doubles = [retarget(tensor) for tensor in self._piece.arguments()]
-        found: tuple[torch.Tensor, ...] = self.run(*doubles)
-        return found
+        self._rounded = sampled(generator, lambda node, _: _float(pytree.tree_leaves(node.meta["val"])[0]))
 
     def run_node(self, n: Node) -> Any:
         if n.op != "call_function":
             return super().run_node(n)
         args, kwargs = pytree.tree_map(retarget, self.fetch_args_kwargs_from_env(n))
-        value = target_of(n)(*args, **kwargs)
-        if not rounds(n):
-            return value
-        kept = pytree.tree_leaves(n.meta["val"])
-        return pytree.tree_map(partial(self._rounded, n, args, kwargs, kept[0]), value)
-
-    def _rounded(self, node: Node, args: Any, kwargs: Mapping[str, Any], kept: Any, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            return value
-        u, tiny = unit_roundoff(_float(kept)), smallest_precise(_float(kept))
-        return noisy(node, value, args, dict(kwargs), u, self._generator, tiny=tiny)
+        return self._rounded(n, target_of(n)(*args, **kwargs), args, kwargs)
 
 
-def _float(value: torch.Tensor) -> torch.dtype:
+def _float(value: Tensor) -> torch.dtype:
     return value.dtype if value.is_floating_point() else torch.float32

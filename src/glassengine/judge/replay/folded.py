@@ -11,14 +11,12 @@ from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
 from glassengine.judge.replay.reference import NUM_NOISE_RUNS
-from glassengine.judge.replay.values import Values
-from glassengine.numerics.float64 import retarget, target_of
+from glassengine.judge.replay.values import Values, in_float64
+from glassengine.numerics.float64 import target_of
 from glassengine.numerics.judgement import unit_roundoff
 from glassengine.numerics.ops import Operation
-from glassengine.program.representation.naming import op_name
 from glassengine.program.representation.program import Program
 
 _SPREAD = 2.0
@@ -50,8 +48,11 @@ class Folded:
         exact = self._rounded(op, own)
         if not exact:
             return None
-        others = _made_otherwise(exact, own, self._generator)
-        return _operation(op, call, own, exact), [_operation(op, call, own, other).exact for other in others]
+
+        def on(inputs: Mapping[str, torch.Tensor]) -> Operation:
+            return in_float64(op, call, lambda source: inputs.get(source.name, own[source.name]))
+
+        return on(exact), [on(other).exact for other in _made_otherwise(exact, own, self._generator)]
 
     def _rounded(self, op: Node, native: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return those inputs of `op` that were rounded while they were made, in float64."""
@@ -69,20 +70,8 @@ class Folded:
     def _exact(self, node: Node) -> Any:
         """Return a value in float64; a weight as it is."""
         if node.name not in self._in_float64:
-            args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), self._exact)
-            args, kwargs = pytree.tree_map(retarget, (args, kwargs))
-            self._in_float64[node.name] = target_of(node)(*args, **kwargs)
+            self._in_float64[node.name] = in_float64(node, target_of(node), self._exact).exact
         return self._in_float64[node.name]
-
-
-def _operation(
-    op: Node, call: Callable[..., Any], native: Mapping[str, Any], inputs: Mapping[str, torch.Tensor]
-) -> Operation:
-    args, kwargs = torch.fx.node.map_arg(
-        (op.args, dict(op.kwargs)), lambda source: inputs.get(source.name, native[source.name])
-    )
-    args, kwargs = pytree.tree_map(retarget, (args, kwargs))
-    return Operation(op_name(op), call, args, kwargs, call(*args, **kwargs))
 
 
 def _made_otherwise(

@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from glassengine.judge.replay.composites import NUM_RUNS, bound_of, rounded_inside
 from glassengine.judge.replay.computed_again import ComputedAgain
 from glassengine.judge.replay.expected import Claim, Expected
 from glassengine.judge.replay.folded import Folded
 from glassengine.judge.replay.reference import NUM_NOISE_RUNS
+from glassengine.judge.replay.sampling import NUM_RUNS, bound_of, sampled
 from glassengine.judge.replay.values import DOES_NOT_FIT, Values, called, part_of
 from glassengine.numerics.bounds import rounding_bound
 from glassengine.numerics.float64 import retarget, unwritten_nodes
@@ -190,7 +190,7 @@ class OneOp(Expected):
             return disturbed(tensor, u_in, generator, roundoff.tiny_in)
 
         if isinstance(op.target, Composite):
-            inside = rounded_inside(op.target, roundoff.u, generator, how, roundoff.tiny)
+            inside = op.target.rounded(sampled(generator, lambda *_: self.claim.candidate.dtype, how))
             part = part_of(self.claim.node, op)
             operation = dataclasses.replace(operation, target=lambda *a, **k: part(inside(*a, **k)))
             return [operation.on(read) for _ in range(NUM_RUNS)]

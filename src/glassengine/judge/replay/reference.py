@@ -19,11 +19,11 @@ from glassengine.judge.exclusions.exactness import Exactness, keeps_whole_number
 from glassengine.judge.exclusions.hidden_values import HiddenValues
 from glassengine.judge.exclusions.in_step import Excluded, Exclusions, sources_of
 from glassengine.judge.exclusions.tie_propagation import settled_sources
-from glassengine.judge.replay.composites import rounded_inside
+from glassengine.judge.replay.sampling import sampled
 from glassengine.numerics.float64 import double, retarget, target_of
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
 from glassengine.numerics.known import Known
-from glassengine.numerics.noise import disturbed, noisy, rounded, rounds
+from glassengine.numerics.noise import disturbed, rounded, rounds
 from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation
 from glassengine.numerics.product_noise import ExactProduct
 from glassengine.numerics.verdict import Reference
@@ -209,8 +209,7 @@ class ReferenceRun:
             if lane == 0 and is_rounded and is_float and traits_of(node).multiplies:
                 product = ExactProduct(node, value, args, kwargs, self._stored(node))
             if lane > 1 and is_rounded:
-                disturb = partial(self._noisy, node, args=args, kwargs=kwargs, generator=generators[lane])
-                value = disturb(value) if isinstance(value, torch.Tensor) else pytree.tree_map(disturb, value)
+                value = sampled(generators[lane], self._dtype, self._accumulation)(node, value, args, kwargs)
             results.append(value)
         return results
 
@@ -236,16 +235,6 @@ class ReferenceRun:
             i: self._weights[leaf.name] for i, leaf in leaves if isinstance(leaf, Node) and leaf.name in self._weights
         }
 
-    def _noisy(
-        self, node: Node, value: Any, *, args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator
-    ) -> Any:
-        """One result of an op with rounding; an op may have several."""
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            return value
-        dtype = self._dtype(node, value)
-        u, tiny = unit_roundoff(dtype), smallest_precise(dtype)
-        return noisy(node, value, args, kwargs, u, generator, self._accumulation, tiny)
-
     def _rounded_inside(
         self, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator
     ) -> Any:
@@ -253,8 +242,7 @@ class ReferenceRun:
         assert isinstance(node.target, Composite)
         floats = [value for value in pytree.tree_leaves(node.meta["val"]) if value.is_floating_point()]
         dtype = self._dtype(node, floats[0]) if floats else torch.float32
-        u, tiny = unit_roundoff(dtype), smallest_precise(dtype)
-        return rounded_inside(node.target, u, generator, self._accumulation, tiny)(*args, **kwargs)
+        return node.target.rounded(sampled(generator, lambda *_: dtype, self._accumulation))(*args, **kwargs)
 
     def _disturbed(self, source: Node, value: torch.Tensor, dtype: torch.dtype, lane: int) -> torch.Tensor:
         """Weights of a noisy lane carry the rounding of a coarser candidate's weights, the same in every step."""

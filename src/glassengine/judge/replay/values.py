@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from glassengine.errors import BackendError
-from glassengine.numerics.float64 import target_of
+from glassengine.numerics.float64 import retarget, target_of
 from glassengine.numerics.judgement import smallest_precise, unit_roundoff
 from glassengine.numerics.noise import WideOperands, reads_memory
-from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation, Roundoff
+from glassengine.numerics.ops import FLOAT32_SUMS, Accumulation, Operation, Roundoff
 from glassengine.ops.traits import traits_of
 from glassengine.program.representation.naming import is_tensor_node, op_name
 from glassengine.program.representation.outputs import is_view, weight_only_nodes
@@ -41,6 +42,13 @@ def called(node: Node) -> tuple[Node, Callable[..., Any]]:
 def part_of(node: Node, op: Node) -> Callable[[Any], Any]:
     """Return what takes the value of `node` from the result of its op."""
     return (lambda result: result) if node is op else operator.itemgetter(node.args[1])
+
+
+def in_float64(op: Node, call: Callable[..., Any], read: Callable[[Node], Any]) -> Operation:
+    """Return an op in float64 on what `read` gives for the nodes that it reads; `call` computes its result."""
+    args, kwargs = torch.fx.node.map_arg((op.args, dict(op.kwargs)), read)
+    args, kwargs = pytree.tree_map(retarget, (args, kwargs))
+    return Operation(op_name(op), call, args, kwargs, call(*args, **kwargs))
 
 
 class Values:
