@@ -553,6 +553,15 @@ def test_json_never_takes_the_place_of_what_somebody_else_wrote(
     assert ran == [[str(tmp_path / "new.txt")]]
 
 
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_the_help_of_all_commands_is_written_alike(command: str) -> None:
+    shown = [parameter for parameter in cli.load_command(command).params if not getattr(parameter, "hidden", False)]
+    assert [parameter.name for parameter in shown if not parameter.help.endswith(".")] == []
+    # A word in place of a value: what to give, in capitals, or the values themselves.
+    assert [parameter.name for parameter in shown if parameter.bare_type is str and not parameter.metavar] == []
+    assert not any(word in parameter.help for parameter in shown for word in ("infinity", "Largest", "of yours"))
+
+
 COMMAND_LINES = {
     "build": "model",
     "sites": "model",

@@ -36,7 +36,7 @@ def command(
     out_directory: Annotated[
         str | None,
         typer.Argument(
-            metavar="[OUT]", help="Directory of the new engine; default: engines/<model>.", show_default=False
+            metavar="OUT", help="Directory of the new engine; default: engines/<model>.", show_default=False
         ),
     ] = None,
     output_dir: Annotated[
@@ -44,7 +44,9 @@ def command(
     ] = None,
     backend: Annotated[
         str | None,
-        typer.Option(help="Back-end, see glass doctor; default: inductor, or onnxruntime without a C++ compiler."),
+        typer.Option(
+            metavar="NAME", help="Back-end, see glass doctor; default: inductor, or onnxruntime without a C++ compiler."
+        ),
     ] = None,
     device: Annotated[
         str | None,
@@ -68,7 +70,7 @@ def command(
             show_default=False,
         ),
     ] = None,
-    max_batch_size: Annotated[int, typer.Option(help="Largest batch.")] = 8,
+    max_batch_size: Annotated[int, typer.Option(help="Maximum sequences of a batch.")] = 8,
     max_seq_len: Annotated[
         int | None, typer.Option(help="Maximum tokens of a sequence; default: the limit of the model.")
     ] = None,

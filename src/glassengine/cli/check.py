@@ -44,7 +44,7 @@ def command(
         ),
     ] = None,
     map: Map = None,
-    backend: Annotated[str | None, typer.Option(help="Back-end of the built engines.")] = None,
+    backend: Annotated[str | None, typer.Option(metavar="NAME", help="Back-end of the built engines.")] = None,
     dtype: Dtype = "auto",
     inputs: Annotated[
         str | None,

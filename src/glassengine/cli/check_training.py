@@ -23,14 +23,14 @@ def command(
         str | None, typer.Option(metavar="FILE|FACTORY", help="Batches: one dict of tensors per training step.")
     ] = None,
     optimizer: Annotated[
-        str | None, typer.Option(metavar="FILE.PY:FN", help="Returns the optimizer of a module; default: AdamW.")
+        str | None, typer.Option(metavar="FILE.py:FN", help="Returns the optimizer of a module; default: AdamW.")
     ] = None,
     candidate_optimizer: Annotated[
-        str | None, typer.Option(metavar="FILE.PY:FN", help="Optimizer of the candidate; default: the same.")
+        str | None, typer.Option(metavar="FILE.py:FN", help="Optimizer of the candidate; default: the same.")
     ] = None,
     loss: Annotated[
         str | None,
-        typer.Option(metavar="FILE.PY:FN", help="Returns the loss from the module's result; default: its .loss."),
+        typer.Option(metavar="FILE.py:FN", help="Returns the loss from the module's result; default: its .loss."),
     ] = None,
     dtype: Dtype = "auto",
     *,

@@ -42,6 +42,7 @@ def command(
     baseline: Annotated[
         str,
         typer.Argument(
+            metavar="BASELINE",
             help="Reference: recording, .pt, .safetensors, .npz, .npy, directory of step<i>.pt or <name>-step<i>.npy; "
             "or an engine, or build artifacts.",
             show_default=False,
@@ -64,7 +65,7 @@ def command(
     map: Map = None,
     rtol: Annotated[float | None, typer.Option(help="Relative tolerance instead of the dtype's own.")] = None,
     atol: Annotated[float | None, typer.Option(help="Absolute tolerance instead of the dtype's own.")] = None,
-    device: Annotated[str, typer.Option(help="Device of the arithmetic.")] = "cpu",
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="Device of the arithmetic.")] = "cpu",
     fail_on: Annotated[
         FailOn | None, typer.Option(help="Lowest verdict that makes the command fail.", show_default="wrong")
     ] = None,
@@ -73,7 +74,9 @@ def command(
     input_text: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="Engines: a prompt. Repeatable.", show_default=False)
     ] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Engines: maximum new tokens.", show_default=False)] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="Engines: maximum new tokens.", show_default=False)
+    ] = None,
     trust_engine: TrustEngine = False,
 ) -> int:
     """Compare recordings, tensor files, dumps, engines or build artifacts.

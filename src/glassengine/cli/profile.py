@@ -22,7 +22,9 @@ def command(
     directory: Annotated[
         str | None,
         typer.Argument(
-            help="Directory of --profile or glass.profiler.profile; its newest profile is shown.", show_default=False
+            metavar="DIR",
+            help="Directory of --profile or glass.profiler.profile; its newest profile is shown.",
+            show_default=False,
         ),
     ] = None,
     against: Annotated[

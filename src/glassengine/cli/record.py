@@ -57,7 +57,9 @@ def command(
         typer.Option("--noise-floor", help="Measure the rounding noise of each tensor in two more runs."),
     ] = False,
     dtype: Dtype = "auto",
-    device: Annotated[str | None, typer.Option(help="Device of the model, e.g. cuda.", show_default=False)] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="DEVICE", help="Device of the model, e.g. cuda.", show_default=False)
+    ] = None,
     overwrite: Overwrite = False,
     durable: Annotated[
         bool, typer.Option("--durable/--no-durable", help="Keep finished forwards if the process is killed.")

@@ -13,15 +13,17 @@ from glassengine.progress import Work
 
 
 def command(
-    snapshot: Annotated[str, typer.Argument(help="Snapshot directory or packed file.", show_default=False)],
+    snapshot: Annotated[
+        str, typer.Argument(metavar="SNAPSHOT", help="Snapshot directory or packed file.", show_default=False)
+    ],
     backend: Annotated[
-        str | None, typer.Option(help="Back-end; default: the recorded one.", show_default=False)
+        str | None, typer.Option(metavar="NAME", help="Back-end; default: the recorded one.", show_default=False)
     ] = None,
     compare: Annotated[
         bool, typer.Option("--compare", help="Judge every op against float64 on the same inputs.")
     ] = False,
     first_nonfinite: Annotated[
-        bool, typer.Option("--first-nonfinite", help="Name the op that produced the first NaN or infinity.")
+        bool, typer.Option("--first-nonfinite", help="Name the op that produced the first NaN or Inf.")
     ] = False,
     bisect: Annotated[
         bool, typer.Option("--bisect", help="Find the smallest subgraph that the back-end breaks.")

@@ -15,8 +15,8 @@ def command(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="[COMMAND]",
-            help="check, check-training or compare; without it, they are listed.",
+            metavar="COMMAND",
+            help="check, check-training or compare; default: list them.",
             show_default=False,
         ),
     ] = None,

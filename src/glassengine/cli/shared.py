@@ -19,14 +19,17 @@ from glassengine.errors import UsageError
 Baseline = Annotated[
     str,
     typer.Argument(
-        help="Reference: Hugging Face directory or id, file.py:factory, package.module:factory.", show_default=False
+        metavar="BASELINE",
+        help="Reference: Hugging Face directory or id, file.py:factory, package.module:factory.",
+        show_default=False,
     ),
 ]
 Dtype = Annotated[
     str, typer.Option(metavar="DTYPE", help="auto (that of the checkpoint), float32, bfloat16, float16 or float64.")
 ]
 ModuleInputs = Annotated[
-    str | None, typer.Option(metavar="FILE", help="Inputs of a plain module: file.py:factory, or a tensor file.")
+    str | None,
+    typer.Option(metavar="FILE|FACTORY", help="Inputs of a plain module: file.py:factory, or a tensor file."),
 ]
 Map = Annotated[
     str | None,
@@ -34,7 +37,7 @@ Map = Annotated[
 ]
 Passes = Annotated[
     list[str] | None,
-    typer.Option("--pass", metavar="FILE.py:FN", help="Apply this pass of yours to the graph. Repeatable."),
+    typer.Option("--pass", metavar="FILE.py:FN", help="Apply this user pass to the graph. Repeatable."),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing output.")]
 TrustEngine = Annotated[
@@ -60,11 +63,13 @@ class FailOn(StrEnum):
 class Checkpoint:
     """How a checkpoint is loaded: `vars()` of it are keyword arguments of what loads a model."""
 
-    attn_implementation: Annotated[str | None, typer.Option(help="As in transformers: sdpa, eager.")] = None
+    attn_implementation: Annotated[
+        str | None, typer.Option(metavar="NAME", help="As in transformers: sdpa, eager.")
+    ] = None
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.")
     ] = False
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None
+    revision: Annotated[str | None, typer.Option(metavar="REV", help="Branch, tag or commit of a hub id.")] = None
 
 
 @dataclass(frozen=True)

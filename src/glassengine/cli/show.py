@@ -23,14 +23,16 @@ def command(
         typer.Argument(metavar="RECORDING|DUMP", help="Recording, or anything that compare reads.", show_default=False),
     ],
     pattern: Annotated[
-        str | None, typer.Argument(help="Show only these sites: name, glob or re:.", show_default=False)
+        str | None,
+        typer.Argument(metavar="PATTERN", help="Show only these sites: name, glob or re:.", show_default=False),
     ] = None,
     step: Annotated[
-        list[int] | None, typer.Option(help="Show only this step. Repeatable; default without PATTERN: the first.")
+        list[int] | None,
+        typer.Option(metavar="N", help="Show only this step. Repeatable; default without PATTERN: the first."),
     ] = None,
-    rank: Annotated[int | None, typer.Option(help="Show only this rank.", show_default=False)] = None,
+    rank: Annotated[int | None, typer.Option(metavar="N", help="Show only this rank.", show_default=False)] = None,
     nonfinite: Annotated[bool, typer.Option("--nonfinite", help="Show only tensors with NaN or Inf.")] = False,
-    values: Annotated[bool, typer.Option("--values", help="Print the values, the edges of large tensors.")] = False,
+    values: Annotated[bool, typer.Option("--values", help="Print the values; of large tensors, the edges.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Print all values.")] = False,
     export: Annotated[
         str | None,

@@ -18,7 +18,8 @@ def command(
         str, typer.Argument(metavar="MODEL|ENGINE|RECORDING", help="Model, engine or recording.", show_default=False)
     ],
     pattern: Annotated[
-        str | None, typer.Argument(help="List only these: site, alias, glob or re:.", show_default=False)
+        str | None,
+        typer.Argument(metavar="PATTERN", help="List only these: site, alias, glob or re:.", show_default=False),
     ] = None,
     inputs: ModuleInputs = None,
     *,

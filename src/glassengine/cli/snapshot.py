@@ -17,11 +17,13 @@ ACTIONS = ("show", "pack")
 
 
 def command(
-    action: Annotated[str, typer.Argument(metavar="show|pack", show_default=False)],
+    action: Annotated[str, typer.Argument(metavar="show|pack", help="What to do with it.", show_default=False)],
     snapshot: Annotated[
         str,
         typer.Argument(
-            help="Snapshot directory or packed file; show also takes a directory of snapshots.", show_default=False
+            metavar="SNAPSHOT",
+            help="Snapshot directory or packed file; show also takes a directory of snapshots.",
+            show_default=False,
         ),
     ],
     output: Annotated[

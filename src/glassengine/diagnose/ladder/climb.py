@@ -67,6 +67,16 @@ class Climb:
         return self.model.chooser()
 
 
+def begun(
+    model: LoadedModel, stack: ExitStack, *parts: tuple[Program, list[Case], ModuleSide | SourceSide]
+) -> tuple[Climb, ...]:
+    """Return a climb for each program of a model, with its cases and its untouched module, which is a side of it."""
+    climbs = tuple(Climb(model, program, cases, side, [], stack=stack) for program, cases, side in parts)
+    for climb in climbs:
+        climb.add(climb.model)
+    return climbs
+
+
 def nodes(pairs: Mapping[str, SitePair]) -> dict[str, str]:
     """Return baseline node -> candidate node."""
     return {node: pair.candidate.node for node, pair in pairs.items()}

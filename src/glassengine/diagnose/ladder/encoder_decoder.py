@@ -18,7 +18,7 @@ import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from glassengine.diagnose.ladder.climb import Climb
+from glassengine.diagnose.ladder.climb import Climb, begun
 from glassengine.errors import UsageError
 from glassengine.judge.cases import Case, Inputs, StepInputs, causal_cases
 from glassengine.judge.replay.replay import Cut, Replay
@@ -77,7 +77,7 @@ def beside_source(model: LoadedModel, inputs: Inputs) -> list[str]:
 
 def start_both(
     model: LoadedModel, inputs: Inputs, steps: int, stack: ExitStack, progress: Progress
-) -> tuple[Climb, Climb]:
+) -> tuple[Climb, ...]:
     """Return the climbs of encoder and decoder, each with its first side.
 
     Args:
@@ -104,17 +104,9 @@ def start_both(
         mask = torch.ones_like(ids)
         of_both: dict[str, Any] = {"constants": constants, "source": source, **made}
         of_decoder.append(Case(name, steps + 1, input_ids=ids, attention_mask=mask, **of_both))
-    sides = (
-        EncoderSide(model.module, encoder, replay=Replay(encoder, cut=Cut.SEGMENT)),
-        DecoderSide(model.module, decoder, replay=Replay(decoder, cut=Cut.SEGMENT)),
-    )
-    both = (
-        Climb(model, encoder, of_encoder, sides[0], [], stack=stack),
-        Climb(model, decoder, of_decoder, sides[1], [], stack=stack),
-    )
-    for climb in both:
-        climb.add(climb.model)
-    return both
+    encoding = EncoderSide(model.module, encoder, replay=Replay(encoder, cut=Cut.SEGMENT))
+    decoding = DecoderSide(model.module, decoder, replay=Replay(decoder, cut=Cut.SEGMENT))
+    return begun(model, stack, (encoder, of_encoder, encoding), (decoder, of_decoder, decoding))
 
 
 def _sources(model: LoadedModel, inputs: Inputs, steps: int) -> list[tuple[str, dict[str, Any], torch.Tensor]]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from glassengine.diagnose.ladder.climb import Climb
+from glassengine.diagnose.ladder.climb import Climb, begun
 from glassengine.diagnose.ladder.rungs import start
 from glassengine.engine.prompts.prompts import pad_left
 from glassengine.errors import UsageError
@@ -146,17 +146,9 @@ def start_with_images(
     origin: Origin = "made up" if inputs is None or isinstance(inputs, str) else "given"
     of_vision = [Case("images", len(images), steps=tuple({PIXELS: one} for one in images), origin=origin)]
     is_list = makes_list(model.module, image)
-    sides = (
-        VisionSide(model.module, vision, replay=Replay(vision, cut=Cut.SEGMENT)),
-        ImageTextSide(model.module, decoder, replay=Replay(decoder, cut=Cut.SEGMENT), is_list=is_list),
-    )
-    both = (
-        Climb(model, vision, of_vision, sides[0], [], stack=stack),
-        Climb(model, decoder, cases, sides[1], [], stack=stack),
-    )
-    for climb in both:
-        climb.add(climb.model)
-    return both
+    seeing = VisionSide(model.module, vision, replay=Replay(vision, cut=Cut.SEGMENT))
+    decoding = ImageTextSide(model.module, decoder, replay=Replay(decoder, cut=Cut.SEGMENT), is_list=is_list)
+    return begun(model, stack, (vision, of_vision, seeing), (decoder, cases, decoding))
 
 
 def _cases(
