@@ -14,10 +14,11 @@ from torch.fx import Graph, Node
 from glassengine.judge.exclusions.arbitrary import Draws, Unwritten
 from glassengine.judge.exclusions.hidden_rows import HiddenRows
 from glassengine.judge.exclusions.in_step import Exclusions
-from glassengine.judge.exclusions.other_values import WHOLE, Followed, OtherValues, Source, far_from
+from glassengine.judge.exclusions.other_values import Source
 from glassengine.judge.exclusions.tie_propagation import Ties
 from glassengine.judge.exclusions.undefined_casts import UndefinedCasts
 from glassengine.numerics.exemptions import DRAWN, PADDING, TIES, UNWRITTEN, Ledger
+from glassengine.numerics.verdict import Reference
 
 aten = torch.ops.aten
 Values = dict[Node, list[Any]]
@@ -223,47 +224,44 @@ def test_an_element_with_several_reasons_is_counted_once() -> None:
     assert sum(one.num_elements for one in ledger.exemptions()) == 3
 
 
-def test_the_lane_forgets_what_is_settled_and_knows_nothing_below_the_whole() -> None:
+# Of each source: what builds a tensor of which the first row is excluded, and what it reads.
+ROWS: dict[str, tuple[Source, dict[str, Tensor]]] = {
+    "undefined casts": (UndefinedCasts(), {"x": torch.tensor([[math.inf] * 3, [2.0, 5.0, 3.0]])}),
+    "masked rows": (HiddenRows(), {"x": torch.tensor([[-1e9] * 3, [2.0, 1.0, -1e9]])}),
+    "unwritten memory": (Unwritten(), {"x": torch.tensor([[2.0, 1.0, 5.0]])}),
+    "ties": (Ties(), {"x": torch.tensor([[1.0, 1.0 + 2.0**-23, 0.0], [0.0, 2.0, 9.0]])}),
+}
+
+
+def first_row_excluded(graph: Graph, x: Node, kind: str) -> Node:
+    if kind == "undefined casts":
+        return call(graph, aten.mul.Tensor, call(graph, aten._to_copy.default, x, dtype=torch.int32), 0.5)
+    if kind == "masked rows":
+        return call(graph, aten.mul.Tensor, call(graph, aten._softmax.default, x, -1, False), 2.0)
+    if kind == "unwritten memory":
+        memory = call(graph, aten.empty.memory_format, [2, 3])
+        return call(graph, aten.exp.default, call(graph, aten.slice_scatter.default, memory, x, 0, 1, 2))
+    one_hot = call(graph, aten.eq.Tensor, call(graph, aten.argmax.default, x, -1, True), torch.arange(3))
+    return call(graph, aten.where.ScalarOther, one_hot, x, 7.0)
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_a_mistake_in_what_is_excluded_is_none_and_one_beside_it_is(kind: str) -> None:
+    source, given = ROWS[kind]
     graph = Graph()
-    x = graph.placeholder("x")
-    first, second = call(graph, aten.neg.default, x), call(graph, aten.abs.default, x)
-    lane = OtherValues(lambda node, others: node.target(others[x]))  # type: ignore[operator]
-    value = torch.tensor([1.0, -2.0])
-    assert lane.below(first, value) is value, "it reads nothing else"
-    assert lane.keep(x, torch.tensor([1.0, 2.0]), value) and not lane.keep(second, value.clone(), value)
-    assert lane.below(second, value.abs()).tolist() == [1.0, 2.0]
-    found = lane.of(x, value)
-    assert found is not None and found.tolist() == [False, True]
-    lane.settle(x)
-    assert lane.of(x, value) is None
-    lane.keep(x, WHOLE, value)
-    whole = lane.of(x, value)
-    assert lane.below(first, value) is WHOLE and whole is not None and bool(whole.all())
-
-
-def test_a_node_that_cannot_be_computed_from_other_values_is_other_as_a_whole() -> None:
-    class First(Source):
-        kind, reason = "undefined casts", "planted"
-
-        def marks(self, node: Node, value: Tensor, values: Any) -> Tensor | None:
-            return torch.tensor([True, False]) if node.target is aten.abs.default else None
-
-    graph = Graph()
-    x = graph.placeholder("x")
-    place = call(graph, aten.abs.default, x)
-    picked = call(graph, aten.index_select.default, x, 0, place)
-    followed = Followed(First())
-    env = run(graph, {"x": torch.tensor([0, 1])})
-    for node in (place, picked):
-        followed.visit(node, env)
-    found = followed.of(picked, env)
-    assert found is not None and found.tolist() == [True, True]
-    followed.settle(picked)
-    assert followed.of(picked, env) is None
-
-
-@pytest.mark.parametrize("given", [[0.0, 1.0, -3.0], [0, 5, -5], [True, False]])
-def test_other_values_are_other_values(given: list[Any]) -> None:
-    value = torch.tensor(given)
-    assert bool((far_from(value) != value).all()) and far_from(value).dtype is value.dtype
-    assert far_from((value, 3))[1] == 3
+    node = first_row_excluded(graph, graph.placeholder("x"), kind)
+    env = run(graph, given, noise=1e-7)
+    exclusions = Exclusions([source], again(env))
+    for one in graph.nodes:
+        if one.op == "call_function":
+            exclusions.visit(one, env)
+            found = exclusions.of(one, env, None, torch.float32) if isinstance(env[one][0], Tensor) else None
+    assert found is not None and list(found.by_reason) == [kind]
+    exact, native, *noisy = env[node]
+    reference = Reference(exact, native, noisy, dtype=torch.float32, valid=found.valid, tied=found.tied)
+    right = torch.where(exact.isfinite(), exact, 0.0).float()
+    for row, is_mistake in ((0, False), (1, True)):
+        candidate = right.clone()
+        candidate[row, 1] += 0.25
+        assert (reference.judge(candidate).verdict == "wrong") is is_mistake
+    assert reference.judge(right).verdict in ("identical", "rounding")

@@ -228,13 +228,17 @@ class Score:
         return len(self.side.observed(node.name)) > 1
 
     def _leave_out(self, node: Node, observed: Observed, judgement: Judgement, reference: Reference, step: int) -> None:
-        """List a tensor that is not judged completely, except for padding and ties, which the pair has."""
+        """List a tensor that is not judged, or only in part.
+
+        Elements of padding, of unwritten memory and below ties or draws are only counted, unless nothing else is left.
+        """
         left_out = [TEXTS[reason] for reason in reference.known.exempt if reason in TEXTS]
         reasons = [f"in part: {reason}" for reason in left_out]
         if judgement.is_empty:
             self.empty_nodes.add(node.name)
-            is_padding = reference.valid is not None and not bool(reference.valid.any())
-            reasons = [f"all of it: {r}" for r in left_out or ["padding" if is_padding else TIED]]
+            is_tied = reference.valid is None or bool(reference.valid.any())
+            other = TIED if is_tied else PADDING if PADDING in reference.known.exempt else UNWRITTEN
+            reasons = [f"all of it: {r}" for r in left_out or [other]]
         for reason in reasons:
             site = self._site(node, observed)
             self.left_out.setdefault((site, reason), Skipped(site, "both", reason, step=step, rung=self.side.rung))
