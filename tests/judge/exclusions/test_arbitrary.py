@@ -52,3 +52,24 @@ def test_arithmetic_on_unwritten_memory_is_no_mistake_and_hides_none(tmp_path: P
     whole = check(Buffer(ends=3).eval(), candidate=Buffer(ends=3).eval(), inputs=inputs)
     assert not any(pair.verdict == "wrong" for pair in whole.pairs)
     assert not check(Buffer(ends=3).eval(), candidate=Buffer(factor=2.1, ends=3).eval(), inputs=inputs).ok
+
+
+class Noisy(nn.Module):
+    """Scales random numbers, which every run draws anew."""
+
+    def __init__(self, factor: float = 2.0) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + torch.rand(4)) * self.factor
+
+
+def test_below_a_draw_a_replay_judges_and_nothing_else(tmp_path: Path) -> None:
+    torch.save({"x": torch.tensor([3.0, 1.0, 2.0, 5.0])}, tmp_path / "x.pt")
+    inputs = str(tmp_path / "x.pt")
+    right = check(Noisy().eval(), candidate=Noisy().eval(), inputs=inputs)
+    assert not any(pair.verdict in ("suspicious", "wrong") for pair in right.pairs)
+    assert not right.results, "no result is compared with what another run drew"
+    wrong = check(Noisy().eval(), candidate=Noisy(2.1).eval(), inputs=inputs)
+    assert not wrong.ok and [found.site for found in wrong.origins] == ["./mul.0"]

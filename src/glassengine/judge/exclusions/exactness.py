@@ -1,9 +1,9 @@
-"""Which tensors of a step are exact: rounding has no part in them, and every right implementation has these values.
+"""Exact tensors: rounding has no part in them, and every right implementation has the same values.
 
-Inputs and constants are. So is what is made of exact values alone: by ops that move or select; by ops that round
-correctly, where float64 makes the same as the program's own dtype (differences of whole numbers, say, a product with a
-power of two); by sums and products of whole numbers that stay small. What a library function computes (an exponential)
-is not, for any result. Between exact values no ties exist.
+Inputs and constants are exact. So is what is made of exact values alone by ops that move or select; by ops that round
+correctly, where float64 gives the same as the program's own dtype (differences of whole numbers, a product with a power
+of two); and by sums and products of whole numbers that stay small. The result of a library function (an exponential) is
+never exact. Between exact values there are no ties, and numbers that hide a key are followed from them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _A_FEW = 16
 
 
 def keeps_whole_numbers(node: Node, args: Any, kwargs: Any, result: Any, u: float) -> bool:
-    """Whether an op rounds nothing, for any arguments: whole numbers are added up or multiplied, and small.
+    """Return whether an op adds up or multiplies whole numbers that stay small, so that it rounds nothing.
 
     Args:
         node: The op.
-        args: In float64.
-        kwargs: Likewise.
+        args: Its arguments, floating ones in float64.
+        kwargs: Its keyword arguments, likewise.
         result: Its float64 result.
         u: Unit roundoff of the coarsest dtype in which it is computed.
     """
@@ -52,7 +52,7 @@ def keeps_whole_numbers(node: Node, args: Any, kwargs: Any, result: Any, u: floa
 
 
 class Exactness:
-    """Finds them, node by node in graph order.
+    """Finds the exact tensors of each step, node by node in graph order; `node in exactness` asks for one.
 
     Args:
         weights: Of the program, by node.

@@ -1,9 +1,10 @@
 """Fully masked attention rows: their output is implementation-defined and excluded.
 
-A query of padding before which there is nothing but padding has scores that a mask hides, every one. One implementation
-gives all keys the same share, another none, a third NaN, and rounding alone picks one of the hidden numbers: the noise
-of such rows is as large as the values, and what is measured over them and real rows together would hide any mistake in
-the real ones. So these rows and all that depends on them are excluded, unless nothing else is left of a tensor.
+A query of padding with nothing but padding before it sees no key: a mask hides all of its scores. One implementation
+gives all keys the same share, another gives none, a third returns NaN, and rounding alone picks one of the hidden
+numbers. The noise of such rows is as large as their values; measured over these and real rows together, it would hide
+any mistake in the real ones. So these rows and what depends on them (see `other_values`) are excluded, unless nothing
+else is left of a tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class HiddenRows(Source):
     """What depends on fully masked attention rows.
 
     Args:
-        hidden: Says where the scores of a softmax hold a number that hides; None takes every number of that size.
+        hidden: Takes a node of scores and returns a bool mask, in its shape, of the numbers that hide a key (see
+            `hidden_values`), or None if there are none. Without it every number of that size hides.
     """
 
     kind: ExemptionReason = "masked rows"

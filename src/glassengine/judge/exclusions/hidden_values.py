@@ -1,9 +1,9 @@
-"""Where a tensor holds numbers that hide a place from a softmax or a maximum, which is all that becomes of it.
+"""Numbers that hide a key: a softmax or a maximum makes nothing of them, so their size does not matter.
 
-One implementation writes the least number of the dtype, another one minus infinity or -1e9, a third adds two of them;
-the softmax makes 0 of each. Such a number is not compared by its size, only by whether it hides (see
-`numerics.mask_values`). It is known by where it comes from: from numbers of that size that the program writes itself,
-or that it is given, with nothing but selecting, adding and scaling between. A score that merely is that small is no
+One implementation writes the least number of the dtype, another writes minus infinity or -1e9, a third adds two of
+them; the softmax makes 0 of each. Such a number is not excluded: it is compared by whether it hides (see
+`numerics.mask_values`). It is recognized by where it comes from: from numbers of that size that the program writes
+itself or is given, with nothing but selecting, adding and scaling between. A score that merely is that small is no
 mask, and what anything but a softmax reads is compared as it is.
 """
 

@@ -1,10 +1,12 @@
-"""Elements that depend on a cast of a number that the integer dtype cannot hold: infinities, NaN, numbers too large.
+"""Undefined casts: a number that an integer dtype cannot hold (NaN, an infinity, too large a number) is cast to it.
 
-The result of such a cast depends on the processor, so no result is wrong. Model code makes them on purpose and
-drops them again (the logarithm of a distance of 0 in relative positions); what counts is all that does not depend on
-them. Whether an element does is tried: each reader of such a cast is computed a second time, from other numbers.
-Nor does an element count that is made to be cast so and for nothing else, or to be cast and dropped again: others keep
-the 0 from the logarithm. There what comes after is computed ahead.
+The result of such a cast depends on the processor, so no result is wrong. Model code makes such casts on purpose and
+drops them again: the logarithm of a distance of 0 in relative positions. What depends on the result is found as for all
+sources (see `other_values`), in the program's own dtype, where the cast happens.
+
+An element above the cast is excluded too if nothing is made of it but an undefined integer, or an integer that is
+dropped again: another implementation may keep the 0 away from the logarithm. That is known only from the ops below the
+element, which are computed ahead.
 """
 
 from __future__ import annotations
@@ -37,13 +39,13 @@ class UndefinedCasts(Source):
         return traits.casts
 
     def marks(self, node: Node, value: torch.Tensor, values: Values) -> torch.Tensor | None:
-        """Return where those numbers are."""
+        """Return where a cast to integers reads a number that the dtype cannot hold."""
         if not traits_of(node).casts or value.is_floating_point() or value.dtype is torch.bool:
             return None
         return _beyond(values[node.all_input_nodes[0]][NATIVE], value.dtype)
 
     def drops(self, node: Node, value: torch.Tensor, values: Values) -> torch.Tensor | None:
-        """Return what is only made to be cast so, or to be cast and left out again."""
+        """Return the elements of which nothing is made but undefined integers, or integers that are dropped again."""
         if self._made_for_casts is None:
             self._made_for_casts = _made_for_casts(node.graph)
         if node not in self._made_for_casts:
@@ -54,7 +56,11 @@ class UndefinedCasts(Source):
             return None
 
     def _lost(self, node: Node, value: torch.Tensor, values: Values) -> torch.Tensor:
-        """Return which elements end undefined or dropped, for any readers."""
+        """Return the elements that end undefined or dropped in every op that reads them.
+
+        Raises:
+            _Unknown: An op that is still to come does not work element by element.
+        """
         if node in self._lost_at:
             return self._lost_at[node]
         lost = torch.ones_like(value, dtype=torch.bool)
@@ -75,7 +81,7 @@ class UndefinedCasts(Source):
         return lost
 
     def _computed(self, node: Node, values: Values) -> Any:
-        """Return the value of a node that may be still to come."""
+        """Return the value of a node that may be still to come, in the program's own dtype."""
         try:
             return values[node][NATIVE]
         except KeyError:
@@ -88,11 +94,11 @@ class UndefinedCasts(Source):
 
 
 class _Unknown(Exception):
-    """Something that is still to come is no matter of single elements."""
+    """An op that is still to come does not work element by element."""
 
 
 def _made_for_casts(graph: Graph) -> set[Node]:
-    """Return the nodes of which nothing is made but integers, and those integers that may all be dropped again."""
+    """Return floating nodes of which only integers are made, and integers cast from floats that may be dropped."""
     found: set[Node] = set()
     for node in reversed(graph.nodes):
         readers = _readers(node)
